@@ -1,0 +1,21 @@
+"""A training harness for image classifiers in which the device never waits for data, and the user can see it.
+
+The rooms, in the order in which the data walks through them::
+
+    storage - decode - augment | order - load - pin - copy - normalise | step - evaluate - save
+    '--------- data/ ---------'  '------------- feed/ -------------'    '----- training/ -----'
+                             ^ settings                   | is told about waits
+                          tuning/                       watch/  ->  TensorBoard, report.json, the console
+
+Who may import whom, kept by import-linter (a lower line never imports a higher one, neighbours never each other)::
+
+    train.py            composes the settings, wires the rooms, tells every error
+    tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
+    feed                which sample comes next, samples to batches, batches to the device
+    data                where samples lie, bytes to pixels, pixels to a training image
+    watch               where the time went, the GPU and the host, what is written about it
+    runtime             ranks, randomness, signals, limits, the run's folder, the ways to end
+    config              every setting; with train.py the only module that knows Hydra
+
+For a loop of your own: ``harness.feed.prefetcher.DataPrefetcher`` and ``harness.watch.clock.StepClock``.
+"""

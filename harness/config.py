@@ -1,0 +1,469 @@
+"""Every setting that a run may have: its type, unit, range and one sentence.
+
+The only module besides ``train.py`` that knows Hydra. The dataclasses below are the schema; the files in ``conf/`` hold
+values only. ``load`` turns what Hydra composed into a checked ``Config``; ``explain`` turns a refusal into one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the text is one line that names the setting, its value and the way out."""
+
+
+Mode = Enum("Mode", ["train", "evaluate"])
+Crop = Enum("Crop", ["random_resized", "pad", "center"])
+Backend = Enum("Backend", ["processes"])
+StartMethod = Enum("StartMethod", ["forkserver", "spawn", "fork"])
+TunerName = Enum("TunerName", ["grid"])
+OptimName = Enum("OptimName", ["sgd", "adamw"])
+ScheduleName = Enum("ScheduleName", ["constant", "step", "cosine"])
+Precision = Enum("Precision", ["fp32", "fp16", "bf16"])
+DistName = Enum("DistName", ["single", "spawn", "torchrun"])
+DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
+
+
+def setting(default: Any, text: str, **limits: Any) -> Any:
+    """A dataclass field with its sentence and its range.
+
+    Args:
+        default: the value when no file in ``conf/`` says otherwise.
+        text: one sentence, with the unit.
+        **limits: any of ``ge``, ``gt``, ``le``, ``lt`` (bounds of a number, or of every number of a tuple), ``increasing``
+            (a tuple whose values may not fall) and ``each`` (the exact number of values in a tuple).
+    """
+    return field(default=default, metadata={"text": text, **limits})
+
+
+def group(cls: type) -> Any:
+    """A field that holds a nested group of settings."""
+    return field(default_factory=cls, metadata={"text": (cls.__doc__ or "").strip().split("\n")[0]})
+
+
+@dataclass(slots=True, kw_only=True)
+class RunConfig:
+    """The run's folder."""
+
+    name: str | None = setting(None, "Folder under outputs/; null: the date and the time of the start.")
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateConfig:
+    """What the generated data sets hold (data=shapes and data=fake only)."""
+
+    classes: int = setting(10, "Number of classes.", ge=2, le=10_000)
+    train_images: int = setting(8000, "Training images in all.", ge=1)
+    val_images: int = setting(2000, "Validation images in all.", ge=1)
+    width: int = setting(80, "Width of a generated file in pixels.", ge=32, le=4096)
+    height: int = setting(80, "Height of a generated file in pixels.", ge=32, le=4096)
+    quality: int = setting(90, "JPEG quality of a generated file.", ge=1, le=100)
+    seed: int = setting(0, "Seed of the generator; another seed is another data set.", ge=0)
+
+
+@dataclass(slots=True, kw_only=True)
+class DataConfig:
+    """The data set."""
+
+    name: str = setting("shapes", "Which data set: a name from harness/data/datasets.py.")
+    root: str | None = setting(None, "Folder of the data; null: a folder of its own in the user's cache.")
+    download: bool = setting(True, "Fetch a published archive that is not there yet (cifar10, cifar100).")
+    mirror: str | None = setting(None, "Base address to fetch the archive from; null: the publisher's.")
+    md5: str | None = setting(None, "MD5 that the archive must have; null: the publisher's.")
+    image_size: int = setting(64, "Side of the square that the network sees, in pixels.", ge=8, le=4096)
+    eval_resize: int | None = setting(
+        None, "Shorter side before the centre crop in evaluation, in pixels; null: image_size * 256 / 224.", ge=8
+    )
+    mean: tuple[float, float, float] = setting(
+        (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", ge=0.0, le=1.0, each=3
+    )
+    std: tuple[float, float, float] = setting(
+        (0.229, 0.224, 0.225), "Standard deviation of each channel, as fractions of 255.", gt=0.0, le=1.0, each=3
+    )
+    split_fraction: float | None = setting(
+        None, "Share of the images kept for validation where root has no train and val folders.", gt=0.0, lt=1.0
+    )
+    exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
+    background: tuple[int, int, int] = setting(
+        (255, 255, 255), "Colour under transparent pixels, red, green, blue.", ge=0, le=255, each=3
+    )
+    max_pixels: int = setting(178_956_970, "Largest image that is decoded, in pixels.", ge=1)
+    generate: GenerateConfig = group(GenerateConfig)
+
+
+@dataclass(slots=True, kw_only=True)
+class AugmentConfig:
+    """What happens to a training image before it is a batch; a function of (seed, epoch, index) alone."""
+
+    crop: Crop = setting(Crop.random_resized, "Crop: random_resized (ImageNet), pad (CIFAR) or center (as in evaluation).")
+    scale: tuple[float, float] = setting(
+        (0.08, 1.0), "Share of the image's area that a random_resized crop takes.", gt=0.0, le=1.0, each=2, increasing=True
+    )
+    ratio: tuple[float, float] = setting(
+        (3 / 4, 4 / 3), "Width over height of a random_resized crop.", gt=0.0, each=2, increasing=True
+    )
+    pad: int = setting(4, "Zero pixels added to each side before a pad crop.", ge=0)
+    hflip: float = setting(0.5, "Probability of a horizontal flip.", ge=0.0, le=1.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class ValLoaderConfig:
+    """The validation feed's own settings."""
+
+    batch_size: int | None = setting(None, "Images per batch and rank; null: loader.batch_size.", ge=1)
+    num_workers: int | None = setting(None, "Worker processes per rank; null: as the training feed.", ge=0, le=512)
+    prefetch_factor: int | None = setting(None, "Batches in flight per worker; null: torch's 2.", ge=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class LoaderConfig:
+    """The feed: how samples become batches."""
+
+    autotune: bool = setting(False, "Search the settings below before training, as tuner= says.")
+    backend: Backend = setting(Backend.processes, "Form of the feed.")
+    batch_size: int = setting(64, "Images per batch and rank.", ge=1)
+    num_workers: int | None = setting(
+        None, "Worker processes per rank, 0 loads in the trainer; null: usable cores per rank less one, at most 8.",
+        ge=0, le=512,
+    )  # fmt: skip
+    pin_memory: bool | None = setting(None, "Page-locked batches; null: where there is a CUDA device.")
+    prefetch_factor: int | None = setting(None, "Batches in flight per worker; null: torch's 2.", ge=1)
+    persistent_workers: bool | None = setting(None, "Keep the workers between epochs; null: where there are workers.")
+    drop_last: bool = setting(True, "Leave a training epoch's last short batch out.")
+    timeout_s: float = setting(120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", ge=0.0)
+    start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
+    device_prefetch: bool = setting(True, "Copy and normalise one batch ahead on a CUDA stream of its own.")
+    val: ValLoaderConfig = group(ValLoaderConfig)
+
+
+@dataclass(slots=True, kw_only=True)
+class TunerConfig:
+    """The search behind loader.autotune=true."""
+
+    name: TunerName = setting(TunerName.grid, "Which search.")
+    budget_s: float = setting(20.0, "Longest time for the search in seconds.", gt=0.0)
+    batches: int = setting(15, "Batches in one timed pass.", ge=1)
+    passes: int = setting(4, "Timed passes for each setting.", ge=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    """The network."""
+
+    name: str = setting("small", "small, or any classifier of torchvision by its name.")
+    weights: str | None = setting(None, "null: random; DEFAULT: torchvision's best; else the path of a checkpoint.")
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimConfig:
+    """The optimizer."""
+
+    name: OptimName = setting(OptimName.sgd, "Which optimizer.")
+    lr: float = setting(0.1, "Peak learning rate.", ge=0.0)
+    momentum: float = setting(0.9, "Momentum (sgd).", ge=0.0, lt=1.0)
+    nesterov: bool = setting(False, "Nesterov momentum (sgd).")
+    betas: tuple[float, float] = setting((0.9, 0.999), "Decay of the two averages (adamw).", ge=0.0, lt=1.0, each=2)
+    eps: float = setting(1e-8, "Term added to the denominator (adamw).", gt=0.0)
+    weight_decay: float = setting(1e-4, "Weight decay.", ge=0.0)
+    decay_norm_and_bias: bool = setting(False, "Apply weight decay to norms and biases too, as pytorch/examples does.")
+    clip_norm: float | None = setting(None, "Largest norm of all gradients together; null: no clipping.", gt=0.0)
+    label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", ge=0.0, lt=1.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over time."""
+
+    name: ScheduleName = setting(ScheduleName.cosine, "Which schedule.")
+    warmup_epochs: float = setting(0.0, "Epochs of linear warm-up from zero; may be a fraction.", ge=0.0)
+    step_epochs: int = setting(30, "Epochs between two drops (step).", ge=1)
+    gamma: float = setting(0.1, "Factor of each drop (step).", gt=0.0, le=1.0)
+    final_fraction: float = setting(0.0, "Share of the peak that is left at the end (cosine).", ge=0.0, le=1.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerConfig:
+    """The training loop."""
+
+    epochs: int = setting(10, "Passes over the training set.", ge=1)
+    max_steps: int | None = setting(None, "Stop after so many optimizer updates; null: at the last epoch's end.", ge=1)
+    precision: Precision = setting(Precision.fp32, "fp32, or autocast to fp16 (with a gradient scaler) or bf16.")
+    channels_last: bool = setting(False, "Keep activations as NHWC.")
+    compile: bool = setting(False, "Compile the network with torch.compile.")
+    accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", ge=1)
+    eval_every_epochs: int = setting(1, "Epochs between two evaluations; the last epoch always has one.", ge=1)
+    max_nonfinite_steps: int = setting(20, "Updates skipped in a row for a non-finite loss before the run fails.", ge=0)
+    num_threads: int | None = setting(None, "torch's threads per rank; null: usable cores over ranks.", ge=1, le=1024)
+    deterministic: bool = setting(False, "Only deterministic kernels, and no cuDNN benchmark.")
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved, and when."""
+
+    enabled: bool = setting(True, "Save checkpoints.")
+    every_epochs: int = setting(1, "Epochs between two checkpoints; the last epoch always has one.", ge=1)
+    keep_last: int = setting(2, "Newest checkpoints that are kept, besides the best.", ge=2)
+
+
+@dataclass(slots=True, kw_only=True)
+class WatchConfig:
+    """What is logged, and how often."""
+
+    window_steps: int = setting(10, "Steps in one logged window.", ge=1)
+    sample_s: float = setting(1.0, "Seconds between two looks at the GPU and the host.", ge=0.1)
+    tensorboard: bool = setting(True, "Write TensorBoard's event file.")
+
+
+@dataclass(slots=True, kw_only=True)
+class DistConfig:
+    """Processes and devices."""
+
+    name: DistName = setting(DistName.single, "One process, spawn on this node, or under torchrun.")
+    nprocs: int | None = setting(None, "Processes that spawn starts; null: one per GPU.", ge=1, le=1024)
+    backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
+    timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProfileConfig:
+    """torch.profiler."""
+
+    steps: str | None = setting(None, "First and last step of a trace in the run folder, such as 10-20; null: none.")
+
+
+@dataclass(slots=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    mode: Mode = setting(Mode.train, "train, or evaluate what model.weights or resume names.")
+    seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
+    device: str = setting("auto", "auto (cuda, else cpu), cpu, cuda, cuda:N or mps.")
+    resume: str | None = setting(
+        None, "null: start anew; auto: the newest checkpoint of this run folder, if there is one; or a path."
+    )
+    run: RunConfig = group(RunConfig)
+    data: DataConfig = group(DataConfig)
+    augment: AugmentConfig = group(AugmentConfig)
+    loader: LoaderConfig = group(LoaderConfig)
+    tuner: TunerConfig = group(TunerConfig)
+    model: ModelConfig = group(ModelConfig)
+    optim: OptimConfig = group(OptimConfig)
+    schedule: ScheduleConfig = group(ScheduleConfig)
+    trainer: TrainerConfig = group(TrainerConfig)
+    checkpoint: CheckpointConfig = group(CheckpointConfig)
+    watch: WatchConfig = group(WatchConfig)
+    dist: DistConfig = group(DistConfig)
+    profile: ProfileConfig = group(ProfileConfig)
+
+
+def load(composed: DictConfig) -> Config:
+    """A checked ``Config`` from what Hydra composed.
+
+    Merging with the schema once more refuses keys that were added with a plus; resolving first brings every missing
+    environment variable to light.
+
+    Raises:
+        ConfigError: a setting is unknown, of the wrong type, out of its range, or contradicts another.
+    """
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True)
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    assert isinstance(config, Config)
+    _make_tuples(config)
+    for path, value, meta in walk(config):
+        _check_range(path, value, meta)
+    _check_together(config)
+    return config
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """``config`` as nested dictionaries of plain values, enums by name."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def from_plain(plain: dict[str, Any]) -> Config:
+    """The inverse of ``to_plain``."""
+    return load(OmegaConf.create(plain))
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Every leaf of a tree of settings: dotted name, value, and the field's sentence and range."""
+    for item in dataclasses.fields(config):
+        value, path = getattr(config, item.name), f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            yield from walk(value, f"{path}.")
+        else:
+            yield path, value, dict(item.metadata)
+
+
+def _make_tuples(config: Any) -> None:
+    """Turn the lists that OmegaConf makes of tuples back into tuples, in place."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            _make_tuples(value)
+        elif isinstance(value, list):
+            setattr(config, item.name, tuple(value))
+
+
+def _check_range(path: str, value: Any, meta: dict[str, Any]) -> None:
+    numbers = value if isinstance(value, tuple) else (value,)
+    if "each" in meta and len(numbers) != meta["each"]:
+        raise ConfigError(f"{path}={_shown(value)}: takes exactly {meta['each']} numbers")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if not math.isfinite(number):
+            raise ConfigError(f"{path}={_shown(value)}: must be a finite number")
+        for name, sign, holds in (
+            ("ge", ">=", operator.ge),
+            ("gt", ">", operator.gt),
+            ("le", "<=", operator.le),
+            ("lt", "<", operator.lt),
+        ):
+            if name in meta and not holds(number, meta[name]):
+                raise ConfigError(f"{path}={_shown(value)}: must be {sign} {meta[name]}")
+    if meta.get("increasing") and list(numbers) != sorted(numbers):
+        raise ConfigError(f"{path}={_shown(value)}: the first number may not be larger than the second")
+
+
+def _shown(value: Any) -> str:
+    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
+
+
+def _check_together(c: Config) -> None:
+    """Refuse settings that contradict each other or have no effect together."""
+    load_, val = c.loader, c.loader.val
+    val_workers = load_.num_workers if val.num_workers is None else val.num_workers
+    searched = load_.autotune
+    plain_augment, steps = AugmentConfig(), c.profile.steps
+    refused = (
+        (load_.num_workers == 0 and load_.prefetch_factor is not None and not searched,
+         f"loader.prefetch_factor={load_.prefetch_factor}: has no effect with loader.num_workers=0; set it to null or "
+         "loader.num_workers to 1 or more"),
+        (load_.num_workers == 0 and load_.persistent_workers is True and not searched,
+         "loader.persistent_workers=true: has no effect with loader.num_workers=0; set it to null or loader.num_workers "
+         "to 1 or more"),
+        (val_workers == 0 and val.prefetch_factor is not None,
+         f"loader.val.prefetch_factor={val.prefetch_factor}: has no effect without validation workers; set it to null or "
+         "loader.val.num_workers to 1 or more"),
+        (c.dist.name is not DistName.spawn and c.dist.nprocs is not None,
+         f"dist.nprocs={c.dist.nprocs}: has an effect with dist=spawn alone; add dist=spawn or set it to null"),
+        (c.dist.name is not DistName.single and not load_.drop_last,
+         "loader.drop_last=false: ranks would have batches of different sizes; set it to true or use dist=single"),
+        (c.augment.crop is not Crop.pad and c.augment.pad != plain_augment.pad,
+         f"augment.pad={c.augment.pad}: has an effect with augment.crop=pad alone; add augment.crop=pad"),
+        (c.optim.nesterov and (c.optim.name is not OptimName.sgd or c.optim.momentum == 0),
+         "optim.nesterov=true: needs optim=sgd with a momentum; set optim.momentum=0.9 or optim.nesterov=false"),
+        (c.schedule.warmup_epochs > c.trainer.epochs,
+         f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than trainer.epochs={c.trainer.epochs}; lower it"),
+        (c.data.eval_resize is not None and c.data.eval_resize < c.data.image_size,
+         f"data.eval_resize={c.data.eval_resize}: smaller than data.image_size={c.data.image_size}; raise it or set it "
+         "to null"),
+        (c.mode is Mode.evaluate and c.model.weights is None and c.resume is None,
+         "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH"),
+        (c.mode is Mode.evaluate and load_.autotune,
+         "loader.autotune=true: has no effect with mode=evaluate; set it to false"),
+        (c.resume == "auto" and c.run.name is None,
+         "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME, or resume=PATH"),
+        (c.resume == "", "resume=: empty; use null, auto or a path"),
+        (c.data.md5 is not None and not re.fullmatch(r"[0-9a-fA-F]{32}", c.data.md5),
+         f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits"),
+        (c.run.name is not None and not re.fullmatch(r"\w[\w.+=@ -]{0,199}", c.run.name),
+         f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning with a letter or digit"),
+        (steps is not None and not _is_range(steps),
+         f"profile.steps={steps}: write the first and the last step, such as 10-20"),
+    )  # fmt: skip
+    for wrong, text in refused:
+        if wrong:
+            raise ConfigError(text)
+
+
+def _is_range(text: str) -> bool:
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    return match is not None and 0 < int(match[1]) <= int(match[2])
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether Hydra or OmegaConf refused the settings."""
+    return isinstance(error, HydraException | OmegaConfBaseException)
+
+
+def explain(error: BaseException) -> str:
+    """One line for a refusal by Hydra or OmegaConf: the dotted setting, what is wrong, the nearest known name."""
+    text = str(error).strip()
+    name = getattr(error, "full_key", None) or _first(r"full_key: (\S+)", text) or ""
+    unknown = _first(r"Could not override '([^']+)'", text) or _first(r"Key '([^']+)' (?:is )?not in", text)
+    if isinstance(error, HydraException) and error.__cause__ is not None and unknown is None:
+        return explain(error.__cause__) if isinstance(error.__cause__, Exception) else text
+    if unknown:
+        full = name if name.endswith(unknown) else unknown
+        near = difflib.get_close_matches(full, [path for path, _, _ in walk(Config())], n=1, cutoff=0.6)
+        return f"{full}: unknown setting" + (f"; did you mean {near[0]}?" if near else "; see --help")
+    choice = re.search(
+        r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?(?:Config search path|$)", text, re.S
+    )
+    if choice:
+        options = ", ".join(choice[3].split()) if choice[3] else "none"
+        return f"{choice[1]}={choice[2]}: no such choice; there are: {options}"
+    text = re.sub(r"\s*See https://hydra\.cc\S+.*", "; write name=value", text, flags=re.S)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = " ".join(line for line in lines if not re.match(r"(full_key|object_type|reference_type)\b", line))
+    return f"{name}: {said}" if name and name not in said else said
+
+
+def _first(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+def help_text() -> str:
+    """The page that ``--help`` shows: how to call, then every setting by group with its default."""
+    lines = [
+        "train.py: train an image classifier on a feed that keeps the device busy.",
+        "",
+        "  python train.py loader.autotune=true                  the generated data set, tuned",
+        "  python train.py data=imagefolder data.root=FOLDER     your own images",
+        "  python train.py -m loader.num_workers=0,1,2           one run for each value",
+        "",
+        "Choices that bring values of their own (conf/): data= augment= loader= tuner= model= optim= schedule= dist=",
+        "experiment=. Below: every setting, its default in the schema, and what it is; --cfg job shows the run's values.",
+    ]
+    section = None
+    for path, value, meta in walk(Config()):
+        here = path.rpartition(".")[0] or "run"
+        if here != section:
+            section = here
+            lines += ["", f"{section}:"]
+        shown = "null" if value is None else value.name if isinstance(value, Enum) else _shown(value)
+        options = f" [{' | '.join(m.name for m in type(value))}]" if isinstance(value, Enum) else ""
+        lines.append(f"  {path}={shown}{options}")
+        lines.append(f"      {meta['text']}")
+    return "\n".join(lines)
+
+
+def register() -> None:
+    """Give Hydra the schema and the help page."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    template = help_text().replace("$", "$$")
+    store.store(group="hydra/help", name="wellfed", node={"app_name": "train.py", "template": template})

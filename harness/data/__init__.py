@@ -1,0 +1,1 @@
+"""From a name in the config to one sample's pixels: storage, decoding, geometry."""

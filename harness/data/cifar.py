@@ -1,0 +1,330 @@
+"""CIFAR-10 and CIFAR-100: the published archive, fetched and checked once, then kept as plain arrays beside it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config import DataConfig
+from harness.data.archive import read_members
+from harness.data.download import exclusive, fetch, md5_of
+from harness.data.storage import ArraySource, cache_root
+from harness.runtime.errors import DataError, DiskError, printable
+from harness.runtime.folder import LOGGER
+
+_PUBLISHER = "https://www.cs.toronto.edu/~kriz"
+_PIXELS = 3 * 32 * 32
+_META_BYTES = 1 << 20
+_FORMAT = 1  # of the arrays' folder; another number makes every folder anew
+_MARKER = "complete.json"
+_ARRAYS = ("train_images", "train_labels", "val_images", "val_labels")
+
+_CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
+_CIFAR100_CLASSES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man
+    maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree
+    plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail
+    snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout
+    tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+
+_log = logging.getLogger(LOGGER)
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """An archive as its publisher describes it: https://www.cs.toronto.edu/~kriz/cifar.html."""
+
+    name: str
+    archive: str
+    md5: str
+    train: tuple[str, ...]
+    val: tuple[str, ...]
+    batch_bytes: int  # most that a file of train or val may have; the real ones have 31 and 155 MB
+    meta: str
+    labels_key: str
+    classes_key: str
+    classes: tuple[str, ...]
+
+
+_CIFAR10 = _Published(
+    name="cifar10",
+    archive="cifar-10-python.tar.gz",
+    md5="c58f30108f718f92721af3b95e74349a",
+    train=tuple(f"cifar-10-batches-py/data_batch_{i}" for i in range(1, 6)),
+    val=("cifar-10-batches-py/test_batch",),
+    batch_bytes=40 << 20,
+    meta="cifar-10-batches-py/batches.meta",
+    labels_key="labels",
+    classes_key="label_names",
+    classes=tuple(_CIFAR10_CLASSES.split()),
+)
+_CIFAR100 = _Published(
+    name="cifar100",
+    archive="cifar-100-python.tar.gz",
+    md5="eb9058c3a382ffc7106e4002c42a8d85",
+    train=("cifar-100-python/train",),
+    val=("cifar-100-python/test",),
+    batch_bytes=192 << 20,
+    meta="cifar-100-python/meta",
+    labels_key="fine_labels",
+    classes_key="fine_label_names",
+    classes=tuple(_CIFAR100_CLASSES.split()),
+)
+
+
+def open_cifar10(data: DataConfig) -> tuple[ArraySource, ArraySource]:
+    """The training and the test set of CIFAR-10, pixels mapped from the disk.
+
+    The archive is looked for in ``data.root``, or fetched to there, and stays; its arrays lie beside it, and are made
+    anew if they are damaged. With the arrays there, neither the archive nor leave to write is needed.
+
+    Raises:
+        DataError: the archive cannot be had, or is not what the publisher describes.
+        DiskError: ``data.root`` cannot be written.
+    """
+    return _open(_CIFAR10, data)
+
+
+def open_cifar100(data: DataConfig) -> tuple[ArraySource, ArraySource]:
+    """The training and the test set of CIFAR-100 with its 100 fine labels; otherwise as ``open_cifar10``."""
+    return _open(_CIFAR100, data)
+
+
+def _open(published: _Published, data: DataConfig) -> tuple[ArraySource, ArraySource]:
+    root = Path(data.root).expanduser() if data.root else cache_root() / published.name
+    folder = root / f"{published.name}-arrays"
+    md5 = (data.md5 or published.md5).lower()
+    arrays = _open_arrays(folder, md5, len(published.classes))
+    if arrays is None:
+        _obtain(published, root / published.archive, md5, data)
+        arrays = _make_arrays(published, root / published.archive, md5, folder)
+    train, val = (
+        ArraySource(arrays[f"{split}_images"], arrays[f"{split}_labels"], published.classes, f"{published.name} {split}")
+        for split in ("train", "val")
+    )
+    return train, val
+
+
+def _obtain(published: _Published, archive: Path, md5: str, data: DataConfig) -> None:
+    """Make sure that the archive is there and has the right digest, whoever put it there."""
+    where = printable(str(archive))
+    if not archive.is_file():
+        root = printable(str(archive.parent))
+        way_out = f"put {published.archive} into {root}, or take data=shapes, data=digits or data=fake: they need no network"
+        if not data.download:
+            raise DataError(f"{where}: not there, and data.download=false; {way_out}")
+        try:
+            fetch(f"{(data.mirror or _PUBLISHER).rstrip('/')}/{published.archive}", archive, md5=md5)
+        except DataError as error:
+            raise DataError(f"{error}; or {way_out}") from error
+    try:
+        digest = md5_of(archive)
+    except OSError as error:
+        raise DataError(f"{where}: cannot be read: {error.strerror}; mend it with chmod or get it anew") from error
+    if digest != md5:
+        raise DataError(
+            f"{where}: the md5 digest differs: expected {printable(md5)}, got {digest}; delete the file and get it anew, "
+            f"or set data.md5={digest} if this archive is meant"
+        )
+
+
+def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
+    """The arrays in ``folder``, mapped; None unless they are whole and were made from the archive with this digest."""
+    try:
+        if json.loads((folder / _MARKER).read_text(encoding="utf-8")) != _marker(folder, md5):
+            return None
+        arrays: Arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in _ARRAYS}
+        fit = all(_fit(arrays[f"{split}_images"], arrays[f"{split}_labels"], classes) for split in ("train", "val"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return arrays if fit else None
+
+
+def _fit(images: NDArray[Any], labels: NDArray[Any], classes: int) -> bool:
+    return (
+        images.dtype == np.uint8
+        and images.shape == (len(labels), 32, 32, 3)
+        and labels.dtype == np.int64
+        and labels.ndim == 1
+        and bool(0 <= labels.min() <= labels.max() < classes)
+    )
+
+
+def _marker(folder: Path, md5: str) -> dict[str, object]:
+    files = {name: md5_of(folder / f"{name}.npy") for name in _ARRAYS}
+    return {"format": _FORMAT, "archive_md5": md5, "files": files}
+
+
+def _make_arrays(published: _Published, archive: Path, md5: str, folder: Path) -> Arrays:
+    try:
+        with exclusive(folder.with_name(f"{folder.name}.lock")):
+            arrays = _open_arrays(folder, md5, len(published.classes))  # another process may have made them meanwhile
+            if arrays is None:
+                if folder.exists():
+                    _log.warning("%s: damaged, or of another archive: made anew", folder)
+                _write_arrays(_read_archive(published, archive), md5, folder)
+                arrays = _open_arrays(folder, md5, len(published.classes))
+                assert arrays is not None
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror or error}; free space or set another data.root"
+        raise DiskError(f"{printable(str(folder))}: {reason}") from error
+    return arrays
+
+
+def _write_arrays(arrays: Arrays, md5: str, folder: Path) -> None:
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    part.mkdir()
+    try:
+        for name, array in arrays.items():
+            np.save(part / f"{name}.npy", array, allow_pickle=False)
+        (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _read_archive(published: _Published, archive: Path) -> Arrays:
+    """The arrays of the whole archive, images as uint8 ``[N, 32, 32, 3]``, labels as int64 ``[N]``."""
+    batches = dict.fromkeys((*published.train, *published.val), published.batch_bytes)
+    members = read_members(archive, batches | {published.meta: _META_BYTES})
+    arrays: Arrays = {}
+    name = published.meta
+    try:
+        _check_classes(published, _unpickled(members[name]))
+        for split, names in (("train", published.train), ("val", published.val)):
+            parts = []
+            for name in names:
+                parts.append(_images_and_labels(published, _unpickled(members.pop(name))))
+            arrays[f"{split}_images"], arrays[f"{split}_labels"] = map(np.concatenate, zip(*parts, strict=True))
+    except Exception as error:  # a damaged pickle may raise anything
+        reason = printable(str(error) or type(error).__name__)
+        where = f"{printable(str(archive))}: member {name}"
+        raise DataError(f"{where} is not as published: {reason}; get the archive from its publisher") from error
+    return arrays
+
+
+def _check_classes(published: _Published, meta: dict[str, object]) -> None:
+    names = meta.get(published.classes_key)
+    if not isinstance(names, list) or not all(isinstance(name, (str, bytes)) for name in names):
+        raise ValueError(f"no list of class names under {published.classes_key}")
+    found = tuple(name.decode() if isinstance(name, bytes) else name for name in names)
+    if found != published.classes:
+        other = next((name for name in found if name not in published.classes), f"{len(found)} names or another order")
+        raise ValueError(f"its classes are not those of {published.name}: {other[:80]}")
+
+
+def _images_and_labels(published: _Published, batch: dict[str, object]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    pixels, labels = _pixels(batch.get("data")), batch.get(published.labels_key)
+    if not isinstance(labels, list) or len(labels) != len(pixels):
+        raise ValueError(f"{published.labels_key} is not a list of {len(pixels)} labels, one for each row of data")
+    if not all(type(label) is int and 0 <= label < len(published.classes) for label in labels):
+        raise ValueError(f"a label is not a whole number from 0 to {len(published.classes) - 1}")
+    # A row holds the red plane, the green one and the blue one.
+    images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return images, np.array(labels, np.int64)
+
+
+class _StandIn:
+    """What a name of numpy stands for while a pickle is read: it keeps what it is given, and does nothing.
+
+    To allow numpy's own functions would not be safe: a pickled dtype sets its own flags, and an array of objects whose
+    flags deny that it holds any takes bytes of the file for addresses in memory.
+    """
+
+    def __init__(self, name: str, *args: Any) -> None:
+        self.name = name
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _pixels(value: object) -> NDArray[np.uint8]:
+    """The array uint8 ``[N, 3072]`` that ``value`` stands for, as numpy pickles it up to protocol 4 or from 5 on."""
+    match value:
+        case _StandIn(name="_reconstruct", state=(1, shape, _StandIn(name="dtype", args=("u1" | b"u1", *_)), fortran, raw)):
+            pass
+        case _StandIn(name="_frombuffer", args=(raw, _StandIn(name="dtype", args=("u1", *_)), shape, order)):
+            fortran = order == "F"
+        case _:
+            raise ValueError("data is not an array of bytes")
+    rows = len(raw) // _PIXELS
+    if rows == 0 or shape != (rows, _PIXELS):
+        raise ValueError(f"data is not rows of {_PIXELS} bytes")
+    pixels: NDArray[np.uint8] = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
+    return pixels
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """Bytes, as Python 3 pickles them in protocols that have none; the only ``encoding`` that it uses is this one."""
+    return text.encode("latin-1")
+
+
+_NAMES = {"_codecs.encode": _latin1} | {
+    f"{module}.{name}": partial(_StandIn, name)
+    for module, name in (
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "_reconstruct"),  # numpy 2
+        ("numpy.core.numeric", "_frombuffer"),
+        ("numpy._core.numeric", "_frombuffer"),
+    )
+}
+
+
+def _flat(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``load`` with a limit: hashing a million tuples inside each other overflows the stack and ends the process."""
+
+    def checked(reader: Any) -> None:
+        load(reader)
+        inner = [item for item in reader.stack[-1] if isinstance(item, tuple)]
+        if any(isinstance(item, tuple) for items in inner for item in items):
+            raise pickle.UnpicklingError("tuples in tuples in tuples")
+
+    return checked
+
+
+class _Reader(pickle._Unpickler):
+    """The unpickler, with nothing that a pickle could call.
+
+    It is the one written in Python: the one in C takes as much memory as a number in the pickle says (an index of the
+    memo).
+    """
+
+    dispatch = pickle._Unpickler.dispatch | {
+        code[0]: _flat(pickle._Unpickler.dispatch[code[0]])
+        for code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (known := _NAMES.get(f"{module}.{name}")) is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs")
+        return partial(known)  # a new object, since a pickle may set attributes of what it was given
+
+
+def _unpickled(content: bytes) -> dict[str, object]:
+    batch = _Reader(io.BytesIO(content), encoding="bytes").load()
+    if not isinstance(batch, dict):
+        raise pickle.UnpicklingError("not a dictionary")
+    return {key.decode() if isinstance(key, bytes) else key: value for key, value in batch.items()}

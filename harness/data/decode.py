@@ -1,0 +1,177 @@
+"""Encoded bytes to pixels: eight-bit RGB from every format and mode that the data sets may hold.
+
+The bytes decide what an image is, never the name of its file. Whatever is wrong with them ends as ``BadSample``.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import ExifTags, Image, ImageChops
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.PpmImagePlugin import PpmImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from harness.runtime.errors import BadSample
+
+FORMATS = "JPEG, PNG, WebP, BMP, TIFF, GIF, PPM"
+HEAD_BYTES = 16  # as much of a file as ``reader`` looks at
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class _Jpeg(JpegImageFile):
+    """Pillow's reader without its look for a resolution in the EXIF block: it takes time, and damaged blocks warn."""
+
+    def _read_dpi_from_exif(self) -> None:
+        pass
+
+
+_READERS: tuple[tuple[bytes, type[ImageFile]], ...] = (
+    (b"\xff\xd8\xff", _Jpeg),
+    (b"\x89PNG\r\n\x1a\n", PngImageFile),
+    (b"GIF87a", GifImageFile),
+    (b"GIF89a", GifImageFile),
+    (b"BM", BmpImageFile),
+    *((start, TiffImageFile) for start in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")),
+    *((b"P%c" % kind, PpmImageFile) for kind in b"123456f"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """How an image is read.
+
+    Attributes:
+        exif_orientation: turn the image as its EXIF orientation says.
+        background: colour under transparent pixels, red, green, blue, 0..255.
+        max_pixels: largest image that is decoded, in pixels.
+    """
+
+    exif_orientation: bool = False
+    background: tuple[int, int, int] = (255, 255, 255)
+    max_pixels: int = 178_956_970
+
+
+def reader(head: bytes) -> type[ImageFile] | None:
+    """Pillow's reader for a file that starts with ``head`` (``HEAD_BYTES`` are enough); None: no supported format."""
+    for start, plugin in _READERS:
+        if head.startswith(start):
+            return plugin
+    return WebPImageFile if head[:4] == b"RIFF" and head[8:12] == b"WEBP" else None
+
+
+def check_encoded(data: bytes, where: str) -> type[ImageFile]:
+    """The reader for ``data``.
+
+    Raises:
+        BadSample: ``data`` is not an image of a supported format.
+    """
+    plugin = reader(data[:HEAD_BYTES])
+    if plugin is not None:
+        return plugin
+    if not data:
+        raise BadSample(where, "empty file")
+    if data.startswith(_LFS_POINTER):
+        raise BadSample(where, "a Git LFS pointer, not the image itself; run `git lfs pull` in the data set's repository")
+    raise BadSample(where, f"not an image of a supported format ({FORMATS})")
+
+
+def decode(data: bytes, where: str, options: DecodeOptions) -> Image.Image:
+    """The first image in ``data``, all of it decoded, in mode RGB.
+
+    Args:
+        data: the encoded file.
+        where: the file's name, for the error.
+        options: how it is read.
+
+    Raises:
+        BadSample: not an image of a supported format, damaged, or more pixels than ``options.max_pixels``.
+    """
+    plugin = check_encoded(data, where)
+    # Pillow's own limit is one for the process and warns before it refuses: it must not be lower than the user's.
+    if Image.MAX_IMAGE_PIXELS is not None and options.max_pixels > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = options.max_pixels
+    try:
+        # Not Image.open: it tries other formats as well, and warns of a large image that the next line refuses anyway.
+        image = plugin(io.BytesIO(data))
+        if image.width * image.height > options.max_pixels:
+            raise BadSample(where, _too_large(f"{image.width}x{image.height}", options))
+        image.load()
+        rgb = _to_rgb(image, options.background)
+        return _turned(rgb, image) if options.exif_orientation else rgb
+    except BadSample:
+        raise
+    except Image.DecompressionBombError as error:
+        raise BadSample(where, _too_large("header claims too many", options)) from error
+    except Exception as error:  # Pillow's readers raise anything on damaged bytes
+        raise BadSample(where, _reason(error)) from error
+
+
+def _too_large(size: str, options: DecodeOptions) -> str:
+    return f"too large: {size} pixels, more than data.max_pixels={options.max_pixels}"
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return f"truncated file: {text}" if "truncated" in text.lower() else f"cannot be decoded: {text}"
+
+
+def _turned(rgb: Image.Image, original: ImageFile) -> Image.Image:
+    try:
+        turn = _TURNS.get(original.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # the pixels are whole; a damaged EXIF block just says nothing of the orientation
+        turn = None
+    return rgb if turn is None else rgb.transpose(turn)
+
+
+def _to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
+    if image.mode == "F" or image.mode.startswith("I"):
+        rgb = _eight_bit(image).convert("RGB")
+        if (clear := image.info.get("transparency")) is not None:
+            rgb.paste(background, mask=Image.fromarray(np.asarray(image) == clear))
+        return rgb
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        canvas = Image.new("RGB", image.size, background)
+        canvas.paste(rgba, mask=rgba)
+        return canvas
+    if image.mode == "RGB":
+        return image
+    if image.mode == "CMYK" and isinstance(image, _Jpeg) and "adobe" not in image.info:
+        return ImageChops.invert(image).convert("RGB")  # Pillow takes every CMYK JPEG for one of Adobe's inverted ones
+    return image.convert("RGB")
+
+
+def _eight_bit(image: ImageFile) -> Image.Image:
+    """Grey of 16 bits (modes I;16 and I) or of fractions 0..1 (mode F), scaled; Pillow's own conversion saturates.
+
+    Raises:
+        ValueError: a value lies outside the range, so that nothing says what is white.
+    """
+    values = np.asarray(image)
+    white, inverted = (1.0 if image.mode == "F" else 65535.0), False
+    if isinstance(image, TiffImageFile):
+        if image.tag_v2.get(BITSPERSAMPLE) == (12,):
+            white = 4095.0
+        inverted = image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0
+    if not (values.min() >= 0 and values.max() <= white):  # so that NaN is refused too
+        raise ValueError(f"pixels of mode {image.mode} outside 0..{white:g}")
+    grey = np.rint(values * (255.0 / white)).astype(np.uint8)
+    return Image.fromarray(255 - grey if inverted else grey)

@@ -1,0 +1,279 @@
+"""Where samples lie: folders of files, arrays, parts of either; ``read(i)`` gives encoded bytes or pixels and a label."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import stat
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from harness.config import ConfigError
+from harness.data.decode import check_encoded
+from harness.data.scan import Scan, listed
+from harness.runtime.errors import BadSample, DataError, printable
+from harness.runtime.folder import LOGGER
+
+_log = logging.getLogger(LOGGER)
+
+
+class Source(Protocol):
+    """What every data set gives.
+
+    Attributes:
+        classes: names of the classes; a label is a place in them.
+        labels: int64 ``[N]``.
+    """
+
+    classes: tuple[str, ...]
+    labels: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
+        """Sample ``i``: encoded bytes, or uint8 pixels ``[H, W, 3]``, and its label.
+
+        Raises:
+            BadSample: it cannot be read.
+        """
+        ...
+
+    def where(self, i: int) -> str:
+        """Where sample ``i`` lies, for messages."""
+        ...
+
+
+class FolderSource:
+    """The images below a folder with one folder for each class: ``root/class/**/file``.
+
+    Classes and files are in the order of their names. Hidden entries, everything that is not a regular file, folders
+    named like images, links to folders and links that leave the data set are skipped and counted. The names lie in one
+    table of bytes: a list of strings would grow every worker's memory, page by page, as reference counts change.
+
+    Args:
+        root: the folder.
+        within: where links to files may lead; None: nowhere outside ``root``.
+
+    Attributes:
+        skipped: how many entries were left out, by reason.
+
+    Raises:
+        DataError: ``root`` is missing, has no images, a class without images, or something that may not be read.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], within: str | os.PathLike[str] | None = None) -> None:
+        self.root = os.path.abspath(root)
+        _check_folder(self.root)
+        scan = Scan(os.path.realpath(os.fsencode(self.root if within is None else within)))
+        folders = scan.class_folders(os.fsencode(self.root))
+        files = [scan.images(folder) for folder in folders]
+        scan.refuse_unreadable()
+        self.skipped = scan.skipped
+        left_out = ", ".join(f"{count} {reason}" for reason, count in scan.skipped.most_common())
+        if left_out:
+            _log.warning("%s: left out: %s", printable(self.root), left_out)
+        self._folders = [os.path.basename(folder) for folder in folders]
+        self.classes = tuple(os.fsdecode(folder) for folder in self._folders)
+        empty = [name for name, names in zip(self.classes, files, strict=True) if not names]
+        if empty or not files:
+            what = f"no images in {listed(empty)}" if empty else "no class folders"
+            raise DataError(
+                f"{printable(self.root)}: {what} (left out: {left_out or 'nothing'}); "
+                "a data set has one folder for each class, with its images"
+            )
+        self.labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(names) for names in files])
+        lengths = np.fromiter((len(name) for name in chain(*files)), np.int64, len(self.labels))
+        self._ends = np.cumsum(lengths)
+        self._table = np.frombuffer(b"".join(chain(*files)), np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def _path(self, i: int) -> bytes:
+        name = self._table[self._ends[i - 1] if i else 0 : self._ends[i]].tobytes()
+        return os.path.join(os.fsencode(self.root), self._folders[self.labels[i]], name)
+
+    def where(self, i: int) -> str:
+        """The file's path; bytes that are not UTF-8 are escaped as ``os.fsdecode`` does."""
+        return os.fsdecode(self._path(i))
+
+    def read(self, i: int) -> tuple[bytes, int]:
+        """The file's bytes, which start like an image of a supported format, and its label.
+
+        Raises:
+            BadSample: the file is gone, unreadable, empty, or holds something else.
+        """
+        path = self._path(i)
+        try:
+            data = _read_regular(path)
+        except FileNotFoundError as error:
+            raise BadSample(self.where(i), "the file is gone; it was there when the folder was read") from error
+        except OSError as error:
+            raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
+        check_encoded(data, self.where(i))
+        return data, int(self.labels[i])
+
+
+def _read_regular(path: bytes) -> bytes:
+    # A FIFO may have taken the file's place since the scan: without O_NONBLOCK, opening it would wait for ever.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a regular file")
+        return file.readall()
+
+
+def _check_folder(path: str) -> None:
+    if not os.path.isdir(path):
+        what = "not a folder" if os.path.lexists(path) else "no such folder"
+        raise DataError(f"data.root={printable(path)}: {what}; set it to the folder that holds the data set")
+
+
+class ArraySource:
+    """Pixels in memory.
+
+    Args:
+        images: uint8 ``[N, H, W, 3]``.
+        labels: int64 ``[N]``.
+        classes: names of the classes.
+        name: what messages call the array.
+    """
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str) -> None:
+        assert images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and len(images) == len(labels)
+        self.images = images
+        self.labels = labels.astype(np.int64, copy=False)
+        self.classes = tuple(classes)
+        self.name = name
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not isinstance(self.images, np.memmap):
+            return self.__dict__
+        images = self.images  # a worker maps the file too: a pickled map would be a copy of all pixels
+        return {**self.__dict__, "images": (images.filename, images.offset, images.shape)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if isinstance(self.images, tuple):
+            path, offset, shape = self.images
+            self.images = np.memmap(path, np.uint8, "r", offset, shape)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, i: int) -> tuple[np.ndarray, int]:
+        """A view of the pixels, and the label."""
+        return self.images[i], int(self.labels[i])
+
+    def where(self, i: int) -> str:
+        """The array's name and the row."""
+        return f"{self.name}[{i}]"
+
+
+class Subset:
+    """The samples of ``source`` at ``indices``, in that order."""
+
+    def __init__(self, source: Source, indices: np.ndarray) -> None:
+        self.source = source
+        self.indices = indices.astype(np.int64, copy=False)
+        self.classes = source.classes
+        self.labels = source.labels[self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
+        """As ``source`` reads it."""
+        return self.source.read(int(self.indices[i]))
+
+    def where(self, i: int) -> str:
+        """As ``source`` names it."""
+        return self.source.where(int(self.indices[i]))
+
+
+def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
+    """``source`` in two disjoint parts, the second with ``fraction`` of every class; the same for the same ``seed``.
+
+    Raises:
+        DataError: a class has a single image, which cannot be in both.
+    """
+    rng = random.Random(seed)
+    chosen = np.zeros(len(source), dtype=bool)
+    for label, name in enumerate(source.classes):
+        members = np.flatnonzero(source.labels == label)
+        if len(members) < 2:
+            raise DataError(f"class {printable(name)} has {len(members)} images: too few to split for validation")
+        count = min(max(1, round(len(members) * fraction)), len(members) - 1)
+        chosen[members[rng.sample(range(len(members)), count)]] = True
+    return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
+
+
+def open_folder_splits(root: str | os.PathLike[str], split_fraction: float | None, seed: int) -> tuple[Source, Source]:
+    """The training and the validation set below ``root``.
+
+    Either ``root/train`` with one of ``root/val``, ``valid`` or ``validation`` (``test`` where there is none of these),
+    or one tree of class folders, of which ``split_fraction`` is kept for validation.
+
+    Args:
+        root: the folder; ``~`` is expanded.
+        split_fraction: share kept for validation, 0..1; None: ``root`` has a folder for each.
+        seed: of the split.
+
+    Raises:
+        DataError: a folder is missing, ambiguous or not as ``FolderSource`` needs it, or the classes differ.
+        ConfigError: ``split_fraction`` where ``root`` has both folders.
+    """
+    base = Path(root).expanduser().absolute()
+    _check_folder(str(base))
+    shown = printable(str(base))
+    present = [name for name in ("val", "valid", "validation") if (base / name).is_dir()]
+    if not present and (base / "test").is_dir():
+        present = ["test"]
+    if len(present) > 1:
+        raise DataError(f"{shown}: {' and '.join(present)} may both be the validation set; keep one of them")
+    if not (base / "train").is_dir():
+        if split_fraction is None:
+            raise DataError(f"{shown}: no train folder in it; for one tree of class folders set data.split_fraction=0.1")
+        return split(FolderSource(base), split_fraction, seed)
+    if not present:
+        raise DataError(
+            f"{shown}: no val folder beside train; add it, or keep a part of train for it: "
+            f"data.root={shown}/train data.split_fraction=0.1"
+        )
+    if split_fraction is not None:
+        raise ConfigError(
+            f"data.split_fraction={split_fraction:g} has no effect: {shown} has train and {present[0]}; set it to null"
+        )
+    train, val = (FolderSource(base / name, _limit(base, name)) for name in ("train", present[0]))
+    _refuse_other_classes(train, val)
+    return train, val
+
+
+def _limit(base: Path, name: str) -> str:
+    """Where links below ``base/name`` may lead: all of ``base``, or its own folder where that is a link elsewhere."""
+    real_base, real = os.path.realpath(base), os.path.realpath(base / name)
+    return real_base if os.path.join(real, "").startswith(os.path.join(real_base, "")) else real
+
+
+def _refuse_other_classes(train: FolderSource, val: FolderSource) -> None:
+    if train.classes == val.classes:
+        return
+    differences = (
+        (train, sorted(set(train.classes) - set(val.classes))),
+        (val, sorted(set(val.classes) - set(train.classes))),
+    )
+    text = "; ".join(f"only in {printable(source.root)}: {listed(names)}" for source, names in differences if names)
+    raise DataError(f"the training and the validation set have different classes: {text}")
+
+
+def cache_root() -> Path:
+    """The folder for data that the program makes or fetches: $WELLFED_CACHE, else a user cache folder."""
+    own = os.environ.get("WELLFED_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "wellfed"

@@ -1,0 +1,1 @@
+"""Samples to batches, and batches to the device before the step asks for them."""

@@ -1,0 +1,134 @@
+"""What every form of the feed gives and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from harness.config import LoaderConfig
+from harness.runtime.limits import Limits
+
+_TORCH_PREFETCH_FACTOR = 2
+
+
+class HostBatch(NamedTuple):
+    """One batch as a feed gives it.
+
+    Attributes:
+        images: uint8 ``[N, 3, H, W]``, 0..255.
+        labels: int64 ``[N]``.
+        indices: int64 ``[N]``, the samples' places in the data set.
+        errors: where and why, for each sample that could not be read; its pixels are undefined.
+    """
+
+    images: Tensor
+    labels: Tensor
+    indices: Tensor
+    errors: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSettings:
+    """The settings of a feed with nothing left to derive; the names are torch's.
+
+    ``prefetch_factor`` is None and ``persistent_workers`` False where ``num_workers`` is 0.
+    """
+
+    batch_size: int
+    num_workers: int
+    pin_memory: bool
+    prefetch_factor: int | None
+    persistent_workers: bool
+    timeout_s: float
+    start_method: str
+
+    def __str__(self) -> str:
+        text = f"num_workers={self.num_workers} pin_memory={str(self.pin_memory).lower()}"
+        return text if self.prefetch_factor is None else f"{text} prefetch_factor={self.prefetch_factor}"
+
+
+class Feed(Protocol):
+    """An iterable over one epoch's batches at a time.
+
+    Attributes:
+        settings: how the batches are made.
+        on_device: whether the images are on the device already, so that nothing is copied.
+    """
+
+    settings: FeedSettings
+    on_device: bool
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next ``iter()`` gives."""
+        ...
+
+    def __iter__(self) -> Iterator[HostBatch]: ...
+
+    def __len__(self) -> int: ...
+
+    def close(self) -> None:
+        """End the workers, if any; safe to call twice."""
+        ...
+
+
+class FillableDataset(Protocol):
+    """What a feed needs of a data set.
+
+    Attributes:
+        image_size: side of an image in pixels.
+    """
+
+    image_size: int
+
+    def __len__(self) -> int: ...
+
+    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+        """Write sample ``index`` of ``epoch`` into ``out`` (uint8 ``[3, S, S]``) and return its label."""
+        ...
+
+
+def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> FeedSettings:
+    """The training feed's settings, derived where ``loader`` leaves them null.
+
+    Args:
+        loader: the user's settings.
+        limits: what this rank may use.
+        pinnable: whether page-locked memory has any use here (a CUDA device).
+    """
+    workers = loader.num_workers
+    if workers is None:
+        workers = max(0, min(8, int(limits.cores) - 1))
+    pin = (loader.pin_memory is None or loader.pin_memory) and pinnable
+    persistent = loader.persistent_workers is None or loader.persistent_workers
+    return _settings(loader, loader.batch_size, workers, pin, loader.prefetch_factor, persistent)
+
+
+def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
+    """The validation feed's settings; its workers live for one evaluation only."""
+    val = loader.val
+    return _settings(
+        loader,
+        train.batch_size if val.batch_size is None else val.batch_size,
+        train.num_workers if val.num_workers is None else val.num_workers,
+        train.pin_memory,
+        val.prefetch_factor,
+        False,
+    )
+
+
+def _settings(
+    loader: LoaderConfig, batch_size: int, workers: int, pin: bool, prefetch: int | None, persistent: bool
+) -> FeedSettings:
+    return FeedSettings(
+        batch_size=batch_size,
+        num_workers=workers,
+        pin_memory=pin,
+        prefetch_factor=(prefetch or _TORCH_PREFETCH_FACTOR) if workers else None,
+        persistent_workers=persistent and workers > 0,
+        timeout_s=loader.timeout_s,
+        start_method=loader.start_method.name,
+    )

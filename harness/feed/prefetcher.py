@@ -1,0 +1,239 @@
+"""Host batches to device batches, one ahead, normalised there.
+
+After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. The host never waits for the next batch
+before it hands out one that is ready: a thread of the prefetcher's own waits. One side stream serves the whole life (a
+stream per epoch makes the allocator reserve memory anew, timm #2781). Errors and early exits are those of a plain loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.watch.clock import StepClock
+
+Batches = Generator[tuple[Tensor, Tensor], None, None]
+
+
+class DataPrefetcher:
+    """An iterator over device batches ``(images, labels)``.
+
+    On CUDA, a thread takes batches from ``loader`` and issues their copy and normalisation on a side stream while the step
+    runs; at most one finished batch waits on the device. Elsewhere, and with ``ahead=False``, each batch is moved when it is
+    asked for. Each ``iter()`` is a new pass and ends the one before it.
+
+    Args:
+        loader: gives batches whose first two items are images ``[N, C, H, W]`` and labels ``[N]``.
+        device: where batches go.
+        mean: each channel's mean as fractions of 255; None leaves values as they are (but cast to ``dtype``).
+        std: each channel's standard deviation as fractions of 255.
+        dtype: the images' type on the device (float32, bfloat16 or float16).
+        channels_last: lay images out as NHWC.
+        clock: is told the two events around each copy, if given.
+        ahead: None for what the device wants; False to do without the thread and the side stream.
+
+    Raises:
+        Whatever ``loader`` raises, from ``next()``, in place of the batch that it was raised for.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str,
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        clock: StepClock | None = None,
+        ahead: bool | None = None,
+    ) -> None:
+        self.loader = loader
+        self.device = torch.device(device)
+        on_device = getattr(loader, "on_device", False)
+        self._ahead = self.device.type == "cuda" and not on_device if ahead is None else ahead
+        self._mover = _Mover(self.device, mean, std, dtype, channels_last, self._ahead, clock is not None)
+        self._clock = clock
+        self._pass: Batches | None = None
+        self._end_pass: Callable[[], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> DataPrefetcher:
+        self.close()
+        run = _run_ahead if self._ahead else _run_plain
+        self._pass = run(self.loader, self._mover, self._clock)
+        self._end_pass = weakref.finalize(self, self._pass.close)  # a pass left half-way has a thread
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self._pass is None:
+            iter(self)
+        assert self._pass is not None
+        return next(self._pass)
+
+    def next(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The next batch, or ``(None, None)`` at the end of the pass, as Apex's prefetcher has it."""
+        try:
+            return self.__next__()
+        except StopIteration:
+            self._pass = None
+            return None, None
+
+    def close(self) -> None:
+        """End the pass, if one runs, and wait for its thread."""
+        self._pass = None
+        if self._end_pass is not None:
+            self._end_pass()
+
+
+class _Ready(NamedTuple):
+    """A batch on its way: ``done`` is recorded on the side stream behind the last write to the tensors."""
+
+    images: Tensor
+    labels: Tensor
+    copy: tuple[Any, Any] | None
+    done: Any
+
+
+class _Mover:
+    """Moves batches to the device and normalises them there, on a side stream of its own for life if ``side``."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        dtype: torch.dtype,
+        channels_last: bool,
+        side: bool,
+        timed: bool,
+    ) -> None:
+        assert (mean is None) == (std is None), "mean and std come together"
+        self.device = device
+        self._dtype = dtype
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._timed = timed and device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if side and device.type == "cuda" else None
+        with self._side():
+            self._mean = None if mean is None else self._constant([255.0 * value for value in mean])
+            self._scale = None if std is None else self._constant([1.0 / (255.0 * value) for value in std])
+
+    def __call__(self, batch: Any) -> _Ready:
+        """``batch`` on the device, issued on the side stream if there is one."""
+        images, labels = batch[0], batch[1]
+        timed = self._timed and images.device != self.device
+        on_cuda = self.device.type == "cuda"
+        with self._side():
+            start = torch.cuda.Event(enable_timing=True) if timed else None
+            end = torch.cuda.Event(enable_timing=True) if timed else None
+            if start is not None:
+                start.record()
+            images = images.to(self.device, non_blocking=on_cuda)
+            labels = labels.to(self.device, non_blocking=on_cuda)
+            if end is not None:
+                end.record()
+            images = self._normalised(images)
+            done = self.stream.record_event() if self.stream is not None else None
+        return _Ready(images, labels, None if start is None else (start, end), done)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        images = images.contiguous(memory_format=self._format)
+        if self._mean is not None and self._scale is not None:
+            images = torch.sub(images, self._mean).mul_(self._scale)  # uint8 less float32 is float32: one pass, no copy
+        return images.to(self._dtype)
+
+    def _constant(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, device=self.device).view(1, -1, 1, 1)
+
+    def _side(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+def _run_plain(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> Batches:
+    for batch in loader:
+        ready = move(batch)
+        _tell(clock, ready)
+        yield ready.images, ready.labels
+        del batch, ready  # or two batches would stay on the device while the next one is awaited
+
+
+def _run_ahead(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> Batches:
+    pull = _Pull(loader, move)
+    try:
+        while (ready := pull.take()) is not None:
+            if move.stream is not None:
+                current = torch.cuda.current_stream(move.device)
+                current.wait_event(ready.done)  # compute waits for the copy, on the device
+                ready.images.record_stream(current)  # and the memory is not reused before compute is through
+                ready.labels.record_stream(current)
+            _tell(clock, ready)
+            yield ready.images, ready.labels
+            del ready
+    finally:
+        pull.stop()
+
+
+def _tell(clock: StepClock | None, ready: _Ready) -> None:
+    if clock is not None and ready.copy is not None:
+        clock.copied(*ready.copy)
+
+
+class _Pull:
+    """The thread of one pass: takes a batch from the loader, moves it, and stops until that one is taken.
+
+    The permit keeps it exactly one ahead: it is given back when a batch is handed out, before the step is launched.
+    """
+
+    def __init__(self, loader: Iterable[Any], move: _Mover) -> None:
+        self._loader, self._move = loader, move
+        self._ready: queue.SimpleQueue[_Ready | BaseException | None] = queue.SimpleQueue()
+        self._permit = threading.Semaphore(1)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> _Ready | None:
+        """The next batch, or None at the end; raises what the loader raised."""
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            try:
+                raise item
+            finally:
+                del item  # or its traceback would keep this frame, and this frame the error, and both the loader's iterator
+        self._permit.release()
+        return item
+
+    def stop(self) -> None:
+        """End the thread; waits for the loader's current ``next()`` to come back."""
+        self._stopped = True
+        self._permit.release()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            if self._move.device.type == "cuda":
+                torch.cuda.set_device(self._move.device)
+            batches = iter(self._loader)
+            try:
+                while self._may_go_on():
+                    self._ready.put(self._move(next(batches)))
+            except StopIteration:
+                self._ready.put(None)
+            finally:
+                if hasattr(batches, "close"):
+                    batches.close()
+        except BaseException as error:  # handed to the consumer, who raises it
+            self._ready.put(error)
+
+    def _may_go_on(self) -> bool:
+        self._permit.acquire()
+        return not self._stopped

@@ -1,0 +1,43 @@
+"""Batches that are made on the device once: the step without any loading, as pytorch/examples' ``--dummy`` wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from harness.feed.interface import FeedSettings, HostBatch
+from harness.feed.order import Order, ProbeOrder
+
+
+class SyntheticFeed:
+    """The same uint8 noise ``[N, 3, S, S]`` and random labels for every batch, on ``device``.
+
+    The last batch of an epoch is as short as ``order`` makes it.
+    """
+
+    on_device = True
+
+    def __init__(
+        self, order: Order | ProbeOrder, settings: FeedSettings, image_size: int, classes: int, device: torch.device
+    ) -> None:
+        self.settings = settings
+        self.order = order
+        generator = torch.Generator().manual_seed(0)
+        size = (settings.batch_size, 3, image_size, image_size)
+        self._images = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).to(device)
+        self._labels = torch.randint(0, classes, size[:1], generator=generator).to(device)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing changes with the epoch."""
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        for indices in self.order.batches(0):
+            n = len(indices)
+            yield HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices))
+
+    def close(self) -> None:
+        """There are no workers."""

@@ -1,0 +1,178 @@
+"""Who am I: rank, world, device; how ranks start, meet and agree."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.config import Config, ConfigError, DistBackend, DistName
+from harness.runtime import limits
+from harness.runtime.launch import run_processes
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's place among all.
+
+    Attributes:
+        rank: 0 to size - 1 over all nodes; 0 prints, logs and saves.
+        size: number of ranks.
+        local_rank: 0 to local_size - 1 on this node.
+        local_size: number of ranks on this node.
+        device: where this rank's network lives.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints, logs and saves."""
+        return self.rank == 0
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` over all ranks, on every rank; a new tensor where there are several."""
+        if self.size == 1:
+            return values
+        summed = values.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    def agreed(self, value: Any) -> Any:
+        """Rank 0's ``value`` (any picklable object), on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
+        return box[0]
+
+    def largest(self, value: int) -> int:
+        """The largest ``value`` of all ranks, on every rank: whether any of them saw a signal, say."""
+        return int(-self.smallest(-value))
+
+    def smallest(self, value: float) -> float:
+        """The smallest ``value`` of all ranks, on every rank."""
+        if self.size == 1:
+            return value
+        box = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(box, op=dist.ReduceOp.MIN)
+        return float(box)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
+    """Run ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for, and wait."""
+    if config.dist.name is DistName.spawn:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        os.environ["MASTER_PORT"] = str(_free_port())
+        run_processes(worker, job, spawn_size(config))
+    else:
+        worker(int(os.environ.get("LOCAL_RANK", "0")), job)
+
+
+def spawn_size(config: Config) -> int:
+    """How many processes ``dist=spawn`` starts on this node."""
+    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
+    nprocs = config.dist.nprocs or gpus
+    if nprocs == 0:
+        raise ConfigError("dist.nprocs=null: there is no GPU to count; say how many processes, such as dist.nprocs=2")
+    if gpus and nprocs > gpus:
+        raise ConfigError(f"dist.nprocs={nprocs}: there are {gpus} GPUs; lower it or set device=cpu")
+    return nprocs
+
+
+@contextmanager
+def joined(local_rank: int, config: Config) -> Iterator[World]:
+    """This rank's ``World``; the process group lives as long as the block.
+
+    Raises:
+        ConfigError: the device or the backend cannot be had, or ``dist=torchrun`` runs without torchrun.
+    """
+    kind = config.dist.name
+    if kind is DistName.torchrun:
+        if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
+            raise ConfigError("dist=torchrun: not started by torchrun; use `torchrun --nproc-per-node N train.py ...`")
+        size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+    else:
+        size = local_size = spawn_size(config) if kind is DistName.spawn else 1
+        rank = local_rank
+    device = choose_device(config.device, local_rank, local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _set_threads(config, local_size)
+    if size > 1:
+        timeout = timedelta(seconds=config.dist.timeout_s)
+        dist.init_process_group(_backend(config.dist.backend, device), rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield World(rank, size, local_rank, local_size, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
+    """The device that ``device=name`` means for this rank; never the CPU where a GPU was asked for.
+
+    Raises:
+        ConfigError: the name is unknown or the device is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name}: unknown; use auto, cpu, cuda, cuda:N or mps") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise ConfigError(f"device={name}: torch sees no CUDA device; use device=cpu or device=auto")
+        if device.index is not None and local_size > 1:
+            raise ConfigError(f"device={name}: one device for {local_size} ranks; use device=cuda")
+        index = local_rank if device.index is None else device.index
+        if index >= count:
+            raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
+        return torch.device("cuda", index)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
+    if device.type not in ("cpu", "mps"):
+        raise ConfigError(f"device={name}: not supported; use auto, cpu, cuda, cuda:N or mps")
+    return device
+
+
+def _set_threads(config: Config, local_size: int) -> None:
+    """Fix torch's threads for the whole run: results are bitwise equal only at one number of threads."""
+    wanted = config.trainer.num_threads
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ:
+        wanted = max(1, int(limits.measure(local_size).cores))
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
+def _backend(wanted: DistBackend, device: torch.device) -> str:
+    if wanted is DistBackend.auto:
+        return "nccl" if device.type == "cuda" else "gloo"
+    if wanted is DistBackend.nccl and device.type != "cuda":
+        raise ConfigError(f"dist.backend=nccl: needs CUDA devices, and this run is on {device.type}; use auto or gloo")
+    return wanted.name
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,103 @@
+"""The ways a run may end badly, each with its exit code; ``described`` maps every error to one line and one code."""
+
+from __future__ import annotations
+
+import errno
+
+from harness.config import ConfigError
+
+
+class RunError(Exception):
+    """An end of the run that has a known cause; the text is one line that says what, where, why and the way out."""
+
+    exit_code = 1
+
+
+class DataError(RunError):
+    """The data set is missing, incomplete or unreadable."""
+
+    exit_code = 3
+
+
+class BadSample(DataError):
+    """One sample that cannot be read.
+
+    Args:
+        where: the file, or the array and the row.
+        reason: why, in words.
+    """
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(printable(f"{where}: {reason}"))
+        self.where = where
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[BadSample], tuple[str, str]]:
+        return BadSample, (self.where, self.reason)
+
+
+class CheckpointError(RunError):
+    """A checkpoint is missing, damaged or does not fit."""
+
+    exit_code = 4
+
+
+class NonFiniteError(RunError):
+    """The loss was not finite for too many updates in a row."""
+
+    exit_code = 5
+
+
+class LoaderError(RunError):
+    """A worker died, hung or could not hand its batch over."""
+
+    exit_code = 6
+
+
+class DiskError(RunError):
+    """A file of the run could not be written."""
+
+    exit_code = 7
+
+
+class LockedError(RunError):
+    """Another run owns the folder."""
+
+    exit_code = 9
+
+
+class Interrupted(RunError):
+    """A signal asked the run to end.
+
+    Args:
+        signum: the signal's number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by signal {signum}")
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+
+def described(error: BaseException) -> tuple[str, int] | None:
+    """The line that a user sees and the exit code, or None for an error that is nobody's known fault."""
+    cause: BaseException | None = error
+    while cause is not None:  # libraries wrap what a callback of ours raised
+        if isinstance(cause, RunError):
+            return str(cause), cause.exit_code
+        if isinstance(cause, ConfigError):
+            return str(cause), 2
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by signal 2", 130
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        first = str(error).split(". ")[0] or "the host has no memory left"
+        return f"{first}; lower loader.batch_size, or set trainer.precision=bf16 or trainer.accumulate_steps", 8
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
+    return None
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters escaped, so that a file's name cannot drive the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

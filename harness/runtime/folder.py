@@ -1,0 +1,109 @@
+"""The run's folder: made once, owned by one run, with the log inside it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from harness.config import ConfigError
+from harness.runtime import rendezvous
+from harness.runtime.errors import LockedError
+
+LOGGER = "wellfed"
+
+_owned: dict[Path, TextIO] = {}  # open for as long as this process owns the folders
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the first rank of torchrun, or was not started by it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run_folder(name: str | None) -> str:
+    """The folder of a single run, owned by this process; the same for all ranks under torchrun."""
+    outputs = Path("outputs")
+    if name is not None and not is_first_rank():
+        return str(outputs / name)
+    return rendezvous.shared(lambda: str(own(outputs / name if name is not None else new_folder(outputs))))
+
+
+def sweep_folder(name: str | None) -> str:
+    """The folder of a sweep."""
+    return str(Path("multirun") / name if name is not None else new_folder(Path("multirun")))
+
+
+def new_folder(base: Path, now: datetime | None = None) -> Path:
+    """A folder ``base/<date>/<time>`` that no other run has, with a suffix where two start in one second."""
+    stamp = (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
+    try:
+        (base / stamp).parent.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1000):
+            folder = base / (f"{stamp}-{attempt}" if attempt else stamp)
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise _unusable(base / stamp, error) from error
+    raise ConfigError(f"run.name=null: a thousand runs have begun in {base / stamp}; set run.name")
+
+
+def own(folder: Path) -> Path:
+    """Make ``folder`` if need be and own it until this process ends; ``folder`` itself.
+
+    The lock is the kernel's (``flock``): it goes with the process, also after SIGKILL, so that no stale lock can stay.
+
+    Raises:
+        LockedError: another live run owns the folder.
+        ConfigError: it cannot be made or written to.
+    """
+    path = folder.resolve() / ".lock"
+    if path in _owned:
+        return folder
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        with handle:
+            handle.seek(0)
+            owner = handle.read().strip() or "another process"
+        raise LockedError(f"{folder}: in use by {owner}; wait for it or set another run.name") from error
+    handle.truncate(0)
+    handle.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+    handle.flush()
+    _owned[path] = handle
+    return folder
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{folder}: cannot be the run's folder: {error.strerror}; start from a folder you may write to, or set hydra.run.dir"
+    )
+
+
+@contextmanager
+def logging_to(folder: Path, rank: int = 0) -> Iterator[logging.Logger]:
+    """Send the project's log to ``train.log`` in ``folder`` inside the block; other ranks have a file each."""
+    logger = logging.getLogger(LOGGER)
+    name = "train.log" if rank == 0 else f"train-rank{rank}.log"
+    handler = logging.FileHandler(folder / name, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    former = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield logger
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+        logger.level, logger.propagate = former

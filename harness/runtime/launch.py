@@ -1,0 +1,104 @@
+"""Processes of a run: started together, ended together, with the first error brought home."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from harness.runtime import signals, workers
+from harness.runtime.errors import RunError, described
+
+_GRACE_S = 5.0
+_POLL_S = 0.2
+
+
+class ProcessError(RunError):
+    """A process of the run failed; the text is its own, or how it died."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def run_processes(work: Callable[[int, Any], Any], job: Any, count: int) -> None:
+    """Run ``work(i, job)`` in ``count`` fresh processes, i = 0 .. count - 1, and wait for all.
+
+    A signal to this process is passed on. When one process fails, the others have five seconds, then they are ended.
+
+    Raises:
+        ProcessError: with the text and the exit code of the first process that failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    started: list[tuple[SpawnProcess, Connection]] = []
+    try:
+        for i in range(count):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_enter, args=(work, i, job, there), name=f"rank{i}")
+            process.start()
+            there.close()
+            started.append((process, here))
+        failure = _watch(started)
+    finally:
+        _end([process for process, _ in started])
+    if failure is not None:
+        raise failure
+
+
+def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection) -> None:
+    workers.leave_with_parent()
+    try:
+        with signals.caught():
+            work(i, job)
+    except BaseException as error:
+        known = described(error)
+        if known is None:
+            traceback.print_exc()
+        text, code = known or (f"{type(error).__name__}: {error}", 1)
+        errors.send((text, code))
+        raise SystemExit(code) from error
+
+
+def _watch(started: list[tuple[SpawnProcess, Connection]]) -> ProcessError | None:
+    """Wait until all have ended, or one has failed and the others had their grace; the first failure."""
+    failure: ProcessError | None = None
+    passed_on, deadline = False, float("inf")
+    open_ = list(started)
+    while open_ and time.monotonic() < deadline:
+        wait([process.sentinel for process, _ in open_], timeout=_POLL_S)
+        if signals.received() and not passed_on:
+            passed_on = True
+            for process, _ in open_:
+                process.terminate()
+        for process, pipe in [item for item in open_ if not item[0].is_alive()]:
+            open_.remove((process, pipe))
+            if process.exitcode and failure is None:
+                failure = _failure(process, pipe)
+                deadline = time.monotonic() + _GRACE_S
+    return failure
+
+
+def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError:
+    if signals.received():
+        return ProcessError(str(signals.interrupted()), signals.interrupted().exit_code)
+    try:
+        if pipe.poll():
+            return ProcessError(*pipe.recv())
+    except EOFError:
+        pass  # it died before it could say why; its exit code says how
+    code = process.exitcode or 0
+    if code < 0:
+        return ProcessError(f"{process.name} was killed by signal {-code} ({signal.Signals(-code).name})", 128 - code)
+    return ProcessError(f"{process.name} ended with exit code {code}", code)
+
+
+def _end(processes: list[SpawnProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()

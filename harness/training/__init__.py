@@ -1,0 +1,1 @@
+"""The step, the epoch, the evaluation and what is saved."""

@@ -1,0 +1,139 @@
+"""The run in one object, and its last words on the console."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.config import Config, walk
+from harness.runtime.errors import described
+from harness.training.engine import Engine
+from harness.watch.console import say
+from harness.watch.figures import Spread
+from harness.watch.host import environment
+from harness.watch.tags import Tag
+from harness.watch.verdict import judge
+
+_HPARAMS = (
+    "data.name", "data.image_size", "model.name", "optim.name", "optim.lr", "optim.weight_decay", "trainer.precision",
+    "trainer.epochs", "loader.autotune", "loader.batch_size", "loader.backend", "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Writes ``report.json``, the HParams row and the closing lines of a run.
+
+    Attributes:
+        config: the run's settings.
+        overridden: what the command line set, such as ``loader.num_workers=2``: each is a column of the HParams page.
+        tuning: what a search did, as plain values: seconds, chosen, before and after; None where there was none.
+    """
+
+    config: Config
+    overridden: tuple[str, ...]
+    tuning: Mapping[str, Any] | None
+
+    @contextmanager
+    def reporting(self, engine: Engine) -> Iterator[None]:
+        """Report on ``engine`` at the end of the block, however it ends."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if engine.watch.board is not None:
+                self._report(engine, error)
+
+    def _report(self, engine: Engine, error: BaseException | None) -> None:
+        board, outcome = engine.watch.board, engine.outcome
+        assert board is not None
+        report = self.figures(engine)
+        if error is not None:
+            known = described(error)
+            report["error"] = known[0] if known else f"{type(error).__name__}: {error}"
+        board.report(report)
+        board.text("verdict", report["verdict"].sentence)
+        results = {
+            "hparam/top1": outcome.evaluation.top1 if outcome.evaluation else None,
+            "hparam/images_per_s": report.get("images_per_s"),
+            "hparam/stall_fraction": report.get("stall_fraction"),
+        }
+        board.hparams(self._hparams(engine), results)
+        if outcome.status == "completed":
+            self._close(engine, report)
+
+    def figures(self, engine: Engine) -> dict[str, Any]:
+        """``report.json`` as plain values; what this device cannot give is absent."""
+        total, outcome, world = engine.watch.clock.total(), engine.outcome, engine.world
+        sampled = engine.watch.sampler.means() if engine.watch.sampler else {}
+        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+        found: dict[str, Any] = {
+            "status": outcome.status,
+            "epochs": engine.state.epoch,
+            "steps": engine.state.step,
+            "ranks": world.size,
+            "global_batch_size": self.config.loader.batch_size * world.size * self.config.trainer.accumulate_steps,
+            "images_per_s": total.images_per_s * world.size if total.images_per_s is not None else None,
+            "step_ms": total.step_ms,
+            "data_wait_ms": total.data_wait_ms,
+            "copy_ms": total.copy_ms,
+            "compute_ms": total.compute_ms,
+            "data_wait_fraction": total.data_wait_fraction,
+            "stall_fraction": total.stall_fraction,
+            "stall_basis": total.stall_basis,
+            "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
+            "skipped_updates": outcome.skipped,
+            "pauses_s": dict(total.pauses_s),
+            "loader": engine.feed.settings,
+            "tuning": self.tuning,
+            "verdict": judge(total, autotuned=self.tuning is not None),
+            "environment": environment(device),
+        }
+        if outcome.evaluation is not None:
+            evaluation = outcome.evaluation
+            found |= {"top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss}
+            found["val_images"] = evaluation.images
+        return {key: value for key, value in found.items() if value is not None}
+
+    def _hparams(self, engine: Engine) -> dict[str, Any]:
+        values = {path: value for path, value, _ in walk(self.config)}
+        named = [override.lstrip("+").partition("=")[0] for override in self.overridden]
+        chosen = {key: values[key] for key in (*_HPARAMS, *named) if key in values}
+        used = engine.feed.settings
+        return chosen | {
+            "used.num_workers": used.num_workers,
+            "used.pin_memory": used.pin_memory,
+            "used.prefetch_factor": used.prefetch_factor,
+        }
+
+    def _close(self, engine: Engine, report: Mapping[str, Any]) -> None:
+        outcome, folder = engine.outcome, engine.place.folder
+        say("")
+        if outcome.evaluation is not None:
+            say(f"top-1          {outcome.evaluation.top1:.4f} on {outcome.evaluation.images} validation images")
+        if "images_per_s" in report:
+            say(f"speed          {report['images_per_s']:.0f} images/s while training, {_spread(report['step_ms'])} a step")
+            say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
+        say(f"loader         {engine.feed.settings}")
+        say(f"verdict        {report['verdict'].sentence}")
+        say(f"run folder     {os.path.relpath(folder)}")
+        say(f"look at it     tensorboard --logdir {os.path.relpath(_root(folder))}")
+
+
+def _spread(spread: Spread) -> str:
+    return f"{spread.median:.1f} ms (p95 {spread.p95:.1f}, max {spread.max:.1f})"
+
+
+def _root(folder: Path) -> Path:
+    """The folder that holds this run and its neighbours, whose names TensorBoard then shows."""
+    parts = Path(os.path.relpath(folder)).parts
+    return Path(parts[0]) if len(parts) > 1 and parts[0] in ("outputs", "multirun") else folder

@@ -1,0 +1,114 @@
+"""One optimizer update, without a word from the device to the host."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from harness.config import Config, Precision
+from harness.runtime.distributed import World
+from harness.training.state import TrainState
+
+DTYPES = {Precision.fp32: torch.float32, Precision.fp16: torch.float16, Precision.bf16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What the steps since the last reading did.
+
+    Attributes:
+        loss: mean of the finite losses, or None if there was none.
+        skipped: updates left out because a gradient was not finite.
+        worst_streak: most updates left out in a row, counted over the readings.
+    """
+
+    loss: float | None
+    skipped: int
+    worst_streak: int
+
+
+class Step:
+    """Forward, backward and update on batches that are on the device.
+
+    Args:
+        state: the network and what trains it; ``state.step`` counts the updates.
+        config: precision, accumulation, clipping, label smoothing.
+        world: wraps the network in DDP where there are several ranks.
+    """
+
+    def __init__(self, state: TrainState, config: Config, world: World) -> None:
+        self.state = state
+        self._scaled = config.trainer.precision is Precision.fp16
+        self._clip_norm = config.optim.clip_norm
+        self._smoothing = config.optim.label_smoothing
+        self._device = world.device
+        self.autocast = Autocast(world.device, config.trainer.precision)
+        self.model: nn.Module = state.network
+        if world.size > 1:
+            self.model = DistributedDataParallel(
+                state.network, device_ids=[world.device] if world.device.type == "cuda" else None
+            )
+        zero = torch.zeros((), device=world.device)
+        self._loss, self._finite, self._skipped, self._streak, self._worst = (zero.clone() for _ in range(5))
+        state.optimizer.register_step_pre_hook(self._count_skipped)
+
+    def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
+        """Train on one of the ``parts`` batches of an update; the last one makes the update."""
+        last = part == parts - 1
+        quiet = isinstance(self.model, DistributedDataParallel) and not last
+        with self.model.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
+            with self.autocast():
+                loss = F.cross_entropy(self.model(images), labels, label_smoothing=self._smoothing)
+            self.state.scaler.scale(loss / parts if parts > 1 else loss).backward()
+        self._note_loss(loss.detach())
+        if last:
+            self._update()
+
+    def read(self) -> StepFigures:
+        """The figures since the last call. The host waits here for the device: call it once a window, not once a step."""
+        loss, finite, skipped, worst = torch.stack((self._loss, self._finite, self._skipped, self._worst)).tolist()
+        for total in (self._loss, self._finite, self._skipped, self._worst):
+            total.zero_()
+        return StepFigures(loss / finite if finite else None, int(skipped), int(worst))
+
+    def _update(self) -> None:
+        state, scaler = self.state, self.state.scaler
+        scaler.unscale_(state.optimizer)
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(state.network.parameters(), self._clip_norm)
+        scaler.step(state.optimizer)  # fused optimizers leave the update out on the device where a gradient is not finite
+        scaler.update(None if self._scaled else 1.0)
+        state.optimizer.zero_grad(set_to_none=True)
+        state.schedule.step()
+        state.step += 1
+
+    def _note_loss(self, loss: Tensor) -> None:
+        self._loss += loss.nan_to_num(0.0, 0.0, 0.0)
+        self._finite += loss.isfinite()
+
+    def _count_skipped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = getattr(optimizer, "found_inf", None)  # set by the scaler for the time of the step: 0.0 or 1.0
+        if found is not None:
+            self._skipped += found
+            self._streak.add_(1).mul_(found)
+            torch.maximum(self._worst, self._streak, out=self._worst)
+
+
+class Autocast:
+    """Makes the autocast context of a precision; a plain context in fp32."""
+
+    def __init__(self, device: torch.device, precision: Precision) -> None:
+        self._type = device.type
+        self._dtype = None if precision is Precision.fp32 else DTYPES[precision]
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._type, self._dtype)

@@ -1,0 +1,1 @@
+"""The loader's settings, measured before training instead of guessed."""

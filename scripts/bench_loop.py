@@ -1,0 +1,272 @@
+"""What the harness costs: its epoch beside a hand-written PyTorch loop on the same cached batches.
+
+Two identical networks train on the same batches, one through ``harness.training.engine.Engine`` as ``train.py`` wires it
+(clock, TensorBoard, ``metrics.jsonl``, host sampler), one in a loop written by hand that only reads its loss as often as the
+harness does. Their epochs alternate, and so does which goes first. Beside them the hand-written loop runs against a twin of
+itself: how far that ratio strays from 1 is what this machine cannot resolve. At the end the weights are compared, so that
+both are known to have done the same work.
+
+    uv run scripts/bench_loop.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LoaderConfig,
+    ModelConfig,
+    ScheduleConfig,
+    ScheduleName,
+    TrainerConfig,
+    WatchConfig,
+)
+from harness.feed.interface import FeedSettings, HostBatch, train_settings
+from harness.runtime import distributed, folder, limits, seeding
+from harness.runtime.distributed import World
+from harness.training import models
+from harness.training.engine import Engine, Place
+from harness.training.state import make_state
+from harness.watch import station
+from scripts.measured import Sample, machine, machine_line, markdown, write_json
+
+CLASSES = 10
+FLOOR = 0.98  # the interval of harness / hand-written may not lie below
+_RESAMPLES = 10_000
+
+Epoch = Callable[[], None]
+
+
+class CachedFeed:
+    """A feed whose batches lie ready in memory."""
+
+    on_device = False
+
+    def __init__(self, batches: Sequence[HostBatch], settings: FeedSettings) -> None:
+        self.batches = batches
+        self.settings = settings
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every epoch is the same."""
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        return iter(self.batches)
+
+    def close(self) -> None:
+        """There are no workers."""
+
+
+class HandWritten:
+    """The loop that a careful person writes: as little as can be around the same training."""
+
+    def __init__(self, config: Config, batches: Sequence[HostBatch], device: torch.device) -> None:
+        seeding.seed_everything(config.seed)
+        self.network = models.build(config.model, CLASSES).to(device)
+        weights = [p for p in self.network.parameters() if p.ndim >= 2]
+        others = [p for p in self.network.parameters() if p.ndim < 2]
+        groups: list[dict[str, Any]] = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+        o = config.optim
+        self.optimizer = torch.optim.SGD(
+            groups, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay, nesterov=o.nesterov, fused=True
+        )
+        self.mean = torch.tensor([255 * m for m in config.data.mean], device=device).view(1, 3, 1, 1)
+        self.scale = torch.tensor([1 / (255 * s) for s in config.data.std], device=device).view(1, 3, 1, 1)
+        self.batches, self.device, self.window = batches, device, config.watch.window_steps
+
+    def epoch(self) -> None:
+        """Train on every batch once."""
+        self.network.train()
+        for done, batch in enumerate(self.batches, 1):
+            images = batch.images.to(self.device, non_blocking=True).sub(self.mean).mul_(self.scale)
+            labels = batch.labels.to(self.device, non_blocking=True)
+            loss = F.cross_entropy(self.network(images), labels)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if done % self.window == 0 or done == len(self.batches):
+                loss.item()
+
+
+@contextmanager
+def harness_engine(config: Config, batches: Sequence[HostBatch], world: World, place: Path) -> Iterator[Engine]:
+    """An engine on cached batches, made and watched as ``train.py`` does it."""
+    with folder.logging_to(place):
+        seeding.seed_everything(config.seed)
+        settings = train_settings(config.loader, limits.measure(), pinnable=world.device.type == "cuda")
+        state = make_state(config, CLASSES, world, len(batches))
+        with station.watched(config, world, place, None) as watch:
+            feed, val_feed = CachedFeed(batches, settings), CachedFeed(batches[:1], settings)
+            engine = Engine(config, world, state, feed, val_feed, watch, Place(place, tuple(map(str, range(CLASSES)))))
+            try:
+                yield engine
+            finally:
+                engine.close()
+
+
+def in_turns(pairs: int, harness: Epoch, loops: Sequence[Epoch], device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each epoch of ``harness``, ``hand_written``, ``control_a`` and ``control_b``, run in pairs by turns."""
+    sides = dict(zip(("harness", "hand_written", "control_a", "control_b"), (harness, *loops), strict=True))
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for run in sides.values():  # kernels are chosen, memory is reserved
+        run()
+    for pair in range(pairs):
+        for couple in (("harness", "hand_written"), ("control_a", "control_b")):
+            for name in couple if pair % 2 == 0 else reversed(couple):
+                gc.collect()  # or one side would clear up after another
+                begin = time.perf_counter()
+                sides[name]()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Median of paired ratios with its 95 % interval."""
+
+    n: int
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
+        """Of ``over[i] / under[i]``; percentile bootstrap of the median over the pairs, seeded (Efron 1979)."""
+        ratios = np.asarray(over) / np.asarray(under)
+        drawn = np.random.Generator(np.random.Philox(0)).integers(len(ratios), size=(_RESAMPLES, len(ratios)))
+        low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975)).tolist()
+        return cls(len(ratios), float(np.median(ratios)), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    """The largest absolute difference of two networks' weights and buffers; 0.0 means bitwise the same."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
+    """Run the comparison; every figure that ``show`` prints, as plain values."""
+    with distributed.joined(0, config) as world, tempfile.TemporaryDirectory() as place:
+        batches = make_batches(steps, config.loader.batch_size, config.data.image_size, pin=world.device.type == "cuda")
+        loops = [HandWritten(config, batches, world.device) for _ in range(3)]
+        with harness_engine(config, batches, world, Path(place)) as engine:
+            # fit() would add the evaluation and the checkpoint; the claim is about the epoch alone
+            epoch = lambda: engine._train_epoch(engine.state.epoch)
+            seconds = in_turns(pairs, epoch, [loop.epoch for loop in loops], world.device)
+            difference = largest_difference(engine.state.network, loops[0].network)
+        return {
+            "machine": machine(),
+            "device": str(world.device),
+            "settings": {
+                "model": config.model.name, "image_size": config.data.image_size, "batch_size": config.loader.batch_size,
+                "steps_per_epoch": steps, "window_steps": config.watch.window_steps, "pairs": pairs,
+            },
+            "harness_over_hand_written": asdict(Ratio.of(seconds["hand_written"], seconds["harness"])),
+            "control_a_over_control_b": asdict(Ratio.of(seconds["control_b"], seconds["control_a"])),
+            "step_ms": {name: asdict(Sample.of([1e3 * s / steps for s in took])) for name, took in seconds.items()},
+            "largest_weight_difference": difference,
+            "epoch_seconds": seconds,
+        }  # fmt: skip
+
+
+def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> list[HostBatch]:
+    """``count`` different batches of noise, page-locked where ``pin``."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(count):
+        images = torch.randint(256, (batch_size, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(CLASSES, (batch_size,), generator=generator)
+        batches.append(HostBatch(images.pin_memory() if pin else images, labels, torch.arange(batch_size)))
+    return batches
+
+
+def show(found: dict[str, Any]) -> str:
+    """The comparison as text: two tables, how they were made, and what becomes of the claim."""
+    s, n = found["settings"], found["settings"]["pairs"]
+    ratio, control = Ratio(**found["harness_over_hand_written"]), Ratio(**found["control_a_over_control_b"])
+    steps = [
+        (name.replace("_", " "), Sample(**ms), f"{1e3 * s['batch_size'] / ms['median']:.0f}", ms["n"])
+        for name, ms in found["step_ms"].items()
+    ]
+    ratios = [("harness / hand written", ratio, n), ("hand written / itself (control)", control, n)]
+    same = found["largest_weight_difference"]
+    return "\n".join(
+        (
+            machine_line(found["machine"]),
+            f"{s['model']}, {s['image_size']} px, batch {s['batch_size']}, fp32 on {found['device']}; {s['steps_per_epoch']} "
+            f"steps an epoch, loss read every {s['window_steps']} steps, {n} pairs of epochs, interleaved",
+            "",
+            markdown(("epochs of", "step ms, median (quartiles)", "images/s", "n"), steps),
+            "",
+            markdown(("images/s of", "median of paired ratios [95 % interval]", "n"), ratios),
+            "",
+            f"Interval: percentile bootstrap of the median over the pairs, {_RESAMPLES} resamples, seed 0.",
+            "Weights after all epochs: " + ("bitwise the same on both sides." if same == 0 else f"differ by up to {same:.3g}."),
+            f"Claim, harness / hand written does not lie below {FLOOR}: {_verdict(ratio)}.",
+        )
+    )
+
+
+def _verdict(ratio: Ratio) -> str:
+    if ratio.low >= FLOOR:
+        return "holds, the whole interval is above"
+    return "FAILS, the whole interval is below" if ratio.high < FLOOR else "not refuted, but the interval reaches below"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Compare the harness's epoch with a hand-written PyTorch loop on the same cached batches.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--pairs", type=int, default=40, help="pairs of epochs; 30 or more for a figure to quote")
+    parser.add_argument("--steps", type=int, default=50, help="steps in an epoch")
+    parser.add_argument("--window", type=int, default=10, help="steps between two readings of the loss, on both sides")
+    parser.add_argument("--model", default="small", help="model.name as in train.py")
+    parser.add_argument("--image-size", type=int, default=32, help="side of an image in pixels")
+    parser.add_argument("--batch-size", type=int, default=64, help="images in a batch")
+    parser.add_argument("--device", default="auto", help="as in train.py: auto, cpu or cuda")
+    parser.add_argument("--json", type=Path, help="write all figures, every epoch's seconds among them, to this file")
+    a = parser.parse_args(argv)
+    config = Config(
+        device=a.device,
+        data=DataConfig(image_size=a.image_size),
+        loader=LoaderConfig(batch_size=a.batch_size),
+        model=ModelConfig(name=a.model),
+        schedule=ScheduleConfig(name=ScheduleName.constant),
+        trainer=TrainerConfig(epochs=a.pairs + 1),
+        checkpoint=CheckpointConfig(enabled=False),
+        watch=WatchConfig(window_steps=a.window),
+    )
+    found = compare(config, a.steps, a.pairs)
+    print(show(found))
+    if a.json:
+        write_json(a.json, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

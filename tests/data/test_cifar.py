@@ -1,0 +1,444 @@
+"""The published archive to two arrays: its format in all its protocols, what is refused, and what is kept."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pickle
+import pickletools
+import shutil
+import signal
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from archives import (
+    CIFAR10,
+    CIFAR10_CLASSES,
+    CIFAR100,
+    cifar10_batches,
+    py2_pickle,
+    write_cifar10,
+    write_cifar100,
+    write_members,
+)
+from loopback import files, reply, site
+
+from harness.config import DataConfig
+from harness.data.cifar import open_cifar10, open_cifar100
+from harness.data.download import exclusive, md5_of
+from harness.data.storage import ArraySource
+from harness.runtime import signals
+from harness.runtime.errors import DataError, DiskError, Interrupted
+
+ARRAYS = ["complete.json", "train_images.npy", "train_labels.npy", "val_images.npy", "val_labels.npy"]
+BATCH = "cifar-10-batches-py/data_batch_3"
+META = "cifar-10-batches-py/batches.meta"
+
+
+@pytest.fixture(autouse=True)
+def _at_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No proxy, and a cache of its own; what a malicious pickle might write shows in the current folder."""
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("WELLFED_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
+def settings(root: Path, md5: str | None = None, **more: object) -> DataConfig:
+    return DataConfig(name="cifar10", root=str(root), md5=md5, **{"download": False, **more})  # type: ignore[arg-type]
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def made(root: Path, archive: str = CIFAR10) -> list[str]:
+    name = "cifar100-arrays" if archive == CIFAR100 else "cifar10-arrays"
+    return sorted([archive, name, *(f"{name}/{file}" for file in ARRAYS)])
+
+
+def old_numpy(pickled: bytes) -> bytes:
+    """A pickle of numpy 2 (protocol 0 to 3) under numpy 1's name of the module."""
+    return pickled.replace(b"cnumpy._core.", b"cnumpy.core.")
+
+
+def protocol(number: int) -> Callable[[object], bytes]:
+    return partial(pickle.dumps, protocol=number)
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pytest.param(py2_pickle, id="Python 2"),
+        pytest.param(lambda value: old_numpy(pickle.dumps(value, protocol=2)), id="numpy 1"),
+        *(pytest.param(protocol(number), id=f"protocol {number}") for number in range(pickle.HIGHEST_PROTOCOL + 1)),
+    ],
+)
+def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
+    """Every protocol gives the same images, row by row with red, green and blue in their places, and the same labels."""
+    md5 = write_cifar10(tmp_path, rows=12, pickled=pickled)
+    train, val = open_cifar10(settings(tmp_path, md5))
+    batches = cifar10_batches(rows=12)
+    data = np.concatenate([batches[f"cifar-10-batches-py/data_batch_{i}"]["data"] for i in range(1, 6)])
+    assert (len(train), len(val)) == (60, 12)
+    assert train.classes == val.classes == CIFAR10_CLASSES
+    assert train.labels.tolist() == list(map(int, [*range(10), 0, 1] * 5))
+    assert train.images.dtype == np.uint8
+    assert train.images.shape == (60, 32, 32, 3)
+    for row, y, x, channel in [(0, 0, 0, 0), (17, 3, 30, 1), (59, 31, 31, 2)]:
+        assert train.images[row, y, x, channel] == data[row, channel * 1024 + y * 32 + x]
+    assert np.array_equal(
+        val.images[5], batches["cifar-10-batches-py/test_batch"]["data"][5].reshape(3, 32, 32).transpose(1, 2, 0)
+    )
+    assert listing(tmp_path) == made(tmp_path)
+
+
+def py2_text(value: object) -> bytes:
+    """``value`` as Python 2 pickled it in protocol 0, with escaped text for strings and arrays alike."""
+    out = io.BytesIO()
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(py2_pickle(value)):
+        match opcode.name:
+            case "BINSTRING":
+                out.write(b"S" + repr(argument.encode("latin-1"))[1:].encode() + b"\n")
+            case "BININT":
+                out.write(b"I%d\n" % argument)
+            case "GLOBAL":
+                out.write(b"c" + argument.replace(" ", "\n").encode() + b"\n")
+            case "NEWTRUE" | "NEWFALSE":
+                out.write(b"I01\n" if opcode.name == "NEWTRUE" else b"I00\n")
+            case "EMPTY_DICT" | "EMPTY_LIST":
+                out.write(b"(d" if opcode.name == "EMPTY_DICT" else b"(l")
+            case "PROTO":
+                pass
+            case _:
+                out.write(opcode.code.encode("latin-1"))
+    return out.getvalue()
+
+
+def test_python2_text(tmp_path: Path) -> None:
+    """Python 2's text protocol gives the same arrays as its binary one."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "binary").mkdir()
+    text, _ = open_cifar10(settings(tmp_path / "text", write_cifar10(tmp_path / "text", pickled=py2_text)))
+    binary, _ = open_cifar10(settings(tmp_path / "binary", write_cifar10(tmp_path / "binary")))
+    assert np.array_equal(text.images, binary.images)
+
+
+def test_columns_first(tmp_path: Path) -> None:
+    """An array that was pickled column by column is read as the array that it was."""
+    batches = cifar10_batches()
+    data = batches[BATCH]["data"]
+    assert isinstance(data, np.ndarray)
+    for number in (2, 5):
+        batches[BATCH]["data"] = np.asfortranarray(data)
+        md5 = write_members(tmp_path / CIFAR10, {name: pickle.dumps(part, number) for name, part in batches.items()})
+        train, _ = open_cifar10(settings(tmp_path, md5))
+        assert np.array_equal(train.images[40:60].transpose(0, 3, 1, 2).reshape(20, 3072), data)
+
+
+def test_cifar100(tmp_path: Path) -> None:
+    """CIFAR-100 comes with its hundred fine labels."""
+    md5 = write_cifar100(tmp_path)
+    train, val = open_cifar100(settings(tmp_path, md5))
+    assert len(train.classes) == len(set(train.classes)) == 100
+    assert train.classes == tuple(sorted(train.classes))
+    assert train.labels.tolist() == [*range(100), *range(100)]
+    assert len(val) == 200
+    assert listing(tmp_path) == made(tmp_path, CIFAR100)
+
+
+class Call:
+    """Pickles as a call of ``function``."""
+
+    def __init__(self, function: Callable[..., object], *args: object) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+# An array of objects whose flags say that it holds none: numpy itself takes the sixteen bytes for two addresses.
+FORGED = (
+    b"}(S'data'\ncnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntS'b'\ntR(I1\n(I1\nI3072\nt"
+    b"cnumpy\ndtype\n(S'O8'\nI00\nI01\ntR(I3\nS'|'\nNNNI-1\nI-1\nI0\ntbI00\nS'" + b"A" * 24576 + b"'\ntbS'labels'\n](I0\neu."
+)
+CANARY = "touch canary"
+MALICIOUS = {
+    **{f"os.system, protocol {n}": pickle.dumps({"data": Call(os.system, CANARY)}, n) for n in range(6)},
+    "eval by STACK_GLOBAL": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x1b__import__('os').mkdir('x')\x85R.",
+    "INST": b"(S'touch canary'\nios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\nS'touch canary'\no.",
+    "NEWOBJ": b"\x80\x02csubprocess\nPopen\n(S'touch canary'\nt\x81.",
+    "dotted name": b"\x80\x04\x8c\x05numpy\x8c\x12ndarray.__class__\x93.",
+    "getattr": pickle.dumps(Call(getattr, "", "join")),
+    "numpy's runstring": b"cnumpy.testing._private.utils\nrunstring\n(S'import os; os.mkdir(\"x\")'\n}tR.",
+    "numpy's load": pickle.dumps(Call(np.load, "x.npy")),
+    "numpy's scalar": pickle.dumps({"data": np.float64(1)}),
+    "persistent id": b"Pcanary\n.",
+    "extension": b"\x80\x02\x82\x01.",
+    "other codec": b"c_codecs\nencode\n(Vabc\nVbz2_codec\ntR.",
+    "forged dtype": FORGED,
+    "memo index": b"}r\xff\xff\xff\x7f.",
+    "nested tuples": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
+    "a size without bytes": b"\x80\x05\x96" + struct.pack("<Q", 2**62) + b".",
+    "state for a name": b"cnumpy\nndarray\n(N(dt}b.",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in MALICIOUS.items()])
+@pytest.mark.parametrize("place", [BATCH, META])
+def test_malicious_pickle(tmp_path: Path, place: str, content: bytes) -> None:
+    """Whatever a pickle asks for, nothing is executed, the member is named, and only the archive is there."""
+    members = {name: py2_pickle(part) for name, part in cifar10_batches(rows=2).items()}
+    md5 = write_members(tmp_path / CIFAR10, members | {place: content})
+    with pytest.raises(DataError, match=f"{CIFAR10}: member {place} is not as published: .*; get the archive from") as caught:
+        open_cifar10(settings(tmp_path, md5))
+    assert "touch" not in str(caught.value)
+    assert os.listdir() == []
+    assert listing(tmp_path) == [CIFAR10]
+
+
+def test_names_stay_as_they_are(tmp_path: Path) -> None:
+    """A pickle that changes a name which it was given does not change it for the next one."""
+    members = {name: py2_pickle(part) for name, part in cifar10_batches(rows=2).items()}
+    md5 = write_members(tmp_path / CIFAR10, members | {META: b"cnumpy\ndtype\n(cnumpy\nndarray\n(S'x'\nt}Ntb."})
+    with pytest.raises(DataError, match="not a dictionary"):
+        open_cifar10(settings(tmp_path, md5))
+    train, _ = open_cifar10(settings(tmp_path, write_cifar10(tmp_path, rows=2)))
+    assert len(train) == 10
+
+
+def test_forged_dtype_is_believed_by_numpy() -> None:
+    """The forged array is what it is said to be: numpy itself believes its flags."""
+    array = pickle.loads(FORGED.replace(b"numpy.core", b"numpy._core"), encoding="bytes")[b"data"]
+    assert array.dtype == object
+    assert not array.dtype.hasobject
+
+
+def test_names_what_is_refused(tmp_path: Path) -> None:
+    """The error names what the pickle asked for."""
+    members = {name: py2_pickle(part) for name, part in cifar10_batches(rows=2).items()}
+    md5 = write_members(tmp_path / CIFAR10, members | {BATCH: pickle.dumps(Call(os.system, CANARY))})
+    with pytest.raises(DataError, match=r"it asks for posix\.system, which no CIFAR file needs"):
+        open_cifar10(settings(tmp_path, md5))
+
+
+DATA = np.zeros((20, 3072), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("place", "changes", "reason"),
+    [
+        pytest.param(BATCH, {"labels": [0] * 19}, "labels is not a list of 20 labels", id="too few labels"),
+        pytest.param(BATCH, {"labels": None}, "labels is not a list of 20 labels", id="no labels"),
+        pytest.param(BATCH, {"labels": [10] * 20}, "whole number from 0 to 9", id="label too high"),
+        pytest.param(BATCH, {"labels": [-1] * 20}, "whole number from 0 to 9", id="label below 0"),
+        pytest.param(BATCH, {"labels": [True] * 20}, "whole number from 0 to 9", id="bool labels"),
+        pytest.param(BATCH, {"labels": ["cat"] * 20}, "whole number from 0 to 9", id="text labels"),
+        pytest.param(BATCH, {"data": DATA[:, :3071]}, "not rows of 3072 bytes", id="short rows"),
+        pytest.param(BATCH, {"data": DATA.reshape(20, 3, 32, 32)}, "not rows of 3072 bytes", id="other shape"),
+        pytest.param(BATCH, {"data": DATA[:0], "labels": []}, "not rows of 3072 bytes", id="no rows"),
+        pytest.param(BATCH, {"data": DATA.astype(np.float32)}, "not an array of bytes", id="other dtype"),
+        pytest.param(BATCH, {"data": "pixels"}, "not an array of bytes", id="text for pixels"),
+        pytest.param(META, {"label_names": [*CIFAR10_CLASSES[:9], "lorry"]}, "not those of cifar10: lorry", id="other class"),
+        pytest.param(META, {"label_names": list(CIFAR10_CLASSES[::-1])}, "another order", id="other order"),
+        pytest.param(META, {"label_names": list(CIFAR10_CLASSES[:9])}, "9 names or another order", id="nine classes"),
+        pytest.param(META, {"label_names": 10}, "no list of class names under label_names", id="no names"),
+    ],
+)
+def test_other_content(tmp_path: Path, place: str, changes: dict[str, object], reason: str) -> None:
+    """Content that differs from the published form is refused by its member and its key."""
+    batches = cifar10_batches()
+    batches[place].update(changes)
+    md5 = write_members(tmp_path / CIFAR10, {name: pickle.dumps(part) for name, part in batches.items()})
+    with pytest.raises(DataError, match=f"member {place} is not as published: .*{reason}"):
+        open_cifar10(settings(tmp_path, md5))
+    assert listing(tmp_path) == [CIFAR10]
+
+
+def test_arrays_are_enough(tmp_path: Path) -> None:
+    """With the arrays there, neither the archive nor leave to write is needed, and pixels are mapped, not read."""
+    md5 = write_cifar10(tmp_path)
+    first, _ = open_cifar10(settings(tmp_path, md5))
+    (tmp_path / CIFAR10).unlink()
+    tmp_path.chmod(0o555)
+    try:
+        again, _ = open_cifar10(settings(tmp_path, md5))
+    finally:
+        tmp_path.chmod(0o755)
+    assert listing(tmp_path) == made(tmp_path)[1:]
+    assert np.array_equal(first.images, again.images)
+    assert isinstance(again.images, np.memmap)
+    assert not again.images.flags.writeable
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    **{f"bit in {name}": partial(lambda name, folder: flip(folder / name), name) for name in ARRAYS[1:]},
+    "cut array": lambda folder: os.truncate(folder / "train_images.npy", 5000),
+    "empty array": lambda folder: os.truncate(folder / "val_labels.npy", 0),
+    "missing array": lambda folder: (folder / "val_images.npy").unlink(),
+    "missing marker": lambda folder: (folder / "complete.json").unlink(),
+    "marker of lists": lambda folder: (folder / "complete.json").write_text("[" * 100_000),
+    "other format": lambda folder: (folder / "complete.json").write_text(
+        (folder / "complete.json").read_text().replace('"format": 1', '"format": 0')
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", [pytest.param(damage, id=name) for name, damage in DAMAGES.items()])
+def test_damaged_arrays(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]) -> None:
+    """Damaged or half-written arrays are made anew from the archive, with one warning."""
+    md5 = write_cifar10(tmp_path)
+    first = open_cifar10(settings(tmp_path, md5))[0].images.copy()
+    damage(tmp_path / "cifar10-arrays")
+    with caplog.at_level(logging.WARNING):
+        again, _ = open_cifar10(settings(tmp_path, md5))
+    assert np.array_equal(first, again.images)
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}/cifar10-arrays: damaged, or of another archive: made anew"
+    ]
+    assert listing(tmp_path) == made(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array([{}], object), np.zeros((100, 32, 32, 4), np.uint8), np.zeros(0, np.uint8)],
+    ids=["objects", "shape", "empty"],
+)
+def test_forged_arrays(tmp_path: Path, array: np.ndarray) -> None:
+    """Arrays of another form are made anew, also where their digest is as the marker says; objects are never unpickled."""
+    md5 = write_cifar10(tmp_path)
+    open_cifar10(settings(tmp_path, md5))
+    folder = tmp_path / "cifar10-arrays"
+    np.save(folder / "train_images.npy", array, allow_pickle=True)
+    marker = json.loads((folder / "complete.json").read_text())
+    marker["files"]["train_images"] = md5_of(folder / "train_images.npy")
+    (folder / "complete.json").write_text(json.dumps(marker))
+    assert open_cifar10(settings(tmp_path, md5))[0].images.shape == (100, 32, 32, 3)
+
+
+def test_other_digest(tmp_path: Path) -> None:
+    """Arrays belong to one archive: with another digest in the settings they are made anew."""
+    open_cifar10(settings(tmp_path, write_cifar10(tmp_path)))
+    train, _ = open_cifar10(settings(tmp_path, write_cifar10(tmp_path, rows=3)))
+    assert len(train) == 15
+
+
+def test_left_over_part(tmp_path: Path) -> None:
+    """What a killed process left is swept, and its arrays are not taken for whole ones."""
+    md5 = write_cifar10(tmp_path)
+    (tmp_path / "cifar10-arrays.part").mkdir()
+    (tmp_path / "cifar10-arrays.part" / "train_images.npy").write_bytes(b"half")
+    (tmp_path / "cifar10-arrays.lock").touch()
+    open_cifar10(settings(tmp_path, md5))
+    assert listing(tmp_path) == made(tmp_path)
+
+
+def test_waiting_leaves_others_alone(tmp_path: Path) -> None:
+    """A run that is stopped while another one makes the arrays does not touch what that one writes."""
+    md5 = write_cifar10(tmp_path)
+    part = tmp_path / "cifar10-arrays.part"
+    part.mkdir()
+    with exclusive(tmp_path / "cifar10-arrays.lock"), signals.caught():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted):
+            open_cifar10(settings(tmp_path, md5))
+    with signals.caught():
+        signals.check()  # the next block begins without the signal
+    assert part.is_dir()
+
+
+def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that cannot be written leave nothing, and the error says what to do."""
+
+    def full(*args: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    md5 = write_cifar10(tmp_path)
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(DiskError, match=r"cifar10-arrays: cannot be written: No space left on device; free space or set"):
+        open_cifar10(settings(tmp_path, md5))
+    assert listing(tmp_path) == [CIFAR10]
+
+
+def test_foreign_archive(tmp_path: Path) -> None:
+    """An archive that was put there by hand is checked too, and not deleted."""
+    md5 = write_cifar10(tmp_path)
+    with pytest.raises(
+        DataError, match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; delete .* set data.md5={md5} if"
+    ):
+        open_cifar10(settings(tmp_path))
+    assert listing(tmp_path) == [CIFAR10]
+
+
+def test_no_download(tmp_path: Path) -> None:
+    """Without leave to download the error says which file to put where, and what needs no network."""
+    with pytest.raises(
+        DataError,
+        match=f"data.download=false; put {CIFAR10} into {tmp_path}, or take data=shapes, data=digits or data=fake",
+    ):
+        open_cifar10(settings(tmp_path))
+    assert listing(tmp_path) == []
+
+
+def fetched(root: Path, address: str, md5: str | None) -> tuple[ArraySource, ArraySource]:
+    return open_cifar10(settings(root, md5, download=True, mirror=f"{address}/pub/"))
+
+
+def test_download(tmp_path: Path) -> None:
+    """From a mirror to the arrays through the real download, once."""
+    (tmp_path / "there").mkdir()
+    md5 = write_cifar10(tmp_path / "there")
+    with site(files({f"pub/{CIFAR10}": (tmp_path / "there" / CIFAR10).read_bytes()})) as here:
+        train, _ = fetched(tmp_path / "here", here.address, md5)
+        fetched(tmp_path / "here", here.address, md5)
+    assert len(here.asked) == 1
+    assert len(train) == 100
+    assert listing(tmp_path / "here") == made(tmp_path)
+
+
+def test_failed_download(tmp_path: Path) -> None:
+    """A download that fails says why, which file to put where, and what needs no network."""
+    with (
+        site(lambda handler: reply(handler, 404)) as here,
+        pytest.raises(DataError, match=f"/pub/{CIFAR10}: HTTP 404 .*; or put {CIFAR10} into {tmp_path}, or take data=shapes"),
+    ):
+        fetched(tmp_path, here.address, None)
+    assert listing(tmp_path) == []
+
+
+def test_wrong_checksum(tmp_path: Path) -> None:
+    """An archive with another digest than the publisher's is not kept."""
+    (tmp_path / "there").mkdir()
+    write_cifar10(tmp_path / "there")
+    content = (tmp_path / "there" / CIFAR10).read_bytes()
+    with (
+        site(files({f"pub/{CIFAR10}": content})) as here,
+        pytest.raises(DataError, match="md5 digest differs: expected c58f30108f718f92721af3b95e74349a"),
+    ):
+        fetched(tmp_path / "here", here.address, None)
+    assert listing(tmp_path / "here") == []
+
+
+def test_default_root(tmp_path: Path) -> None:
+    """Without data.root the archive and the arrays lie in a folder of their own in the user's cache."""
+    cache = Path(os.environ["WELLFED_CACHE"])
+    md5 = write_cifar10(tmp_path)
+    (cache / "cifar10").mkdir()
+    shutil.move(tmp_path / CIFAR10, cache / "cifar10" / CIFAR10)
+    open_cifar10(DataConfig(name="cifar10", md5=md5.upper(), download=False))
+    assert listing(cache / "cifar10") == made(cache)

@@ -1,0 +1,224 @@
+"""From settings to samples."""
+
+import builtins
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from harness.config import AugmentConfig, ConfigError, Crop, DataConfig, GenerateConfig
+from harness.data import datasets
+from harness.data.datasets import FakeDataset, ImageDataset, load
+from harness.data.decode import DecodeOptions
+from harness.data.storage import ArraySource
+from harness.data.transforms import EvalTransform, TrainTransform
+from harness.runtime.errors import BadSample, DataError
+
+
+def numbers(count: int = 6, size: int = 12) -> ArraySource:
+    images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+    return ArraySource(images, np.arange(count) % 3, ["a", "b", "c"], "numbers")
+
+
+def dataset(transform: Callable[..., None] | None = None, source: Any = None, seed: int = 0) -> ImageDataset:
+    return ImageDataset(source or numbers(), transform or TrainTransform(8), DecodeOptions(), 8, seed)
+
+
+def filled(images: ImageDataset | FakeDataset, epoch: int, index: int) -> np.ndarray:
+    assert isinstance(images, ImageDataset)
+    out = np.empty((3, images.image_size, images.image_size), np.uint8)
+    images.fill(epoch, index, out)
+    return out
+
+
+def tree(root: Path, per_class: int = 5) -> Path:
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for name in ("cat", "dog"):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for i in range(per_class):
+                Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    return root
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
+    """The pixels change with each of the three, and with nothing else."""
+    first = filled(dataset(), 1, 2)
+    other = dataset()
+    for index in (5, 0, 3):
+        filled(other, 7, index)
+    random.seed(99)
+    assert np.array_equal(first, filled(pickle.loads(pickle.dumps(other)), 1, 2))
+    assert not np.array_equal(first, filled(other, 2, 2))
+    assert not np.array_equal(first, filled(dataset(seed=1), 1, 2))
+    source = numbers()
+    source.images[:] = source.images[0]
+    assert not np.array_equal(filled(dataset(source=source), 1, 2), filled(dataset(source=source), 1, 3))
+
+
+def test_a_row_of_a_batch_is_filled() -> None:
+    """Fill writes its own row alone and returns the label."""
+    batch = np.full((3, 3, 8, 8), 77, np.uint8)
+    assert dataset(EvalTransform(8, 8)).fill(0, 4, batch[1]) == 1
+    expected = Image.fromarray(numbers().images[4]).resize((8, 8), Image.Resampling.BILINEAR)
+    assert np.array_equal(batch[1].transpose(1, 2, 0), np.asarray(expected))
+    assert (batch[[0, 2]] == 77).all()
+
+
+@pytest.mark.parametrize("error", [StopIteration(), ValueError("odd"), KeyError("k"), OSError(5, "I/O")])
+def test_every_fault_in_a_sample_is_a_bad_sample(error: Exception) -> None:
+    """Whatever a transform raises comes out as one type that names the sample and the original."""
+
+    def fail(*args: object) -> None:
+        raise error
+
+    with pytest.raises(BadSample, match=rf"^numbers\[2\]: {type(error).__name__}: ") as caught:
+        filled(dataset(fail), 0, 2)
+    assert caught.value.__cause__ is error
+
+
+def test_a_fault_of_the_source_is_a_bad_sample() -> None:
+    """Reading is covered as transforming is."""
+
+    class Broken(ArraySource):
+        def read(self, i: int) -> tuple[np.ndarray, int]:
+            raise StopIteration
+
+    source = numbers()
+    broken = Broken(source.images, source.labels, source.classes, "broken")
+    with pytest.raises(BadSample, match=r"^broken\[0\]: StopIteration"):
+        filled(dataset(source=broken), 0, 0)
+
+
+def test_a_bad_sample_keeps_its_reason(tmp_path: Path) -> None:
+    """A refusal of the decoder is passed on, not wrapped."""
+    root = tree(tmp_path)
+    (root / "train" / "cat" / "0.png").write_bytes(b"text")
+    splits = load(DataConfig(name="imagefolder", root=str(root)), AugmentConfig(), 0)
+    with pytest.raises(BadSample, match=r"train/cat/0\.png: not an image of a supported format"):
+        filled(splits.train, 0, 0)
+
+
+def test_an_interrupt_passes() -> None:
+    """Ctrl-C is no fault of the sample."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        filled(dataset(interrupt), 0, 0)
+
+
+@pytest.mark.parametrize("name", ["imagefolder", "imagenet"])
+def test_a_folder_is_loaded(tmp_path: Path, name: str) -> None:
+    """A tree of files gives both sets with their settings."""
+    data = DataConfig(name=name, root=str(tree(tmp_path)), image_size=16, max_pixels=600)
+    splits = load(data, AugmentConfig(crop=Crop.center, hflip=0.0), 3)
+    assert isinstance(splits.train, ImageDataset)
+    assert isinstance(splits.val, ImageDataset)
+    assert (splits.name, splits.root, splits.classes) == (name, str(tmp_path), ("cat", "dog"))
+    assert (len(splits.train), len(splits.val), splits.train.classes) == (10, 10, ("cat", "dog"))
+    assert splits.train.labels.tolist() == [0] * 5 + [1] * 5
+    assert splits.val.where(9).endswith("val/dog/4.png")
+    assert (splits.train.seed, splits.train.image_size, splits.train.options.max_pixels) == (3, 16, 600)
+    assert filled(splits.train, 0, 0).std() > 0
+
+
+def test_one_tree_is_split_the_same_for_every_seed(tmp_path: Path) -> None:
+    """The run's seed does not move images between training and validation."""
+    root = tree(tmp_path) / "train"
+    parts = []
+    for seed in (0, 1):
+        val = load(DataConfig(name="imagefolder", root=str(root), split_fraction=0.4), AugmentConfig(), seed).val
+        assert isinstance(val, ImageDataset)
+        parts.append([val.where(i) for i in range(len(val))])
+    assert parts[0] == parts[1]
+    assert len(parts[0]) == 4
+
+
+def test_digits() -> None:
+    """scikit-learn's digits: all 1797, none in both parts, every class in both, full contrast, three equal channels."""
+    splits = load(DataConfig(name="digits", image_size=32, eval_resize=32), AugmentConfig(crop=Crop.pad, hflip=0.0), 0)
+    assert isinstance(splits.train, ImageDataset)
+    assert isinstance(splits.val, ImageDataset)
+    assert splits.classes == tuple("0123456789")
+    assert len(splits.train) + len(splits.val) == 1797
+    train, val = ([np.asarray(part.source.read(i)[0]) for i in range(len(part))] for part in (splits.train, splits.val))
+    assert not {image.tobytes() for image in train} & {image.tobytes() for image in val}
+    assert {(image.shape, image.dtype.name, image.min()) for image in train} == {((8, 8, 3), "uint8", 0)}
+    assert np.max(train) == 255
+    assert np.abs(np.bincount(splits.val.labels) / np.bincount(splits.train.labels) - 0.25).max() < 0.01
+    pixels = filled(splits.val, 0, 0)
+    assert pixels.max() > 200
+    assert (pixels == pixels[0]).all()
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing extra is named with both ways to install it."""
+    real_import = builtins.__import__
+
+    def without_sklearn(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("sklearn"):
+            raise ModuleNotFoundError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_sklearn)
+    with pytest.raises(DataError, match=r'pip install "wellfed\[digits\]" or uv sync --extra digits'):
+        load(DataConfig(name="digits"), AugmentConfig(), 0)
+
+
+def test_fake_is_numbers_alone() -> None:
+    """The fake data set makes nothing: it is a length, a size and a count of classes."""
+    generate = GenerateConfig(classes=4, train_images=20, val_images=8)
+    splits = load(DataConfig(name="fake", image_size=40, generate=generate), AugmentConfig(), 0)
+    assert (splits.train, splits.val) == (FakeDataset(20, 40, 4), FakeDataset(8, 40, 4))
+    assert (len(splits.train), splits.classes) == (20, ("0", "1", "2", "3"))
+
+
+def test_a_new_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function entered under a name is loaded by it, with whatever settings it has."""
+    monkeypatch.setitem(datasets.DATASETS, "numbers", lambda data: (numbers(), numbers(3)))
+    splits = load(DataConfig(name="numbers", root="/somewhere", image_size=8), AugmentConfig(), 0)
+    assert (len(splits.train), len(splits.val), splits.classes) == (6, 3, ("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"name": "cifar"}, r"data\.name=cifar: no such data set; choose from shapes, .*fake; did you mean cifar10\?"),
+        ({"name": "zzz"}, r"data\.name=zzz: no such data set; choose from shapes, .*fake$"),
+        ({"name": "imagefolder"}, r"data\.root: .* needs it, for example data\.root=/data/imagefolder"),
+        ({"name": "imagenet"}, r"data\.root: .* needs it, for example data\.root=/data/imagenet"),
+        ({"name": "cifar10", "split_fraction": 0.1}, r"data\.split_fraction=0\.1 has no effect with data=cifar10"),
+        ({"name": "cifar100", "generate": GenerateConfig(classes=3)}, r"data\.generate=.* has no effect with data=cifar100"),
+        ({"name": "cifar10", "max_pixels": 9}, r"data\.max_pixels=9 has no effect"),
+        ({"name": "imagefolder", "mirror": "http://x"}, r"data\.mirror=http://x has no effect with data=imagefolder"),
+        ({"name": "imagenet", "md5": "0"}, r"data\.md5=0 has no effect"),
+        ({"name": "imagenet", "download": False}, r"data\.download=False has no effect"),
+        ({"name": "shapes", "split_fraction": 0.1}, r"data\.split_fraction=0\.1 has no effect with data=shapes"),
+        ({"name": "digits", "root": "/x"}, r"data\.root=/x has no effect with data=digits"),
+        ({"name": "fake", "exif_orientation": True}, r"data\.exif_orientation=True has no effect with data=fake"),
+        ({"name": "fake", "root": "/x"}, r"data\.root=/x has no effect with data=fake"),
+        (
+            {"name": "digits", "eval_resize": 8, "image_size": 16},
+            r"data\.eval_resize=8 is smaller than data\.image_size=16",
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value.values()))[:30] if isinstance(value, dict) else "",
+)
+def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], text: str) -> None:
+    """An unknown name, a missing root and a setting without effect are named with the way out."""
+    with pytest.raises(ConfigError, match=text):
+        load(DataConfig(**settings), AugmentConfig(), 0)
+
+
+def test_a_missing_folder_is_a_data_error(tmp_path: Path) -> None:
+    """A wrong data.root is the data's fault, with its path."""
+    with pytest.raises(DataError, match=r"data\.root=.*/nothing: no such folder"):
+        load(DataConfig(name="imagefolder", root=str(tmp_path / "nothing")), AugmentConfig(), 0)

@@ -1,0 +1,379 @@
+"""Encoded bytes to pixels."""
+
+import io
+import random
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from harness.data.decode import DecodeOptions, decode
+from harness.runtime.errors import BadSample
+
+RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+OPTIONS = DecodeOptions(background=(10, 20, 30))
+GREY = np.array([[0, 32768, 65535]], np.uint16)
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def photo(width: int = 96, height: int = 64) -> Image.Image:
+    """Smooth colours with a little noise, as photographs have."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.sin(x / 9), np.cos(y / 7), np.sin((x + y) / 11)], axis=2) * 90 + 128
+    return Image.fromarray((waves + np.random.default_rng(0).normal(0, 5, waves.shape)).clip(0, 255).astype(np.uint8))
+
+
+def pixels(data: bytes, options: DecodeOptions = OPTIONS) -> np.ndarray:
+    image = decode(data, "a file", options)
+    assert image.mode == "RGB"
+    return np.asarray(image).astype(int)
+
+
+def reason(data: bytes, options: DecodeOptions = OPTIONS) -> str:
+    with pytest.raises(BadSample) as caught:
+        decode(data, "a\nfile", options)
+    assert str(caught.value).startswith("a\\nfile: ")
+    assert str(caught.value).isprintable()
+    return caught.value.reason
+
+
+def png(width: int, height: int, depth: int, kind: int, rows: bytes, extra: bytes = b"") -> bytes:
+    """A PNG written by hand, for what Pillow reads and does not write."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def ycck_jpeg(cmyk: tuple[int, int, int, int]) -> bytes:
+    """Adobe's other four-channel JPEG: the inverted inks as luminance and two colour differences, black apart."""
+    inks = np.asarray(Image.new("RGB", (16, 16), cmyk[:3]).convert("YCbCr"))
+    # Pillow inverts all channels as it writes, of which YCCK has only black inverted, and marks "no transform".
+    written = np.dstack([255 - inks, np.full((16, 16), cmyk[3], np.uint8)])
+    data = encoded(Image.frombytes("CMYK", (16, 16), written.tobytes()), "JPEG", quality=100, subsampling=0)
+    at = data.index(b"Adobe")
+    return data[: at + 11] + b"\x02" + data[at + 12 :]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "GIF", "WEBP", "JPEG"])
+def test_every_format_gives_its_pixels(kind: str) -> None:
+    """All formats are read: the lossless ones bit for bit, the others as closely as they can."""
+    image = photo()
+    if kind == "GIF":
+        image = image.quantize(64).convert("RGB")
+    data = encoded(image, kind, **({"quality": 95} if kind in ("JPEG", "WEBP") else {}))
+    error = np.abs(pixels(data) - np.asarray(image).astype(int))
+    assert error.max() == 0 if kind not in ("JPEG", "WEBP") else error.mean() < 4
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "jpeg"])
+def test_compressed_tiff(compression: str) -> None:
+    """TIFF's compressions are read."""
+    assert np.abs(pixels(encoded(photo(), "TIFF", compression=compression)) - np.asarray(photo())).mean() < 4
+
+
+def test_the_first_frame_of_an_animation() -> None:
+    """A GIF gives its first frame."""
+    frames = [Image.new("RGB", (8, 8), colour) for colour in (RED, BLUE)]
+    assert (pixels(encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])) == RED).all()
+
+
+def test_jpeg_pixels_are_pillows() -> None:
+    """Reading past Pillow's own front door changes nothing."""
+    data = encoded(photo(), "JPEG", quality=80)
+    assert (pixels(data) == np.asarray(Image.open(io.BytesIO(data)))).all()
+
+
+def over(colour: tuple[int, int, int], alpha: float) -> np.ndarray:
+    return np.array(colour) * alpha + np.array(OPTIONS.background) * (1 - alpha)
+
+
+def palette(transparency: int | bytes) -> bytes:
+    image = Image.new("P", (2, 1))
+    image.putpalette([*RED, *GREEN])
+    image.putpixel((1, 0), 1)
+    return encoded(image, "PNG", transparency=transparency)
+
+
+def two(mode: str, first: Any, second: Any) -> Image.Image:
+    image = Image.new(mode, (2, 1), first)
+    image.putpixel((1, 0), second)
+    return image
+
+
+@pytest.mark.parametrize(
+    ("data", "first", "second"),
+    [
+        (encoded(two("L", 7, 200), "PNG"), (7,) * 3, (200,) * 3),
+        (encoded(two("1", 0, 1), "PNG"), (0,) * 3, (255,) * 3),
+        (encoded(two("1", 0, 1), "TIFF"), (0,) * 3, (255,) * 3),
+        (palette(0), OPTIONS.background, GREEN),
+        (palette(bytes([255, 128])), RED, over(GREEN, 128 / 255)),
+        (encoded(two("RGBA", (*RED, 0), (*GREEN, 51)), "PNG"), OPTIONS.background, over(GREEN, 0.2)),
+        (encoded(two("LA", (100, 255), (100, 0)), "PNG"), (100,) * 3, OPTIONS.background),
+        (encoded(two("PA", (0, 255), (0, 0)), "TIFF"), (0,) * 3, OPTIONS.background),
+        (encoded(two("RGB", RED, GREEN), "PNG", transparency=GREEN), RED, OPTIONS.background),
+        (encoded(two("L", 7, 200), "PNG", transparency=7), OPTIONS.background, (200,) * 3),
+        (encoded(two("RGBA", (*RED, 0), (*GREEN, 255)), "WEBP", lossless=True), OPTIONS.background, GREEN),
+        (encoded(two("CMYK", (0, 255, 255, 0), (0, 0, 0, 255)), "TIFF"), RED, (0, 0, 0)),
+        (encoded(two("YCbCr", (76, 85, 255), (255, 128, 128)), "TIFF"), RED, (255,) * 3),
+        (b"P1 2 1 0 1", (255,) * 3, (0,) * 3),
+        (png(2, 1, 16, 2, b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 32896)), RED, (0, 255, 128)),
+        (png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)), (128,) * 3, OPTIONS.background),
+    ],
+    ids=[
+        "grey", "one bit PNG", "one bit TIFF", "palette, one colour clear", "palette with alpha", "RGBA", "grey alpha",
+        "palette alpha TIFF", "RGB, one colour clear", "grey, one value clear", "RGBA WebP", "CMYK TIFF", "YCbCr TIFF",
+        "bitmap PBM", "16-bit RGB", "16-bit grey alpha",
+    ],
+)  # fmt: skip
+def test_every_mode_gives_its_colours(data: bytes, first: Any, second: Any) -> None:
+    """Whatever the mode, colours come out as eight-bit RGB, transparency over the set background."""
+    assert np.abs(pixels(data)[0] - np.array([first, second])).max() <= 2
+
+
+def test_lab_is_converted() -> None:
+    """CIE Lab's red and white come out as sRGB's, as far as eight bits of Lab can tell."""
+    data = encoded(two("LAB", (138, 81 + 128, 70 + 128), (255, 128, 128)), "TIFF")
+    assert np.abs(pixels(data)[0] - np.array([RED, (255,) * 3])).max() <= 6
+
+
+CMYK_RED = Image.new("CMYK", (16, 16), (0, 255, 255, 0))
+
+
+def without_adobe_marker(data: bytes) -> bytes:
+    at = data.index(b"\xff\xee")
+    return data[:at] + data[at + 2 + int.from_bytes(data[at + 2 : at + 4], "big") :]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(CMYK_RED, "JPEG", quality=100),
+        without_adobe_marker(encoded(Image.eval(CMYK_RED, lambda v: 255 - v), "JPEG", quality=100)),
+        ycck_jpeg((0, 255, 255, 0)),
+    ],
+    ids=["Adobe's inverted", "not inverted", "YCCK"],
+)
+def test_four_channel_jpegs_keep_their_colours(data: bytes) -> None:
+    """Red ink is red in each of the three kinds of CMYK JPEG."""
+    assert np.abs(pixels(data) - np.array(RED)).max() <= 3
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(Image.fromarray(GREY), "PNG"),
+        encoded(Image.fromarray(GREY), "TIFF"),
+        encoded(Image.frombytes("I;16B", (3, 1), GREY.astype(">u2").tobytes()), "TIFF"),
+        encoded(Image.fromarray(GREY.astype(np.int32)), "TIFF"),
+        b"P5 3 1 65535\n" + GREY.astype(">u2").tobytes(),
+        b"P5 3 1 1000\n" + np.array([0, 500, 1000], ">u2").tobytes(),
+        encoded(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
+    ],
+    ids=["PNG", "TIFF", "big-endian TIFF", "32-bit TIFF", "PGM", "PGM up to 1000", "float TIFF"],
+)
+def test_deep_greys_are_scaled(data: bytes) -> None:
+    """Black, mid-grey and white of 16 bits, 32 bits and fractions stay what they are."""
+    assert (pixels(data)[0] == np.array([[0], [128], [255]])).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (np.array([[0, 70000]], np.int32), r"pixels of mode I outside 0\.\.65535"),
+        (np.array([[0.0, 200.0]], np.float32), r"pixels of mode F outside 0\.\.1"),
+        (np.array([[0.0, np.nan]], np.float32), r"pixels of mode F outside 0\.\.1"),
+    ],
+    ids=["beyond 16 bits", "beyond one", "nan"],
+)
+def test_greys_without_a_known_white_are_refused(values: np.ndarray, text: str) -> None:
+    """Nothing says what is white: better no image than a wrong one."""
+    with pytest.raises(BadSample, match=text):
+        pixels(encoded(Image.fromarray(values), "TIFF"))
+
+
+def test_a_clear_value_of_sixteen_bits() -> None:
+    """The one transparent grey of a 16-bit PNG shows the background, its neighbour does not."""
+    chunk = struct.pack(">I", 2) + b"tRNS" + b"\x80\x00" + struct.pack(">I", zlib.crc32(b"tRNS\x80\x00"))
+    data = png(2, 1, 16, 0, b"\0" + struct.pack(">2H", 32768, 32767), extra=chunk)
+    assert (pixels(data)[0] == np.array([OPTIONS.background, (127,) * 3])).all()
+
+
+def test_twelve_bits() -> None:
+    """White of a 12-bit TIFF is 4095."""
+    rows = bytes([0x00, 0x08, 0x00, 0xFF, 0xF0, 0x00])  # 0, 2048, 4095 and 0, two values in three bytes
+    tags = {256: 4, 257: 1, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1, 279: len(rows)}
+    entries = b"".join(struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, 1, value) for tag, value in tags.items())
+    data = b"II*\0" + struct.pack("<I", 14) + rows + struct.pack("<H", len(tags)) + entries + bytes(4)
+    assert (pixels(data)[0] == np.array([[0], [128], [255], [0]])).all()
+
+
+def test_a_tiff_whose_zero_is_white() -> None:
+    """The photometric interpretation of a 16-bit TIFF is respected."""
+    data = encoded(Image.fromarray(GREY), "TIFF", tiffinfo={262: 0})
+    assert (pixels(data)[0] == np.array([[255], [127], [0]])).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_an_option(orientation: int) -> None:
+    """Off, the stored pixels; on, the upright ones, for each of the eight orientations."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = photo()
+    data = encoded(stored, "PNG", exif=exif.tobytes())
+    upright = np.asarray(stored)
+    upright = {
+        1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1],
+        5: upright.swapaxes(0, 1), 6: upright[::-1].swapaxes(0, 1), 7: upright[::-1, ::-1].swapaxes(0, 1),
+        8: upright[:, ::-1].swapaxes(0, 1),
+    }[orientation]  # fmt: skip
+    assert (pixels(data) == np.asarray(stored)).all()
+    assert np.array_equal(pixels(data, DecodeOptions(exif_orientation=True)), upright)
+
+
+@pytest.mark.parametrize("block", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0garbage!"])
+@pytest.mark.parametrize("option", [False, True])
+def test_a_broken_exif_block_harms_nothing(block: bytes, option: bool) -> None:
+    """The pixels are whole: nothing fails, and without the option nothing warns."""
+    data = encoded(photo(), "JPEG", exif=block)
+    assert pixels(data, DecodeOptions(exif_orientation=option)).shape == (64, 96, 3)
+
+
+def cut(data: bytes, count: int) -> bytes:
+    return data[:-count]
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "empty file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+        (bytes(65536), "not an image of a supported format (JPEG, PNG, WebP, BMP, TIFF, GIF, PPM)"),
+        (b"<html>not found</html>", "not an image of a supported format"),
+        (EPS, "not an image of a supported format"),
+        (b"%PDF-1.4", "not an image of a supported format"),
+        (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
+        (cut(encoded(photo(), "JPEG"), 2), "truncated file"),
+        (cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000), "truncated file"),
+        (cut(encoded(photo(), "PNG"), 2000), "truncated file"),
+        (encoded(photo(), "JPEG")[:10], ""),
+        (encoded(photo(), "TIFF")[:4], ""),
+        (b"BM", ""),
+        (b"GIF89a", ""),
+        (b"P6 9 9 255\n", "truncated file"),
+        (b"RIFF\0\0\0\0WEBP", ""),
+    ],
+    ids=[
+        "empty", "lfs", "zeros", "html", "eps", "pdf", "zlib", "jpeg short of two bytes", "progressive jpeg cut",
+        "png cut",        "jpeg header", "tiff header", "bmp header", "gif header", "ppm header", "webp header",
+    ],
+)  # fmt: skip
+def test_bad_bytes_are_bad_samples(data: bytes, text: str) -> None:
+    """Damage and strangers are refused in words, naming the file with its control characters escaped."""
+    assert text in reason(data)
+
+
+def test_a_text_bomb_in_a_png_is_refused() -> None:
+    """A compressed comment of 50 MB is damage, not memory."""
+    body = b"k\0\0" + zlib.compress(bytes(50 << 20))
+    chunk = struct.pack(">I", len(body)) + b"zTXt" + body + struct.pack(">I", zlib.crc32(b"zTXt" + body))
+    assert "cannot be decoded" in reason(png(1, 1, 8, 0, b"\0\0", extra=chunk))
+
+
+@pytest.mark.parametrize(
+    ("data", "limit", "text"),
+    [
+        (png(60000, 60000, 8, 2, b""), 178_956_970, "60000x60000 pixels, more than data.max_pixels=178956970"),
+        (png(15000, 15000, 8, 2, b""), 178_956_970, "15000x15000 pixels"),
+        (b"P6 12000 12000 255\n", 100_000_000, "12000x12000 pixels"),
+        (encoded(photo(96, 64), "JPEG"), 96 * 64 - 1, "96x64 pixels, more than data.max_pixels=6143"),
+        (encoded(photo(96, 64), "WEBP"), 1000, "96x64 pixels"),
+    ],
+    ids=["claims 60000", "claims 15000", "beyond Pillow's warning", "own limit", "webp"],
+)
+def test_too_many_pixels_are_refused_unread(data: bytes, limit: int, text: str) -> None:
+    """The header is enough to refuse an image, without a warning of Pillow's."""
+    assert text in reason(data, DecodeOptions(max_pixels=limit))
+
+
+def test_the_limit_itself_is_allowed() -> None:
+    """An image of exactly max_pixels is decoded."""
+    assert pixels(encoded(photo(96, 64), "JPEG"), DecodeOptions(max_pixels=96 * 64)).shape == (64, 96, 3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_large_images_within_the_limit_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between Pillow's limit and the user's, nothing warns: not the reader, not a crop."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    image = decode(encoded(photo(96, 64), "PNG"), "large", DecodeOptions(max_pixels=96 * 64))
+    assert image.crop((0, 0, 95, 64)).size == (95, 64)
+
+
+def test_a_missing_limit_of_pillows_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that took Pillow's limit away does not get it back."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    decode(encoded(photo(), "PNG"), "file", OPTIONS)
+    assert Image.MAX_IMAGE_PIXELS is None
+
+
+def test_ghostscript_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An EPS file starts no process, whatever its name."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert "not an image" in reason(EPS)
+    assert "not an image" in reason(b"\xc5\xd0\xd3\xc6" + struct.pack("<6I", 30, len(EPS), 0, 0, 0, 0) + EPS)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1)])
+def test_smallest_images(size: tuple[int, int]) -> None:
+    """One pixel, one row and one column are images."""
+    assert pixels(encoded(photo(*size), "PNG")).shape == (size[1], size[0], 3)
+
+
+def flip_bits(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 8)):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def shorten(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.randrange(len(data))]
+
+
+def repeat_a_part(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + data[at : at + 64] * 3 + data[at:]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM"])
+@pytest.mark.parametrize("mutate", [flip_bits, shorten, repeat_a_part])
+def test_mutated_files_give_pixels_or_a_bad_sample(kind: str, mutate: Callable[[bytes, random.Random], bytes]) -> None:
+    """A damaged file never raises anything else."""
+    data, rng = encoded(photo(24, 16), kind), random.Random(f"{kind} {mutate.__name__}")
+    options = DecodeOptions(exif_orientation=True, max_pixels=1_000_000)
+    for _ in range(120):
+        try:
+            assert decode(mutate(data, rng), "mutated", options).mode == "RGB"
+        except BadSample:
+            continue

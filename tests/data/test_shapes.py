@@ -1,0 +1,339 @@
+"""The generated data set: its pictures, and how it gets to the disk."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from sklearn.linear_model import RidgeClassifier
+
+from harness.config import ConfigError, DataConfig, GenerateConfig
+from harness.data import drawing, shapes
+from harness.data.storage import FolderSource
+from harness.runtime import limits, signals
+from harness.runtime.errors import DataError, DiskError, Interrupted
+
+TINY = GenerateConfig(classes=3, train_images=7, val_images=4, width=40, height=32)
+
+Pixels = NDArray[np.uint8]
+
+
+def config(root: Path, generate: GenerateConfig = TINY) -> DataConfig:
+    """The settings of a tree at ``root``."""
+    return DataConfig(root=str(root), generate=generate)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file below ``root`` with its bytes."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def pictures(count: int, width: int, height: int) -> list[Pixels]:
+    """``count`` pictures of all figures in turn."""
+    kinds = len(drawing.FIGURES)
+    return [drawing.draw(drawing.look(i % kinds, kinds), width, height, np.random.default_rng(i)) for i in range(count)]
+
+
+def photographs(width: int, height: int) -> list[Pixels]:
+    """Four parts of each of scikit-learn's two photographs, resized."""
+    found = []
+    for photograph in map(Image.fromarray, load_sample_images().images):
+        for left, top in ((0, 0), (140, 0), (0, 50), (140, 50)):
+            part = photograph.crop((left, top, left + 500, top + 500 * height // width))
+            found.append(np.asarray(part.resize((width, height), Image.Resampling.LANCZOS)))
+    return found
+
+
+class Statistics(NamedTuple):
+    """What pictures have in common with photographs."""
+
+    slope: float
+    correlation: float
+    bytes_per_pixel: float
+
+
+def statistics(pixels: list[Pixels]) -> Statistics:
+    """Medians over ``pixels``."""
+    rows = []
+    for image in pixels:
+        channels = image.reshape(-1, 3).astype(np.float64)
+        together = np.asarray(np.corrcoef(channels.T))
+        rows.append(
+            (
+                spectral_slope(image @ np.array([0.299, 0.587, 0.114])),
+                (together[0, 1] + together[1, 2]) / 2,
+                len(drawing.encode(image, 90)) / len(channels),
+            )
+        )
+    return Statistics(*np.median(rows, axis=0))
+
+
+def spectral_slope(luma: NDArray[np.float64]) -> float:
+    """The exponent of power over spatial frequency, fitted to means over rings of frequency."""
+    height, width = luma.shape
+    window = np.hanning(height)[:, None] * np.hanning(width)
+    power = np.abs(np.fft.fft2((luma - luma.mean()) * window)) ** 2
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width))
+    edges = np.geomspace(2 / min(height, width), 0.4, 9)
+    rings = [(frequency >= low) & (frequency < high) for low, high in itertools.pairwise(edges)]
+    return float(np.polyfit(np.log(edges[:-1] * edges[1:]) / 2, [np.log(power[ring].mean()) for ring in rings], 1)[0])
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 80), (500, 375)], ids=["toy", "imagenet"])
+def test_pictures_have_the_statistics_of_photographs(width: int, height: int) -> None:
+    """Spectrum, channel correlation and bytes per pixel are those of real photographs of the same size."""
+    ours, real = statistics(pictures(24, width, height)), statistics(photographs(width, height))
+    assert -3 < ours.slope < -1.5
+    assert abs(ours.slope - real.slope) < 0.6
+    assert ours.correlation == pytest.approx(real.correlation, abs=0.12)
+    assert 0.5 < ours.bytes_per_pixel / real.bytes_per_pixel < 2
+
+
+def test_imagenet_sized_files_weigh_what_imagenet_does() -> None:
+    """At 500x375 and quality 94 the mean file has 90 to 130 KB."""
+    sizes = [len(drawing.encode(image, 94)) for image in pictures(24, 500, 375)]
+    assert 90_000 < np.mean(sizes) < 130_000
+
+
+@pytest.mark.parametrize("classes", [2, 10, 20, 21, 161, 1281, 10_000])
+def test_every_class_has_its_own_look_and_name(classes: int) -> None:
+    """No two classes share what they fix, and what tells them apart is in their names."""
+    looks = [drawing.look(label, classes) for label in range(classes)]
+    assert len(set(looks)) == len({what.name for what in looks}) == classes
+
+
+def test_ten_classes_are_told_apart_by_figure_alone() -> None:
+    """The default classes leave fill and colour to chance."""
+    names = [drawing.look(label, 10).name for label in range(10)]
+    assert names == ["circle", "square", "triangle", "pentagon", "star", "ring", "cross", "crescent", "heart", "arrow"]
+
+
+def test_every_figure_is_visible() -> None:
+    """A picture differs from the same picture with another figure over a good part of its area."""
+    kinds = len(drawing.FIGURES)
+    images = [drawing.draw(drawing.look(k, kinds), 64, 64, np.random.default_rng(5)).astype(int) for k in range(kinds)]
+    for k, image in enumerate(images):
+        changed = np.abs(image - images[k - 1]).max(axis=2) > 10
+        assert changed.mean() > 0.01, f"{drawing.look(k, kinds).name} looks like {drawing.look(k - 1, kinds).name}"
+
+
+def test_a_linear_classifier_fails() -> None:
+    """Pixels alone do not give the class away: position, size, turn and colours are chance."""
+    labels = np.arange(2500) % 10
+    rows = [drawing.draw(drawing.look(int(label), 10), 32, 32, np.random.default_rng(i)) for i, label in enumerate(labels)]
+    pixels = np.stack(rows).reshape(len(rows), -1) / 255.0
+    classifier = RidgeClassifier(alpha=300.0).fit(pixels[:2000], labels[:2000])
+    assert classifier.score(pixels[2000:], labels[2000:]) < 0.35
+
+
+def test_the_tree_is_what_the_settings_say(tmp_path: Path) -> None:
+    """Counts, class names, sizes and format follow the settings, and classes take turns."""
+    train, val = shapes.open_shapes(config(tmp_path / "tree"))
+    assert isinstance(train, FolderSource)
+    assert (len(train), len(val)) == (7, 4)
+    assert train.classes == val.classes == ("circle", "square", "triangle")
+    assert np.bincount(train.labels).tolist() == [3, 2, 2]
+    data, _ = train.read(0)
+    assert isinstance(data, bytes)
+    with Image.open(io.BytesIO(data)) as image:
+        assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (40, 32))
+
+
+def test_bytes_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes in small chunks write what one process writes in a row."""
+    shapes.open_shapes(config(tmp_path / "one"))
+    monkeypatch.setattr(shapes, "_processes", lambda generate, chunks: 2)
+    monkeypatch.setattr(shapes, "_CHUNK_PIXELS", 2 * TINY.width * TINY.height)
+    shapes.open_shapes(config(tmp_path / "two"))
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_an_image_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+    """More images of the same seed begin with the fewer ones."""
+    more = GenerateConfig(classes=3, train_images=9, val_images=5, width=40, height=32)
+    shapes.open_shapes(config(tmp_path / "few"))
+    shapes.open_shapes(config(tmp_path / "more", more))
+    few, many = contents(tmp_path / "few"), contents(tmp_path / "more")
+    assert {name: many[name] for name in few if name.endswith(".jpg")} == {
+        name: data for name, data in few.items() if name.endswith(".jpg")
+    }
+
+
+def test_seeds_and_splits_share_no_image(tmp_path: Path) -> None:
+    """Another seed is another data set, and validation images are not training images."""
+    other = GenerateConfig(classes=3, train_images=7, val_images=4, width=40, height=32, seed=1)
+    shapes.open_shapes(config(tmp_path / "zero"))
+    shapes.open_shapes(config(tmp_path / "one", other))
+    files = [data for root in ("zero", "one") for name, data in contents(tmp_path / root).items() if ".jpg" in name]
+    assert len(set(files)) == len(files) == 22
+
+
+def test_a_made_tree_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run draws nothing, and the cache holds one folder for each set of settings."""
+    monkeypatch.setenv("WELLFED_CACHE", str(tmp_path))
+    shapes.open_shapes(DataConfig(generate=TINY))
+    (folder,) = tmp_path.iterdir()
+    before = folder.stat()
+    shapes.open_shapes(DataConfig(generate=TINY))
+    assert os.path.samestat(before, folder.stat())
+    assert folder.stat().st_mtime_ns == before.st_mtime_ns
+    shapes.open_shapes(DataConfig(generate=GenerateConfig(classes=2, train_images=2, val_images=2)))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def start_run(root: Path, images: int) -> subprocess.Popen[str]:
+    """Another process that opens the data set at ``root`` with two drawing processes."""
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from harness.config import DataConfig, GenerateConfig\n"
+        "from harness.data import shapes\n"
+        "if __name__ == '__main__':\n"
+        "    shapes._processes = lambda generate, chunks: 2\n"
+        f"    generate = GenerateConfig(classes=2, train_images={images}, val_images=2, width=64, height=64)\n"
+        f"    shapes.open_shapes(DataConfig(root={str(root)!r}, generate=generate))\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    """Return once ``condition`` holds; fail after 30 s."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_two_runs_at_once_make_it_once(tmp_path: Path) -> None:
+    """Of two processes that start together, one draws and both end well."""
+    runs = [start_run(tmp_path / "tree", 600) for _ in range(2)]
+    outputs = [run.communicate(timeout=60)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    assert sum("Generated 600 + 2 images" in output for output in outputs) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+def test_a_killed_run_leaves_no_worker_and_no_tree(tmp_path: Path) -> None:
+    """After SIGKILL its processes are gone, nothing counts as made, and the next run clears up and makes it."""
+    root = tmp_path / "tree"
+    run = start_run(root, 50_000)
+    wait_for(lambda: any(tmp_path.glob("tree.*.part/train/*/*.jpg")), "nothing was drawn")
+    family = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGKILL)
+    run.communicate(timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=2)
+    assert not alive
+    assert not root.exists()
+    shapes.open_shapes(config(root))
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    """A signal in mid-generation ends it with nothing left behind."""
+
+    def raise_interrupted() -> None:
+        if any(tmp_path.rglob("*.jpg")):
+            raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr(signals, "check", raise_interrupted)
+    monkeypatch.setattr(shapes, "_processes", lambda generate, chunks: processes)
+    with pytest.raises(Interrupted):
+        shapes.open_shapes(config(tmp_path / "tree"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_space_is_said_before_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk without room is refused with what is free and what is needed."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    with pytest.raises(DiskError, match=r"tree: 0 MB are free, about 0 MB are needed; free space, or set data\.root"):
+        shapes.open_shapes(config(tmp_path / "tree"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up in mid-generation ends in one line that names the folder, and with nothing left behind."""
+
+    def fail(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(DiskError, match="tree: cannot be written: No space left on device; about"):
+        shapes.open_shapes(config(tmp_path / "tree"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_settings_at_the_same_root_are_refused(tmp_path: Path) -> None:
+    """A tree of other settings is neither used nor overwritten; the message names what differs."""
+    shapes.open_shapes(config(tmp_path / "tree"))
+    before = contents(tmp_path / "tree")
+    other = GenerateConfig(classes=3, train_images=7, val_images=4, width=48, height=32)
+    with pytest.raises(DataError, match="tree: was generated with width=40; delete it, or set data.root to another"):
+        shapes.open_shapes(config(tmp_path / "tree", other))
+    assert contents(tmp_path / "tree") == before
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    """A folder of the user's own is never written into."""
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(DataError, match="holds something else; set data.root to a folder that does not exist yet"):
+        shapes.open_shapes(config(tmp_path))
+    assert contents(tmp_path) == {"thesis.txt": b"mine"}
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    """``data.root`` may be there already if nothing is in it."""
+    (tmp_path / "tree").mkdir()
+    assert len(shapes.open_shapes(config(tmp_path / "tree"))[0]) == 7
+
+
+def test_a_damaged_marker_is_refused(tmp_path: Path) -> None:
+    """A marker that is not what was written is named, not guessed at."""
+    (tmp_path / "shapes.json").write_text("{")
+    with pytest.raises(DataError, match=r"cannot be used \(.*\); set data.root to a folder that does not exist yet"):
+        shapes.open_shapes(config(tmp_path))
+
+
+def test_missing_images_are_noticed(tmp_path: Path) -> None:
+    """A tree that lost a file is refused with the counts."""
+    shapes.open_shapes(config(tmp_path / "tree"))
+    next((tmp_path / "tree/train/circle").iterdir()).unlink()
+    with pytest.raises(DataError, match=r"train: 6 images in place of 7; delete the folder above it and it is made anew"):
+        shapes.open_shapes(config(tmp_path / "tree"))
+
+
+def test_fewer_images_than_classes_are_refused(tmp_path: Path) -> None:
+    """Every class needs an image in both sets."""
+    generate = GenerateConfig(classes=10, train_images=10, val_images=9)
+    with pytest.raises(ConfigError, match="data.generate.val_images=9 is less than data.generate.classes=10"):
+        shapes.open_shapes(config(tmp_path / "tree", generate))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("images", "cores", "processes"),
+    [(100, 8.0, 1), (50_000, 8.0, 8), (50_000, 0.5, 1), (50_000, 64.0, 13)],
+    ids=["small", "large", "quota", "few chunks"],
+)
+def test_processes_follow_cores_and_work(monkeypatch: pytest.MonkeyPatch, images: int, cores: float, processes: int) -> None:
+    """As many processes as cores, but no more than there are chunks, and one where there is little to draw."""
+    monkeypatch.setattr(limits, "measure", lambda: limits.Limits(cores, 1 << 30, None, 1024))
+    generate = GenerateConfig(train_images=images, val_images=10)
+    assert shapes._processes(generate, 13) == processes

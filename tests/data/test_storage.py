@@ -1,0 +1,330 @@
+"""Reading folders and arrays."""
+
+import os
+import pickle
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.config import ConfigError
+from harness.data.storage import ArraySource, FolderSource, Subset, cache_root, open_folder_splits, split
+from harness.runtime.errors import BadSample, DataError
+
+JPEG = b"\xff\xd8\xff\xe0 the rest does not matter here"
+
+
+def plant(root: Path, *names: str, data: bytes = JPEG) -> Path:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+def names(source: FolderSource) -> list[str]:
+    return [os.path.relpath(source.where(i), source.root) for i in range(len(source))]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    return plant(tmp_path / "set", "b/2.jpg", "a/x/3.png", "a/1.jpg", "b/1.JPEG")
+
+
+@pytest.fixture
+def as_a_user() -> Iterator[Path]:
+    """A folder of a user whom permissions bind, as they do not bind root."""
+    with tempfile.TemporaryDirectory() as folder:
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(folder, 65534, 65534)
+            os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tree: Path) -> None:
+    """Classes, files and labels come sorted, from every depth."""
+    source = FolderSource(tree)
+    assert source.classes == ("a", "b")
+    assert names(source) == ["a/1.jpg", "a/x/3.png", "b/1.JPEG", "b/2.jpg"]
+    assert source.labels.dtype == np.int64
+    assert source.labels.tolist() == [0, 0, 1, 1]
+    assert source.read(3) == (JPEG, 1)
+
+
+def test_a_pickled_folder_reads_without_another_scan(tree: Path) -> None:
+    """Workers get the table of names, not the tree."""
+    source = FolderSource(tree)
+    plant(tree, "a/0.jpg")
+    twin = pickle.loads(pickle.dumps(source))
+    assert [twin.where(i) for i in range(len(twin))] == [source.where(i) for i in range(4)]
+    assert twin.read(0) == (JPEG, 0)
+
+
+def test_a_pickled_folder_is_small(tmp_path: Path) -> None:
+    """A file costs its name and two integers."""
+    source = FolderSource(plant(tmp_path, *(f"a/{i:010d}.jpg" for i in range(2000))))
+    assert len(pickle.dumps(source)) < 2000 * (14 + 8 + 8) + 2000
+
+
+def test_what_is_no_image_is_left_out_and_counted(
+    tree: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden entries, text, pipes, sockets, folders named like images and files beside the classes are no samples."""
+    plant(tree, "a/.hidden.jpg", ".ipynb_checkpoints/x.jpg", "b/sub/.git/x.jpg")
+    plant(tree, "notes.txt", "a/readme.txt", "a/Thumbs.db", "b/desktop.ini", data=b"words")
+    plant(tree, "a/folder.jpg/inner.jpg")
+    os.mkfifo(tree / "a" / "pipe.jpg")
+    monkeypatch.chdir(tree / "a")  # a socket's address has room for a hundred bytes
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind("socket.jpg")
+    source = FolderSource(tree)
+    assert len(source) == 4
+    assert source.skipped == {
+        "hidden": 3,
+        "file beside the class folders": 1,
+        "not an image": 3,
+        "folder named like an image": 1,
+        "not a regular file": 2,
+    }
+    assert "left out: 3 hidden, 3 not an image, 2 not a regular file" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a/plain", "a/odd.suffix"])
+def test_a_strange_suffix_is_judged_by_content(tree: Path, name: str) -> None:
+    """A file without an image's suffix is a sample if it starts like one."""
+    assert name in names(FolderSource(plant(tree, name)))
+
+
+def test_links_give_each_file_once(tree: Path, tmp_path: Path) -> None:
+    """Loops are not followed, nor links out of the tree; a link to a file inside it counts."""
+    outside = plant(tmp_path / "outside", "o/1.jpg", "o/2.jpg")
+    (tree / "a" / "loop").symlink_to(tree)
+    (tree / "a" / "self").symlink_to(".")
+    (tree / "loop").symlink_to(tree)
+    (tree / "c").symlink_to(outside / "o")
+    (tree / "a" / "out.jpg").symlink_to(outside / "o" / "1.jpg")
+    (tree / "a" / "round.jpg").symlink_to("round.jpg")
+    (tree / "a" / "in.jpg").symlink_to(tree / "b" / "2.jpg")
+    source = FolderSource(tree)
+    assert source.classes == ("a", "b")
+    assert names(source) == ["a/1.jpg", "a/in.jpg", "a/x/3.png", "b/1.JPEG", "b/2.jpg"]
+    assert source.skipped == Counter({"link to a folder": 4, "link out of the data set": 1, "broken link": 1})
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.jpg", b"new\nline.jpg", b"\x1b[31mred.jpg"], ids=["bytes", "newline", "escape"])
+def test_any_name_works_and_is_escaped_in_messages(tmp_path: Path, name: bytes) -> None:
+    """A name that is not UTF-8 or drives a terminal is read, and printed escaped."""
+    (tmp_path / "a").mkdir()
+    path = os.path.join(os.fsencode(tmp_path), b"a", name)
+    with open(path, "wb") as file:
+        file.write(JPEG)
+    source = FolderSource(tmp_path)
+    assert source.read(0) == (JPEG, 0)
+    os.truncate(path, 0)
+    with pytest.raises(BadSample, match="empty file") as caught:
+        source.read(0)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("entry", ["b/closed.jpg", "b/closed.dat", "b/closed"], ids=["file", "unknown suffix", "folder"])
+def test_what_may_not_be_read_is_listed(as_a_user: Path, entry: str) -> None:
+    """A file or folder without read permission stops the scan and is named."""
+    tree = plant(as_a_user / "set", "a/1.jpg", "b/1.jpg", entry if "." in entry else f"{entry}/x.jpg")
+    (tree / entry).chmod(0)
+    with pytest.raises(DataError, match=rf"^cannot read .*{entry}: mend the permissions"):
+        FolderSource(tree)
+    (tree / entry).chmod(0o700)
+
+
+def test_long_lists_are_cut(as_a_user: Path) -> None:
+    """A message names five of many files."""
+    tree = plant(as_a_user / "set", *(f"a/{i}.jpg" for i in range(9)))
+    for path in (tree / "a").iterdir():
+        path.chmod(0)
+    with pytest.raises(DataError, match=r"a/4\.jpg and 4 more:"):
+        FolderSource(tree)
+
+
+@pytest.mark.parametrize(
+    ("planted", "text"),
+    [
+        (None, "data.root=.*set: no such folder; set it to"),
+        ("", "data.root=.*set: not a folder; set it to"),
+        ("1.jpg", r"no class folders \(left out: 1 file beside the class folders\); a data set has one folder"),
+        ("a/notes.txt", r"no images in a \(left out: 1 not an image\)"),
+    ],
+    ids=["missing", "file", "no classes", "empty class"],
+)
+def test_a_folder_without_data_is_refused(tmp_path: Path, planted: str | None, text: str) -> None:
+    """A wrong data.root is named with what is wrong and the way out."""
+    if planted is not None:
+        plant(tmp_path / "set" if planted else tmp_path, planted or "set", data=b"words")
+    with pytest.raises(DataError, match=text):
+        FolderSource(tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS pointer.*run `git lfs pull`"),
+        (b"<html>404</html>", "not an image of a supported format"),
+    ],
+    ids=["empty", "lfs", "html"],
+)
+def test_wrong_content_is_a_bad_sample(tmp_path: Path, data: bytes, reason: str) -> None:
+    """A file named like an image that holds something else is refused when it is read."""
+    source = FolderSource(plant(tmp_path, "a/1.jpg", data=data))
+    with pytest.raises(BadSample, match=f"a/1.jpg: .*{reason}"):
+        source.read(0)
+
+
+def test_a_file_that_vanished_is_a_bad_sample(tree: Path) -> None:
+    """A sample that is gone since the scan is named."""
+    source = FolderSource(tree)
+    (tree / "a" / "1.jpg").unlink()
+    with pytest.raises(BadSample, match="a/1.jpg: the file is gone"):
+        source.read(0)
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_in_a_files_place_does_not_block(tree: Path) -> None:
+    """A FIFO that took a file's place since the scan is refused at once."""
+    source = FolderSource(tree)
+    (tree / "a" / "1.jpg").unlink()
+    os.mkfifo(tree / "a" / "1.jpg")
+    with pytest.raises(BadSample, match="cannot be read: not a regular file"):
+        source.read(0)
+
+
+@pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
+def test_splits_are_found_by_name(tmp_path: Path, val: str) -> None:
+    """The validation folder may have any of four names."""
+    plant(tmp_path, "train/a/1.jpg", "train/a/2.jpg", f"{val}/a/1.jpg")
+    assert [len(part) for part in open_folder_splits(tmp_path, None, 0)] == [2, 1]
+
+
+def test_a_test_folder_beside_val_is_left_alone(tmp_path: Path) -> None:
+    """train, val and test: val validates."""
+    plant(tmp_path, "train/a/1.jpg", "val/a/1.jpg", "test/a/1.jpg")
+    assert "/val/" in open_folder_splits(tmp_path, None, 0)[1].where(0)
+
+
+def test_splits_may_be_links_and_share_files(tmp_path: Path) -> None:
+    """The user's own link to a split is followed, and files may link to anywhere below data.root."""
+    plant(tmp_path / "far", "a/1.jpg")
+    plant(tmp_path / "set", "store/1.jpg", "val/a/2.jpg")
+    (tmp_path / "set" / "train").symlink_to(tmp_path / "far")
+    (tmp_path / "set" / "val" / "a" / "1.jpg").symlink_to(tmp_path / "set" / "store" / "1.jpg")
+    assert [len(part) for part in open_folder_splits(tmp_path / "set", None, 0)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("planted", "fraction", "error", "text"),
+    [
+        (
+            ["train/a/1.jpg", "val/a/1.jpg", "valid/a/1.jpg"],
+            None,
+            DataError,
+            "val and valid may both be the validation",
+        ),
+        (
+            ["train/a/1.jpg"],
+            None,
+            DataError,
+            r"no val folder beside train; .*data\.root=.*/train data\.split_fraction=0\.1",
+        ),
+        (["a/1.jpg"], None, DataError, r"no train folder in it; .* set data\.split_fraction=0\.1"),
+        (["train/a/1.jpg", "val/a/1.jpg"], 0.2, ConfigError, r"data\.split_fraction=0\.2 has no effect"),
+        (["a/1.jpg"], 0.2, DataError, "class a has 1 images: too few to split"),
+        (
+            ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"],
+            None,
+            DataError,
+            "different classes: only in .*/train: b; only in .*/val: c",
+        ),
+    ],
+    ids=["two validation sets", "no val", "no train", "fraction without effect", "one image", "other classes"],
+)
+def test_unclear_splits_are_refused(
+    tmp_path: Path, planted: list[str], fraction: float | None, error: type[Exception], text: str
+) -> None:
+    """A layout that does not say which images train and which validate is refused with the way out."""
+    plant(tmp_path, *planted)
+    with pytest.raises(error, match=text):
+        open_folder_splits(tmp_path, fraction, 0)
+
+
+def test_one_tree_is_split_by_class(tmp_path: Path) -> None:
+    """The parts are disjoint, whole, the same share of every class, and a function of the seed."""
+    plant(tmp_path, *(f"a/{i}.jpg" for i in range(30)), *(f"b/{i}.jpg" for i in range(10)))
+
+    def files(seed: int) -> tuple[set[str], set[str]]:
+        train, val = open_folder_splits(tmp_path, 0.2, seed)
+        assert np.bincount(val.labels).tolist() == [6, 2]
+        train_files, val_files = ({part.where(i) for i in range(len(part))} for part in (train, val))
+        return train_files, val_files
+
+    train, val = files(0)
+    assert not train & val
+    assert len(train | val) == 40
+    assert files(0) == (train, val)
+    assert files(1) != (train, val)
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.001, 1), (0.999, 2)])
+def test_both_parts_of_a_split_have_every_class(fraction: float, count: int) -> None:
+    """A tiny or huge share still leaves one image of a class on either side."""
+    source = ArraySource(np.zeros((3, 2, 2, 3), np.uint8), np.zeros(3), ["a"], "zeros")
+    assert len(split(source, fraction, 0)[1]) == count
+
+
+def test_arrays_are_read_as_they_are() -> None:
+    """An array source gives a view of its pixels, and names the row."""
+    images = np.arange(4 * 2 * 2 * 3, dtype=np.uint8).reshape(4, 2, 2, 3)
+    source = ArraySource(images, np.array([1, 0, 1, 0], np.int32), ["a", "b"], "numbers")
+    pixels, label = source.read(2)
+    assert np.shares_memory(pixels, images)
+    assert (label, source.where(2), source.labels.dtype.name) == (1, "numbers[2]", "int64")
+
+
+def test_a_subset_counts_from_zero() -> None:
+    """Index, label and name are the chosen samples'."""
+    images = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, axis=3)
+    part = Subset(ArraySource(images, np.array([1, 0, 1, 0]), ["a", "b"], "numbers"), np.array([3, 2]))
+    pixels, label = part.read(1)
+    assert isinstance(pixels, np.ndarray)
+    assert (len(part), part.labels.tolist(), part.where(0), int(pixels[0, 0, 0]), label) == (
+        2,
+        [0, 1],
+        "numbers[3]",
+        2,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"WELLFED_CACHE": "/one", "XDG_CACHE_HOME": "/two"}, "/one"),
+        ({"XDG_CACHE_HOME": "/two"}, "/two/wellfed"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/wellfed"),
+    ],
+    ids=["own", "xdg", "home"],
+)
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
+    """The cache lies where the most specific variable says."""
+    for name in ("WELLFED_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(cache_root()) == expected

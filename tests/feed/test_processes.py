@@ -1,0 +1,340 @@
+"""The processes form: the same pixels under every setting, typed ends, and no worker left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+
+import numpy as np
+import psutil
+import pytest
+import samples
+import torch
+
+from harness.feed.interface import HostBatch
+from harness.feed.order import Order
+from harness.feed.prefetcher import DataPrefetcher
+from harness.feed.processes import ProcessFeed
+from harness.runtime.errors import BadSample, LoaderError
+
+LENGTH = 19
+MakeFeed = Callable[..., ProcessFeed]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server() -> None:
+    samples.start_server()
+
+
+@pytest.fixture
+def make_feed() -> Iterator[MakeFeed]:
+    made: list[ProcessFeed] = []
+
+    def make(num_workers: int = 0, dataset: samples.Noise | None = None, **more: object) -> ProcessFeed:
+        dataset = samples.Noise(LENGTH) if dataset is None else dataset
+        order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
+        made.append(ProcessFeed(dataset, order, samples.settings(num_workers, **more)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for feed in made:
+        feed.close()
+    assert workers() == []
+
+
+def workers() -> list[BaseProcess]:
+    return multiprocessing.active_children()
+
+
+def epochs(feed: ProcessFeed, count: int = 2) -> list[HostBatch]:
+    batches = []
+    for epoch in range(count):
+        feed.set_epoch(epoch)
+        batches += list(feed)
+    return batches
+
+
+def assert_same(batches: list[HostBatch], expected: list[HostBatch]) -> None:
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        for tensor, like in zip(batch[:3], other[:3], strict=True):
+            assert torch.equal(tensor, like)
+
+
+def test_a_batch_is_what_the_data_set_fills(make_feed: MakeFeed) -> None:
+    """Images are uint8 [N, 3, S, S], labels and indices int64 [N], in the order of the epoch."""
+    feed, dataset = make_feed(), samples.Noise(LENGTH)
+    batches = list(feed)
+    assert [len(batch.labels) for batch in batches] == [4, 4, 4, 4, 3]
+    assert np.array_equal(torch.cat([batch.indices for batch in batches]).numpy(), feed.order.indices(0))
+    pixels = np.empty((3, 4, 4), np.uint8)
+    for image, label, index in zip(batches[1].images, batches[1].labels, batches[1].indices, strict=True):
+        assert dataset.fill(0, int(index), pixels) == label
+        assert np.array_equal(image.numpy(), pixels)
+    assert [tensor.dtype for tensor in batches[0][:3]] == [torch.uint8, torch.int64, torch.int64]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "prefetch_factor", "persistent_workers", "start_method"),
+    [
+        pytest.param(1, 2, False, "forkserver", id="one worker"),
+        pytest.param(2, 2, True, "forkserver", id="two persistent"),
+        pytest.param(2, 4, False, "forkserver", id="two with prefetch 4"),
+        pytest.param(2, 2, True, "fork", id="forked"),
+        pytest.param(1, 2, False, "spawn", id="spawned", marks=pytest.mark.slow),
+    ],
+)
+def test_no_setting_changes_the_pixels(
+    make_feed: MakeFeed, num_workers: int, prefetch_factor: int, persistent_workers: bool, start_method: str
+) -> None:
+    """Two epochs are bitwise those of num_workers=0, whatever the loader settings."""
+    feed = make_feed(
+        num_workers,
+        prefetch_factor=prefetch_factor,
+        persistent_workers=persistent_workers,
+        start_method=start_method,
+    )
+    assert_same(epochs(feed), epochs(make_feed(0)))
+
+
+def test_epochs_differ_in_order_and_in_pixels(make_feed: MakeFeed) -> None:
+    """Each epoch draws the same sample anew, and an epoch that is asked for twice is the same twice."""
+    feed = make_feed()
+    images = []
+    for epoch in (0, 1, 0):
+        feed.set_epoch(epoch)
+        batches = list(feed)
+        order = torch.cat([batch.indices for batch in batches]).argsort()
+        images.append(torch.cat([batch.images for batch in batches])[order])
+    assert all(not torch.equal(a, b) for a, b in zip(images[0], images[1], strict=True))
+    assert torch.equal(images[0], images[2])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_pass_leaves_the_global_generators_alone(make_feed: MakeFeed, num_workers: int) -> None:
+    """Python's, numpy's and torch's global random states are after a pass what they were before."""
+
+    def states() -> tuple[object, ...]:
+        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+
+    before = states()
+    list(make_feed(num_workers))
+    assert states() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_sample_arrives_as_one(make_feed: MakeFeed, num_workers: int) -> None:
+    """BadSample comes with where and reason, after the batches before it."""
+    feed = make_feed(num_workers, samples.Troubled(LENGTH, 5, samples.refuse))
+    position = int(np.flatnonzero(feed.order.indices(0) == 5)[0]) // 4
+    given = 0
+    with pytest.raises(BadSample, match=r"^cats/7.jpg: empty file$") as caught:
+        for _ in feed:
+            given += 1
+    assert given == position
+    assert (caught.value.where, caught.value.reason) == ("cats/7.jpg", "empty file")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("trouble", "text"),
+    [
+        pytest.param(samples.raise_unpicklable, "^sample 5: Local: cannot travel$", id="unpicklable"),
+        pytest.param(samples.stop, "^sample 5: StopIteration: ", id="StopIteration"),
+    ],
+)
+def test_any_exception_of_a_sample_is_a_bad_sample(
+    make_feed: MakeFeed, num_workers: int, trouble: Callable[[], object], text: str
+) -> None:
+    """An exception that cannot be pickled, or would end the epoch in silence, is told with its sample and type."""
+    with pytest.raises(BadSample, match=text):
+        list(make_feed(num_workers, samples.Troubled(LENGTH, 5, trouble)))
+
+
+def test_a_short_epoch_is_an_error(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that ends before its last batch raises LoaderError and says how many are missing."""
+    monkeypatch.setattr(ProcessFeed, "__len__", lambda feed: 6)
+    with pytest.raises(LoaderError, match="ended after 5 of 6 batches"):
+        list(make_feed())
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "from the prefetcher's thread"])
+def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, ahead: bool) -> None:
+    """A worker that is killed ends the pass within seconds, long before loader.timeout_s, and takes the others along."""
+    feed = make_feed(2, samples.Troubled(LENGTH, 5, samples.die))
+    begin = time.monotonic()
+    with pytest.raises(LoaderError, match=r"worker.*exited unexpectedly.*lower loader.num_workers"):
+        list(DataPrefetcher(feed, "cpu", ahead=ahead))
+    assert time.monotonic() - begin < 10
+    assert workers() == []
+
+
+def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(make_feed: MakeFeed) -> None:
+    """The death of a child of the trainer's own (fork) surfaces in next() alone, as a LoaderError."""
+    feed = make_feed(2, start_method="fork")
+    batches = iter(feed)
+    next(batches)
+    worker = workers()[0]
+    worker.kill()
+    worker.join(10)
+    with pytest.raises(LoaderError, match="worker"):
+        list(batches)
+
+
+def test_a_hanging_sample_is_a_loader_error(make_feed: MakeFeed) -> None:
+    """No batch within loader.timeout_s names the setting; the worker that hangs is ended at once."""
+    feed = make_feed(1, samples.Troubled(LENGTH, 5, samples.hang), timeout_s=0.5)
+    begin = time.monotonic()
+    with pytest.raises(LoaderError, match="no batch within loader.timeout_s=0.5"):
+        list(feed)
+    assert workers() == []
+    assert time.monotonic() - begin < 5
+
+
+def test_a_batch_may_take_longer_than_one_look(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait longer than the time between two looks at the workers gives the batch in the end."""
+    monkeypatch.setattr("harness.feed.processes._POLL_S", 0.01)
+    assert_same(list(make_feed(1)), list(make_feed(0)))
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
+def test_after_an_early_break_the_next_epoch_is_whole(make_feed: MakeFeed, persistent_workers: bool) -> None:
+    """Batches that were asked for before a break never show up in the epoch after it."""
+    feed = make_feed(2, persistent_workers=persistent_workers, prefetch_factor=4)
+    for _ in feed:
+        break
+    feed.set_epoch(1)
+    expected = make_feed(0)
+    expected.set_epoch(1)
+    assert_same(list(feed), list(expected))
+
+
+def test_persistent_workers_serve_every_epoch(make_feed: MakeFeed) -> None:
+    """Persistent workers are the same processes in the second epoch; close() ends them, and iter() starts new ones."""
+    feed = make_feed(2, persistent_workers=True)
+    list(feed)
+    first = {worker.pid for worker in workers()}
+    list(feed)
+    assert {worker.pid for worker in workers()} == first and len(first) == 2
+    feed.close()
+    assert workers() == []
+    feed.close()
+    assert_same(list(feed), list(make_feed(0)))
+    assert first.isdisjoint(worker.pid for worker in workers())
+
+
+def test_close_ends_a_worker_that_hangs(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are deaf to SIGTERM, with which torch would end them; close() ends them all the same."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # torch waits so long for each
+    in_second_batch = int(Order(LENGTH, 4, seed=3).indices(0)[5])
+    batches = iter(make_feed(1, samples.Troubled(LENGTH, in_second_batch, samples.hang)))
+    next(batches)
+    assert len(workers()) == 1
+    batches.close()  # type: ignore[attr-defined]
+    assert workers() == []
+
+
+def test_signals_to_a_worker_are_ignored(make_feed: MakeFeed) -> None:
+    """A scheduler's SIGTERM to the whole group leaves the workers at work: the trainer decides when they go."""
+    feed = make_feed(2, samples.Noise(40))
+    batches = iter(feed)
+    given = [next(batches) for _ in range(2)]  # both workers have entered
+    for worker in workers():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(worker.pid or 0, number)
+    given += batches
+    assert_same(given, list(make_feed(0, samples.Noise(40))))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_empty_data_set_gives_no_batch(make_feed: MakeFeed, num_workers: int) -> None:
+    """A pass over nothing ends at once."""
+    assert list(make_feed(num_workers, samples.Noise(0))) == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_a_batch_may_be_larger_than_the_set(make_feed: MakeFeed, num_workers: int) -> None:
+    """Without drop_last a set smaller than a batch is one short batch, also with more workers than samples."""
+    (batch,) = make_feed(num_workers, samples.Noise(2), batch_size=8)
+    assert sorted(batch.indices.tolist()) == [0, 1]
+
+
+@pytest.mark.filterwarnings("default:Got pickle error:UserWarning")
+def test_a_data_set_that_cannot_be_pickled_fails_at_once(make_feed: MakeFeed) -> None:
+    """Python's own error surfaces in the trainer, at the first next()."""
+    feed = make_feed(1, samples.Troubled(LENGTH, 0, lambda: None))
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        next(iter(feed))
+
+
+SCRIPT = """
+import multiprocessing, sys, samples
+from harness.feed.order import Order
+from harness.feed.processes import ProcessFeed
+if __name__ == "__main__":
+    if sys.argv[1] == "forkserver": samples.start_server()
+    settings = samples.settings(2, persistent_workers=True, start_method=sys.argv[1])
+    feed = ProcessFeed(samples.Noise(40), Order(40, 4), settings)
+    batches = iter(feed)
+    for _ in range(4): next(batches)
+    print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(params=["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A trainer with two live workers, and the workers."""
+    path = os.pathsep.join(sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, request.param],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    with process:
+        assert process.stdout is not None
+        yield process, [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.kill()
+
+
+def gone_within_1_s(processes: list[psutil.Process]) -> bool:
+    def alive(process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + 1.0
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(alive, processes))
+
+
+def test_no_worker_outlives_a_killed_trainer(trainer: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
+    """Within one second of the trainer's SIGKILL its workers are gone."""
+    process, its_workers = trainer
+    assert len(its_workers) == 2
+    process.kill()
+    process.wait()
+    assert gone_within_1_s(its_workers)
+
+
+def test_a_trainer_ends_with_a_pass_half_way(trainer: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
+    """A trainer that forgot close() ends at once and in silence, although its workers are deaf to SIGTERM."""
+    process, its_workers = trainer
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert time.monotonic() - begin < 5
+    assert gone_within_1_s(its_workers)

@@ -1,0 +1,102 @@
+"""Small data sets that worker processes can import, and settings to load them with."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from harness.feed.interface import FeedSettings
+from harness.runtime import workers
+from harness.runtime.errors import BadSample
+from harness.runtime.seeding import sample_rng
+
+
+class Noise:
+    """Sample ``index`` of an epoch: 3 x 4 x 4 pixels drawn for (epoch, index), with the label ``index % 10``."""
+
+    image_size = 4
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+        """Write one sample into ``out`` and return its label."""
+        out[:] = np.frombuffer(sample_rng(0, epoch, index).randbytes(out.size), np.uint8).reshape(out.shape)
+        return index % 10
+
+
+class Troubled(Noise):
+    """``Noise`` that calls ``trouble`` before it fills sample ``index``."""
+
+    def __init__(self, length: int, index: int, trouble: Callable[[], object]) -> None:
+        super().__init__(length)
+        self.index, self.trouble = index, trouble
+
+    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+        if index == self.index:
+            self.trouble()
+        return super().fill(epoch, index, out)
+
+
+def refuse() -> NoReturn:
+    raise BadSample("cats/7.jpg", "empty file")
+
+
+def stop() -> NoReturn:
+    raise StopIteration
+
+
+def raise_unpicklable() -> NoReturn:
+    class Local(RuntimeError):
+        pass
+
+    raise Local("cannot travel")
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def draw() -> tuple[float, float, torch.Tensor]:
+    """Numbers from each of the global generators."""
+    return random.random(), float(np.random.rand()), torch.rand(1)
+
+
+def settings(
+    num_workers: int = 0,
+    *,
+    batch_size: int = 4,
+    prefetch_factor: int = 2,
+    persistent_workers: bool = False,
+    timeout_s: float = 60.0,
+    start_method: str = "forkserver",
+) -> FeedSettings:
+    """Settings of a small feed."""
+    return FeedSettings(
+        batch_size=batch_size,
+        num_workers=num_workers,
+        pin_memory=False,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=persistent_workers and num_workers > 0,
+        timeout_s=timeout_s,
+        start_method=start_method,
+    )
+
+
+def start_server() -> None:
+    """Start the fork server with what workers under pytest import, so that each takes a moment and not seconds."""
+    workers.start_server(["pytest", "harness.feed.processes"])

@@ -1,0 +1,205 @@
+"""Saving and reading checkpoints: whole or not at all, and never damaged in silence."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.runtime.errors import CheckpointError, DiskError
+from harness.training import checkpoint
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    """A small state of the kinds that a run saves."""
+    return {"model": {"w": torch.full((50, 20), value)}, "epoch": 3, "random": {"python": random.getstate()}}
+
+
+def save(folder: Path, step: int, top1: float | None = None, keep_last: int = 2) -> checkpoint.Record:
+    """Save a small state."""
+    return checkpoint.save(folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
+
+
+def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
+    """Tensors and plain containers come back equal, with the facts of the record."""
+    saved = save(tmp_path, 10, 0.5)
+    record, found = checkpoint.read(saved.path)
+    assert record == saved
+    assert torch.equal(found["model"]["w"], state(10)["model"]["w"])
+    assert found["random"]["python"] == state()["random"]["python"]
+
+
+def test_links_point_at_the_newest_and_the_best(tmp_path: Path) -> None:
+    """last.pt is the newest, best.pt the most accurate; a tie keeps the earlier, and NaN is never best."""
+    for step, top1 in ((1, 0.2), (2, 0.9), (3, 0.9), (4, float("nan")), (5, None)):
+        save(tmp_path, step, top1)
+    assert (tmp_path / "last.pt").resolve().name == "step-5.pt"
+    assert (tmp_path / "best.pt").resolve().name == "step-2.pt"
+
+
+def test_old_ones_go_but_the_best_stays(tmp_path: Path) -> None:
+    """The newest keep_last and the best are kept, each with its record, and nothing else."""
+    for step, top1 in ((1, 0.9), (2, 0.1), (3, 0.2), (4, 0.3)):
+        save(tmp_path, step, top1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best.pt", "last.pt", "step-1.json", "step-1.pt", "step-3.json", "step-3.pt", "step-4.json", "step-4.pt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["flip", "zero page", "cut", "empty"])
+def test_damage_is_found_and_an_older_one_is_taken(tmp_path: Path, damage: str) -> None:
+    """A damaged newest checkpoint is named, and the one before it is used."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2).path
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    if damage == "flip":
+        data[middle] ^= 1
+    elif damage == "zero page":
+        data[1024:3072] = bytes(2048)
+    else:
+        del data[middle if damage == "cut" else 0 :]
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step-2\.pt: (damaged: its digest is|empty file)"):
+        checkpoint.read(path)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    record, _, warnings = found
+    assert (record.step, len(warnings)) == (1, 1)
+
+
+def test_a_file_without_its_record_does_not_exist(tmp_path: Path) -> None:
+    """The record is the commit: a file that a killed save left without one is not resumed."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-2.json").unlink()
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found[0].step == 1
+
+
+def test_when_all_are_damaged_nothing_is_started_anew(tmp_path: Path) -> None:
+    """With every checkpoint damaged the newest is an error, not an empty answer."""
+    save(tmp_path, 1).path.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
+        checkpoint.newest(tmp_path)
+    assert checkpoint.newest(tmp_path / "none") is None
+
+
+class Canary:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    """A pickle that calls os.system is refused without a way round, and nothing ran."""
+    path, canary = tmp_path / "evil.pt", tmp_path / "canary"
+    torch.save({"model": Canary(canary)}, path)
+    with pytest.raises(CheckpointError, match="holds more than tensors and plain containers") as caught:
+        checkpoint.read_weights(path)
+    assert not canary.exists()
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"\xff\xd8\xff\xe0", pickle.dumps({"a": 1})], ids=["html", "jpeg", "pickle"])
+def test_other_files_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
+    """A file of another kind is refused by its kind."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        checkpoint.read_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "text"),
+    [
+        ("{", "not the record of a checkpoint"),
+        ('{"schema": 1}', "not the record"),
+        (json.dumps({"schema": 99, "step": 1, "epoch": 1, "top1": None, "sha256": ""}), "written by a newer version"),
+    ],
+    ids=["cut", "fields", "newer"],
+)
+def test_a_bad_record_is_named(tmp_path: Path, manifest: str, text: str) -> None:
+    """A record that cannot be understood is refused with the reason."""
+    path = save(tmp_path, 1).path
+    path.with_suffix(".json").write_text(manifest)
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.read(path)
+
+
+def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
+    """A zip archive that torch did not write is refused."""
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("hello", "world")
+    with pytest.raises(CheckpointError, match="refused"):
+        checkpoint.read_weights(path)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """When a save does not fit, the error says so with the system's words, nothing half-made stays, the old one is whole."""
+    script = f"""
+import resource, sys, torch
+from pathlib import Path
+from harness.training import checkpoint
+from harness.runtime.errors import DiskError
+folder = Path({str(tmp_path)!r})
+small, large = {{"model": {{"w": torch.zeros(10)}}}}, {{"model": {{"w": torch.zeros(1_000_000)}}}}
+checkpoint.save(folder, small, step=1, epoch=1, top1=None, keep_last=2)
+import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    checkpoint.save(folder, large, step=2, epoch=2, top1=None, keep_last=2)
+except DiskError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == DiskError.exit_code, done.stderr
+    assert "File too large" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "step-1.json", "step-1.pt"]
+    assert checkpoint.read(tmp_path / "last.pt")[0].step == 1
+
+
+@pytest.mark.slow
+def test_kill_at_random_times_never_loses_the_newest(tmp_path: Path) -> None:
+    """Killed at random moments while saving, a folder always has a whole newest checkpoint, and temporaries are swept."""
+    script = f"""
+import torch, itertools
+from pathlib import Path
+from harness.training import checkpoint
+for step in itertools.count(1):
+    checkpoint.save(Path({str(tmp_path)!r}), {{"w": torch.full((200_000,), float(step))}}, step=step, epoch=step, top1=None, keep_last=2)
+    print(step, flush=True)
+"""
+    rng = random.Random(0)
+    for _ in range(20):
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            process.wait(rng.uniform(0.0, 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        found = checkpoint.newest(tmp_path)
+        assert found is not None
+        assert found[1]["w"][0] == found[0].step
+        assert not found[2]
+    checkpoint.save(tmp_path, state(), step=10**6, epoch=1, top1=None, keep_last=2)
+    assert not list(tmp_path.glob(".*.tmp"))

@@ -1,0 +1,89 @@
+"""Parameter groups and the learning rate over time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harness.config import OptimConfig, OptimName, ScheduleConfig, ScheduleName
+from harness.training.optim import lr_factor, make_optimizer, make_schedule
+
+
+def network() -> nn.Module:
+    """A convolution, a norm and a head."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+
+
+def test_norms_and_biases_have_no_weight_decay() -> None:
+    """Only parameters with two dimensions or more are decayed, and none is lost."""
+    decayed, plain = make_optimizer(network(), OptimConfig(weight_decay=0.1)).param_groups
+    assert [p.ndim for p in decayed["params"]] == [4, 2]
+    assert {p.ndim for p in plain["params"]} == {1}
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(network().parameters()))
+
+
+def test_decay_norm_and_bias_decays_everything() -> None:
+    """With the setting there is one group, as in pytorch/examples."""
+    (group,) = make_optimizer(network(), OptimConfig(decay_norm_and_bias=True, weight_decay=0.1)).param_groups
+    assert group["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
+def test_optimizers_are_fused(name: OptimName) -> None:
+    """Both optimizers are the fused form, which can leave an update out on the device."""
+    assert all(group["fused"] for group in make_optimizer(network(), OptimConfig(name=name)).param_groups)
+
+
+def test_step_schedule_is_torchs_steplr() -> None:
+    """The step schedule gives StepLR's rates when that is stepped once per epoch."""
+    config = ScheduleConfig(name=ScheduleName.step, step_epochs=3, gamma=0.1)
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.5)
+    reference = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.1)
+    ours = []
+    theirs = []
+    for epoch in range(8):
+        for step in range(5):
+            ours.append(0.5 * lr_factor(epoch * 5 + step, config, 8, 5))
+            theirs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+    assert ours == pytest.approx(theirs)
+
+
+def test_cosine_is_torchs_cosine() -> None:
+    """Without warm-up the cosine schedule gives CosineAnnealingLR's rates, stepped once per update."""
+    config = ScheduleConfig(name=ScheduleName.cosine)
+    optimizer = torch.optim.SGD(network().parameters(), lr=1.0)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+    for step in range(40):
+        assert lr_factor(step, config, 4, 10) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+    assert lr_factor(40, config, 4, 10) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("name", list(ScheduleName), ids=lambda n: n.name)
+def test_warm_up_is_linear_and_ends_at_the_peak(name: ScheduleName) -> None:
+    """Warm-up rises in equal steps from above zero and hands over at the peak."""
+    config = ScheduleConfig(name=name, warmup_epochs=0.5)
+    factors = [lr_factor(step, config, 100, 20) for step in range(12)]
+    rises = [b - a for a, b in zip(factors[:10], factors[1:11], strict=True)]
+    assert factors[0] > 0
+    assert rises == pytest.approx([rises[0]] * 10, rel=0.01)
+    assert factors[10] == pytest.approx(1.0)
+
+
+def test_schedule_sets_the_optimizers_rate() -> None:
+    """Stepping the schedule moves the optimizer's rate along the curve."""
+    config = ScheduleConfig(name=ScheduleName.cosine, final_fraction=0.1)
+    optimizer = make_optimizer(network(), OptimConfig(lr=0.2))
+    schedule = make_schedule(optimizer, config, 1, 4)
+    seen = []
+    for _ in range(5):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen[0] == pytest.approx(0.2)
+    assert seen[-1] == pytest.approx(0.02)

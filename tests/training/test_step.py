@@ -1,0 +1,160 @@
+"""One update: the same as a plain loop's, and skipped on the device where it would do harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from harness.config import Config, Precision
+from harness.runtime.distributed import World
+from harness.training.optim import make_optimizer, make_schedule
+from harness.training.state import TrainState, make_scaler
+from harness.training.step import Step
+
+CPU = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def network() -> nn.Module:
+    """A small convolutional network, the same each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    )
+
+
+def batches(n: int, size: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of noise, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(n):
+        yield torch.randn(size, 3, 12, 12, generator=generator), torch.randint(0, 5, (size,), generator=generator)
+
+
+def make(config: Config, model: nn.Module | None = None) -> Step:
+    """A step over a fresh network."""
+    model = model or network()
+    optimizer = make_optimizer(model, config.optim)
+    schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
+    return Step(TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)), config, CPU)
+
+
+def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
+    """With pytorch/examples' settings, 200 losses and the weights after them equal those of its loop, written out here."""
+    config = Config()
+    config.optim.decay_norm_and_bias = True
+    config.schedule.name = type(config.schedule.name).step
+    config.schedule.step_epochs = 2
+    step = make(config)
+    ours = []
+    for images, labels in batches(200):
+        step(images, labels)
+        ours.append(step.read().loss)
+
+    model = network()
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    theirs = []
+    model.train()
+    for i, (images, target) in enumerate(batches(200)):
+        output = model(images)
+        loss = criterion(output, target)
+        theirs.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if i % 50 == 49:
+            scheduler.step()
+    assert ours == theirs
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), step.state.network.parameters(), strict=True))
+
+
+def test_accumulated_batches_make_the_update_of_a_large_one() -> None:
+    """Two halves accumulated give the gradient step of the whole batch (without norms, which see batches)."""
+
+    def plain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5))
+
+    whole, halves = make(Config(), plain()), make(Config(), plain())
+    for images, labels in batches(3):
+        whole(images, labels)
+        halves(images[:8], labels[:8], part=0, parts=2)
+        assert halves.state.step == whole.state.step - 1
+        halves(images[8:], labels[8:], part=1, parts=2)
+    for a, b in zip(whole.state.network.parameters(), halves.state.network.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_clipping_limits_the_update() -> None:
+    """With a tiny clip_norm, one SGD update moves the weights by at most lr * clip_norm."""
+    config = Config()
+    config.optim.clip_norm, config.optim.weight_decay = 1e-3, 0.0
+    step = make(config)
+    before = [p.detach().clone() for p in step.state.network.parameters()]
+    step(*next(batches(1)))
+    moved = torch.sqrt(sum(((a - b.detach()) ** 2).sum() for a, b in zip(before, step.state.network.parameters(), strict=True)))
+    assert 0 < float(moved) <= 0.1 * 1e-3 * 1.001
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16], ids=lambda p: p.name)
+def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
+    """A batch of NaN leaves weights and momentum as they were; it is counted, and later batches train on."""
+    config = Config()
+    config.trainer.precision = precision
+    step = make(config, nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5)))
+    (images, labels), (more, more_labels) = batches(2)
+    step(images, labels)
+    before = [p.detach().clone() for p in step.state.network.parameters()]
+    momentum = [s["momentum_buffer"].clone() for s in step.state.optimizer.state.values()]
+    step.read()
+    for _ in range(3):
+        step(images * float("nan"), labels)
+    figures = step.read()
+    assert (figures.skipped, figures.worst_streak, figures.loss) == (3, 3, None)
+    assert all(torch.equal(a, b) for a, b in zip(before, step.state.network.parameters(), strict=True))
+    assert all(torch.equal(a, s["momentum_buffer"]) for a, s in zip(momentum, step.state.optimizer.state.values(), strict=True))
+    step(more, more_labels)
+    figures = step.read()
+    assert figures.skipped == 0
+    assert figures.loss is not None
+    assert not torch.equal(before[0], next(step.state.network.parameters()))
+
+
+def test_a_streak_goes_on_over_readings() -> None:
+    """Skipped updates in a row are counted across windows."""
+    step = make(Config(), nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5)))
+    images, labels = next(batches(1))
+    for expected in (2, 4):
+        step(images * float("inf"), labels)
+        step(images * float("inf"), labels)
+        assert step.read().worst_streak == expected
+
+
+def test_fp16_scales_and_backs_off() -> None:
+    """In fp16 an overflow halves the scale and skips the update."""
+    config = Config()
+    config.trainer.precision = Precision.fp16
+    step = make(config, nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5)))
+    images, labels = next(batches(1))
+    step(images, labels)
+    before = step.state.scaler.get_scale()
+    step(images * float("inf"), labels)
+    assert step.state.scaler.get_scale() == before / 2
+    assert step.read().skipped >= 1
+
+
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda p: p.name)
+def test_every_precision_learns(precision: Precision) -> None:
+    """The loss on one batch falls in every precision."""
+    config = Config()
+    config.trainer.precision = precision
+    step = make(config)
+    images, labels = next(batches(1))
+    losses = []
+    for _ in range(15):
+        step(images.to(memory_format=torch.channels_last), labels)
+        losses.append(step.read().loss or 0.0)
+    assert losses[-1] < 0.8 * losses[0]

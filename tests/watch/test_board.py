@@ -1,0 +1,265 @@
+"""What a run writes, read back as TensorBoard and a reader of JSON would."""
+
+import errno
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import warnings
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.watch.board import Board, timings
+from harness.watch.figures import Ledger, Spread, Window
+from harness.watch.tags import Tag
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reader's own, of its protobuf
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        read = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+        read.Reload()
+    return read
+
+
+def logged(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events(folder).Scalars(tag)]
+
+
+def test_scalars_reach_both_files(tmp_path: Path) -> None:
+    """One line of JSON and one event hold the same tags; a spread is three of them; None is absent."""
+    with Board(tmp_path, tensorboard=True, now=iter([5.0, 7.5]).__next__) as board:
+        board.scalars(10, {Tag.LOSS: 0.5, Tag.STEP_MS: Spread(1.0, 2.0, 3.0), Tag.GPU_POWER_W: None}, epoch=2)
+    expected = {"train/loss": 0.5, "time/step_ms/median": 1.0, "time/step_ms/p95": 2.0, "time/step_ms/max": 3.0}
+    assert lines(tmp_path) == [{"step": 10, "epoch": 2, "time_s": 2.5, **expected}]
+    assert {tag: logged(tmp_path, tag) for tag in events(tmp_path).Tags()["scalars"]} == {
+        tag: [(10, value)] for tag, value in expected.items()
+    }
+
+
+def test_every_figure_of_a_window_has_a_tag() -> None:
+    """The window's rates, times and fractions go under the names that the field reads."""
+    figures = timings(Ledger(steps=1, images=8, elapsed_s=2.0, wait_s=1.0).window())
+    assert {str(tag) for tag in figures} == {
+        "speed/images_per_s", "time/step_ms", "time/data_wait_ms", "time/copy_ms", "time/compute_ms",
+        "stall/data_fraction", "stall/data_wait_fraction",
+    }  # fmt: skip
+    assert (figures["speed/images_per_s"], figures["stall/data_fraction"], figures["time/copy_ms"]) == (4.0, 0.5, None)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_value_that_is_not_finite_is_null_in_json(tmp_path: Path, value: float) -> None:
+    """The line stays valid JSON, and TensorBoard has the value itself."""
+    with Board(tmp_path, tensorboard=True) as board:
+        board.scalars(1, {"train/loss": value})
+    assert lines(tmp_path)[0]["train/loss"] is None
+    assert str(logged(tmp_path, "train/loss")[0][1]) == str(value)
+
+
+def test_without_tensorboard_there_is_no_event_file(tmp_path: Path) -> None:
+    """Everything else is written as before, and TensorBoard is not imported."""
+    code = (
+        "import sys; from pathlib import Path; from harness.watch.board import Board\n"
+        f"board = Board(Path({str(tmp_path)!r}), tensorboard=False)\n"
+        "board.scalars(1, {'a': 1.0}); board.text('t', 'x'); board.hparams({}, {}); board.close()\n"
+        "sys.exit('tensorboard' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of the growing file never sees half a line."""
+    written: list[bytes] = []
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: (written.append(data), real(handle, data))[1])
+    with Board(tmp_path, tensorboard=False) as board:
+        board.scalars(1, {f"tag/{i}": float(i) for i in range(5000)})
+        board.scalars(2, {"a": 1.0})
+    assert [data.count(b"\n") for data in written] == [1, 1]
+    assert all(data.endswith(b"\n") for data in written)
+
+
+def test_what_is_written_survives_a_kill(tmp_path: Path) -> None:
+    """A process that dies at once loses no figure in either file."""
+    code = (
+        "import os; from pathlib import Path; from harness.watch.board import Board\n"
+        f"Board(Path({str(tmp_path)!r}), tensorboard=True).scalars(7, {{'a': 1.0}}); os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert (lines(tmp_path)[0]["step"], logged(tmp_path, "a")) == (7, [(7, 1.0)])
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """Steps after the checkpoint, and a line that was cut off, give way to those that are run again."""
+    with Board(tmp_path, tensorboard=True) as board:
+        for step in (10, 20, 30):
+            board.scalars(step, {"a": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 40, "a"')
+    with Board(tmp_path, tensorboard=True, resumed_step=20) as board:
+        for step in (30, 40):
+            board.scalars(step, {"a": 2.0})
+    expected = [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+    assert [(line["step"], line["a"]) for line in lines(tmp_path)] == expected
+    assert logged(tmp_path, "a") == expected
+
+
+def test_a_new_board_keeps_what_it_finds(tmp_path: Path) -> None:
+    """Without a checkpoint nothing is taken out but a line that was cut off."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 99}\n{"st')
+    with Board(tmp_path, tensorboard=False) as board:
+        board.scalars(1, {})
+    assert [line["step"] for line in lines(tmp_path)] == [99, 1]
+
+
+Precision = Enum("Precision", ["fp32", "bf16"])
+
+
+def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
+    """Settings and results stand in the run's own file; truth values and null are text, so that columns keep one type."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    settings = {
+        "optim.lr": 0.1,
+        "seed": 3,
+        "autotune": True,
+        "resume": None,
+        "precision": Precision.bf16,
+        "betas": (0.9, 1),
+    }
+    with Board(tmp_path, tensorboard=True) as board:
+        board.scalars(50, {"a": 1.0})
+        board.hparams(settings, {"hparam/top1": 0.9, "hparam/top5": None})
+    read = events(tmp_path)
+    content = {tag: HParamsPluginData.FromString(data) for tag, data in read.PluginTagToContent("hparams").items()}
+    start = content["_hparams_/session_start_info"].session_start_info.hparams
+    values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
+    assert values == {
+        "optim.lr": 0.1, "seed": 3.0, "autotune": "true", "resume": "null", "precision": "bf16", "betas": "[0.9, 1]"
+    }  # fmt: skip
+    columns = content["_hparams_/experiment"].experiment.metric_infos
+    assert [column.name.tag for column in columns] == ["hparam/top1", "hparam/top5"]
+    assert "_hparams_/session_end_info" in content
+    assert logged(tmp_path, "hparam/top1") == [(50, pytest.approx(0.9))]
+    assert len([path for path in tmp_path.iterdir() if "tfevents" in path.name]) == 1
+
+
+def test_text_reaches_the_text_page(tmp_path: Path) -> None:
+    """Markdown is stored under the tag as TensorBoard's text plugin reads it."""
+    with Board(tmp_path, tensorboard=True) as board:
+        board.text("verdict", "**fine**")
+    read = events(tmp_path)
+    assert read.Tensors("verdict/text_summary")[0].tensor_proto.string_val == [b"**fine**"]
+
+
+def test_the_report_is_plain_json(tmp_path: Path) -> None:
+    """Dataclasses are objects without what is absent; NaN is null; enums are their names."""
+    with Board(tmp_path, tensorboard=False) as board:
+        board.report({"status": "done", "total": Ledger(steps=2).window(), "loss": math.nan, "kind": Precision.fp32})
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["status"], report["total"]["steps"], report["loss"], report["kind"]) == ("done", 2, None, "fp32")
+    assert "copy_ms" not in report["total"]
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed write leaves the former report whole and no half-made file beside it."""
+    with Board(tmp_path, tensorboard=False) as board:
+        board.report({"status": "running"})
+
+        def full(handle: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        board.report({"status": "completed"})
+    assert json.loads((tmp_path / "report.json").read_text()) == {"status": "running"}
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert board.dropped == 1
+
+
+def test_a_full_disk_costs_figures_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on, the loss is counted, and with room again both files go on with whole records."""
+    real = os.write
+
+    def full(handle: int, data: bytes) -> int:
+        real(handle, data[:7])
+        return 7
+
+    with caplog.at_level(logging.WARNING), Board(tmp_path, tensorboard=True) as board:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full)
+            board.scalars(1, {"a": 1.0})
+            board.scalars(2, {"a": 1.0})
+        board.scalars(3, {"a": 1.0})
+    assert board.dropped == 4
+    assert len(caplog.records) == 1
+    assert "figures are lost until it can be written, training goes on" in caplog.text
+    assert [line["step"] for line in lines(tmp_path)] == [3]
+    assert logged(tmp_path, "a") == [(3, 1.0)]
+
+
+def test_a_real_limit_on_file_size_does_not_end_the_process(tmp_path: Path) -> None:
+    """Under RLIMIT_FSIZE the kernel cuts writes short: the process ends well and the files hold whole records."""
+    code = (
+        "import resource; from pathlib import Path; from harness.watch.board import Board\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+        f"board = Board(Path({str(tmp_path)!r}), tensorboard=True)\n"
+        "for step in range(200): board.scalars(step, {'a': 1.0, 'b': 2.0})\n"
+        "board.report({'big': 'x' * 5000}); board.close(); print(board.dropped)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert int(done.stdout.splitlines()[-1]) > 100
+    assert [line["step"] for line in lines(tmp_path)] == list(range(len(lines(tmp_path))))
+    assert 10 < len(logged(tmp_path, "a")) < 100
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_a_folder_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    """Someone deletes the run's folder: nothing can be written, and nothing is raised."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Board(folder, tensorboard=True) as board:
+        folder.rmdir()
+        board.scalars(1, {"a": 1.0})
+        board.report({})
+    assert board.dropped == 3
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    """close() may be called by the user and again by the end of a block."""
+    with Board(tmp_path, tensorboard=True) as board:
+        board.scalars(1, {"a": 1.0})
+        board.close()
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_tensor_is_refused(tmp_path: Path) -> None:
+    """A tensor among the figures would be a hidden wait for the device: it is an error of ours."""
+    import torch
+
+    with Board(tmp_path, tensorboard=False) as board, pytest.raises(TypeError, match="Tensor"):
+        board.scalars(1, {"train/loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+
+
+def test_windows_and_spreads_are_not_confused(tmp_path: Path) -> None:
+    """A whole window goes into the report, with its spreads as objects."""
+    ledger = Ledger(steps=1)
+    ledger.wait.add(2.0)
+    window: Window = ledger.window()
+    with Board(tmp_path, tensorboard=False) as board:
+        board.report({"total": window})
+    assert json.loads((tmp_path / "report.json").read_text())["total"]["data_wait_ms"]["max"] == 2.0

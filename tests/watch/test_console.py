@@ -1,0 +1,220 @@
+"""What the user reads: in a pipe, on a terminal, on other ranks."""
+
+import contextlib
+import logging
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from harness.runtime.folder import LOGGER
+from harness.watch import console
+
+
+@pytest.fixture(autouse=True)
+def speaking() -> Iterator[None]:
+    yield
+    console.set_quiet(False)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, LOGGER)
+    return caplog
+
+
+class Hand:
+    """A clock that moves when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def on_terminal(code: str) -> str:
+    """What a program prints on a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        seen = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                seen += chunk
+        except OSError:  # Linux's end of a terminal
+            pass
+        os.close(ours)
+    assert process.returncode == 0, seen.decode()
+    return seen.decode()
+
+
+def test_a_line_is_printed_once_and_logged_once(capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture) -> None:
+    """say() is one line on standard output and one record in the log."""
+    console.say("run folder: outputs/x")
+    assert capsys.readouterr() == ("run folder: outputs/x\n", "")
+    assert [(record.levelname, record.getMessage()) for record in log.records] == [("INFO", "run folder: outputs/x")]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        pytest.param("[red]no markup[/red] [link=x]", "[red]no markup[/red] [link=x]", id="markup"),
+        pytest.param("a\x1b[2Jb\rc\nd", "a\\x1b[2Jb\\rc\\nd", id="control characters"),
+        pytest.param("Zürich 東京", "Zürich 東京", id="letters"),
+        pytest.param("bad \udcff name", "bad \\udcff name", id="undecodable name"),
+    ],
+)
+def test_text_from_outside_is_only_text(capsys: pytest.CaptureFixture[str], text: str, shown: str) -> None:
+    """Neither markup nor control characters in a name have an effect."""
+    console.say(text)
+    console.table(text, ["a"], [[text]])
+    with console.progress(text, 3, "files", now=Hand()) as bar:
+        bar.describe(text)
+    assert capsys.readouterr().out.splitlines() == [shown, shown, "a", shown]
+
+
+def test_markup_is_only_text_on_a_terminal_too() -> None:
+    """On a terminal rich draws, and still reads no markup and no control character from outside."""
+    seen = on_terminal(
+        "from harness.watch.console import say, table, progress\n"
+        "text = '[red]x[/red] \\x1b[2J[/]'\n"
+        "say(text); table(text, [text], [[text]])\n"
+        "with progress(text, 2, 'files') as bar: bar.advance(1); bar.describe(text + '!')\n"
+    )
+    assert "\x1b[2J" not in seen
+    assert seen.count("[red]x[/red] \\x1b[2J[/]") >= 4
+    assert "1 of 2 files" in seen
+
+
+def test_a_long_line_on_a_terminal_is_not_broken() -> None:
+    """A path can be copied from the terminal in one piece."""
+    assert "x" * 300 in on_terminal("from harness.watch.console import say; say('x' * 300)")
+
+
+def test_a_warning_from_anywhere_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The project's warnings go through logging; the user sees each once."""
+    logging.getLogger(LOGGER).warning("%d files left out: %s", 3, "\x1b[2J")
+    assert capsys.readouterr() == ("warning: 3 files left out: \\x1b[2J\n", "")
+
+
+def test_other_ranks_are_silent_and_still_log(capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture) -> None:
+    """A quiet rank prints nothing at all; its log has every line."""
+    console.set_quiet(True)
+    console.say("hello")
+    console.table("t", ["a"], [["1"]])
+    logging.getLogger(LOGGER).warning("careful")
+    with console.progress("work", 10, "steps", now=Hand()) as bar:
+        bar.advance(10)
+    assert capsys.readouterr() == ("", "")
+    assert [record.getMessage() for record in log.records] == ["hello", "t", "a", "1", "careful"]
+
+
+def test_a_table_has_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe a table is aligned text."""
+    console.table("Tried", ["num_workers", "images/s"], [["0", "1200"], ["16", "9"]])
+    assert capsys.readouterr().out == "Tried\nnum_workers  images/s\n0            1200\n16           9\n"
+
+
+def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Work of less than a second leaves no lines."""
+    hand = Hand()
+    with console.progress("quick", 100, "files", now=hand) as bar:
+        for _ in range(100):
+            hand.now += 0.009
+            bar.advance(1)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("unit_s", "expected"),
+    [
+        pytest.param(0.03125, ["100 of 100 files in 3 s"], id="3 s"),
+        pytest.param(0.25, [f"{n} of 100 files" for n in range(20, 101, 20)], id="25 s"),
+        pytest.param(60.0, [f"{n} of 100 files" for n in range(10, 101, 10)], id="long"),
+    ],
+)
+def test_long_work_in_a_pipe_says_a_few_lines(capsys: pytest.CaptureFixture[str], unit_s: float, expected: list[str]) -> None:
+    """At most ten lines, at least 5 s apart, and the last one tells that all is done."""
+    hand = Hand()
+    with console.progress("unpacking", 100, "files", now=hand) as bar:
+        for _ in range(100):
+            hand.now += unit_s
+            bar.advance(1)
+    out = capsys.readouterr().out.splitlines()
+    assert [line.removeprefix("unpacking: ") for line in out] == expected
+
+
+def test_bytes_of_unknown_total_are_millions(capsys: pytest.CaptureFixture[str]) -> None:
+    """A download without a length still says how far it is."""
+    hand = Hand()
+    with console.progress("download", None, "B", now=hand) as bar:
+        for _ in range(3):
+            hand.now += 6.0
+            bar.advance(1_500_000)
+    assert capsys.readouterr().out.splitlines() == ["download: 1.5 MB", "download: 3.0 MB", "download: 4.5 MB"]
+
+
+def test_progress_inside_progress_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    """One thing at a time is shown: the outer one, also after the inner one has ended."""
+    hand = Hand()
+    with console.progress("outer", 2, "parts", now=hand) as outer:
+        with console.progress("inner", 2, "files", now=hand) as inner:
+            hand.now += 10
+            inner.advance(2)
+        outer.advance(2)
+    assert capsys.readouterr().out.splitlines() == ["outer: 2 of 2 parts"]
+
+
+def test_progress_ends_with_its_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    """Failed work does not say that it is done, and the next progress shows again."""
+    hand = Hand()
+    with contextlib.suppress(KeyError), console.progress("failing", 4, "files", now=hand) as bar:
+        hand.now += 3
+        bar.advance(1)
+        raise KeyError
+    with console.progress("next", 4, "files", now=hand) as bar:
+        hand.now += 3
+        bar.advance(4)
+    assert capsys.readouterr().out.splitlines() == ["next: 4 of 4 files in 3 s"]
+
+
+def test_progress_inside_progress_on_a_terminal_does_not_raise() -> None:
+    """Rich allows one live display: the inner one stays away."""
+    code = (
+        "from harness.watch.console import progress, say\n"
+        "with progress('outer', 2, 'parts') as bar:\n"
+        "    with progress('inner', 2, 'files') as inner: inner.advance(1)\n"
+        "    say('between'); bar.advance(2)\n"
+    )
+    seen = on_terminal(code)
+    assert "between" in seen
+    assert "inner" not in seen
+
+
+def test_a_reader_that_leaves_does_not_end_the_run() -> None:
+    """`train.py | head -1` goes on training."""
+    code = (
+        "import sys; from harness.watch.console import say\n"
+        "for line in range(20000): say('line %d' % line)\n"
+        "sys.stderr.write('done')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b"done"
+    assert process.returncode == 0
+
+
+def test_a_terminal_without_unicode_gets_escapes() -> None:
+    """Letters that the output's encoding lacks are escaped and do not raise."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from harness.watch.console import say; say('Z\\u00fcrich \\u6771')"],
+        capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True,
+    )  # fmt: skip
+    assert done.stdout == b"Z\\xfcrich \\u6771\n"

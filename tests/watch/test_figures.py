@@ -1,0 +1,92 @@
+"""Quantiles in fixed memory, and the figures of a window."""
+
+import math
+
+import numpy as np
+import pytest
+
+from harness.watch.figures import Ledger, Sketch, Spread
+
+
+@pytest.mark.parametrize("scale_ms", [0.01, 1.0, 5e4], ids=["microseconds", "milliseconds", "minutes"])
+@pytest.mark.parametrize("share", [0.5, 0.95], ids=["median", "p95"])
+def test_a_quantile_is_within_one_per_cent(scale_ms: float, share: float) -> None:
+    """Median and p95 are within 1 % of the value of that rank, over seven orders of magnitude."""
+    values = np.random.default_rng(0).lognormal(mean=math.log(scale_ms), sigma=1.0, size=5000)
+    sketch = Sketch()
+    for value in values:
+        sketch.add(float(value))
+    spread = sketch.spread()
+    assert spread is not None
+    expected = float(np.percentile(values, share * 100, method="inverted_cdf"))
+    assert {0.5: spread.median, 0.95: spread.p95}[share] == pytest.approx(expected, rel=0.0101)
+
+
+def test_the_maximum_is_exact_and_a_spike_survives() -> None:
+    """One slow step among ten thousand is the maximum, to the bit."""
+    sketch = Sketch()
+    for _ in range(10_000):
+        sketch.add(10.0)
+    sketch.add(1234.5678)
+    spread = sketch.spread()
+    assert spread is not None
+    assert spread.max == 1234.5678
+    assert spread.p95 == pytest.approx(10.0, rel=0.01)
+
+
+def test_one_value_is_all_three_figures() -> None:
+    """With a single value nothing exceeds it."""
+    sketch = Sketch()
+    sketch.add(3.0)
+    assert sketch.spread() == Spread(pytest.approx(3.0, rel=0.01), pytest.approx(3.0, rel=0.01), 3.0)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9, 1e300], ids=["zero", "tiny", "huge"])
+def test_values_out_of_range_are_counted(value: float) -> None:
+    """A value outside the buckets neither raises nor gives a quantile above the maximum."""
+    sketch = Sketch()
+    sketch.add(value)
+    spread = sketch.spread()
+    assert spread is not None
+    assert 0.0 <= spread.median <= spread.max == value
+
+
+def test_memory_is_bounded() -> None:
+    """Values of all sizes fill at most 1,383 buckets."""
+    sketch = Sketch()
+    for exponent in np.linspace(-12, 15, 50_000):
+        sketch.add(float(10.0**exponent))
+    assert len(sketch._counts) <= 1383
+
+
+def test_no_values_are_no_spread() -> None:
+    """Absent is None, never 0."""
+    assert Sketch().spread() is None
+
+
+def test_an_empty_ledger_has_no_figures() -> None:
+    """Without steps rates, fractions and times are None."""
+    window = Ledger().window()
+    figures = (
+        window.images_per_s,
+        window.step_ms,
+        window.data_wait_fraction,
+        window.stall_fraction,
+        window.first_step_s,
+    )
+    assert figures == (None,) * 5
+
+
+def test_merged_ledgers_count_everything() -> None:
+    """Sums add, quantiles are of all values, pauses add by name."""
+    one, two = Ledger(steps=1, images=8, elapsed_s=0.5), Ledger(steps=3, images=24, elapsed_s=1.5)
+    one.pauses_s, two.pauses_s = {"evaluate": 1.0}, {"evaluate": 2.0, "checkpoint": 0.5}
+    one.wait.add(1.0)
+    for _ in range(3):
+        two.wait.add(9.0)
+    one.merge(two)
+    window = one.window()
+    assert (window.steps, window.images, window.elapsed_s, window.images_per_s) == (4, 32, 2.0, 16.0)
+    assert window.pauses_s == {"evaluate": 3.0, "checkpoint": 0.5}
+    assert window.data_wait_ms is not None
+    assert window.data_wait_ms.median == pytest.approx(9.0, rel=0.01)

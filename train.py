@@ -1,0 +1,122 @@
+"""Train, or evaluate, an image classifier: composes the settings, then wires the rooms in the order of the data."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from harness import config as schema
+from harness.config import Config, Mode, StartMethod
+from harness.runtime import folder, launch, signals, workers
+from harness.runtime.errors import described, printable
+
+_failed: list[tuple[Path, BaseException]] = []  # jobs that did not end well
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: its settings, its folder, and what its command line set."""
+
+    config: Config
+    folder: Path
+    overridden: tuple[str, ...]
+
+
+def main_worker(local_rank: int, job: Job) -> None:
+    """One rank of a run, from the data on disk to the report."""
+    config = job.config
+    if config.loader.start_method is StartMethod.forkserver:
+        workers.start_server(["hydra", "harness.feed.processes", "harness.data.datasets"])  # while torch is imported here
+    from harness.data import datasets
+    from harness.feed.forms import Feeds
+    from harness.runtime import distributed, limits, seeding
+    from harness.training.engine import Engine, Place
+    from harness.training.report import Reporter
+    from harness.training.state import make_state, resume
+    from harness.tuning.tuner import tune
+    from harness.watch import station
+
+    with (
+        distributed.joined(local_rank, config) as world,
+        folder.logging_to(job.folder, world.rank),
+        station.quiet_ranks(world),
+    ):
+        station.refuse_hidden_gpu(config, world)
+        seeding.seed_everything(config.seed)
+        splits = datasets.load(config.data, config.augment, config.seed)
+        feeds = Feeds(splits, config, world)
+        state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
+        resumed_step = resume(state, config.resume, job.folder, splits.classes)
+        with station.watched(config, world, job.folder, resumed_step) as watch:
+            allowed = limits.measure(world.local_size)
+            settings, tuning = feeds.settings(allowed), None
+            if config.loader.autotune:
+                tuning = tune(feeds.probe, settings, config.tuner, allowed, world)
+                settings = tuning.settings
+                tuning.publish(job.folder if world.is_main else None)
+            place = Place(job.folder, splits.classes)
+            engine = Engine(config, world, state, feeds.train(settings), feeds.val(settings), watch, place)
+            with Reporter(config, job.overridden, tuning.summary() if tuning else None).reporting(engine):
+                engine.fit() if config.mode is Mode.train else engine.evaluate_only()
+
+
+def run(index: int, job: Job) -> None:
+    """One run, in the processes that ``dist=`` asks for; ``index`` is 0."""
+    from harness.runtime import distributed
+
+    folder.own(job.folder) if folder.is_first_rank() else None
+    distributed.launch(main_worker, job, job.config)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(composed: DictConfig) -> None:
+    """One job as Hydra composed it; each job of a sweep has a process of its own. Errors are kept for ``cli``."""
+    chosen = HydraConfig.get()
+    place = Path(chosen.runtime.output_dir)
+    try:
+        signals.check()
+        job = Job(schema.load(composed), place, tuple(chosen.overrides.task))
+        if folder.is_first_rank():
+            print(f"run folder: {printable(os.path.relpath(place))}", flush=True)
+        if chosen.mode is RunMode.MULTIRUN:
+            launch.run_processes(run, job, 1)
+        else:
+            run(0, job)
+    except (Exception, KeyboardInterrupt) as error:
+        _failed.append((place, error))
+
+
+def cli() -> int:
+    """Run the command line and tell every error, in one line where its cause is known; the exit code."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what is wrong with the settings
+    schema.register()
+    OmegaConf.register_new_resolver("wellfed.run_dir", folder.run_folder, use_cache=True)
+    OmegaConf.register_new_resolver("wellfed.sweep_dir", folder.sweep_folder, use_cache=True)
+    if not folder.is_first_rank():
+        sys.argv.append("hydra.output_subdir=null")  # the first rank writes it for all
+    try:
+        with signals.caught():
+            main()
+    except (Exception, KeyboardInterrupt) as error:
+        _failed.append((Path(), error))
+    codes = []
+    for place, failure in _failed:
+        text, code = described(failure) or (schema.explain(failure), 2 if schema.is_refusal(failure) else 1)
+        if code == 1:
+            traceback.print_exception(failure)
+        where = f"{printable(os.path.relpath(place))}: " if len(_failed) > 1 else ""
+        print(f"error: {where}{text}", file=sys.stderr)
+        codes.append(code)
+    return codes[0] if codes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli())
