@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -419,6 +420,8 @@ def explain(error: BaseException) -> str:
         full = name if name.endswith(unknown) else unknown
         near = difflib.get_close_matches(full, [path for path, _, _ in walk(Config())], n=1, cutoff=0.6)
         return f"{full}: unknown setting" + (f"; did you mean {near[0]}?" if near else "; see --help")
+    if required := _first(r"field '([^']+)' is not Optional", text):
+        return f"{required}=null: needs a value"
     choice = re.search(
         r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?(?:Config search path|$)", text, re.S
     )
@@ -462,8 +465,18 @@ def help_text() -> str:
 
 
 def register() -> None:
-    """Give Hydra the schema and the help page."""
+    """Give Hydra the schema, the help page, and what it does with folders and logs.
+
+    The latter replaces Hydra's own defaults rather than standing in ``conf/config.yaml``, so that it also holds for a run that
+    starts from the ``.hydra`` folder of another.
+    """
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     template = help_text().replace("$", "$$")
     store.store(group="hydra/help", name="wellfed", node={"app_name": "train.py", "template": template})
+    chosen = {"help": "wellfed", "job_logging": "none", "hydra_logging": "none"}
+    defaults = [{group: chosen.get(group, name)} for item in HydraConf().defaults for group, name in item.items()]
+    run = RunDir(dir="${wellfed.run_dir:${run.name}}")
+    sweep = SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}")
+    node = HydraConf(defaults=defaults, run=run, sweep=sweep, job=JobConf(chdir=False))
+    store.store(group="hydra", name="config", node=node, provider="hydra")

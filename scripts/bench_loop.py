@@ -16,9 +16,9 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from harness.training import models
 from harness.training.engine import Engine, Place
 from harness.training.state import make_state
 from harness.watch import station
-from scripts.measured import Sample, machine, machine_line, markdown, write_json
+from scripts.measured import Sample, machine, machine_line, markdown, write
 
 CLASSES = 10
 FLOOR = 0.98  # the interval of harness / hand-written may not lie below
@@ -169,7 +169,7 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 
 
 def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
-    """Run the comparison; every figure that ``show`` prints, as plain values."""
+    """Run the comparison and give all of its figures."""
     with distributed.joined(0, config) as world, tempfile.TemporaryDirectory() as place:
         batches = make_batches(steps, config.loader.batch_size, config.data.image_size, pin=world.device.type == "cuda")
         loops = [HandWritten(config, batches, world.device) for _ in range(3)]
@@ -178,19 +178,16 @@ def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
             epoch = lambda: engine._train_epoch(engine.state.epoch)
             seconds = in_turns(pairs, epoch, [loop.epoch for loop in loops], world.device)
             difference = largest_difference(engine.state.network, loops[0].network)
-        return {
-            "machine": machine(),
-            "device": str(world.device),
-            "settings": {
-                "model": config.model.name, "image_size": config.data.image_size, "batch_size": config.loader.batch_size,
-                "steps_per_epoch": steps, "window_steps": config.watch.window_steps, "pairs": pairs,
-            },
-            "harness_over_hand_written": asdict(Ratio.of(seconds["hand_written"], seconds["harness"])),
-            "control_a_over_control_b": asdict(Ratio.of(seconds["control_b"], seconds["control_a"])),
-            "step_ms": {name: asdict(Sample.of([1e3 * s / steps for s in took])) for name, took in seconds.items()},
-            "largest_weight_difference": difference,
-            "epoch_seconds": seconds,
-        }  # fmt: skip
+        found = machine()
+    return {
+        "machine": found,
+        "device": str(world.device),
+        "ratio": Ratio.of(seconds["hand_written"], seconds["harness"]),
+        "control": Ratio.of(seconds["control_b"], seconds["control_a"]),
+        "step_ms": {name: Sample.of([1e3 * s / steps for s in took]) for name, took in seconds.items()},
+        "largest_weight_difference": difference,
+        "epoch_seconds": seconds,
+    }
 
 
 def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> list[HostBatch]:
@@ -204,31 +201,28 @@ def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> lis
     return batches
 
 
-def show(found: dict[str, Any]) -> str:
+def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
     """The comparison as text: two tables, how they were made, and what becomes of the claim."""
-    s, n = found["settings"], found["settings"]["pairs"]
-    ratio, control = Ratio(**found["harness_over_hand_written"]), Ratio(**found["control_a_over_control_b"])
-    steps = [
-        (name.replace("_", " "), Sample(**ms), f"{1e3 * s['batch_size'] / ms['median']:.0f}", ms["n"])
-        for name, ms in found["step_ms"].items()
+    batch_size, same = config.loader.batch_size, found["largest_weight_difference"]
+    epochs = [
+        {"epochs of": side.replace("_", " "), "step ms": ms, "images/s": f"{1e3 * batch_size / ms.median:.0f}", "n": ms.n}
+        for side, ms in found["step_ms"].items()
     ]
-    ratios = [("harness / hand written", ratio, n), ("hand written / itself (control)", control, n)]
-    same = found["largest_weight_difference"]
-    return "\n".join(
-        (
-            machine_line(found["machine"]),
-            f"{s['model']}, {s['image_size']} px, batch {s['batch_size']}, fp32 on {found['device']}; {s['steps_per_epoch']} "
-            f"steps an epoch, loss read every {s['window_steps']} steps, {n} pairs of epochs, interleaved",
-            "",
-            markdown(("epochs of", "step ms, median (quartiles)", "images/s", "n"), steps),
-            "",
-            markdown(("images/s of", "median of paired ratios [95 % interval]", "n"), ratios),
-            "",
-            f"Interval: percentile bootstrap of the median over the pairs, {_RESAMPLES} resamples, seed 0.",
-            "Weights after all epochs: " + ("bitwise the same on both sides." if same == 0 else f"differ by up to {same:.3g}."),
-            f"Claim, harness / hand written does not lie below {FLOOR}: {_verdict(ratio)}.",
-        )
-    )
+    ratios = [
+        {"images/s of": what, "paired ratio": found[key], "n": found[key].n}
+        for what, key in (("harness / hand written", "ratio"), ("hand written / itself (control)", "control"))
+    ]
+    return f"""{machine_line(found["machine"])}
+{config.model.name}, {config.data.image_size} px, batch {batch_size}, fp32 on {found["device"]}; epochs of {steps} steps, in turns; \
+loss read every {config.watch.window_steps} steps
+
+{markdown(epochs)}
+
+{markdown(ratios)}
+
+Steps: median (quartiles). Ratios: median of the pairs [95 % interval of it, percentile bootstrap of {_RESAMPLES}, seed 0].
+Weights after all epochs: {"bitwise the same on both sides" if same == 0 else f"differ by up to {same:.3g}"}.
+Claim, the interval of harness / hand written does not lie below {FLOOR}: {_verdict(found["ratio"])}."""
 
 
 def _verdict(ratio: Ratio) -> str:
@@ -262,9 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         watch=WatchConfig(window_steps=a.window),
     )
     found = compare(config, a.steps, a.pairs)
-    print(show(found))
+    print(show(found, config, a.steps))
     if a.json:
-        write_json(a.json, found)
+        write(a.json, {"arguments": {**vars(a), "json": str(a.json)}, **found})
     return 0
 
 

@@ -18,7 +18,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import limits
-from scripts.measured import Sample, machine, machine_line, markdown, write_json
+from scripts.measured import Sample, machine, machine_line, markdown, write
 
 MIB = 2**20
 WORK_SIDE = 4096  # of the square matrices that stand for the work: large enough to fill a GPU
@@ -61,8 +62,9 @@ def timed(call: Call) -> Timing:
 
 
 def in_turns(calls: Mapping[str, Call], n: int, measure: Callable[[Call], Any]) -> dict[str, list[Any]]:
-    """``n`` measurements of each call, one of each a round, each round beginning with another; two rounds before do not count."""
-    names, found = list(calls), {name: [] for name in calls}
+    """``n`` measurements of each call, one of each a round that begins with another each time; two rounds warm up."""
+    names = list(calls)
+    found: dict[str, list[Any]] = {name: [] for name in names}
     for turn in range(-2, n):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
@@ -83,6 +85,7 @@ class Work:
         self._count = max(1, math.ceil(ms / unit_ms))
 
     def __call__(self) -> None:
+        """Launch it on the current stream."""
         for _ in range(self._count):
             torch.mm(self._a, self._a, out=self._out)
 
@@ -94,11 +97,11 @@ def plain_copies(device: torch.device, sizes_mib: Sequence[int], n: int) -> list
         pageable = torch.ones(mib * MIB, dtype=torch.uint8)
         pinned = pageable.pin_memory()
         ways: dict[str, Call] = {
-            "pageable, x.to(device)": lambda p=pageable: p.to(device),
-            "pageable, non_blocking": lambda p=pageable: p.to(device, non_blocking=True),
-            "pinned before, x.to(device)": lambda p=pinned: p.to(device),
-            "pinned before, non_blocking": lambda p=pinned: p.to(device, non_blocking=True),
-            "x.pin_memory(), non_blocking": lambda p=pageable: p.pin_memory().to(device, non_blocking=True),
+            "pageable, x.to(device)": partial(pageable.to, device),
+            "pageable, non_blocking": partial(pageable.to, device, non_blocking=True),
+            "pinned before, x.to(device)": partial(pinned.to, device),
+            "pinned before, non_blocking": partial(pinned.to, device, non_blocking=True),
+            "x.pin_memory(), non_blocking": partial(_pin_and_copy, pageable, device),
         }
         for way, timings in in_turns(ways, n, timed).items():
             total = Sample.of([t.total_ms for t in timings])
@@ -113,6 +116,10 @@ def plain_copies(device: torch.device, sizes_mib: Sequence[int], n: int) -> list
                 }
             )
     return rows
+
+
+def _pin_and_copy(x: Tensor, device: torch.device) -> Tensor:
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
@@ -135,23 +142,13 @@ def loop_copies(device: torch.device, batch_size: int, workers: int, work_ms: fl
     Raises:
         MemoryError: the workers' batches do not fit into shared memory.
     """
-    shm, needed = limits.measure().shm_bytes, 4 * workers * batch_size * 3 * 224 * 224  # two loaders, two batches a worker
+    shm, needed = limits.measure().shm_bytes, (2 * workers + 2) * batch_size * 3 * 224 * 224
     if shm is not None and needed > 0.8 * shm:
-        raise MemoryError(
-            f"/dev/shm has {shm / MIB:.0f} MiB free, {needed / MIB:.0f} are needed; lower --batch-size or --workers"
-        )
+        free, want = shm / MIB, needed / MIB
+        raise MemoryError(f"/dev/shm: {free:.0f} MiB free, {want:.0f} MiB needed; lower --batch-size or --workers")
     data, work = Batches(20, batch_size), Work(device, work_ms)
-    loaders = {
-        pin: DataLoader(
-            data,
-            batch_size=None,
-            num_workers=workers,
-            pin_memory=pin,
-            persistent_workers=True,
-            multiprocessing_context="forkserver",
-        )
-        for pin in (False, True)
-    }
+    made: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "multiprocessing_context": "forkserver"}
+    loaders = {pin: DataLoader(data, batch_size=None, pin_memory=pin, **made) for pin in (False, True)}
 
     def step(images: Tensor) -> Tensor:
         work()
@@ -194,8 +191,11 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
     """Part c: the copy of ``x`` and work that does not need it, on one stream and on two."""
     pageable = torch.ones(mib * MIB, dtype=torch.uint8)
     pinned, side = pageable.pin_memory(), torch.cuda.Stream(device)
-    copy = lambda x: x.to(device, non_blocking=True)
-    work = Work(device, min(timed(lambda: copy(pinned)).total_ms for _ in range(5)))
+
+    def copy(x: Tensor) -> Tensor:
+        return x.to(device, non_blocking=True)
+
+    work = Work(device, min(timed(partial(copy, pinned)).total_ms for _ in range(5)))
 
     def one_stream(x: Tensor) -> Tensor:
         on_device = copy(x)
@@ -214,13 +214,13 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
 
     ways: dict[str, Call] = {
         "work alone": work,
-        "copy alone, pageable": lambda: copy(pageable),
-        "copy alone, pinned": lambda: copy(pinned),
-        "pageable, same stream": lambda: one_stream(pageable),
-        "pageable, side stream": lambda: two_streams(pageable, True),
-        "pageable, side stream, work launched first": lambda: two_streams(pageable, False),
-        "pinned, same stream": lambda: one_stream(pinned),
-        "pinned, side stream": lambda: two_streams(pinned, True),
+        "copy alone, pageable": partial(copy, pageable),
+        "copy alone, pinned": partial(copy, pinned),
+        "pageable, same stream": partial(one_stream, pageable),
+        "pageable, side stream": partial(two_streams, pageable, True),
+        "pageable, side stream, work launched first": partial(two_streams, pageable, False),
+        "pinned, same stream": partial(one_stream, pinned),
+        "pinned, side stream": partial(two_streams, pinned, True),
     }
     totals = {way: Sample.of([t.total_ms for t in timings]) for way, timings in in_turns(ways, n, timed).items()}
     rows = []
@@ -238,14 +238,12 @@ def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
     rows = []
     for mib in sizes_mib:
         source, target = torch.ones(mib * MIB, dtype=torch.uint8), torch.zeros(mib * MIB, dtype=torch.uint8)
-
-        def seconds(call: Call) -> float:
+        taken = []
+        for _ in range(n + 2):
             begin = time.perf_counter()
-            call()
-            return time.perf_counter() - begin
-
-        found = in_turns({"copy": lambda s=source, t=target: t.copy_(s)}, n, seconds)
-        ms = Sample.of([1e3 * s for s in found["copy"]])
+            target.copy_(source)
+            taken.append(1e3 * (time.perf_counter() - begin))
+        ms = Sample.of(taken[2:])
         rows.append({"MiB": mib, "host to host ms": ms, "GB/s": f"{mib * MIB / ms.median / 1e6:.1f}"})
     return rows
 
@@ -253,7 +251,7 @@ def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
 def parts(a: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Title and rows of every table that this machine can give."""
     if not torch.cuda.is_available():
-        yield "Host memory alone (one thread or more, as torch copies)", host_copies(a.sizes, a.n)
+        yield "Host memory alone", host_copies(a.sizes, a.n)
         return
     device = torch.device("cuda", torch.cuda.current_device())
     yield "a. The plain benchmark: one copy at a time", plain_copies(device, a.sizes, a.n)
@@ -284,14 +282,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = {}
     found = machine()
     print(machine_line(found))
-    print(f"n={a.n}, interleaved; median (quartiles)")
+    print(f"n={a.n}, interleaved after two rounds of warm-up; median (quartiles)")
     for title, rows in parts(a):
-        tables[title] = [{k: asdict(v) if isinstance(v, Sample) else v for k, v in row.items()} for row in rows]
-        print(f"\n{title}\n\n{markdown(list(rows[0]), [list(row.values()) for row in rows])}", flush=True)
+        tables[title] = rows
+        print(f"\n{title}\n\n{markdown(rows)}", flush=True)
     if not torch.cuda.is_available():
         print(f"\n{NOT_SHOWN}")
     if a.json:
-        write_json(a.json, {"machine": found, "n": a.n, "tables": tables})
+        write(a.json, {"machine": found, "n": a.n, "tables": tables})
     return 0
 
 

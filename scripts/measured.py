@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +50,17 @@ def machine_line(found: Mapping[str, Any]) -> str:
     )
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table that also reads well as plain text."""
-    cells = [[str(cell) for cell in row] for row in (columns, *rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+def markdown(rows: Sequence[Mapping[str, object]]) -> str:
+    """A Markdown table that reads well as plain text; the first row's keys are the columns."""
+    lines = [list(rows[0]), *([str(cell).replace("|", "/") for cell in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value`` whole or not at all."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` whole or not at all, its folder too."""
+def write(path: Path, value: Mapping[str, Any] | str) -> None:
+    """Write a text, or figures as JSON, whole or not at all, in a folder that is made if need be."""
+    text = value if isinstance(value, str) else json.dumps(plain(value), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -73,6 +68,15 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON can hold it, samples as objects."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _short(value: float) -> str:

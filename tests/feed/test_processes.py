@@ -26,6 +26,7 @@ from harness.feed.processes import ProcessFeed
 from harness.runtime.errors import BadSample, LoaderError
 
 LENGTH = 19
+ORDER = Order(LENGTH, 4, seed=3)
 MakeFeed = Callable[..., ProcessFeed]
 
 
@@ -48,6 +49,12 @@ def make_feed() -> Iterator[MakeFeed]:
     for feed in made:
         feed.close()
     assert workers() == []
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for dead workers more often."""
+    monkeypatch.setattr("harness.feed.processes._POLL_S", 0.2)
 
 
 def workers() -> list[BaseProcess]:
@@ -74,7 +81,7 @@ def test_a_batch_is_what_the_data_set_fills(make_feed: MakeFeed) -> None:
     feed, dataset = make_feed(), samples.Noise(LENGTH)
     batches = list(feed)
     assert [len(batch.labels) for batch in batches] == [4, 4, 4, 4, 3]
-    assert np.array_equal(torch.cat([batch.indices for batch in batches]).numpy(), feed.order.indices(0))
+    assert np.array_equal(torch.cat([batch.indices for batch in batches]).numpy(), ORDER.indices(0))
     pixels = np.empty((3, 4, 4), np.uint8)
     for image, label, index in zip(batches[1].images, batches[1].labels, batches[1].indices, strict=True):
         assert dataset.fill(0, int(index), pixels) == label
@@ -133,13 +140,10 @@ def test_a_pass_leaves_the_global_generators_alone(make_feed: MakeFeed, num_work
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_bad_sample_arrives_as_one(make_feed: MakeFeed, num_workers: int) -> None:
     """BadSample comes with where and reason, after the batches before it."""
-    feed = make_feed(num_workers, samples.Troubled(LENGTH, 5, samples.refuse))
-    position = int(np.flatnonzero(feed.order.indices(0) == 5)[0]) // 4
-    given = 0
+    given: list[HostBatch] = []
     with pytest.raises(BadSample, match=r"^cats/7.jpg: empty file$") as caught:
-        for _ in feed:
-            given += 1
-    assert given == position
+        given.extend(make_feed(num_workers, samples.Troubled(LENGTH, 5, samples.refuse)))
+    assert len(given) == np.flatnonzero(ORDER.indices(0) == 5)[0] // 4
     assert (caught.value.where, caught.value.reason) == ("cats/7.jpg", "empty file")
 
 
@@ -167,7 +171,7 @@ def test_a_short_epoch_is_an_error(make_feed: MakeFeed, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "from the prefetcher's thread"])
-def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, ahead: bool) -> None:
+def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, quick: None, ahead: bool) -> None:
     """A worker that is killed ends the pass within seconds, long before loader.timeout_s, and takes the others along."""
     feed = make_feed(2, samples.Troubled(LENGTH, 5, samples.die))
     begin = time.monotonic()
@@ -177,10 +181,9 @@ def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, ahead: bool) -> 
     assert workers() == []
 
 
-def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(make_feed: MakeFeed) -> None:
+def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(make_feed: MakeFeed, quick: None) -> None:
     """The death of a child of the trainer's own (fork) surfaces in next() alone, as a LoaderError."""
-    feed = make_feed(2, start_method="fork")
-    batches = iter(feed)
+    batches = iter(make_feed(2, samples.Noise(80), start_method="fork"))
     next(batches)
     worker = workers()[0]
     worker.kill()
@@ -201,7 +204,7 @@ def test_a_hanging_sample_is_a_loader_error(make_feed: MakeFeed) -> None:
 
 def test_a_batch_may_take_longer_than_one_look(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait longer than the time between two looks at the workers gives the batch in the end."""
-    monkeypatch.setattr("harness.feed.processes._POLL_S", 0.01)
+    monkeypatch.setattr("harness.feed.processes._POLL_S", 0.001)
     assert_same(list(make_feed(1)), list(make_feed(0)))
 
 
@@ -234,7 +237,7 @@ def test_persistent_workers_serve_every_epoch(make_feed: MakeFeed) -> None:
 def test_close_ends_a_worker_that_hangs(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are deaf to SIGTERM, with which torch would end them; close() ends them all the same."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # torch waits so long for each
-    in_second_batch = int(Order(LENGTH, 4, seed=3).indices(0)[5])
+    in_second_batch = int(ORDER.indices(0)[5])
     batches = iter(make_feed(1, samples.Troubled(LENGTH, in_second_batch, samples.hang)))
     next(batches)
     assert len(workers()) == 1
@@ -267,7 +270,7 @@ def test_a_batch_may_be_larger_than_the_set(make_feed: MakeFeed, num_workers: in
     assert sorted(batch.indices.tolist()) == [0, 1]
 
 
-@pytest.mark.filterwarnings("default:Got pickle error:UserWarning")
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
 def test_a_data_set_that_cannot_be_pickled_fails_at_once(make_feed: MakeFeed) -> None:
     """Python's own error surfaces in the trainer, at the first next()."""
     feed = make_feed(1, samples.Troubled(LENGTH, 0, lambda: None))
@@ -276,11 +279,13 @@ def test_a_data_set_that_cannot_be_pickled_fails_at_once(make_feed: MakeFeed) ->
 
 
 SCRIPT = """
-import multiprocessing, sys, samples
-from harness.feed.order import Order
-from harness.feed.processes import ProcessFeed
+import multiprocessing, sys
+from harness.runtime import workers
 if __name__ == "__main__":
-    if sys.argv[1] == "forkserver": samples.start_server()
+    if sys.argv[1] == "forkserver": workers.start_server(["harness.feed.processes"])
+    import samples
+    from harness.feed.order import Order
+    from harness.feed.processes import ProcessFeed
     settings = samples.settings(2, persistent_workers=True, start_method=sys.argv[1])
     feed = ProcessFeed(samples.Noise(40), Order(40, 4), settings)
     batches = iter(feed)
@@ -290,7 +295,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(params=["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def either(quick: str) -> list[object]:
+    """All start methods, of which only ``quick`` runs every time: a trainer takes seconds to start."""
+    rest = {"forkserver", "fork", "spawn"} - {quick}
+    return [quick, *(pytest.param(method, marks=pytest.mark.slow) for method in sorted(rest))]
+
+
+@pytest.fixture
 def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A trainer with two live workers, and the workers."""
     path = os.pathsep.join(sys.path)
@@ -321,6 +332,7 @@ def gone_within_1_s(processes: list[psutil.Process]) -> bool:
     return not any(map(alive, processes))
 
 
+@pytest.mark.parametrize("trainer", either("forkserver"), indirect=True)
 def test_no_worker_outlives_a_killed_trainer(trainer: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
     """Within one second of the trainer's SIGKILL its workers are gone."""
     process, its_workers = trainer
@@ -330,6 +342,7 @@ def test_no_worker_outlives_a_killed_trainer(trainer: tuple[subprocess.Popen[str
     assert gone_within_1_s(its_workers)
 
 
+@pytest.mark.parametrize("trainer", either("fork"), indirect=True)
 def test_a_trainer_ends_with_a_pass_half_way(trainer: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
     """A trainer that forgot close() ends at once and in silence, although its workers are deaf to SIGTERM."""
     process, its_workers = trainer

@@ -1,0 +1,446 @@
+"""One command that checks on a GPU what cannot be checked without one, part by part, in under eight minutes.
+
+    uv run scripts/gpu_check.py --out FOLDER
+
+writes ``gpu_check.json`` and ``gpu_check.md`` there. A part that fails is recorded with its error and the others go on; the
+exit code is then 1. Without a CUDA device, parts that have a form for the CPU run in it, the others say why they are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config import Config, ModelConfig, Precision, TrainerConfig
+from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime.distributed import World
+from harness.training.state import make_state
+from harness.training.step import Step
+from harness.watch.clock import StepClock
+from harness.watch.figures import Window
+from scripts.bench_loop import make_batches
+from scripts.bench_pinned_copy import Work, overlap, plain_copies
+from scripts.measured import Sample, machine, machine_line, markdown, write
+
+ROOT = Path(__file__).resolve().parent.parent
+HIDDEN_FLOOR = 0.7  # share of the copy that the prefetcher must hide
+STALL_TOLERANCE = 0.05  # how far the clock's stall may be from the differential method's, as shares of the time
+EMULATED_TOLERANCE = 0.10  # the same where two threads and their sleeps share a busy machine
+NUMBERED = 24  # batches in a check of values
+
+Row = dict[str, Any]
+
+
+class SkippedError(Exception):
+    """A part that this machine cannot run; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a part may use: a CUDA device or None, a folder that is thrown away, and how long."""
+
+    device: torch.device | None
+    quick: bool
+    scratch: Path
+    deadline: float
+
+    def cuda(self, why: str) -> torch.device:
+        """The CUDA device, or a ``SkippedError`` that says ``why`` the part needs one."""
+        if self.device is None:
+            raise SkippedError(f"no CUDA device: {why}")
+        return self.device
+
+
+@dataclass(slots=True)
+class Finding:
+    """What a part found: one line, a table, and what is wrong."""
+
+    summary: str
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def check_pytest(o: Options) -> Finding:
+    """The tests that are marked ``gpu``."""
+    o.cuda("the tests marked gpu need one")
+    done = _run(["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"], 150)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()] or ["no output"]
+    return Finding(lines[-1], problems=[f"exit code {done.returncode}: {' / '.join(lines[-15:])}"] if done.returncode else [])
+
+
+def check_prefetcher(o: Options) -> Finding:
+    """Whether the prefetcher hides the copy behind the step, and gives the right values when either of them is slow."""
+    device = o.device or torch.device("cpu")
+    if o.device:  # batches of ImageNet's size, and work that takes twice as long as their copy
+        what, loader = "copy", Slow(make_batches(4, 256, 224, pin=True), count=40)
+        work: Callable[[], object] = Work(
+            device, 2 * _step_ms(DataPrefetcher(loader, device, ahead=False), lambda: None, device)
+        )
+    else:
+        what, loader = "loading (CPU)", Slow(make_batches(1, 1, 8, pin=False), 0.004, count=25)
+        work = lambda: time.sleep(0.008)
+    times: dict[str, list[float]] = {"step alone": [], "ahead=False": [], "ahead=True": []}
+    for _ in range(3 if o.quick else 9):
+        times["step alone"].append(_step_ms(range(loader.count), work, device))
+        for ahead in (False, True):
+            times[f"ahead={ahead}"].append(_step_ms(DataPrefetcher(loader, device, ahead=ahead), work, device))
+    alone, plain, hiding = (median(values) for values in times.values())
+    hidden = (plain - hiding) / (plain - alone)
+    problems = [] if hidden >= HIDDEN_FLOOR else [f"less than {HIDDEN_FLOOR:.0%} is hidden"]
+    problems += _wrong_values(device, slow="copy") + _wrong_values(device, slow="step")
+    rows = [{"loop": name, "step ms": Sample.of(values)} for name, values in times.items()]
+    return Finding(f"{hidden:.0%} of the {what} hidden; values checked with a slow copy and with a slow step", rows, problems)
+
+
+class Slow:
+    """A loader of ``count`` ready batches that takes ``sleep_s`` over each."""
+
+    def __init__(self, batches: Sequence[Any], sleep_s: float = 0.0, count: int = 0) -> None:
+        self.batches, self.sleep_s, self.count = batches, sleep_s, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(self.count):
+            if self.sleep_s:
+                time.sleep(self.sleep_s)
+            yield self.batches[i % len(self.batches)]
+
+
+def _step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of a step that takes a batch and does ``work``; the first one does not count."""
+    begin, steps = 0.0, -1
+    for _ in batches:
+        work()
+        steps += 1
+        if steps == 0:
+            _wait(device)
+            begin = time.perf_counter()
+    _wait(device)
+    return 1e3 * (time.perf_counter() - begin) / steps
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _hold_up(device: torch.device) -> None:
+    """Hold the current stream up for some milliseconds; without one, the thread."""
+    torch.cuda._sleep(10_000_000) if device.type == "cuda" else time.sleep(0.002)
+
+
+class _SlowToMove:
+    """Images whose copy waits behind a sleep on the stream that it is issued to."""
+
+    def __init__(self, images: Tensor) -> None:
+        self.images, self.device = images, images.device
+
+    def to(self, device: torch.device, **how: Any) -> Tensor:
+        _hold_up(device)
+        return self.images.to(device, **how)
+
+
+def _wrong_values(device: torch.device, slow: str) -> list[str]:
+    """What is wrong with batches that each hold their number, when their copy or the step that reads them is held up.
+
+    Each is made anew and dropped at once, so that memory goes round on both sides as fast as the allocators let it.
+    """
+
+    def numbered() -> Iterator[tuple[Any, Tensor]]:
+        for i in range(NUMBERED):
+            images, labels = torch.full((64, 3, 64, 64), i, dtype=torch.uint8), torch.full((64,), i)
+            if device.type == "cuda":
+                images, labels = images.pin_memory(), labels.pin_memory()
+            yield _SlowToMove(images) if slow == "copy" else images, labels
+
+    seen = []
+    for images, labels in DataPrefetcher(numbered(), device, ahead=True):
+        if slow == "step":
+            _hold_up(device)
+        seen.append(torch.stack((images.amin(), images.amax(), labels.amin().float(), labels.amax().float())))
+    right = torch.arange(NUMBERED).float().view(-1, 1).expand(-1, 4)
+    return [] if torch.equal(torch.stack(seen).cpu(), right) else [f"wrong values where the {slow} is slow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Asynchronous steps that a ``StepClock`` can time.
+
+    Attributes:
+        clock: makes a clock for the device.
+        batches: gives a number of batches, each so many seconds in the making, and tells the clock of their copies.
+        launch: starts a step.
+        wait: waits for the steps so far.
+    """
+
+    clock: Callable[[], StepClock]
+    batches: Callable[[float, int, StepClock], Iterator[Any]]
+    launch: Callable[[Any], object]
+    wait: Callable[[], object]
+
+
+def timed_epoch(rig: Rig, sleep_s: float, steps: int) -> tuple[float, Window]:
+    """Seconds a step by the host's clock, and the step clock's figures; the first step counts in neither."""
+    clock = rig.clock()
+    batches = rig.batches(sleep_s, steps + 1, clock)
+    clock.start_epoch()
+    begin = 0.0
+    for done in range(steps + 1):
+        with clock.waiting():
+            batch = next(batches)
+        with clock.computing():
+            rig.launch(batch)
+        clock.step(1)
+        if done % 10 == 0:  # the end of a window, where training reads its loss
+            rig.wait()
+        if done == 0:
+            begin = time.perf_counter()
+    rig.wait()
+    seconds, window = (time.perf_counter() - begin) / steps, clock.close_window()
+    assert window is not None
+    return seconds, window
+
+
+def compare_stalls(rig: Rig, steps: int, tolerance: float) -> Finding:
+    """The clock's stall beside ``1 - t_cached / t_real``, for loaders from twice as fast as the step to four times slower.
+
+    The differential method (Mohan et al., VLDB 2021) runs the same steps again on batches that are there at once.
+    """
+    timed_epoch(rig, 0.0, 5)  # kernels are chosen, the network is compiled
+    step_s = timed_epoch(rig, 0.0, steps)[0]
+    rows, problems, worst = [], [], 0.0
+    for level in (0.5, 1.5, 2.0, 4.0):
+        before, _ = timed_epoch(rig, 0.0, steps)
+        real, window = timed_epoch(rig, level * step_s, steps)
+        after, _ = timed_epoch(rig, 0.0, steps)
+        clock, differential = window.stall_fraction or 0.0, max(0.0, 1 - (before + after) / 2 / real)
+        figures = {"loader / step": level, "step ms": 1e3 * real, "clock": clock, "differential": differential}
+        rows.append({name: f"{value:.3f}" for name, value in figures.items()})
+        worst = max(worst, abs(clock - differential))
+        if window.stall_basis != "device":
+            problems.append(f"loader / step {level:g}: the stall is from the {window.stall_basis}'s clock")
+    if worst > tolerance:
+        problems.append(f"more than {tolerance:g}")
+    return Finding(f"step {1e3 * step_s:.2f} ms; clock and differential method differ by up to {worst:.3f}", rows, problems)
+
+
+def resnet_rig(device: torch.device, compiled: bool) -> Rig:
+    """ResNet-18 in bf16 and channels_last on 128 images of 160 pixels, fed by the prefetcher."""
+    trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
+    config, world = Config(model=ModelConfig(name="resnet18"), trainer=trainer), World(0, 1, 0, 1, device)
+    step, ready = Step(make_state(config, 10, world, 1000), config, world), make_batches(4, 128, 160, pin=True)
+    how: Row = {"mean": config.data.mean, "std": config.data.std, "dtype": torch.bfloat16, "channels_last": True}
+    return Rig(
+        clock=lambda: StepClock(device),
+        batches=lambda sleep_s, count, clock: iter(DataPrefetcher(Slow(ready, sleep_s, count), device, clock=clock, **how)),
+        launch=lambda batch: step(*batch),
+        wait=lambda: _wait(device),
+    )
+
+
+def emulated_rig(step_s: float = 0.01) -> Rig:
+    """A device that is a thread: it works off sleeps and marks in order, while the host goes on."""
+    orders: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            orders.get()()
+
+    def wait() -> None:
+        mark = _EmulatedEvent(orders)
+        mark.record()
+        mark.synchronize()
+
+    threading.Thread(target=work, name="emulated-device", daemon=True).start()
+    return Rig(
+        clock=lambda: StepClock("cpu", event=lambda: _EmulatedEvent(orders)),
+        batches=lambda sleep_s, count, clock: iter(Slow([None], sleep_s, count)),
+        launch=lambda batch: orders.put(lambda: time.sleep(step_s)),
+        wait=wait,
+    )
+
+
+class _EmulatedEvent:
+    """What the step clock uses of ``torch.cuda.Event``, for a device that works off ``orders``."""
+
+    def __init__(self, orders: queue.SimpleQueue[Callable[[], object]]) -> None:
+        self._orders, self._passed, self._at = orders, threading.Event(), 0.0
+
+    def record(self, stream: Any = None) -> None:
+        passed = self._passed = threading.Event()  # a later recording takes the place of an earlier one
+
+        def mark() -> None:
+            self._at = time.perf_counter()
+            passed.set()
+
+        self._orders.put(mark)
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        self._passed.wait()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 1e3 * float(end_event._at - self._at)
+
+
+def check_stall(o: Options) -> Finding:
+    """The step clock's stall against the differential method; without a GPU on an emulated device."""
+    steps = 20 if o.quick else 60
+    if o.device is None:
+        return compare_stalls(emulated_rig(), steps, EMULATED_TOLERANCE)
+    return compare_stalls(resnet_rig(o.device, compiled=False), steps, STALL_TOLERANCE)
+
+
+def check_stall_compiled(o: Options) -> Finding:
+    """The same with ``torch.compile``."""
+    device = o.cuda("the emulated device has no network to compile")
+    return compare_stalls(resnet_rig(device, compiled=True), 20 if o.quick else 60, STALL_TOLERANCE)
+
+
+def check_copies(o: Options) -> Finding:
+    """Pinned against pageable copies, alone and beside work that does not need them."""
+    device, n = o.cuda("scripts/bench_pinned_copy.py says what can be measured without one"), 5 if o.quick else 20
+    rows = plain_copies(device, [36], n) + overlap(device, 256, n)  # 36 MiB: 256 uint8 images of 224 pixels
+    rate, hidden = ({row["way"]: row.get(key) for row in rows} for key in ("GB/s", "hidden"))
+    summary = (
+        f"pageable {rate['pageable, x.to(device)']} GB/s, pinned {rate['pinned before, non_blocking']} GB/s; hidden behind "
+        f"unrelated work: {hidden['pinned, same stream']} on one stream, {hidden['pinned, side stream']} on a side stream"
+    )
+    return Finding(summary, [{key: row.get(key, "") for key in ("way", "done after ms", "GB/s", "hidden")} for row in rows])
+
+
+def check_resnet50(o: Options) -> Finding:
+    """``train.py`` with ResNet-50 (bf16, channels_last, batch 256) on generated JPEGs, untuned and tuned, and on no data."""
+    o.cuda("a CPU takes minutes for a step of ResNet-50")
+    images, steps = (1280, 25) if o.quick else (2560, 100)
+    common = [
+        "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true", "loader.batch_size=256",
+        "data.image_size=224", "data.generate.classes=100", f"data.generate.train_images={images}", "data.generate.val_images=256",
+        "trainer.epochs=1000", "trainer.eval_every_epochs=1000", f"trainer.max_steps={steps}", "checkpoint.enabled=false",
+    ]  # fmt: skip
+    files = ["data=shapes", f"data.root={o.scratch / 'shapes'}", "data.generate.width=500", "data.generate.height=375"]
+    runs = {"fake": ["data=fake"], "untuned": files, "tuned": [*files, "loader.autotune=true"]}
+    train([*files, *common, "trainer.max_steps=1"], o.scratch / "made", 150)  # makes the images
+    rows = []
+    for turn in range(1 if o.quick else 2):
+        for name in runs:
+            if turn == 0 or time.monotonic() < o.deadline - 60:  # the second turn is for the spread; the first one is owed
+                rows.append({"run": name, **_figures(train([*runs[name], *common], o.scratch / f"{name}-{turn}", 120))})
+    rate = {name: median(row["images/s"] for row in rows if row["run"] == name) for name in runs}
+    return Finding("images/s: " + ", ".join(f"{name} {value:.0f}" for name, value in rate.items()), rows)
+
+
+def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
+    """``report.json`` of a run of ``train.py``.
+
+    Raises:
+        RuntimeError: it failed; with its last words.
+        subprocess.TimeoutExpired: it took longer than ``limit_s``.
+    """
+    done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s)
+    if done.returncode != 0:
+        raise RuntimeError(f"train.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
+    report: Row = json.loads((run_folder / "report.json").read_text(encoding="utf-8"))
+    return report
+
+
+def _figures(report: Row) -> Row:
+    step, loader = report["step_ms"], report["loader"]
+    return {
+        "images/s": round(report["images_per_s"]), "step ms": f"{step['median']:.1f} (p95 {step['p95']:.1f})",
+        "stall": round(report["stall_fraction"], 3), "data wait": round(report["data_wait_fraction"], 3),
+        "num_workers": loader["num_workers"], "pin_memory": loader["pin_memory"],
+    }  # fmt: skip
+
+
+def _run(arguments: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Python with ``arguments`` in the project's folder, where it finds the project without its being installed."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, timeout=limit_s,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+PARTS: dict[str, Callable[[Options], Finding]] = {
+    "pytest": check_pytest,
+    "prefetcher": check_prefetcher,
+    "stall": check_stall,
+    "stall_compiled": check_stall_compiled,
+    "copies": check_copies,
+    "resnet50": check_resnet50,
+}
+
+
+def run_part(name: str, o: Options) -> Row:
+    """What became of one part, whatever it raised."""
+    begin, rows = time.monotonic(), []
+    try:
+        found = PARTS[name](o)
+        status, text, rows = "failed" if found.problems else "ok", "; ".join((found.summary, *found.problems)), found.rows
+    except SkippedError as reason:
+        status, text = "skipped", str(reason)
+    except Exception as error:  # one part's end is not the others'
+        traceback.print_exc()
+        status, text = "failed", f"{type(error).__name__}: {error}"
+    seconds = round(time.monotonic() - begin, 1)
+    return {"part": name, "status": status, "seconds": seconds, "found": " ".join(text.split()), "rows": rows}
+
+
+def show(found: Row) -> str:
+    """The whole check as Markdown."""
+    lines = [f"# GPU check\n\n{found['date']}: {machine_line(found['machine'])}"]
+    lines.append(markdown([{key: part[key] for key in ("part", "status", "seconds", "found")} for part in found["parts"]]))
+    lines += [f"## {part['part']}\n\n{markdown(part['rows'])}" for part in found["parts"] if part["rows"]]
+    return "\n\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Check on a GPU what cannot be checked without one; on a CPU, the parts that can run there.",
+        epilog="\n".join(f"{name:15} {check.__doc__}" for name, check in PARTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="which of the parts below, with commas between; all if not given"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions and images")
+    parser.add_argument("--out", type=Path, help="write gpu_check.json and gpu_check.md into this folder")
+    a = parser.parse_args(argv)
+    names = a.parts.split(",")
+    if unknown := set(names) - PARTS.keys():
+        parser.error(f"--parts: unknown: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    found: Row = {"date": datetime.now(UTC).date().isoformat(), "machine": machine(), "quick": a.quick, "parts": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        options = Options(device, a.quick, Path(scratch), time.monotonic() + 420)
+        for name in names:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            found["parts"].append(run_part(name, options))
+    print(show(found))
+    if a.out:
+        write(a.out / "gpu_check.json", found)
+        write(a.out / "gpu_check.md", show(found))
+    return 1 if any(part["status"] == "failed" for part in found["parts"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""What many tests need."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from harness import config as schema
+from harness.config import Config
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def composed() -> Iterator[Callable[..., Config]]:
+    """Composes overrides, as the command line does, into a checked config."""
+    schema.register()
+    for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
+        OmegaConf.register_new_resolver(name, lambda _: "never used", replace=True)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield lambda *overrides: schema.load(compose("config", overrides=list(overrides)))
+
+
+@pytest.fixture
+def kept_globals() -> Iterator[None]:
+    """Puts torch's thread count and all random states back after a run in this process."""
+    threads, python, numpy, generator = torch.get_num_threads(), random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    torch.set_num_threads(threads)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(generator)

@@ -1,0 +1,92 @@
+"""Feed settings as derived from the user's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from harness.config import LoaderConfig, StartMethod, ValLoaderConfig
+from harness.feed.interface import FeedSettings, train_settings, val_settings
+from harness.runtime.limits import Limits
+
+
+def limits(cores: float) -> Limits:
+    return Limits(cores=cores, memory_bytes=2**30, shm_bytes=None, open_files=1024)
+
+
+def train(loader: LoaderConfig, cores: float = 4.0, pinnable: bool = True) -> FeedSettings:
+    return train_settings(loader, limits(cores), pinnable)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(0.5, 0), (1.0, 0), (2.0, 1), (3.7, 2), (64.0, 8)])
+def test_workers_are_derived_from_the_cores(cores: float, workers: int) -> None:
+    """num_workers=null is the usable cores less one, at most 8."""
+    assert train(LoaderConfig(), cores).num_workers == workers
+
+
+@pytest.mark.parametrize(
+    ("pin_memory", "pinnable", "pinned"),
+    [(None, True, True), (None, False, False), (True, True, True), (True, False, False), (False, True, False)],
+)
+def test_memory_is_pinned_where_that_has_a_use(pin_memory: bool | None, pinnable: bool, pinned: bool) -> None:
+    """pin_memory=null pins where there is a CUDA device; nothing pins without one."""
+    assert train(LoaderConfig(pin_memory=pin_memory), pinnable=pinnable).pin_memory is pinned
+
+
+def test_explicit_settings_are_kept() -> None:
+    """What the user set is what the feed gets."""
+    loader = LoaderConfig(
+        batch_size=7,
+        num_workers=3,
+        pin_memory=False,
+        prefetch_factor=5,
+        persistent_workers=False,
+        timeout_s=9.0,
+        start_method=StartMethod.spawn,
+    )
+    assert asdict(train(loader)) == {
+        "batch_size": 7,
+        "num_workers": 3,
+        "pin_memory": False,
+        "prefetch_factor": 5,
+        "persistent_workers": False,
+        "timeout_s": 9.0,
+        "start_method": "spawn",
+    }
+
+
+def test_with_workers_the_rest_is_derived() -> None:
+    """Workers stay between epochs and have torch's two batches in flight."""
+    settings = train(LoaderConfig(num_workers=2))
+    assert (settings.prefetch_factor, settings.persistent_workers) == (2, True)
+
+
+def test_without_workers_there_is_nothing_to_prefetch_or_keep() -> None:
+    """num_workers=0 has no prefetch_factor and no persistent workers, as torch demands."""
+    settings = train(LoaderConfig(num_workers=0))
+    assert (settings.prefetch_factor, settings.persistent_workers) == (None, False)
+
+
+def test_validation_follows_the_training_feed() -> None:
+    """Left null, the validation feed has the training feed's settings, but its workers live for one evaluation."""
+    loader = LoaderConfig(batch_size=7, num_workers=3)
+    settings = train(loader)
+    val = val_settings(loader, settings)
+    assert asdict(val) == {**asdict(settings), "persistent_workers": False}
+
+
+def test_validation_has_settings_of_its_own() -> None:
+    """loader.val.* replaces what the training feed has."""
+    loader = LoaderConfig(num_workers=3, val=ValLoaderConfig(batch_size=100, num_workers=1, prefetch_factor=4))
+    val = val_settings(loader, train(loader))
+    assert (val.batch_size, val.num_workers, val.prefetch_factor) == (100, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "text"),
+    [(0, "num_workers=0 pin_memory=false"), (2, "num_workers=2 pin_memory=false prefetch_factor=2")],
+)
+def test_settings_print_as_the_user_would_type_them(num_workers: int, text: str) -> None:
+    """str() names each setting that has an effect."""
+    assert str(train(LoaderConfig(num_workers=num_workers), pinnable=False)) == text

@@ -1,0 +1,309 @@
+"""DataPrefetcher on the CPU: values, ends, errors, and a thread that is never more than one batch ahead."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.feed.interface import HostBatch
+from harness.feed.prefetcher import DataPrefetcher
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+WAIT_S = 10.0  # for an event that comes at once unless the test fails
+
+
+class Loader:
+    """Gives ``batches`` in every pass, calling ``before(k)`` before batch k; counts passes and what it was asked for."""
+
+    def __init__(self, batches: list[HostBatch], before: Callable[[int], object] = lambda k: None) -> None:
+        self.batches, self.before = batches, before
+        self.passes = self.asked = self.ended = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        self.passes += 1
+        try:
+            for k, batch in enumerate(self.batches):
+                self.asked += 1
+                self.before(k)
+                yield batch
+        finally:
+            self.ended += 1
+
+
+def host_batches(sizes: tuple[int, ...] = (4, 4, 3)) -> list[HostBatch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        HostBatch(
+            torch.randint(0, 256, (n, 3, 5, 5), dtype=torch.uint8, generator=generator),
+            torch.arange(n) + 10 * k,
+            torch.arange(n),
+        )
+        for k, n in enumerate(sizes)
+    ]
+
+
+Make = Callable[..., DataPrefetcher]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    made: list[DataPrefetcher] = []
+
+    def make_one(loader: Any, **more: Any) -> DataPrefetcher:
+        made.append(DataPrefetcher(loader, "cpu", ahead=request.param, **more))
+        return made[-1]
+
+    yield make_one
+    for batches in made:
+        batches.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert prefetch_threads() == []
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def labels(batches: DataPrefetcher) -> list[int]:
+    return [int(batch_labels[0]) for _, batch_labels in batches]
+
+
+def test_values_are_those_of_a_plain_loop(make: Make) -> None:
+    """Every batch comes once, in order, the short last one as short as it is, in each of two passes."""
+    loader = Loader(host_batches())
+    batches = make(loader)
+    for _ in range(2):
+        given = list(batches)
+        assert len(given) == len(loader) == len(batches) == 3
+        for (images, batch_labels), host in zip(given, loader.batches, strict=True):
+            assert torch.equal(images, host.images.float())
+            assert torch.equal(batch_labels, host.labels)
+    assert (loader.passes, loader.ended) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 5e-7), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str
+)
+def test_normalisation(make: Make, dtype: torch.dtype, tolerance: float) -> None:
+    """Images are (value / 255 - mean) / std in ``dtype``, within its rounding of the same sum in float64."""
+    loader = Loader(host_batches())
+    shape = (1, 3, 1, 1)
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(shape) for values in (MEAN, STD))
+    for (images, _), host in zip(make(loader, mean=MEAN, std=STD, dtype=dtype), loader.batches, strict=True):
+        expected = (host.images.double() / 255 - mean) / std
+        assert images.dtype == dtype
+        assert ((images.double() - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
+
+
+def test_without_mean_values_are_cast_alone(make: Make) -> None:
+    """mean=None leaves 0..255 as it is."""
+    (images, _) = next(iter(make(Loader(host_batches()), dtype=torch.float16)))
+    assert torch.equal(images, host_batches()[0].images.half())
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_channels_last(make: Make, normalised: bool) -> None:
+    """channels_last gives NHWC strides with the same values."""
+    more = {"mean": MEAN, "std": STD} if normalised else {}
+    plain = list(make(Loader(host_batches()), **more))
+    last = list(make(Loader(host_batches()), channels_last=True, **more))
+    for (images, _), (expected, _) in zip(last, plain, strict=True):
+        assert images.is_contiguous(memory_format=torch.channels_last) and expected.is_contiguous()
+        assert torch.equal(images, expected)
+
+
+def test_float_images_are_not_changed_in_place(make: Make) -> None:
+    """A loader's own tensors keep their values."""
+    images = torch.rand(2, 3, 4, 4)
+    before = images.clone()
+    (given, _), *_ = make([(images, torch.zeros(2))], mean=MEAN, std=STD)
+    assert torch.equal(images, before) and not torch.equal(given, before)
+
+
+def test_an_empty_loader(make: Make) -> None:
+    """A pass over nothing ends at once, in both ways of asking."""
+    batches = make([])
+    assert list(batches) == []
+    assert batches.next() == (None, None)
+
+
+def test_next_is_apexs(make: Make) -> None:
+    """next() gives (None, None) at the end of a pass, and then begins the next pass."""
+    batches = make(Loader(host_batches()))
+    for _ in range(2):
+        seen = []
+        images, batch_labels = batches.next()
+        while images is not None:
+            assert batch_labels is not None
+            seen.append(int(batch_labels[0]))
+            images, batch_labels = batches.next()
+        assert seen == [0, 10, 20]
+        assert batch_labels is None
+
+
+def test_the_iterator_stays_at_its_end(make: Make) -> None:
+    """After StopIteration the built-in next() keeps raising it, as Python's protocol has it."""
+    batches = make(Loader(host_batches()))
+    assert labels(batches) == [0, 10, 20]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+def test_a_new_loop_after_a_break_is_a_new_pass(make: Make) -> None:
+    """What was ahead at a break is dropped, the pass that was left is ended, and the next one is whole."""
+    loader = Loader(host_batches())
+    batches = make(loader)
+    for _ in batches:
+        break
+    assert labels(batches) == [0, 10, 20]
+    assert (loader.passes, loader.ended) == (2, 2)
+
+
+def test_iter_ends_the_pass_before(make: Make) -> None:
+    """A second iter() begins anew, and no thread of the first stays."""
+    batches = make(Loader(host_batches()))
+    next(iter(batches))
+    assert int(next(iter(batches))[1][0]) == 0
+    assert len(prefetch_threads()) <= 1
+
+
+class Broken(Exception):
+    pass
+
+
+def test_an_error_comes_in_place_of_its_batch(make: Make) -> None:
+    """What the loader raises surfaces after the batches before it, as itself; the next loop is a new pass."""
+
+    def fail_once(k: int) -> None:
+        if k == 2 and loader.passes == 1:
+            raise Broken("third")
+
+    loader = Loader(host_batches(), fail_once)
+    batches = make(loader)
+    seen: list[tuple[Tensor, Tensor]] = []
+    with pytest.raises(Broken, match="third"):
+        seen.extend(batches)
+    assert len(seen) == 2
+    assert labels(batches) == [0, 10, 20]
+
+
+def test_an_error_of_iter_surfaces(make: Make) -> None:
+    """A loader whose iter() fails, fails in next()."""
+
+    class Unready:
+        def __iter__(self) -> Iterator[Any]:
+            raise Broken("iter")
+
+    with pytest.raises(Broken, match="iter"):
+        make(Unready()).next()
+
+
+def test_close_ends_the_pass(make: Make) -> None:
+    """close() ends the loader's iterator with the pass; it may be called again, and the next loop begins anew."""
+    loader = Loader(host_batches())
+    batches = make(loader)
+    next(batches)
+    batches.close()
+    assert loader.ended == 1 and prefetch_threads() == []
+    batches.close()
+    assert labels(batches) == [0, 10, 20]
+
+
+def test_garbage_takes_the_thread_along() -> None:
+    """A prefetcher that is dropped half-way leaves no thread and no open pass."""
+    loader = Loader(host_batches())
+    batches = DataPrefetcher(loader, "cpu", ahead=True)
+    next(batches)
+    assert len(prefetch_threads()) == 1
+    del batches
+    gc.collect()
+    assert prefetch_threads() == []
+    assert loader.ended == 1
+
+
+def test_a_ready_batch_is_handed_out_while_the_loader_blocks() -> None:
+    """The consumer gets batch k while the loader has not come back with batch k + 1."""
+    second_asked, second_may_come = threading.Event(), threading.Event()
+
+    def before(k: int) -> None:
+        if k == 1:
+            second_asked.set()
+            assert second_may_come.wait(WAIT_S)
+
+    batches = DataPrefetcher(Loader(host_batches(), before), "cpu", ahead=True)
+    assert int(next(batches)[1][0]) == 0
+    assert second_asked.wait(WAIT_S)
+    assert not second_may_come.is_set()
+    second_may_come.set()
+    assert int(next(batches)[1][0]) == 10
+    batches.close()
+
+
+def test_never_more_than_one_batch_ahead() -> None:
+    """When the consumer has taken k batches, the loader was asked for k + 1 at most."""
+    taken, too_far = 0, threading.Event()
+
+    def before(k: int) -> None:
+        if k > taken + 1:  # the k-th is asked for when the one before it is being taken, the first with nothing taken
+            too_far.set()
+
+    batches = DataPrefetcher(Loader(host_batches((2,) * 6), before), "cpu", ahead=True)
+    for _ in batches:
+        taken += 1
+        assert not too_far.wait(0.02)
+    assert taken == 6
+
+
+def test_without_being_ahead_nothing_is_asked_early() -> None:
+    """ahead=False asks the loader for a batch when the consumer does."""
+    loader = Loader(host_batches())
+    batches = DataPrefetcher(loader, "cpu", ahead=False)
+    for k, _ in enumerate(batches):
+        assert loader.asked == k + 1
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_on_the_cpu_there_is_no_thread(on_device: bool) -> None:
+    """ahead=None needs a CUDA device, and batches that are not on it already."""
+    loader = Loader(host_batches())
+    loader.on_device = on_device  # type: ignore[attr-defined]
+    batches = DataPrefetcher(loader, "cpu")
+    next(batches)
+    assert prefetch_threads() == []
+    batches.close()
+
+
+def test_a_program_ends_with_a_pass_half_way() -> None:
+    """A program that forgets close() ends in silence although a thread waits."""
+    script = (
+        "import torch\n"
+        "from harness.feed.prefetcher import DataPrefetcher\n"
+        "batches = DataPrefetcher([(torch.zeros(1, 3, 2, 2), torch.zeros(1))] * 3, 'cpu', ahead=True)\n"
+        "print(len(next(batches)))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2\n", "")

@@ -1,0 +1,123 @@
+"""DataPrefetcher on CUDA: the CPU's values, one side stream, and no race in either direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from harness.feed.interface import HostBatch
+from harness.feed.prefetcher import DataPrefetcher
+from harness.watch.clock import StepClock
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SLEEP_CYCLES = 5_000_000  # a few milliseconds of any GPU
+
+
+class Loader:
+    """Gives ``count`` fresh batches in every pass; batch k holds the value k % 251 everywhere."""
+
+    def __init__(self, count: int, size: int, side: int = 32, pinned: bool = True) -> None:
+        self.count, self.size, self.side, self.pinned = count, size, side, pinned
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        for k in range(self.count):
+            images = torch.full((self.size, 3, self.side, self.side), k % 251, dtype=torch.uint8)
+            labels = torch.full((self.size,), k)
+            if self.pinned:
+                images, labels = images.pin_memory(), labels.pin_memory()
+            yield HostBatch(images, labels, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_values_are_the_cpus(dtype: torch.dtype, channels_last: bool) -> None:
+    """Copied and normalised on the side stream, every batch is bitwise what the CPU makes of it."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randint(0, 256, (n, 3, 16, 16), dtype=torch.uint8, generator=generator).pin_memory(), torch.arange(n))
+        for n in (8, 8, 3)
+    ]
+    devices = ("cuda", "cpu")
+    made = [DataPrefetcher(batches, device, mean=MEAN, std=STD, dtype=dtype, channels_last=channels_last) for device in devices]
+    for (images, labels), (expected, expected_labels) in zip(*made, strict=True):
+        assert images.device.type == labels.device.type == "cuda"
+        assert images.stride() == expected.stride()
+        assert torch.equal(images.cpu(), expected) and torch.equal(labels.cpu(), expected_labels)
+
+
+def test_one_side_stream_for_life() -> None:
+    """Twenty epochs use the same stream and reserve no more memory after the fifth."""
+    batches = DataPrefetcher(Loader(6, 64), "cuda", mean=MEAN, std=STD)
+    stream, reserved = batches._mover.stream, []
+    for _ in range(20):
+        for images, _ in batches:
+            images.mean()
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert batches._mover.stream is stream
+    assert len(set(reserved[5:])) == 1
+
+
+def test_a_batch_in_use_is_not_written_over() -> None:
+    """A slow kernel still reads batch k right while k + 1 and k + 2 are copied, although the loop has let go of k."""
+    sums = []
+    for images, _ in DataPrefetcher(Loader(40, 64), "cuda"):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        sums.append(images.double().mean())
+        del images
+    assert torch.stack(sums).tolist() == list(range(40))
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+def test_compute_waits_for_the_copy(pinned: bool) -> None:
+    """A kernel launched at once on a batch of 38 MB sees all of it, 200 times."""
+    count, means, edges = 200, [], []
+    for images, labels in DataPrefetcher(Loader(count, 256, side=224, pinned=pinned), "cuda", dtype=torch.float16):
+        edges.append(images[-1, -1, -1, -1] - labels[-1] % 251)
+        means.append(images.amin() + images.amax())
+    assert torch.stack(means).tolist() == [2 * (k % 251) for k in range(count)]
+    assert not torch.stack(edges).any()
+
+
+class Ears(StepClock):
+    """A clock that only listens."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.heard: list[tuple[Any, Any]] = []
+
+    def copied(self, start: Any, end: Any) -> None:
+        self.heard.append((start, end))
+
+
+def test_copies_are_told_to_the_clock() -> None:
+    """The clock hears of each batch's copy by two events of its own."""
+    ears = Ears()
+    list(DataPrefetcher(Loader(3, 64), "cuda", clock=ears))
+    torch.cuda.synchronize()
+    assert len({id(event) for pair in ears.heard for event in pair}) == 6
+    assert all(start.elapsed_time(end) > 0 for start, end in ears.heard)
+
+
+def test_an_error_leaves_no_thread() -> None:
+    """What the loader raises surfaces on CUDA as it does on the CPU."""
+
+    def broken() -> Iterator[HostBatch]:
+        yield from Loader(2, 4)
+        raise KeyError("third")
+
+    seen = []
+    with pytest.raises(KeyError, match="third"):
+        seen.extend(DataPrefetcher(broken(), "cuda"))
+    assert len(seen) == 2

@@ -1,0 +1,119 @@
+"""The run's folder: one for each run, owned by one process, with a log in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from harness.config import ConfigError
+from harness.runtime import folder
+from harness.runtime.errors import LockedError
+
+NOW = datetime(2024, 2, 3, 4, 5, 6)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    yield
+    while folder._owned:
+        folder._owned.popitem()[1].close()
+
+
+def test_two_runs_in_one_second_have_two_folders() -> None:
+    """The second and the third run of a second get a suffix."""
+    made = [folder.new_folder(Path("outputs"), NOW) for _ in range(3)]
+    assert [str(path) for path in made] == [f"outputs/2024-02-03/04-05-06{suffix}" for suffix in ("", "-1", "-2")]
+    assert all(path.is_dir() for path in made)
+
+
+@pytest.fixture
+def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that owns the folder ``run``."""
+    script = "import sys; from pathlib import Path; from harness.runtime.folder import own; print(own(Path('run')), flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{script}; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "run\n"
+        yield process
+        process.kill()
+
+
+def test_a_folder_has_one_owner_until_it_dies(other_run: subprocess.Popen[str]) -> None:
+    """A second process is refused and told who owns the folder; after the owner's SIGKILL it gets it."""
+    with pytest.raises(LockedError, match=rf"^run: in use by process {other_run.pid} on .*; .*set another run.name"):
+        folder.own(Path("run"))
+    other_run.kill()
+    other_run.wait()
+    assert folder.own(Path("run")) == Path("run")
+    assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+
+
+def test_an_owner_may_ask_again() -> None:
+    """Owning a folder twice in one process, by any of its names, is owning it once."""
+    assert folder.own(Path("run")) == Path("run")
+    assert folder.own(Path("run").resolve()) == Path("run").resolve()
+    assert len(folder._owned) == 1
+
+
+@pytest.mark.parametrize("make", [folder.own, lambda path: folder.new_folder(path, NOW)], ids=["own", "new"])
+def test_a_folder_that_cannot_be_made_is_refused(make: object) -> None:
+    """A file in the folder's place is a ConfigError that names the folder, the reason and the way out."""
+    Path("taken").write_text("")
+    with pytest.raises(ConfigError, match=r"^taken/x.*: cannot be the run's folder: .*; .*set hydra.run.dir"):
+        make(Path("taken/x"))  # type: ignore[operator]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
+    """A read-only folder is a ConfigError before anything starts."""
+    Path("run").mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match=r"^run: cannot be the run's folder: Permission denied"):
+        folder.own(Path("run"))
+
+
+def test_an_unnamed_run_owns_a_new_folder() -> None:
+    """run.name=null gives outputs/<date>/<time>, owned."""
+    made = Path(folder.run_folder(None))
+    assert made.parts[0] == "outputs" and len(made.parts) == 3
+    assert (made / ".lock").exists()
+
+
+@pytest.mark.parametrize(("rank", "owned"), [("0", True), ("1", False)])
+def test_a_named_run_is_owned_by_the_first_rank(monkeypatch: pytest.MonkeyPatch, rank: str, owned: bool) -> None:
+    """All ranks know a named folder without asking; the first one owns it."""
+    monkeypatch.setenv("RANK", rank)
+    assert folder.run_folder("mine") == "outputs/mine"
+    assert Path("outputs/mine/.lock").exists() is owned
+
+
+def test_a_sweep_has_a_folder_of_its_own() -> None:
+    """Sweeps go to multirun/, named or by the time."""
+    assert folder.sweep_folder("mine") == "multirun/mine"
+    assert Path(folder.sweep_folder(None)).parts[0] == "multirun"
+
+
+@pytest.mark.parametrize(("rank", "name"), [(0, "train.log"), (2, "train-rank2.log")])
+def test_the_log_goes_to_the_folder(tmp_path: Path, rank: int, name: str) -> None:
+    """Inside the block the project's log is in the folder, one file a rank; afterwards the logger is as before."""
+    logger = logging.getLogger(folder.LOGGER)
+    former = logger.level, logger.propagate, list(logger.handlers)
+    with folder.logging_to(tmp_path, rank) as log:
+        log.info("hello")
+    log.error("too late")
+    assert (logger.level, logger.propagate, logger.handlers) == former
+    assert (tmp_path / name).read_text().endswith(" INFO hello\n")

@@ -1,0 +1,95 @@
+"""Processes of a run: the first error comes home, and nobody is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jobs
+import psutil
+import pytest
+
+from harness.runtime import launch, signals
+from harness.runtime.launch import ProcessError, run_processes
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(launch, "_GRACE_S", 0.2)
+    yield
+    signals._received.clear()
+    assert multiprocessing.active_children() == []
+
+
+def test_every_process_runs_once(tmp_path: Path) -> None:
+    """work(i, job) runs in count processes, each with its own i."""
+    run_processes(jobs.note, tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}
+
+
+def test_the_first_error_ends_the_others(tmp_path: Path) -> None:
+    """The text and the exit code are those of the process that failed; one that goes on is ended after the grace."""
+    with pytest.raises(ProcessError, match="^loader.num_workers: no more$") as caught:
+        run_processes(jobs.first_fails, tmp_path, 2)
+    assert caught.value.exit_code == 6
+    assert not psutil.pid_exists(int((tmp_path / "0").read_text()))
+
+
+def test_an_unknown_error_shows_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    """A fault of ours is told with its type, exit code 1, and the traceback on standard error."""
+    with pytest.raises(ProcessError, match="^ZeroDivisionError: division by zero$") as caught:
+        run_processes(jobs.divide, 0, 1)
+    assert caught.value.exit_code == 1
+    assert "in divide" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "exit_code"),
+    [(-9, r"^rank0 was killed by signal 9 \(SIGKILL\)$", 137), (5, "^rank0 ended with exit code 5$", 5)],
+    ids=["killed", "ended"],
+)
+def test_a_process_that_says_nothing_is_told_by_its_end(code: int, text: str, exit_code: int) -> None:
+    """Without an error to tell, the text says how the process ended."""
+    with pytest.raises(ProcessError, match=text) as caught:
+        run_processes(jobs.die, code, 1)
+    assert caught.value.exit_code == exit_code
+
+
+def test_a_signal_is_passed_on() -> None:
+    """A signal to the parent alone reaches the processes, and its exit code comes home."""
+    with signals.caught(), pytest.raises(ProcessError, match="^stopped by signal 15$") as caught:
+        run_processes(jobs.interrupt_parent, None, 1)
+    assert caught.value.exit_code == 143
+
+
+def test_no_process_outlives_a_killed_parent() -> None:
+    """Within one second of the parent's SIGKILL its processes are gone."""
+    script = "import jobs\nfrom harness.runtime.launch import run_processes\nrun_processes(jobs.say_pid_and_stay, None, 1)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 1.0
+        while alive(child) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not alive(child)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,140 @@
+"""What the settings refuse, and in which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import config as schema
+from harness.config import Config, ConfigError
+from harness.runtime.errors import described
+
+ROOT = Path(__file__).parents[1]
+
+BAD = [
+    ("optim.lrr=0.1", "optim.lrr: unknown setting; did you mean optim.lr?"),
+    ("optim.lr=", "optim.lr: Value '' of type 'str' could not be converted to Float"),
+    ("optim.lr=nan", "optim.lr=nan: must be a finite number"),
+    ("optim.lr=inf", "optim.lr=inf: must be a finite number"),
+    ("optim.lr=-1", "optim.lr=-1.0: must be >= 0.0"),
+    ("optim.lr=abc", "optim.lr: Value 'abc' of type 'str' could not be converted to Float"),
+    ("optim.lr=[1,2]", "optim.lr: "),
+    ("optim.lr=${oc.env:NOPE}", "optim.lr: KeyError raised while resolving interpolation: \"Environment variable 'NOPE'"),
+    ("optim.lr=${foo:1}", "optim.lr: Unsupported interpolation type foo"),
+    ("optim.betas=[0.9,1.0]", "optim.betas=[0.9,1.0]: must be < 1.0"),
+    ("optim.nesterov=true optim.momentum=0", "optim.nesterov=true: needs optim=sgd with a momentum"),
+    ("optim.clip_norm=0", "optim.clip_norm=0.0: must be > 0.0"),
+    ("optim=adamm", "optim=adamm: no such choice; there are: adamw, sgd"),
+    ("optim.name=rmsprop", "optim.name: Invalid value 'rmsprop', expected one of [sgd, adamw]"),
+    ("trainer.epochs=2.5", "trainer.epochs: Value '2.5' of type 'float' could not be converted to Integer"),
+    ("trainer.epochs=true", "trainer.epochs: Value 'True' of type 'bool' could not be converted to Integer"),
+    ("trainer.epochs=null", "trainer.epochs=null: needs a value"),
+    ("trainer.epochs=0", "trainer.epochs=0: must be >= 1"),
+    ("trainer.epochs=ten", "trainer.epochs: Value 'ten' of type 'str' could not be converted to Integer"),
+    ("trainer.max_steps=0", "trainer.max_steps=0: must be >= 1"),
+    ("trainer.precision=fp64", "trainer.precision: Invalid value 'fp64', expected one of [fp32, fp16, bf16]"),
+    ("trainer.accumulate_steps=0", "trainer.accumulate_steps=0: must be >= 1"),
+    ("loader.batch_size=0", "loader.batch_size=0: must be >= 1"),
+    ("loader.num_workers=-1", "loader.num_workers=-1: must be >= 0"),
+    ("loader.num_workers=[0,1]", "loader.num_workers: "),
+    ("loader.num_workers=0 loader.prefetch_factor=4", "loader.prefetch_factor=4: has no effect with loader.num_workers=0"),
+    ("loader.num_workers=0 loader.persistent_workers=true", "loader.persistent_workers=true: has no effect with"),
+    ("loader.val.num_workers=0 loader.val.prefetch_factor=2", "loader.val.prefetch_factor=2: has no effect without"),
+    ("loader.val.num_workers=2.5", "loader.val.num_workers: Value '2.5' of type 'float' could not be converted"),
+    ("loader.prefetch_factor=0", "loader.prefetch_factor=0: must be >= 1"),
+    ("loader.pin_memory=maybe", "loader.pin_memory: Value 'maybe' is not a valid bool"),
+    ("loader.backend=carrier_pigeon", "loader.backend: Invalid value 'carrier_pigeon', expected"),
+    ("loader=fast", "loader=fast: no such choice; there are: default"),
+    ("loader.timeout_s=-1", "loader.timeout_s=-1.0: must be >= 0.0"),
+    ("loader.drop_last=false dist=spawn", "loader.drop_last=false: ranks would have batches of different sizes"),
+    ("+loader.foo=1", "loader.foo: unknown setting"),
+    ("+foo=1", "foo: unknown setting; see --help"),
+    ("model._target_=os.system", "model._target_: unknown setting"),
+    ("+model._target_=os.system", "model._target_: unknown setting"),
+    ("mode=training", "mode: Invalid value 'training', expected one of [train, evaluate]"),
+    ("mode=evaluate", "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH"),
+    ("mode=evaluate resume=x loader.autotune=true", "loader.autotune=true: has no effect with mode=evaluate"),
+    ("augment.scale=[0.5,0.1]", "augment.scale=[0.5,0.1]: the first number may not be larger than the second"),
+    ("augment.scale=[0.5]", "augment.scale=[0.5]: takes exactly 2 numbers"),
+    ("augment.scale=[0.1,2]", "augment.scale=[0.1,2.0]: must be <= 1.0"),
+    ("augment.hflip=1.5", "augment.hflip=1.5: must be <= 1.0"),
+    ("augment.pad=2", "augment.pad=2: has an effect with augment.crop=pad alone"),
+    ("data=cifar11", "data=cifar11: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, imagenet, shapes"),
+    ("data.mean=[0.5,0.5]", "data.mean=[0.5,0.5]: takes exactly 3 numbers"),
+    ("data.mean=[0.5,0.5,nan]", "data.mean=[0.5,0.5,nan]: must be a finite number"),
+    ("data.std=[0,1,1]", "data.std=[0.0,1.0,1.0]: must be > 0.0"),
+    ("data.image_size=4", "data.image_size=4: must be >= 8"),
+    ("data.eval_resize=32", "data.eval_resize=32: smaller than data.image_size=64"),
+    ("data.generate.classes=1", "data.generate.classes=1: must be >= 2"),
+    ("data=cifar10 data.md5=abc", "data.md5=abc: an MD5 has 32 hexadecimal digits"),
+    ("data.split_fraction=1", "data.split_fraction=1.0: must be < 1.0"),
+    ("schedule.warmup_epochs=100", "schedule.warmup_epochs=100.0: longer than trainer.epochs=5"),
+    ("dist.nprocs=2", "dist.nprocs=2: has an effect with dist=spawn alone"),
+    ("resume=auto", "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME"),
+    ("seed=-1", "seed=-1: must be >= 0"),
+    ("seed=99999999999", "seed=99999999999: must be <= 4294967295"),
+    ("run.name=../x", "run.name='../x': use up to 200 letters, digits"),
+    ("run.name=", "run.name='': use up to 200 letters, digits"),
+    ("profile.steps=20-10", "profile.steps=20-10: write the first and the last step, such as 10-20"),
+    ("watch.sample_s=0", "watch.sample_s=0.0: must be >= 0.1"),
+    ("checkpoint.keep_last=1", "checkpoint.keep_last=1: must be >= 2"),
+    ("experiment=nope", "experiment=nope: no such choice; there are: "),
+    ("notakey", "Error parsing override 'notakey'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), BAD, ids=[overrides for overrides, _ in BAD])
+def test_a_bad_value_is_refused_in_one_line(composed: Callable[..., Config], overrides: str, text: str) -> None:
+    """Each is refused as a user's error, in one line that names the setting."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever library refused it, the user sees one line
+        composed(*overrides.split())
+    known = described(caught.value)
+    if known is None:
+        assert schema.is_refusal(caught.value), caught.value
+        known = schema.explain(caught.value), 2
+    line, code = known
+    assert line.startswith(text), line
+    assert code == 2
+    assert "\n" not in line
+
+
+def test_a_refusal_ends_the_program_with_exit_code_2(tmp_path: Path) -> None:
+    """The command prints the one line, no traceback, and exits with 2."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "optim.lrr=0.1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "error: optim.lrr: unknown setting; did you mean optim.lr?\n")
+
+
+def test_settings_survive_a_round_trip(composed: Callable[..., Config]) -> None:
+    """A config as plain values loads back equal: that is how a checkpoint keeps it."""
+    config = composed("data=cifar10", "trainer.precision=bf16", "loader.num_workers=2")
+    assert schema.from_plain(schema.to_plain(config)) == config
+
+
+def test_a_group_on_the_command_line_beats_the_data_sets_own(composed: Callable[..., Config]) -> None:
+    """data=cifar10 brings CIFAR's crop along, unless the user names another."""
+    assert composed("data=cifar10").augment.crop.name == "pad"
+    assert composed("data=cifar10", "augment=center").augment.crop.name == "center"
+
+
+def test_every_setting_has_a_sentence() -> None:
+    """The help page can say of every setting what it is."""
+    for path, _, meta in schema.walk(Config()):
+        assert meta["text"].endswith("."), path
+        assert f"  {path}=" in schema.help_text()
+
+
+def test_impossible_pair_may_stand_where_tuning_decides(composed: Callable[..., Config]) -> None:
+    """With autotune, a prefetch_factor beside num_workers=0 is a wish for the settings that the search tries."""
+    assert composed("loader.num_workers=0", "loader.prefetch_factor=4", "loader.autotune=true").loader.prefetch_factor == 4
+
+
+def test_config_error_is_a_value_error() -> None:
+    """The library's users catch ValueError."""
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,414 @@
+"""Whole runs: what a user starts, sees and finds afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from archives import write_cifar10
+from loopback import files, site
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+import train
+from harness.config import Config
+from harness.runtime.errors import CheckpointError, NonFiniteError
+from harness.training import checkpoint
+
+ROOT = Path(__file__).parents[1]
+Composed = Callable[..., Config]
+
+
+def command(*overrides: str, launcher: tuple[str, ...] = (sys.executable,)) -> list[str]:
+    """The command line of a run."""
+    return [*launcher, str(ROOT / "train.py"), *overrides]
+
+
+def started(cwd: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A run in a process group of its own."""
+    return subprocess.Popen(
+        command(*overrides), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def run_here(config: Config, folder: Path) -> dict[str, Any]:
+    """A run in this process; its report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train.main_worker(0, train.Job(config, folder, ()))
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The logged windows of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_digest(folder: Path) -> str:
+    """One digest of all weights and buffers of a run's newest checkpoint."""
+    state = checkpoint.read(folder)[1]["model"]
+    digest = hashlib.sha256()
+    for key in sorted(state):
+        digest.update(key.encode() + state[key].numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the output of a tuned run of two epochs on the digits, started as a user does."""
+    cwd = tmp_path_factory.mktemp("finished")
+    done = subprocess.run(
+        command("data=digits", "loader.autotune=true", "tuner.budget_s=6", "trainer.epochs=2", "run.name=first"),
+        cwd=cwd, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return cwd / "outputs" / "first", done.stdout
+
+
+def test_the_console_tells_what_the_user_came_for(finished: tuple[Path, str]) -> None:
+    """Settings before and after, accuracy, speed, data wait, verdict, run folder and the TensorBoard command."""
+    for text in (
+        "run folder: outputs/first", "before  num_workers=", "after   num_workers=", "top-1 ", "images/s while training",
+        "data wait ", "verdict ", "run folder     outputs/first", "tensorboard --logdir outputs",
+    ):  # fmt: skip
+        assert text in finished[1]
+
+
+def test_the_report_holds_what_it_promises(finished: tuple[Path, str]) -> None:
+    """report.json has every promised field, consistent with the run."""
+    report = json.loads((finished[0] / "report.json").read_text())
+    assert (report["status"], report["epochs"], report["steps"], report["val_images"]) == ("completed", 2, 44, 359)
+    assert 0 <= report["top1"] <= report["top5"] <= 1
+    assert report["loss"] > 0
+    assert report["images_per_s"] > 0
+    assert set(report["step_ms"]) == {"median", "p95", "max"}
+    assert 0 <= report["data_wait_fraction"] <= 1
+    assert (report["stall_basis"], report["stall_fraction"]) == ("host", report["data_wait_fraction"])
+    assert report["loader"]["num_workers"] >= 0
+    assert report["tuning"]["seconds"] > 0
+    assert set(report["verdict"]) >= {"bottleneck", "sentence"}
+    assert report["environment"]["torch"] == torch.__version__
+
+
+def test_the_event_file_and_the_lines_hold_the_same_tags(finished: tuple[Path, str]) -> None:
+    """Every tag that a CPU can give is in both; without NVML there are no gpu/ tags."""
+    in_lines = {key for line in lines(finished[0]) for key in line} - {"step", "epoch", "time_s"}
+    events = EventAccumulator(str(finished[0])).Reload()
+    in_events = {tag for tag in events.Tags()["scalars"] if not tag.startswith("hparam/")}
+    expected = {
+        "train/loss", "train/lr", "val/top1", "val/top5", "val/loss", "speed/images_per_s", "stall/data_fraction",
+        "stall/data_wait_fraction", "host/cpu_fraction", "host/ram_used_bytes",
+        *(f"time/{name}_ms/{part}" for name in ("step", "data_wait", "compute") for part in ("median", "p95", "max")),
+    }  # fmt: skip
+    assert expected <= in_lines
+    assert in_events == in_lines
+    assert not any(tag.startswith("gpu/") for tag in in_lines) or torch.cuda.is_available()
+
+
+def test_the_folder_holds_the_run_and_no_more(finished: tuple[Path, str]) -> None:
+    """Log, lock, settings, figures, tuning, report and checkpoints are there."""
+    names = {path.name for path in finished[0].iterdir() if not path.name.startswith("events.")}
+    assert names == {".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.json", "train.log", "tuning.json"}
+    tuning = json.loads((finished[0] / "tuning.json").read_text())
+    assert len(tuning["trials"]) >= 2
+
+
+def test_a_saved_config_starts_the_same_run_again(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """A run's .hydra folder is a config of its own."""
+    done = subprocess.run(
+        [*command("--config-path", str(finished[0] / ".hydra"), "--config-name", "config"),
+         "trainer.max_steps=1", "loader.autotune=false", "run.name=again"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "outputs/again/report.json").read_text())["steps"] == 1
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Path) -> None:
+    """Workers, prefetching, tuning and the prefetcher's thread leave the weights after two epochs bitwise the same."""
+    common = ("data=digits", "trainer.epochs=2", "trainer.num_threads=1", "device=cpu", "augment.hflip=0.5")
+    ways = {
+        "plain": ("loader.num_workers=0",),
+        "two workers": ("loader.num_workers=2", "loader.prefetch_factor=3"),
+        "fresh workers": ("loader.num_workers=1", "loader.persistent_workers=false", "loader.device_prefetch=false"),
+        "tuned": ("loader.autotune=true", "tuner.budget_s=3"),
+    }
+    digests = {}
+    for name, overrides in ways.items():
+        run_here(composed(*common, *overrides), tmp_path / name)
+        digests[name] = weights_digest(tmp_path / name)
+    assert len(set(digests.values())) == 1, digests
+    run_here(composed(*common, "seed=1"), tmp_path / "other")
+    assert weights_digest(tmp_path / "other") not in digests.values()
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_resuming_gives_the_uninterrupted_run(composed: Composed, tmp_path: Path) -> None:
+    """Two epochs and two more after a resume end in the weights, optimizer and loss of four in one go."""
+    common = ("data=digits", "trainer.num_threads=1", "loader.num_workers=0", "trainer.epochs=4", "run.name=x")
+    whole = run_here(composed(*common), tmp_path / "whole")
+    saved = tmp_path / "whole/checkpoints"
+    parts = tmp_path / "parts/checkpoints"
+    parts.mkdir(parents=True)
+    config = composed(*common, "checkpoint.keep_last=4")
+    run_here(config, tmp_path / "kept")
+    for suffix in ("pt", "json"):
+        shutil.copy(tmp_path / f"kept/checkpoints/step-44.{suffix}", parts)
+    resumed = run_here(composed(*common, "resume=auto", "loader.num_workers=1"), tmp_path / "parts")
+    assert weights_digest(tmp_path / "parts") == weights_digest(tmp_path / "whole")
+    assert (resumed["epochs"], resumed["steps"], resumed["loss"]) == (4, 88, whole["loss"])
+    assert min(line["step"] for line in lines(tmp_path / "parts")) > 44
+    one, two = (checkpoint.read(folder)[1]["optimizer"]["state"] for folder in (saved, parts))
+    assert all(torch.equal(one[key]["momentum_buffer"], two[key]["momentum_buffer"]) for key in one)
+
+
+@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (("resume=nowhere",), "nowhere: no such checkpoint"),
+        (("model=resnet18",), r"does not fit this run: .* and \d+ more"),
+        (("optim=adamw",), "does not fit this run: the optimizer is of another kind"),
+        (("data=shapes", "data.root={tree}", "data=imagefolder", "data.split_fraction=0.5"), "its classes are not this data"),
+    ],
+    ids=["missing", "network", "optimizer", "classes"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    composed: Composed, finished: tuple[Path, str], tmp_path: Path, overrides: tuple[str, ...], text: str
+) -> None:
+    """A resume that cannot be exact is an error before the first step, never a fresh start."""
+    for name in ("a", "b"):
+        for i in range(40):
+            (tmp_path / "tree" / name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40, 40), (i, 0, 0)).save(tmp_path / "tree" / name / f"{i}.png")
+    filled = [override.format(tree=tmp_path / "tree") for override in overrides]
+    filled = [item for item in filled if item != "data=shapes"]
+    config = composed("data=digits", f"resume={finished[0]}", "loader.num_workers=0", "loader.batch_size=16", *filled)
+    with pytest.raises(CheckpointError, match=text):
+        run_here(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_evaluation_alone_repeats_the_runs_result(composed: Composed, finished: tuple[Path, str], tmp_path: Path) -> None:
+    """mode=evaluate gives the accuracy that the run ended with, from a checkpoint or from its weights."""
+    before = json.loads((finished[0] / "report.json").read_text())
+    for name in ("resume", "model.weights"):
+        report = run_here(composed("data=digits", "mode=evaluate", f"{name}={finished[0]}"), tmp_path / name)
+        assert (report["top1"], report["val_images"]) == (before["top1"], 359)
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Path) -> None:
+    """A learning rate that destroys the network ends in a non-finite error that names the ways out."""
+    config = composed("data=digits", "optim.lr=1e30", "trainer.max_nonfinite_steps=5", "trainer.epochs=20", "loader.num_workers=0")
+    with pytest.raises(NonFiniteError, match=r"in a row had a non-finite loss .* lower optim\.lr"):
+        run_here(config, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_bad_image_is_named(composed: Composed, tmp_path: Path) -> None:
+    """A broken file in a tree ends the run with its path and what is wrong with it, from a worker too."""
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / "tree" / split / name).mkdir(parents=True)
+            for i in range(8):
+                Image.new("RGB", (40, 40), (i, 0, 0)).save(tmp_path / "tree" / split / name / f"{i}.jpg")
+    (tmp_path / "tree/train/b/3.jpg").write_bytes(b"")
+    config = composed(
+        "data=imagefolder", f"data.root={tmp_path / 'tree'}", "data.image_size=32", "loader.batch_size=4", "loader.num_workers=1"
+    )
+    from harness.runtime.errors import BadSample
+
+    with pytest.raises(BadSample, match=r"tree/train/b/3\.jpg: .*empty"):
+        run_here(config, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def cifar() -> Iterator[tuple[str, str]]:
+    """Base address and MD5 of an archive in CIFAR-10's published format, served over loopback."""
+    folder = Path(os.environ.get("PYTEST_TMPDIR", "/tmp")) / f"cifar-{os.getpid()}"
+    folder.mkdir()
+    try:
+        md5 = write_cifar10(folder, rows=40)
+        archive = "cifar-10-python.tar.gz"
+        with pytest.MonkeyPatch.context() as patch, site(files({f"/{archive}": (folder / archive).read_bytes()})) as served:
+            patch.setenv("no_proxy", "*")
+            yield served.address, md5
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_cifar10_is_fetched_tuned_and_trained(composed: Composed, cifar: tuple[str, str], tmp_path: Path) -> None:
+    """An archive in the published format comes through the real download, check and reader into a tuned run."""
+    mirror, md5 = cifar
+    config = composed(
+        "data=cifar10", f"data.mirror={mirror}", f"data.md5={md5}", f"data.root={tmp_path / 'data'}", "loader.autotune=true",
+        "tuner.budget_s=4", "trainer.epochs=1", "loader.batch_size=32",
+    )  # fmt: skip
+    report = run_here(config, tmp_path / "run")
+    assert (report["steps"], report["val_images"]) == (6, 40)
+
+
+@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")))
+def test_every_experiment_runs_a_step(composed: Composed, cifar: tuple[str, str], tmp_path: Path, name: str) -> None:
+    """Each experiment composes, and makes one update on a small stand-in for its data."""
+    needs = {"cifar10_resnet18": cifar_overrides(cifar, tmp_path), "imagenet_resnet50": imagenet_overrides(tmp_path)}
+    config = composed(f"experiment={name}", "trainer.max_steps=1", "loader.num_workers=0", *needs.get(name, ()))
+    report = run_here(config, tmp_path / "run")
+    assert (report["status"], report["steps"]) == ("completed", 1)
+
+
+def cifar_overrides(cifar: tuple[str, str], folder: Path) -> tuple[str, ...]:
+    """The small archive in place of the published one."""
+    return (f"data.mirror={cifar[0]}", f"data.md5={cifar[1]}", f"data.root={folder / 'data'}", "loader.batch_size=16")
+
+
+def imagenet_overrides(folder: Path) -> tuple[str, ...]:
+    """A tree of a few JPEG files in ImageNet's layout."""
+    for split in ("train", "val"):
+        for synset in ("n01440764", "n01443537"):
+            place = folder / "imagenet" / split / synset
+            place.mkdir(parents=True)
+            for i in range(2):
+                Image.new("RGB", (320, 260), (90 * i, 60, 30)).save(place / f"{synset}_{i}.JPEG")
+    return (f"data.root={folder / 'imagenet'}", "loader.batch_size=2")
+
+
+@pytest.mark.parametrize("way", ["spawn", "torchrun"])
+def test_two_ranks_share_one_run(tmp_path: Path, way: str) -> None:
+    """Two gloo ranks leave one folder, one event file and exact evaluation counts on a set that they cannot halve."""
+    overrides = ["data=digits", "device=cpu", "trainer.epochs=1", "loader.batch_size=32", "loader.num_workers=0", f"dist={way}"]
+    if way == "torchrun":
+        launcher = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2")
+    else:
+        launcher, overrides = (sys.executable,), [*overrides, "dist.nprocs=2"]
+    done = subprocess.run(
+        command(*overrides, launcher=launcher), cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("outputs/*/*")
+    assert len(list(folder.glob("events.*"))) == 1
+    assert (folder / ".hydra/config.yaml").exists()
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["ranks"], report["global_batch_size"], report["steps"], report["val_images"]) == (2, 64, 22, 359)
+    assert done.stdout.count("top-1 ") == 2
+
+
+def test_a_sweep_loses_no_job(tmp_path: Path) -> None:
+    """A failing job leaves the others whole; each has its folder and a row of its own with the same columns."""
+    done = subprocess.run(
+        command("-m", "data=digits", "trainer.epochs=1", "loader.num_workers=0,1", "optim.lr=-1,0.1", "run.name=sweep"),
+        cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("optim.lr=-1.0: must be >= 0.0") == 2
+    columns = []
+    for job in (1, 3):
+        folder = tmp_path / f"multirun/sweep/{job}"
+        assert json.loads((folder / "report.json").read_text())["status"] == "completed"
+        content = EventAccumulator(str(folder)).Reload().PluginTagToContent("hparams")["_hparams_/session_start_info"]
+        info = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+        columns.append(sorted(info.hparams))
+    assert columns[0] == columns[1]
+    assert {"loader.num_workers", "optim.lr"} <= set(columns[0])
+
+
+def wait_for(what: Callable[[], bool], limit_s: float, process: subprocess.Popen[str]) -> None:
+    """Wait until ``what`` holds; the process must live on meanwhile."""
+    end = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < end, "it did not happen in time"
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All processes that come from ``process``."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def gone(processes: list[psutil.Process], within_s: float) -> bool:
+    """Whether all have ended within the time."""
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> None:
+    """Sent to the whole group in training, the run ends within 5 s with 128 + n; files are whole, no worker is left."""
+    process = started(tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=1", "run.name=x")
+    folder = tmp_path / "outputs/x"
+    wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
+    children = descendants(process)
+    assert children
+    os.killpg(process.pid, how)
+    output, _ = process.communicate(timeout=5)
+    assert process.returncode == 128 + how, output
+    assert gone(children, 2)
+    assert "Traceback" not in output
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["status"], report["error"]) == ("interrupted", f"stopped by signal {int(how)}")
+    logged = lines(folder)
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Scalars("train/lr")] == [line["step"] for line in logged if "train/lr" in line]
+
+
+def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> None:
+    """A SIGKILL of the trainer alone leaves no worker after a second; the next run goes on where it was and gets better."""
+    arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=6")
+    process = started(tmp_path, *arguments)
+    folder = tmp_path / "outputs/x"
+    wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
+    children = descendants(process)
+    process.kill()
+    process.wait()
+    assert gone(children, 1)
+    assert process.stdout is not None
+    process.stdout.close()
+    before = checkpoint.read(folder)[0]
+    done = subprocess.run(
+        command(*arguments, "resume=auto"), cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "report.json").read_text())
+    assert report["epochs"] == 6
+    assert f"{before.epoch} epochs and {before.step} steps are done" in done.stdout
+    assert before.top1 is not None
+    assert report["top1"] > before.top1
+    steps = [line["step"] for line in lines(folder) if "train/lr" in line]
+    assert steps == sorted(set(steps))
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    """A second run with the same name exits with 9 and names the owner; the first one is not disturbed."""
+    process = started(tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=0", "run.name=x")
+    wait_for(lambda: (tmp_path / "outputs/x/.lock").exists(), 60, process)
+    wait_for(lambda: (tmp_path / "outputs/x/.hydra/overrides.yaml").exists(), 60, process)
+    before = (tmp_path / "outputs/x/.hydra/overrides.yaml").read_text()
+    second = subprocess.run(
+        command("data=digits", "run.name=x", "seed=3"), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    process.terminate()
+    process.communicate(timeout=30)
+    assert second.returncode == 9
+    assert f"in use by process {process.pid}" in second.stderr
+    assert (tmp_path / "outputs/x/.hydra/overrides.yaml").read_text() == before
