@@ -213,8 +213,8 @@ def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
         for what, key in (("harness / hand written", "ratio"), ("hand written / itself (control)", "control"))
     ]
     return f"""{machine_line(found["machine"])}
-{config.model.name}, {config.data.image_size} px, batch {batch_size}, fp32 on {found["device"]}; epochs of {steps} steps, in turns; \
-loss read every {config.watch.window_steps} steps
+{config.model.name}, {config.data.image_size} px, batch {batch_size}, fp32 on {found["device"]}; epochs of {steps} steps \
+in turns, loss read every {config.watch.window_steps} steps
 
 {markdown(epochs)}
 

@@ -333,8 +333,9 @@ def check_resnet50(o: Options) -> Finding:
     images, steps = (1280, 25) if o.quick else (2560, 100)
     common = [
         "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true", "loader.batch_size=256",
-        "data.image_size=224", "data.generate.classes=100", f"data.generate.train_images={images}", "data.generate.val_images=256",
-        "trainer.epochs=1000", "trainer.eval_every_epochs=1000", f"trainer.max_steps={steps}", "checkpoint.enabled=false",
+        "data.image_size=224", "data.generate.classes=100", f"data.generate.train_images={images}",
+        "data.generate.val_images=256", "trainer.epochs=1000", "trainer.eval_every_epochs=1000",
+        f"trainer.max_steps={steps}", "checkpoint.enabled=false",
     ]  # fmt: skip
     files = ["data=shapes", f"data.root={o.scratch / 'shapes'}", "data.generate.width=500", "data.generate.height=375"]
     runs = {"fake": ["data=fake"], "untuned": files, "tuned": [*files, "loader.autotune=true"]}

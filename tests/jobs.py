@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from harness.config import Config
 from harness.runtime import signals, workers
 from harness.runtime.errors import LoaderError
 
@@ -25,7 +27,7 @@ def first_fails(i: int, folder: Path) -> None:
         note(i, folder)
         threading.Event().wait()
     while not (folder / "0").exists():
-        pass
+        time.sleep(0.01)
     raise LoaderError("loader.num_workers: no more")
 
 
@@ -44,6 +46,7 @@ def interrupt_parent(i: int, _: None) -> None:
     os.kill(os.getppid(), signal.SIGTERM)
     while True:
         signals.check()
+        time.sleep(0.01)
 
 
 def say_pid_and_stay(i: int, _: None) -> None:
@@ -59,3 +62,25 @@ def describe_worker(answer: Connection, module: str) -> None:
     handlers = {number.name: signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)}
     names = [thread.name for thread in threading.enumerate()]
     answer.send(json.dumps({"preloaded": preloaded, "deaf": handlers, "threads": names}))
+
+
+def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
+    """Join, use every collective once, and leave what came of it in a file."""
+    import torch  # only this work needs it
+
+    from harness.runtime.distributed import joined
+
+    config, folder = job
+    with joined(local_rank, config) as world:
+        values = torch.tensor([1.0, 10.0]) * (world.rank + 1)
+        world.barrier()
+        found = {
+            "world": [world.rank, world.size, world.local_rank, world.local_size, str(world.device), world.is_main],
+            "total": world.total(values).tolist(),
+            "own": values.tolist(),
+            "agreed": world.agreed({"rank": world.rank}),
+            "largest": world.largest(world.rank * 15),
+            "smallest": world.smallest(0.1 + world.rank),
+            "threads": torch.get_num_threads(),
+        }
+    (folder / f"{local_rank}.json").write_text(json.dumps(found))

@@ -241,18 +241,14 @@ def test_a_bad_image_is_named(composed: Composed, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cifar() -> Iterator[tuple[str, str]]:
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Base address and MD5 of an archive in CIFAR-10's published format, served over loopback."""
-    folder = Path(os.environ.get("PYTEST_TMPDIR", "/tmp")) / f"cifar-{os.getpid()}"
-    folder.mkdir()
-    try:
-        md5 = write_cifar10(folder, rows=40)
-        archive = "cifar-10-python.tar.gz"
-        with pytest.MonkeyPatch.context() as patch, site(files({f"/{archive}": (folder / archive).read_bytes()})) as served:
-            patch.setenv("no_proxy", "*")
-            yield served.address, md5
-    finally:
-        shutil.rmtree(folder)
+    folder = tmp_path_factory.mktemp("cifar")
+    md5 = write_cifar10(folder, rows=40)
+    archive = "cifar-10-python.tar.gz"
+    with pytest.MonkeyPatch.context() as patch, site(files({archive: (folder / archive).read_bytes()})) as served:
+        patch.setenv("no_proxy", "*")
+        yield served.address, md5
 
 
 @pytest.mark.usefixtures("kept_globals")

@@ -124,7 +124,7 @@ class ProcessFeed:
             pin_memory=s.pin_memory,
             prefetch_factor=s.prefetch_factor,
             persistent_workers=s.persistent_workers,
-            timeout=min(_POLL_S, s.timeout_s or _POLL_S) if s.num_workers else 0,
+            timeout=s.timeout_s if s.num_workers else 0,
             worker_init_fn=_enter_worker if s.num_workers else None,
             multiprocessing_context=multiprocessing.get_context(s.start_method) if s.num_workers else None,
             generator=torch.Generator(),

@@ -117,7 +117,7 @@ def test_an_error_leaves_no_thread() -> None:
         yield from Loader(2, 4)
         raise KeyError("third")
 
-    seen = []
+    seen: list[Any] = []
     with pytest.raises(KeyError, match="third"):
         seen.extend(DataPrefetcher(broken(), "cuda"))
     assert len(seen) == 2

@@ -76,9 +76,14 @@ def test_a_second_signal_acts_at_once(number: signal.Signals) -> None:
 def test_handlers_come_back() -> None:
     """After the block, also one that raises, the former handlers are in place."""
     former = [signal.getsignal(number) for number in NUMBERS]
-    with pytest.raises(ZeroDivisionError), signals.caught():
-        assert [signal.getsignal(number) for number in NUMBERS] != former
-        raise ZeroDivisionError
+
+    def fail_inside() -> None:
+        with signals.caught():
+            assert [signal.getsignal(number) for number in NUMBERS] != former
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert [signal.getsignal(number) for number in NUMBERS] == former
 
 

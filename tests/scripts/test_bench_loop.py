@@ -17,7 +17,7 @@ def test_both_sides_do_the_same_training(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "harness / hand written" in said and "hand written / itself (control)" in said
     assert "bitwise the same on both sides" in said
-    assert "Claim, harness / hand written does not lie below 0.98: " in said
+    assert "Claim, the interval of harness / hand written does not lie below 0.98: " in said
     found = json.loads(out.read_text())
     assert {name: len(seconds) for name, seconds in found["epoch_seconds"].items()} == {
         "harness": 2, "hand_written": 2, "control_a": 2, "control_b": 2,

@@ -1,0 +1,195 @@
+"""Ranks: which device each has, how they are started, and what they agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+
+from harness.config import Config, ConfigError, DistBackend, DistConfig, DistName, TrainerConfig
+from harness.runtime import distributed
+from harness.runtime.distributed import World, choose_device, joined, launch, spawn_size
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_and_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    see_gpus(monkeypatch, 0)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch.set_num_threads(threads)
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+
+
+def config(name: DistName = DistName.single, nprocs: int | None = None, **more: object) -> Config:
+    return Config(device="cpu", dist=DistConfig(name=name, nprocs=nprocs, **more))  # type: ignore[arg-type]
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    """Without other ranks every collective is the value itself, and no process group is needed."""
+    world, values = World(0, 1, 0, 1, CPU), torch.ones(2)
+    world.barrier()
+    assert world.total(values) is values
+    assert (world.agreed("x"), world.largest(3), world.smallest(0.5), world.is_main) == ("x", 3, 0.5, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "local_rank", "expected"),
+    [("auto", 0, 1, "cpu"), ("auto", 2, 1, "cuda:1"), ("cuda", 2, 1, "cuda:1"), ("cpu", 2, 1, "cpu")],
+)
+def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, local_rank: int, expected: str) -> None:
+    """The default is CUDA where there is some; each local rank has the GPU of its number."""
+    see_gpus(monkeypatch, gpus)
+    assert choose_device(name, local_rank, 2) == torch.device(expected)
+
+
+def test_a_numbered_device_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda:1 is the second GPU for a single rank."""
+    see_gpus(monkeypatch, 2)
+    assert choose_device("cuda:1", 0, 1) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "local_size", "text"),
+    [
+        ("gpu", 0, 1, "device=gpu: unknown; use auto, cpu"),
+        ("cuda", 0, 1, "device=cuda: torch sees no CUDA device; use device=cpu"),
+        ("cuda:3", 2, 1, "device=cuda:3: there is no device 3; torch sees 2"),
+        ("cuda:0", 2, 2, "device=cuda:0: one device for 2 ranks; use device=cuda"),
+        ("meta", 0, 1, "device=meta: not supported; use auto, cpu"),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, local_size: int, text: str
+) -> None:
+    """The CPU is never taken silently where something else was asked for."""
+    see_gpus(monkeypatch, gpus)
+    with pytest.raises(ConfigError, match=f"^{text}"):
+        choose_device(name, 0, local_size)
+
+
+def test_mps_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """device=mps needs an Apple GPU."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="^device=mps: torch sees no Apple GPU"):
+        choose_device("mps", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "nprocs", "expected"), [("auto", 4, None, 4), ("auto", 4, 2, 2), ("cpu", 4, 8, 8), ("cpu", 0, 3, 3)]
+)
+def test_spawn_starts_one_process_per_gpu_or_as_many_as_told(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, nprocs: int | None, expected: int
+) -> None:
+    """dist.nprocs=null counts the GPUs; on the CPU any number will do."""
+    see_gpus(monkeypatch, gpus)
+    chosen = config(DistName.spawn, nprocs)
+    chosen.device = device
+    assert spawn_size(chosen) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "nprocs", "text"),
+    [
+        ("auto", 0, None, "dist.nprocs=null: there is no GPU to count"),
+        ("cpu", 2, None, "dist.nprocs=null: there is no GPU to count"),
+        ("cuda", 2, 3, "dist.nprocs=3: there are 2 GPUs; lower it or set device=cpu"),
+    ],
+)
+def test_an_impossible_number_of_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, nprocs: int | None, text: str
+) -> None:
+    """More processes than GPUs, or none to count, is a ConfigError that names dist.nprocs."""
+    see_gpus(monkeypatch, gpus)
+    chosen = config(DistName.spawn, nprocs)
+    chosen.device = device
+    with pytest.raises(ConfigError, match=f"^{text}"):
+        spawn_size(chosen)
+
+
+def test_torchrun_needs_torchrun() -> None:
+    """dist=torchrun under plain python is refused with the command to use."""
+    with (
+        pytest.raises(ConfigError, match="^dist=torchrun: not started by torchrun; use `torchrun"),
+        joined(0, config(DistName.torchrun)),
+    ):
+        pass
+
+
+def test_torchrun_tells_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun the places come from its environment; a world of one needs no process group."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with joined(0, config(DistName.torchrun)) as world:
+        assert world == World(0, 1, 0, 1, CPU)
+        assert not torch.distributed.is_initialized()
+
+
+def test_nccl_needs_cuda() -> None:
+    """dist.backend=nccl on the CPU is refused before anything is joined."""
+    with (
+        pytest.raises(ConfigError, match="^dist.backend=nccl: needs CUDA devices"),
+        joined(0, config(DistName.spawn, 2, backend=DistBackend.nccl)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "environment", "expected"),
+    [(3, None, 3), (None, None, 1), (None, "2", None)],
+    ids=["as set", "cores over ranks", "OMP_NUM_THREADS stands"],
+)
+def test_threads_are_fixed_for_the_run(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int | None, environment: str | None, expected: int | None
+) -> None:
+    """The threads are trainer.num_threads, or the usable cores over the ranks unless OMP_NUM_THREADS says otherwise."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    torch.set_num_threads(2)
+    chosen = config()
+    chosen.trainer = TrainerConfig(num_threads=num_threads)
+    with joined(0, chosen):
+        assert torch.get_num_threads() == (expected or 2)
+
+
+def test_single_runs_here() -> None:
+    """dist=single calls the worker in this process."""
+    seen: list[tuple[int, str]] = []
+    launch(lambda rank, job: seen.append((rank, job)), "job", config())
+    assert seen == [(0, "job")]
+
+
+def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two gloo ranks meet, sum and agree; a rank's own tensor stays its own."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # launch() sets them; this brings back what was before
+    chosen = config(DistName.spawn, 2)
+    chosen.trainer = TrainerConfig(num_threads=1)
+    launch(jobs.join_and_agree, (chosen, tmp_path), chosen)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first["world"] == [0, 2, 0, 2, "cpu", True]
+    assert second["world"] == [1, 2, 1, 2, "cpu", False]
+    assert (first["own"], second["own"]) == ([1.0, 10.0], [2.0, 20.0])
+    for found in (first, second):
+        assert found["total"] == [3.0, 30.0]
+        assert found["agreed"] == {"rank": 0}
+        assert (found["largest"], found["smallest"], found["threads"]) == (15, 0.1, 1)
+
+
+def test_a_port_is_free() -> None:
+    """The port for the ranks to meet at can be bound."""
+    assert 0 < distributed._free_port() < 65536
