@@ -50,7 +50,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         station.quiet_ranks(world),
     ):
         station.refuse_hidden_gpu(config, world)
-        seeding.seed_everything(config.seed)
+        seeding.seed_everything(config.seed, config.trainer.deterministic)
         splits = datasets.load(config.data, config.augment, config.seed)
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())

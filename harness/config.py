@@ -384,6 +384,8 @@ def _check_together(c: Config) -> None:
          "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH"),
         (c.mode is Mode.evaluate and load_.autotune,
          "loader.autotune=true: has no effect with mode=evaluate; set it to false"),
+        (c.data.name == "fake" and load_.autotune,
+         "loader.autotune=true: has no effect with data=fake, which loads nothing; set it to false"),
         (c.resume == "auto" and c.run.name is None,
          "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME, or resume=PATH"),
         (c.resume == "", "resume=: empty; use null, auto or a path"),

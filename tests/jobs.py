@@ -73,11 +73,14 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
     config, folder = job
     with joined(local_rank, config) as world:
         values = torch.tensor([1.0, 10.0]) * (world.rank + 1)
+        copied = torch.full((2,), float(world.rank))
         world.barrier()
+        world.copy_from_first([copied])
         found = {
             "world": [world.rank, world.size, world.local_rank, world.local_size, str(world.device), world.is_main],
             "total": world.total(values).tolist(),
             "own": values.tolist(),
+            "copied": copied.tolist(),
             "agreed": world.agreed({"rank": world.rank}),
             "largest": world.largest(world.rank * 15),
             "smallest": world.smallest(0.1 + world.rank),

@@ -58,6 +58,7 @@ BAD = [
     ("mode=training", "mode: Invalid value 'training', expected one of [train, evaluate]"),
     ("mode=evaluate", "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH"),
     ("mode=evaluate resume=x loader.autotune=true", "loader.autotune=true: has no effect with mode=evaluate"),
+    ("data=fake loader.autotune=true", "loader.autotune=true: has no effect with data=fake"),
     ("augment.scale=[0.5,0.1]", "augment.scale=[0.5,0.1]: the first number may not be larger than the second"),
     ("augment.scale=[0.5]", "augment.scale=[0.5]: takes exactly 2 numbers"),
     ("augment.scale=[0.1,2]", "augment.scale=[0.1,2.0]: must be <= 1.0"),

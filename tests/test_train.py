@@ -289,8 +289,9 @@ def imagenet_overrides(folder: Path) -> tuple[str, ...]:
     return (f"data.root={folder / 'imagenet'}", "loader.batch_size=2")
 
 
+@pytest.mark.usefixtures("kept_globals")
 @pytest.mark.parametrize("way", ["spawn", "torchrun"])
-def test_two_ranks_share_one_run(tmp_path: Path, way: str) -> None:
+def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -> None:
     """Two gloo ranks leave one folder, one event file and exact evaluation counts on a set that they cannot halve."""
     overrides = ["data=digits", "device=cpu", "trainer.epochs=1", "loader.batch_size=32", "loader.num_workers=0", f"dist={way}"]
     if way == "torchrun":
@@ -307,6 +308,8 @@ def test_two_ranks_share_one_run(tmp_path: Path, way: str) -> None:
     report = json.loads((folder / "report.json").read_text())
     assert (report["ranks"], report["global_batch_size"], report["steps"], report["val_images"]) == (2, 64, 22, 359)
     assert done.stdout.count("top-1 ") == 2
+    alone = run_here(composed("data=digits", "mode=evaluate", f"resume={folder}", "device=cpu"), tmp_path / "alone")
+    assert (alone["top1"], alone["loss"]) == (report["top1"], pytest.approx(report["loss"]))
 
 
 def test_a_sweep_loses_no_job(tmp_path: Path) -> None:
@@ -370,7 +373,7 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> 
 
 def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> None:
     """A SIGKILL of the trainer alone leaves no worker after a second; the next run goes on where it was and gets better."""
-    arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=6")
+    arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=4")
     process = started(tmp_path, *arguments)
     folder = tmp_path / "outputs/x"
     wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
@@ -386,7 +389,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
-    assert report["epochs"] == 6
+    assert report["epochs"] == 4
     assert f"{before.epoch} epochs and {before.step} steps are done" in done.stdout
     assert before.top1 is not None
     assert report["top1"] > before.top1

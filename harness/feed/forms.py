@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -12,7 +13,11 @@ from harness.feed.order import Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
 from harness.runtime.distributed import World
+from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
+
+
+_log = logging.getLogger(LOGGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +30,10 @@ class Feeds:
 
     def settings(self, limits: Limits) -> FeedSettings:
         """The training feed's settings before any tuning."""
-        return train_settings(self.config.loader, limits, pinnable=self.world.device.type == "cuda")
+        pinnable = self.world.device.type == "cuda"
+        if self.config.loader.pin_memory and not pinnable:  # accepted, so that a sweep over it runs anywhere
+            _log.warning("loader.pin_memory=true has no effect on %s: there is no copy to a device", self.world.device.type)
+        return train_settings(self.config.loader, limits, pinnable)
 
     def steps_per_epoch(self) -> int:
         """Optimizer updates in one epoch."""

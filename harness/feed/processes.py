@@ -124,7 +124,7 @@ class ProcessFeed:
             pin_memory=s.pin_memory,
             prefetch_factor=s.prefetch_factor,
             persistent_workers=s.persistent_workers,
-            timeout=s.timeout_s if s.num_workers else 0,
+            timeout=min(_POLL_S, s.timeout_s or _POLL_S) if s.num_workers else 0,
             worker_init_fn=_enter_worker if s.num_workers else None,
             multiprocessing_context=multiprocessing.get_context(s.start_method) if s.num_workers else None,
             generator=torch.Generator(),
@@ -199,7 +199,7 @@ def _loader_error(error: Exception, settings: FeedSettings) -> LoaderError:
             f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage does; raise the time, "
             "or find the sample with loader.num_workers=0"
         )
-    text = str(error).splitlines()[0].rstrip(".")
+    text = str(error).splitlines()[0].rstrip(". ")
     return LoaderError(
         f"{text}: a worker died, or its batch could not be handed over (out of memory, full /dev/shm, too many open files); "
         "lower loader.num_workers or loader.batch_size"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,6 +68,12 @@ class World:
         box = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(box, op=dist.ReduceOp.MIN)
         return float(box)
+
+    def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every rank the first rank's ``tensors``, in place."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

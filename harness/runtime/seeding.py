@@ -6,6 +6,7 @@ tuning cannot change what the model sees. Torch's global generators serve the ne
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -35,11 +36,20 @@ def _packed(stream: int, seed: int, epoch: int, index: int) -> int:
     return (stream << 112) | (seed << 80) | (epoch << 48) | index
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's global generators, those of all devices among them."""
+def seed_everything(seed: int, deterministic: bool = False) -> None:
+    """Seed Python's, numpy's and torch's global generators, those of all devices among them.
+
+    Args:
+        seed: the run's seed.
+        deterministic: let torch use deterministic kernels only; else cuDNN may choose its kernels by trying them.
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
 
 
 def random_state() -> dict[str, Any]:

@@ -115,6 +115,7 @@ class Engine:
     def evaluate(self, epoch: int) -> Evaluation:
         """Evaluate once, log it and give the validation feed's workers back."""
         with self.watch.clock.pause("evaluate"):
+            self.world.copy_from_first(self.state.network.buffers())  # each rank has norms' statistics of its own
             result = evaluate(self.state.network, self.val_batches, self.world, self.step.autocast)
             self.val_batches.close()
             self.val_feed.close()

@@ -187,7 +187,8 @@ def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(make_fee
     next(batches)
     worker = workers()[0]
     worker.kill()
-    worker.join(10)
+    while psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE:  # torch's own handler of SIGCHLD would raise here
+        time.sleep(0.01)
     with pytest.raises(LoaderError, match="worker"):
         list(batches)
 
@@ -232,6 +233,15 @@ def test_persistent_workers_serve_every_epoch(make_feed: MakeFeed) -> None:
     feed.close()
     assert_same(list(feed), list(make_feed(0)))
     assert first.isdisjoint(worker.pid for worker in workers())
+
+
+def test_workers_that_sleep_at_the_start_of_an_epoch_are_replaced(make_feed: MakeFeed, quick: None) -> None:
+    """Persistent workers that do not answer at once cost a new start, and neither the run nor a batch."""
+    feed = make_feed(2, persistent_workers=True)
+    list(feed)
+    for worker in workers():
+        os.kill(worker.pid or 0, signal.SIGSTOP)
+    assert_same(list(feed), list(make_feed(0)))
 
 
 def test_close_ends_a_worker_that_hangs(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:

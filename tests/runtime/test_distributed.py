@@ -186,6 +186,7 @@ def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (first["own"], second["own"]) == ([1.0, 10.0], [2.0, 20.0])
     for found in (first, second):
         assert found["total"] == [3.0, 30.0]
+        assert found["copied"] == [0.0, 0.0]
         assert found["agreed"] == {"rank": 0}
         assert (found["largest"], found["smallest"], found["threads"]) == (15, 0.1, 1)
 

@@ -1,0 +1,43 @@
+"""What a run is watched with, and the refusal to train on a CPU beside a GPU that torch cannot use."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.config import Config, ConfigError
+from harness.runtime.distributed import World
+from harness.watch import station
+
+CPU = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names driver, GPU and build; an explicit device=cpu or a hidden GPU goes on."""
+    monkeypatch.setattr(station, "nvml_sees_gpu", lambda: ("550.54", ["NVIDIA Test GPU"]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match=r"device=auto: the driver \(550\.54\) has NVIDIA Test GPU, but torch .* device=cpu"):
+        station.refuse_hidden_gpu(Config(), CPU)
+    station.refuse_hidden_gpu(Config(device="cpu"), CPU)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    station.refuse_hidden_gpu(Config(), CPU)
+
+
+def test_without_a_gpu_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No driver, no question."""
+    monkeypatch.setattr(station, "nvml_sees_gpu", lambda: None)
+    station.refuse_hidden_gpu(Config(), CPU)
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    """Other ranks have a clock and nothing else; no thread is left behind the block."""
+    before = threading.active_count()
+    with station.watched(Config(), World(1, 2, 1, 2, torch.device("cpu")), tmp_path, None) as watch:
+        assert (watch.board, watch.sampler) == (None, None)
+    with station.watched(Config(), CPU, tmp_path, None) as watch:
+        assert watch.board is not None
+        assert watch.sampler is not None
+    assert threading.active_count() == before
