@@ -355,13 +355,12 @@ def _check_together(c: Config) -> None:
     """Refuse settings that contradict each other or have no effect together."""
     load_, val = c.loader, c.loader.val
     val_workers = load_.num_workers if val.num_workers is None else val.num_workers
-    searched = load_.autotune
     plain_augment, steps = AugmentConfig(), c.profile.steps
     refused = (
-        (load_.num_workers == 0 and load_.prefetch_factor is not None and not searched,
+        (load_.num_workers == 0 and load_.prefetch_factor is not None,
          f"loader.prefetch_factor={load_.prefetch_factor}: has no effect with loader.num_workers=0; set it to null or "
          "loader.num_workers to 1 or more"),
-        (load_.num_workers == 0 and load_.persistent_workers is True and not searched,
+        (load_.num_workers == 0 and load_.persistent_workers is True,
          "loader.persistent_workers=true: has no effect with loader.num_workers=0; set it to null or loader.num_workers "
          "to 1 or more"),
         (val_workers == 0 and val.prefetch_factor is not None,

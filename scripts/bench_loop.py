@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def in_turns(pairs: int, harness: Epoch, loops: Sequence[Epoch], device: torch.d
     for run in sides.values():  # kernels are chosen, memory is reserved
         run()
     for pair in range(pairs):
+        print(f"pair {pair + 1} of {pairs}", file=sys.stderr) if pair % 10 == 9 else None
         for couple in (("harness", "hand_written"), ("control_a", "control_b")):
             for name in couple if pair % 2 == 0 else reversed(couple):
                 gc.collect()  # or one side would clear up after another
@@ -176,7 +178,8 @@ def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
         with harness_engine(config, batches, world, Path(place)) as engine:
             # fit() would add the evaluation and the checkpoint; the claim is about the epoch alone
             epoch = lambda: engine._train_epoch(engine.state.epoch)
-            seconds = in_turns(pairs, epoch, [loop.epoch for loop in loops], world.device)
+            with redirect_stdout(io.StringIO()):  # its lines of progress are written, but nobody wants to read them
+                seconds = in_turns(pairs, epoch, [loop.epoch for loop in loops], world.device)
             difference = largest_difference(engine.state.network, loops[0].network)
         found = machine()
     return {

@@ -131,11 +131,6 @@ def test_every_setting_has_a_sentence() -> None:
         assert f"  {path}=" in schema.help_text()
 
 
-def test_impossible_pair_may_stand_where_tuning_decides(composed: Callable[..., Config]) -> None:
-    """With autotune, a prefetch_factor beside num_workers=0 is a wish for the settings that the search tries."""
-    assert composed("loader.num_workers=0", "loader.prefetch_factor=4", "loader.autotune=true").loader.prefetch_factor == 4
-
-
 def test_config_error_is_a_value_error() -> None:
     """The library's users catch ValueError."""
     assert issubclass(ConfigError, ValueError)

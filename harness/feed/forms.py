@@ -16,7 +16,6 @@ from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 
-
 _log = logging.getLogger(LOGGER)
 
 
