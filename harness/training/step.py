@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,10 @@ class Step:
             self.model = DistributedDataParallel(
                 state.network, device_ids=[world.device] if world.device.type == "cuda" else None
             )
-        zero = torch.zeros((), device=world.device)
-        self._loss, self._finite, self._skipped, self._streak, self._worst = (zero.clone() for _ in range(5))
-        state.optimizer.register_step_pre_hook(self._count_skipped)
+        self._losses: list[Tensor] = []  # on the device, until they are read together
+        self._found_inf: list[Tensor] = []
+        self._streak = 0
+        state.optimizer.register_step_pre_hook(self._note_found_inf)
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
         """Train on one of the ``parts`` batches of an update; the last one makes the update."""
@@ -67,16 +69,21 @@ class Step:
             with self.autocast():
                 loss = F.cross_entropy(self.model(images), labels, label_smoothing=self._smoothing)
             self.state.scaler.scale(loss / parts if parts > 1 else loss).backward()
-        self._note_loss(loss.detach())
+        self._losses.append(loss.detach())
         if last:
             self._update()
 
     def read(self) -> StepFigures:
         """The figures since the last call. The host waits here for the device: call it once a window, not once a step."""
-        loss, finite, skipped, worst = torch.stack((self._loss, self._finite, self._skipped, self._worst)).tolist()
-        for total in (self._loss, self._finite, self._skipped, self._worst):
-            total.zero_()
-        return StepFigures(loss / finite if finite else None, int(skipped), int(worst))
+        noted, count = [*self._losses, *self._found_inf], len(self._losses)
+        values = torch.stack(noted).tolist() if noted else []
+        self._losses, self._found_inf = [], []
+        finite = [loss for loss in values[:count] if math.isfinite(loss)]
+        skipped = worst = 0
+        for found in values[count:]:
+            self._streak = self._streak + 1 if found else 0
+            skipped, worst = skipped + bool(found), max(worst, self._streak)
+        return StepFigures(sum(finite) / len(finite) if finite else None, skipped, worst)
 
     def _update(self) -> None:
         state, scaler = self.state, self.state.scaler
@@ -89,16 +96,10 @@ class Step:
         state.schedule.step()
         state.step += 1
 
-    def _note_loss(self, loss: Tensor) -> None:
-        self._loss += loss.nan_to_num(0.0, 0.0, 0.0)
-        self._finite += loss.isfinite()
-
-    def _count_skipped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _note_found_inf(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = getattr(optimizer, "found_inf", None)  # set by the scaler for the time of the step: 0.0 or 1.0
         if found is not None:
-            self._skipped += found
-            self._streak.add_(1).mul_(found)
-            torch.maximum(self._worst, self._streak, out=self._worst)
+            self._found_inf.append(found)
 
 
 class Autocast:
