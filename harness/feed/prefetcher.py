@@ -132,6 +132,9 @@ class _Mover:
         images, labels = batch[0], batch[1]
         timed = self._timed and images.device != self.device
         on_cuda = self.device.type == "cuda"
+        if self.stream is not None and images.is_cuda:  # the loader's own GPU work may still write to it
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            images.record_stream(self.stream)
         with self._side():
             start = torch.cuda.Event(enable_timing=True) if timed else None
             end = torch.cuda.Event(enable_timing=True) if timed else None
