@@ -27,31 +27,18 @@ class Board:
     """Writes a run's figures into its folder; a context manager.
 
     A write that fails (a full disk) costs what it would have written and no more: one warning, ``dropped`` counts, files
-    keep whole records only, training goes on, and later writes succeed again once there is room. Every record reaches the
-    kernel at once, so that a killed process loses none.
-
-    Args:
-        folder: the run's folder.
-        tensorboard: write the event file too.
-        resumed_step: the step of the checkpoint that the run goes on from; later steps that the folder already has are
-            taken out of ``metrics.jsonl`` and hidden from TensorBoard. None: what is in the folder stays.
-        now: the clock of ``time_s``, in seconds.
+    keep whole records only, and once there is room writes succeed again. A killed process loses no record. Where the run
+    goes on from a checkpoint, what ``folder`` has of steps after ``resumed_step`` gives way, in TensorBoard too.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        tensorboard: bool,
-        resumed_step: int | None = None,
-        now: Callable[[], float] = time.monotonic,
+        self, folder: Path, *, tensorboard: bool, resumed_step: int | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.dropped = 0
         self._step = 0  # the last one logged
         self._folder, self._now, self._began = folder, now, now()
-        metrics = folder / "metrics.jsonl"
-        self._guarded(lambda: _drop_lines_after(metrics, resumed_step), metrics)
-        self._metrics = _Records(metrics)
+        self._metrics = _Records(folder / "metrics.jsonl")
+        self._guarded(self._metrics.path, lambda: _drop_lines_after(self._metrics.path, resumed_step))
         self._events = _EventFile(folder, resumed_step) if tensorboard else None
 
     def __enter__(self) -> Self:
@@ -61,15 +48,10 @@ class Board:
         self.close()
 
     def scalars(self, step: int, figures: Mapping[str, Figure], *, epoch: int | None = None) -> None:
-        """Log figures at a step.
+        """Log figures by tag after ``step`` optimizer updates.
 
-        A ``Spread`` becomes ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max``; None is left out. In ``metrics.jsonl``,
-        which has no word for them, NaN and infinities are ``null``.
-
-        Args:
-            step: optimizer updates so far.
-            figures: value by tag.
-            epoch: the running epoch.
+        A ``Spread`` becomes ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max``, because TensorBoard keeps 1,000 random points of
+        a tag and would lose a lone slow step. None is left out; what is not finite is ``null`` in ``metrics.jsonl``.
         """
         self._step = step
         flat: dict[str, float] = {}
@@ -80,40 +62,34 @@ class Board:
                 flat[str(tag)] = figure
         line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **flat}
         data = f"{json.dumps(_plain(line), allow_nan=False)}\n".encode()
-        self._guarded(lambda: self._metrics.append(data), self._metrics.path)
-        if events := self._events:
-            self._guarded(lambda: events.scalars(step, flat), events.records.path)
+        self._guarded(self._metrics.path, lambda: self._metrics.append(data))
+        self._event(lambda events: events.scalars(step, flat))
 
     def text(self, tag: str, markdown: str) -> None:
         """Put a text on TensorBoard's text page."""
-        if events := self._events:
-            self._guarded(lambda: events.text(tag, markdown), events.records.path)
+        self._event(lambda events: events.text(tag, markdown))
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
-        """Make the run a row of TensorBoard's HParams page; once, at its end.
-
-        The page has the columns of whichever run it reads first: give the same names in every run of a sweep.
-
-        Args:
-            settings: value by dotted name.
-            metrics: results by tag, each a tag of its own; None leaves the cell empty.
-        """
-        if events := self._events:
-            self._guarded(lambda: events.hparams(self._step, settings, metrics), events.records.path)
+        """Make the run a row of TensorBoard's HParams page; every run of a sweep must give the same names."""
+        self._event(lambda events: events.hparams(self._step, settings, metrics))
 
     def report(self, report: Mapping[str, Any]) -> None:
         """Write ``report.json``, whole or not at all; dataclasses become objects without the fields that are None."""
         path = self._folder / "report.json"
         text = json.dumps(_plain(report), indent=2, allow_nan=False) + "\n"
-        self._guarded(lambda: _replace(path, text.encode()), path)
+        self._guarded(path, lambda: _replace(path, text.encode()))
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         self._metrics.close()
         if self._events:
-            self._events.records.close()
+            self._events.close()
 
-    def _guarded(self, write: Callable[[], None], path: Path) -> None:
+    def _event(self, write: Callable[[_EventFile], None]) -> None:
+        if events := self._events:
+            self._guarded(events.path, lambda: write(events))
+
+    def _guarded(self, path: Path, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
@@ -124,72 +100,63 @@ class Board:
 
 
 class _Records:
-    """A file that is only appended to, one whole record per write."""
+    """A file that is only appended to, one whole record per write, behind ``head``."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.head = path, b""
         self._handle: int | None = None
-        self._closed = False
 
     def append(self, data: bytes) -> None:
         """Append one record; when it does not fit, the file stays as it was."""
-        assert not self._closed, f"{self.path} is closed"
+        data = self.head + data
         if self._handle is None:
             self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         before = os.fstat(self._handle).st_size
         if (written := os.write(self._handle, data)) < len(data):
             os.ftruncate(self._handle, before)
             raise OSError(f"only {written} of {len(data)} bytes were written")
+        self.head = b""
 
     def close(self) -> None:
-        self._closed = True
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
-class _EventFile:
+class _EventFile(_Records):
     """TensorBoard's event file.
 
-    ``SummaryWriter`` would do, but for its thread: that dies of the first full disk with a traceback on the terminal, never
-    writes again, and keeps up to two minutes of figures in memory.
+    ``SummaryWriter`` would do, but for its thread: that dies of the first full disk and keeps minutes of figures in memory.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
         from torch.utils.tensorboard import summary
 
-        self._event_pb2, self._summary_pb2, self._framing = event_pb2, summary_pb2, RecordWriter
+        super().__init__(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}")
+        self._event, self._framing = Event, RecordWriter
         self._summary: Any = summary
-        self.records = _Records(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}")
-        self._head = self._record(file_version="brain.Event:2")
+        self.head = self._record(file_version="brain.Event:2")
         if resumed_step is not None:  # TensorBoard hides what the folder's older files have from this step on
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._head += self._record(step=resumed_step + 1, session_log=start)
+            self.head += self._record(step=resumed_step + 1, session_log={"status": "START"})
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        make = self._summary_pb2.Summary.Value
-        values = [make(tag=tag, simple_value=figure) for tag, figure in figures.items()]
-        self._append(self._record(step=step, summary=self._summary_pb2.Summary(value=values)))
+        values = [{"tag": tag, "simple_value": figure} for tag, figure in figures.items()]
+        self.append(self._record(step=step, summary={"value": values}))
 
     def text(self, tag: str, markdown: str) -> None:
-        self._append(self._record(summary=self._summary.text(tag, markdown)))
+        self.append(self._record(summary=self._summary.text(tag, markdown)))
 
     def hparams(self, step: int, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         plain = {name: _hparam(value) for name, value in settings.items()}
         summaries = self._summary.hparams(plain, dict(metrics))  # of the experiment, the session's start and its end
-        self._append(b"".join(self._record(summary=summary) for summary in summaries))
+        self.append(b"".join(self._record(summary=summary) for summary in summaries))
         self.scalars(step, {tag: value for tag, value in metrics.items() if value is not None})
-
-    def _append(self, data: bytes) -> None:
-        self.records.append(self._head + data)
-        self._head = b""
 
     def _record(self, **fields: Any) -> bytes:
         framed = io.BytesIO()
-        event = self._event_pb2.Event(wall_time=time.time(), **fields)
-        self._framing(framed).write(event.SerializeToString())
+        self._framing(framed).write(self._event(wall_time=time.time(), **fields).SerializeToString())
         return framed.getvalue()
 
 
@@ -231,10 +198,7 @@ def _plain(value: Any) -> Any:
 
 def _drop_lines_after(path: Path, step: int | None) -> None:
     """Take out the lines of later steps, and a last one that was cut off."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return
+    data = path.read_bytes() if path.exists() else b""
     lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
     kept = b"".join(line for line in lines if step is None or json.loads(line)["step"] <= step)
     if kept != data:
@@ -249,6 +213,5 @@ def _replace(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise

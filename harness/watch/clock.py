@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.watch.figures import Ledger, Window
@@ -19,21 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Batch = TypeVar("Batch")
-
-
-class _Block:
-    """A reusable context manager: a generator-based one would cost more than all else that the clock does in a step."""
-
-    __slots__ = ("_enter", "_leave")
-
-    def __init__(self, enter: Callable[[], None], leave: Callable[[bool], None]) -> None:
-        self._enter, self._leave = enter, leave
-
-    def __enter__(self) -> None:
-        self._enter()
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._leave(kind is None)
+_END: Any = object()
 
 
 class StepClock:
@@ -41,23 +27,20 @@ class StepClock:
 
     The loop puts ``waiting()`` around ``next()`` on its feed and ``computing()`` around forward to optimizer step, and
     calls ``step`` at the end of each; or it lets ``watch`` do all three. No step synchronises: on CUDA ``computing()``
-    records two events from a ring of ``slots`` pairs, which are read some steps later, once ``query()`` says that they
-    have come. Where no pair is free the block goes unmeasured and is counted in ``Window.dropped``. Memory is fixed.
-
-    ``stall_fraction``, over the ``computing()`` blocks i on the device's time line::
+    records two events from a ring of ``slots`` pairs, which are read some steps later, once they have come; where no pair
+    is free the block goes unmeasured. Over the ``computing()`` blocks i on the device's time line::
 
         gap_i   = start of compute i - end of compute i-1          (after a pause not known, and left out)
         stall_i = min(gap_i, exposed_copy_i + data_wait_i)
         stall_fraction = sum(stall_i) / sum(gap_i + compute_i)
 
     where exposed_copy_i is the part of the gap in which a batch's copy ran, and data_wait_i the host time blocked on the
-    feed between the two blocks. It errs to the high side: a wait counts as if all of it lay inside the gap, and so do the
-    microseconds that a ready ``next()`` takes. Without device events the stall is ``data_wait_fraction``, and
-    ``stall_basis`` says ``host``. A step's device figures may fall into the window after its own.
+    feed between the two blocks. It errs to the high side: a wait counts as if all of it lay inside the gap. Without device
+    events the stall is ``data_wait_fraction``. A step's device figures may fall into the window after its own.
 
     Args:
         device: where the network runs.
-        slots: pairs of events, so the number of ``computing()`` blocks that the host may be ahead of the device.
+        slots: the number of ``computing()`` blocks that the host may be ahead of the device.
         now: a monotonic clock in seconds.
         event: makes timing events; None: CUDA's on a CUDA device, else none.
     """
@@ -79,43 +62,64 @@ class StepClock:
         self._now = now
         self._timeline = Timeline(slots, event, stream) if event else None
         self._times_compute = kind == "cpu" and not event  # when a call returns, a CPU has done its work; MPS has not
-        self._waiting = _Block(self._begin_wait, self._end_wait)
-        self._computing = _Block(self._begin_compute, self._end_compute)
         self._ledger, self._closed = Ledger(), Ledger()
         self._mark: float | None = None  # when the running step began; None outside
         self._first = True  # the running step is an epoch's first
         self._wait_s = self._block_wait_s = self._compute_s = 0.0  # in this step, since its last block, in this step
-        self._wait_depth = self._compute_depth = self._pause_depth = 0
-        self._wait_since = self._compute_since = self._pause_since = self._paused_s = 0.0
+        self._in_wait = self._in_compute = False
+        self._pause_since: float | None = None
+        self._paused_s = 0.0
 
-    def waiting(self) -> _Block:
-        """A context manager around ``next()`` on the feed: its host time is data wait."""
-        return self._waiting
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the host time inside the block, around ``next()`` on the feed, as data wait."""
+        if self._in_wait or self._pause_since is not None:  # a feed and its loop may both tell
+            yield
+            return
+        self._in_wait, began = True, self._begin()
+        try:
+            yield
+        finally:
+            self._in_wait, waited = False, self._active() - began
+            self._wait_s += waited
+            self._block_wait_s += waited
 
-    def computing(self) -> _Block:
-        """A context manager around forward, backward and optimizer step; several in one step add up.
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Measure the block, around forward, backward and optimizer step; several in one step add up.
 
         Enter it with the network's stream as the current one. A block that raises is not measured on the device.
         """
-        return self._computing
+        if self._in_compute or self._pause_since is not None:
+            yield
+            return
+        self._in_compute, began = True, self._begin()
+        wait_s, self._block_wait_s = self._block_wait_s, 0.0
+        try:
+            with self._timeline.block(self._ledger, wait_s=wait_s, first=self._first) if self._timeline else nullcontext():
+                yield
+        finally:
+            self._in_compute = False
+            if self._times_compute:
+                self._compute_s += self._active() - began
 
     def copied(self, start: TimingEvent, end: TimingEvent) -> None:
         """Take the two recorded events around one batch's copy; the caller must not record them again."""
-        if self._timeline and not self._pause_depth:
+        if self._timeline and self._pause_since is None:
             self._timeline.copied(start, end)
 
     def start_epoch(self) -> None:
         """Keep the next step apart as an epoch's first."""
-        if not self._pause_depth:
+        if self._pause_since is None:
             self._first = True
-            self._start()
+            self._begin()
 
     def step(self, images: int) -> None:
         """End a step in which this rank used ``images`` images."""
-        if self._pause_depth:
+        if self._pause_since is not None:
             return
         now, ledger = self._active(), self._ledger
-        took, self._mark = now - self._start(), now
+        took, self._mark = now - (now if self._mark is None else self._mark), now
         if self._first:
             ledger.first_steps += 1
             ledger.first_s += took
@@ -138,51 +142,47 @@ class StepClock:
     def pause(self, name: str) -> Iterator[None]:
         """Keep the time inside the block out of all steps, under ``name``; what the clock is told inside does not count.
 
-        In a pause inside a pause the outer name counts. The device first finishes the steps so far (the host waits for
-        it here), and that time is booked to them and not to the pause.
+        The device first finishes the steps so far (the host waits for it here), and that time is booked to them.
         """
-        if self._pause_depth == 0:
-            self._settle()
-            self._pause_since = self._now()
-        self._pause_depth += 1
+        if self._pause_since is not None:
+            yield
+            return
+        before = self._active()
+        if self._timeline:
+            self._timeline.finish()
+        self._pause_since = self._now()
+        if self._mark is not None:
+            self._ledger.elapsed_s += self._active() - before
+            self._mark += self._active() - before
         try:
             yield
         finally:
-            self._pause_depth -= 1
-            if self._pause_depth == 0:
-                took = self._now() - self._pause_since
-                self._paused_s += took
-                self._ledger.pauses_s[name] = self._ledger.pauses_s.get(name, 0.0) + took
+            took, self._pause_since = self._now() - self._pause_since, None
+            self._paused_s += took
+            self._ledger.pauses_s[name] = self._ledger.pauses_s.get(name, 0.0) + took
 
     def watch(self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None) -> Iterator[Batch]:
         """Yield one epoch of ``batches``, with the body of the caller's loop as the step.
 
-        One changed line gives a plain loop its figures: ``for images, labels in clock.watch(loader):``. Time before and
-        after the loop does not count, nor does a step that ``break`` or an exception leaves.
-
-        Args:
-            batches: a loader, or any other iterable.
-            images: the number of images in a batch; None: the length of its first tensor.
+        ``images`` counts a batch's images; by default it is the length of the first tensor. Time before and after the loop
+        does not count, nor does a step that ``break`` or an exception leaves.
         """
-        if self._pause_depth:
-            yield from batches
-            return
         self.start_epoch()
         try:
-            with self._waiting:
+            with self.waiting():
                 iterator = iter(batches)
             while True:
-                with self._waiting:
-                    try:
-                        batch = next(iterator)
-                    except StopIteration:
-                        return
+                with self.waiting():
+                    batch = next(iterator, _END)
+                if batch is _END:
+                    return
                 count = (images or _images_in)(batch)
-                with self._computing:
+                with self.computing():
                     yield batch
                 self.step(count)
         finally:
-            self._mark = None
+            if self._pause_since is None:
+                self._mark = None
 
     def close_window(self) -> Window | None:
         """The figures since the last call; None where no step has ended since. Never waits for the device."""
@@ -198,72 +198,22 @@ class StepClock:
         """The figures of the whole run so far, with those of the open window. Never waits for the device."""
         if self._timeline:
             self._timeline.read(self._ledger)
-        whole = Ledger()
-        whole.merge(self._closed)
+        whole = deepcopy(self._closed)
         whole.merge(self._ledger)
         return whole.window()
 
     def _active(self) -> float:
         """A clock in seconds that stands still in pauses."""
-        return (self._pause_since if self._pause_depth else self._now()) - self._paused_s
+        return (self._now() if self._pause_since is None else self._pause_since) - self._paused_s
 
-    def _start(self) -> float:
-        """When the running step began: now, if none runs."""
-        if self._mark is None:
-            self._mark = self._active()
-        return self._mark
-
-    def _begin_wait(self) -> None:
-        self._start()
-        if self._wait_depth == 0:
-            self._wait_since = self._active()
-        self._wait_depth += 1
-
-    def _end_wait(self, _succeeded: bool) -> None:
-        self._wait_depth -= 1
-        if self._wait_depth == 0:
-            waited = self._active() - self._wait_since
-            self._wait_s += waited
-            self._block_wait_s += waited
-
-    def _begin_compute(self) -> None:
-        self._start()
-        self._compute_depth += 1
-        if self._compute_depth > 1 or self._pause_depth:
-            return
-        if self._times_compute:
-            self._compute_since = self._active()
-        if self._timeline:
-            self._timeline.begin(self._ledger, wait_s=self._block_wait_s, first=self._first)
-        self._block_wait_s = 0.0
-
-    def _end_compute(self, succeeded: bool) -> None:
-        self._compute_depth -= 1
-        if self._compute_depth or self._pause_depth:
-            return
-        if self._times_compute:
-            self._compute_s += self._active() - self._compute_since
-        if self._timeline and succeeded:
-            self._timeline.end()
-        elif self._timeline:
-            self._timeline.interrupt()
-
-    def _settle(self) -> None:
-        """Let the device finish the steps so far, and book that time to them."""
-        if self._timeline:
-            before = self._active()
-            self._timeline.interrupt()
-            self._timeline.finish()
-            if self._mark is not None:
-                waited = self._active() - before
-                self._ledger.elapsed_s += waited
-                self._mark += waited
+    def _begin(self) -> float:
+        """The active clock; the running step began now, if none ran."""
+        now = self._active()
+        self._mark = now if self._mark is None else self._mark
+        return now
 
 
 def _images_in(batch: Any) -> int:
-    while isinstance(batch, (tuple, list, dict)):
-        first = next(iter(batch.values() if isinstance(batch, dict) else batch), None)
-        if not hasattr(first, "__len__"):
-            break
-        batch = first
-    return len(batch)
+    items = batch.values() if isinstance(batch, dict) else batch
+    first = next(iter(items), None) if isinstance(batch, (tuple, list, dict)) else None
+    return _images_in(first) if hasattr(first, "__len__") else len(batch)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from harness.runtime.errors import printable
@@ -28,7 +27,7 @@ _busy = False  # a progress() is open
 
 
 def set_quiet(quiet: bool) -> None:
-    """Print nothing from now on (every rank but 0), or again; the log is written in any case."""
+    """Print nothing from now on, or again; the log is written in any case."""
     global _quiet
     _quiet = quiet
 
@@ -43,111 +42,80 @@ def say(text: str) -> None:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, and log it; every row has as many cells as there are columns."""
     cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
-    assert all(len(row) == len(columns) for row in cells)
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    for line in (printable(title), *lines):
-        _log.info("%s", line)
-    if not _on_terminal():
-        for line in (printable(title), *lines):
-            _print(line)
-    elif not _quiet:
-        drawn = Table(title=Text(printable(title)), title_justify="left")
-        for name in cells[0]:
-            drawn.add_column(Text(name))
-        for row in cells[1:]:
-            drawn.add_row(*(Text(cell) for cell in row))
-        _console.print(drawn)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    say(title)
+    for row in cells:
+        say("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 class Bar:
-    """Progress that nobody sees: on other ranks, and inside another progress."""
+    """Progress of long work, which ``show`` lets the user see."""
+
+    def __init__(self, description: str, total: int | None, unit: str, show: Callable[[Bar], object]) -> None:
+        self.done, self.total = 0, total
+        self._description, self._unit, self._show = printable(description), unit, show
 
     def advance(self, n: int = 1) -> None:
         """Note ``n`` more units done."""
+        self.done += n
+        self._show(self)
 
     def describe(self, text: str) -> None:
         """Say what is being done now."""
+        self._description = printable(text)
+        self._show(self)
+
+    def __str__(self) -> str:
+        counts = [n for n in (self.done, self.total) if n is not None]
+        shown, unit = ([f"{n / 1e6:.1f}" for n in counts], "MB") if self._unit == "B" else (map(str, counts), self._unit)
+        return f"{self._description}: {' of '.join(shown)} {unit}"
 
 
-class _LiveBar(Bar):
-    def __init__(self, live: Progress, description: str, total: int | None, unit: str) -> None:
-        self._live, self._total, self._unit, self._done = live, total, unit, 0
-        self._task = live.add_task(_unmarked(description), total=total, counted="")
-        self.advance(0)
-
-    def advance(self, n: int = 1) -> None:
-        self._done += n
-        self._live.update(self._task, advance=n, counted=_counted(self._done, self._total, self._unit))
-
-    def describe(self, text: str) -> None:
-        self._live.update(self._task, description=_unmarked(text))
-
-
-class _LineBar(Bar):
+class _Lines:
     """A line at most every tenth of the work and every 5 s, and one at the end; none for work under a second."""
 
-    def __init__(self, description: str, total: int | None, unit: str, now: Callable[[], float]) -> None:
-        self._description, self._total, self._unit, self._now = description, total, unit, now
-        self._done = self._said_done = 0
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._said_done = now, 0
         self._began = self._said = now()
 
-    def advance(self, n: int = 1) -> None:
-        self._done += n
-        if self._now() - self._said >= 5 and (self._done - self._said_done) * 10 >= (self._total or 0):
-            self._say("")
+    def __call__(self, bar: Bar) -> None:
+        if self._now() - self._said >= 5 and (bar.done - self._said_done) * 10 >= (bar.total or 1):
+            self._said, self._said_done = self._now(), bar.done
+            _print(str(bar))
 
-    def describe(self, text: str) -> None:
-        self._description = text
-
-    def end(self) -> None:
+    def end(self, bar: Bar) -> None:
         took = self._now() - self._began
-        if took >= 1 and self._done > self._said_done:
-            self._say(f" in {took:.0f} s")
-
-    def _say(self, suffix: str) -> None:
-        self._said, self._said_done = self._now(), self._done
-        _print(f"{printable(self._description)}: {_counted(self._done, self._total, self._unit)}{suffix}")
+        if took >= 1 and bar.done > self._said_done:
+            _print(f"{bar} in {took:.0f} s")
 
 
 @contextmanager
 def progress(description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic) -> Iterator[Bar]:
     """Show how far long work is, inside the block: a bar on a terminal, a few plain lines in a pipe.
 
-    Inside another ``progress`` it shows nothing.
-
-    Args:
-        description: what is being done.
-        total: units in all; None: not known.
-        unit: what is counted, in the plural; B for bytes, which are shown in millions.
-        now: a monotonic clock in seconds.
+    Inside another ``progress`` it shows nothing. ``total`` is None where it is not known; ``unit`` is what is counted, in the
+    plural, or B for bytes, which are shown in millions.
     """
     global _busy
     if _quiet or _busy:
-        yield Bar()
+        yield Bar(description, total, unit, lambda bar: None)
         return
     _busy = True
     try:
         if _on_terminal():
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[counted]}"))
-            with Progress(*columns, TimeRemainingColumn(), console=_console, transient=True) as live:
-                yield _LiveBar(live, description, total, unit)
+            columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
+            with Progress(*columns, console=_console, transient=True) as live:
+                task = live.add_task("", total=total)
+                bar = Bar(description, total, unit, lambda b: live.update(task, description=str(b), completed=b.done))
+                bar.advance(0)
+                yield bar
         else:
-            lines = _LineBar(description, total, unit, now)
-            yield lines
-            lines.end()
+            lines = _Lines(now)
+            bar = Bar(description, total, unit, lines)
+            yield bar
+            lines.end(bar)
     finally:
         _busy = False
-
-
-def _counted(done: int, total: int | None, unit: str) -> str:
-    if unit == "B":
-        return f"{done / 1e6:.1f} MB" if total is None else f"{done / 1e6:.1f} of {total / 1e6:.1f} MB"
-    return f"{done} {unit}" if total is None else f"{done} of {total} {unit}"
-
-
-def _unmarked(text: str) -> str:
-    return printable(text).replace("[", r"\[")
 
 
 def _on_terminal() -> bool:

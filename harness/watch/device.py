@@ -28,25 +28,46 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
         nvml.nvmlShutdown()
 
 
-class GpuSource:
+class Source:
+    """Figures that can be read at any time; one that fails is given up for the rest of the run, with one line in the log."""
+
+    _level = logging.INFO
+    _reads: dict[Tag, Callable[[], float | None]]
+
+    def sample(self) -> dict[str, float]:
+        """What can be had now, by tag."""
+        found: dict[str, float] = {}
+        for tag, read in list(self._reads.items()):
+            try:
+                value = read()
+            except Exception as error:  # whatever a driver or a kernel comes up with, training goes on
+                del self._reads[tag]
+                _log.log(self._level, "no %s from here on: %s", tag, error)
+            else:
+                found |= {} if value is None else {tag: value}
+        return found
+
+
+class GpuSource(Source):
     """Utilisation, memory and power of one GPU.
 
-    ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any kernel ran, whoever's; it says
-    nothing about how much of the GPU that kernel filled.
-
-    Args:
-        uuid: ``str(torch.cuda.get_device_properties(device).uuid)``. An index would not do: NVML counts all GPUs, and
-            CUDA those in CUDA_VISIBLE_DEVICES.
+    ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any kernel ran, whoever's, however
+    little it filled. ``uuid`` is torch's: an index would not do, CUDA counts only what CUDA_VISIBLE_DEVICES shows.
     """
 
+    _level = logging.WARNING
+
     def __init__(self, uuid: str) -> None:
-        self._reads: dict[str, Callable[[], float]] = {}
-        self._nvml = nvml = _started()
+        self._reads = {}
+        nvml = _started()
         if nvml is None:
             _log.warning("no GPU figures: NVML is not there (no driver, or nvidia-ml-py is not installed)")
             return
         try:
-            handle = self._handle(uuid)
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            except nvml.NVMLError:
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
         except nvml.NVMLError as error:
             _log.warning("no GPU figures: NVML does not know GPU %s: %s", uuid, error)
             return
@@ -55,23 +76,6 @@ class GpuSource:
             Tag.GPU_MEMORY_USED_BYTES: lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
             Tag.GPU_POWER_W: lambda: float(nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
         }
-
-    def sample(self) -> dict[str, float]:
-        """What can be had now; a figure that fails is given up for the rest of the run, with one warning."""
-        found: dict[str, float] = {}
-        for tag, read in list(self._reads.items()):
-            try:
-                found[tag] = read()
-            except self._nvml.NVMLError as error:
-                del self._reads[tag]
-                _log.warning("no %s from here on: %s", tag, error)
-        return found
-
-    def _handle(self, uuid: str) -> Any:
-        try:
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except self._nvml.NVMLError:
-            return self._nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
 
 def _started() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,20 +32,18 @@ class Sketch:
     __slots__ = ("_counts", "_max")
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts: Counter[int] = Counter()
         self._max = 0.0
 
     def add(self, value_ms: float) -> None:
         """Count one value."""
         clipped = min(max(value_ms, _SMALLEST_MS), _LARGEST_MS)
-        bucket = math.ceil(math.log(clipped) / _LOG_GROWTH)
-        self._counts[bucket] = self._counts.get(bucket, 0) + 1
+        self._counts[math.ceil(math.log(clipped) / _LOG_GROWTH)] += 1
         self._max = max(self._max, value_ms)
 
     def merge(self, other: Sketch) -> None:
         """Count all values of ``other``."""
-        for bucket, count in other._counts.items():
-            self._counts[bucket] = self._counts.get(bucket, 0) + count
+        self._counts.update(other._counts)
         self._max = max(self._max, other._max)
 
     def spread(self) -> Spread | None:
@@ -52,7 +51,7 @@ class Sketch:
         return Spread(self._quantile(0.5), self._quantile(0.95), self._max) if self._counts else None
 
     def _quantile(self, share: float) -> float:
-        left = math.ceil(share * sum(self._counts.values()))
+        left = math.ceil(share * self._counts.total())
         for bucket in sorted(self._counts):
             left -= self._counts[bucket]
             if left <= 0:
@@ -68,43 +67,24 @@ class Window:
     The first step of every epoch is kept apart, because in it workers start, kernels are chosen and networks compiled.
     ``elapsed_s + first_step_s + sum(pauses_s.values())`` is the wall time. A figure that this device cannot give, or that
     no step has given yet, is None.
-
-    Attributes:
-        steps: steps that ended, without first ones.
-        images: images in these steps.
-        elapsed_s: wall time of these steps, without pauses.
-        images_per_s: ``images / elapsed_s``.
-        step_ms: one step. With device events from the end of one step's computing to that of the next, since the host
-            runs ahead of a GPU and its own clock then shows launches; else from the host's clock.
-        data_wait_ms: host time blocked on the feed, per step. Harmless while the device still has queued work.
-        copy_ms: copy of one batch to the device (CUDA only).
-        compute_ms: time within ``computing()``, per step: device time on CUDA, host time on CPU, None elsewhere.
-        data_wait_fraction: sum of data waits / ``elapsed_s``: an upper bound on the harm.
-        stall_fraction: share of the time in which the device had nothing to run for want of data; see ``StepClock``.
-        compute_fraction: time within ``computing()`` / all time, both on the clock that ``stall_basis`` names.
-        stall_basis: ``device`` where the last two come from device events, ``host`` where from the host's clock.
-        first_steps: first steps that ended.
-        first_step_s: wall time of the first steps together, with what lay between two epochs; None where there are none.
-        pauses_s: wall time of the pauses by name.
-        dropped: ``computing()`` blocks without device figures because no slot was free.
     """
 
-    steps: int
-    images: int
-    elapsed_s: float
+    steps: int  # that ended, without first ones
+    images: int  # in these steps
+    elapsed_s: float  # wall time of these steps, without pauses
     images_per_s: float | None
-    step_ms: Spread | None
-    data_wait_ms: Spread | None
-    copy_ms: Spread | None
-    compute_ms: Spread | None
-    data_wait_fraction: float | None
-    stall_fraction: float | None
-    compute_fraction: float | None
-    stall_basis: Literal["host", "device"]
-    first_steps: int
-    first_step_s: float | None
-    pauses_s: Mapping[str, float]
-    dropped: int
+    step_ms: Spread | None  # from one end of computing to the next on the device, where the host runs ahead; else host time
+    data_wait_ms: Spread | None  # host time blocked on the feed, per step: harmless while the device has queued work
+    copy_ms: Spread | None  # one batch to the device (CUDA only)
+    compute_ms: Spread | None  # within ``computing()``, per step: device time on CUDA, host time on CPU, None elsewhere
+    data_wait_fraction: float | None  # of ``elapsed_s``: an upper bound on the harm
+    stall_fraction: float | None  # of the time, the device having nothing to run for want of data; see ``StepClock``
+    compute_fraction: float | None  # of the time, on the clock that ``stall_basis`` names
+    stall_basis: Literal["host", "device"]  # whether the last two come from the host's clock or from device events
+    first_steps: int  # that ended
+    first_step_s: float | None  # wall time of the first steps together, with what lay between two epochs
+    pauses_s: Mapping[str, float]  # wall time by name
+    dropped: int  # ``computing()`` blocks without device figures because no slot was free
 
 
 @dataclass(slots=True)
@@ -136,19 +116,14 @@ class Ledger:
             if isinstance(mine, Sketch):
                 mine.merge(theirs)
             elif isinstance(mine, dict):
-                for key, seconds in theirs.items():
-                    mine[key] = mine.get(key, 0.0) + seconds
+                mine |= {key: mine.get(key, 0.0) + seconds for key, seconds in theirs.items()}
             else:
                 setattr(self, name, mine + theirs)
 
     def window(self) -> Window:
         """The figures that these sums make."""
-        on_device = self.device_s > 0
-        wait, compute = _share(self.wait_s, self.elapsed_s), self.compute.spread()
-        if on_device:
-            computed = _share(self.device_compute_s, self.device_s)
-        else:
-            computed = _share(self.host_compute_s, self.elapsed_s) if compute else None
+        wait, stall = _share(self.wait_s, self.elapsed_s), _share(self.device_stall_s, self.device_s)
+        on_device, on_host = _share(self.device_compute_s, self.device_s), _share(self.host_compute_s, self.elapsed_s)
         return Window(
             steps=self.steps,
             images=self.images,
@@ -157,11 +132,11 @@ class Ledger:
             step_ms=self.device_step.spread() or self.host_step.spread(),
             data_wait_ms=self.wait.spread(),
             copy_ms=self.copy.spread(),
-            compute_ms=compute,
+            compute_ms=self.compute.spread(),
             data_wait_fraction=wait,
-            stall_fraction=_share(self.device_stall_s, self.device_s) if on_device else wait,
-            compute_fraction=computed,
-            stall_basis="device" if on_device else "host",
+            stall_fraction=wait if stall is None else stall,
+            compute_fraction=on_host or None if on_device is None else on_device,
+            stall_basis="host" if stall is None else "device",
             first_steps=self.first_steps,
             first_step_s=self.first_s if self.first_steps else None,
             pauses_s=dict(self.pauses_s),

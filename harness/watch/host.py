@@ -4,76 +4,51 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import psutil
 
 from harness.runtime import limits
-from harness.watch.device import nvml_sees_gpu
+from harness.watch.device import Source, nvml_sees_gpu
 from harness.watch.tags import Tag
 
 
-class Source(Protocol):
-    """Something that can be looked at."""
+class HostSource(Source):
+    """All cores, memory (neither free nor cache) and local disks of the machine, other people's programs among them.
 
-    def sample(self) -> Mapping[str, float]:
-        """Figures by tag; what cannot be had now is absent."""
-
-
-class HostSource:
-    """Processor, memory and disk of the whole machine, other people's programs among them.
-
-    ``host/cpu_fraction`` is of all the machine's cores, also where this process may use fewer; ``host/ram_used_bytes`` is
-    memory that is neither free nor cache; ``host/disk_read_bytes_per_s`` is what local disks read, so neither the page
-    cache nor a network file system. The first and the last are means since the sample before.
+    The cores' and the disks' figures are means since the sample before; the page cache and network file systems are no disks.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._cpu = self._disk = (0.0, 0.0)
+        self._last: dict[Tag, tuple[float, float]] = {}
         self._reads = {
             Tag.CPU_FRACTION: self._cpu_fraction,
             Tag.RAM_USED_BYTES: lambda: float(psutil.virtual_memory().used),
             Tag.DISK_READ_BYTES_PER_S: self._disk_rate,
         }
 
-    def sample(self) -> dict[str, float]:
-        """What can be had now; a figure that fails is given up for the rest of the run, without a word."""
-        found: dict[str, float] = {}
-        for tag, read in list(self._reads.items()):
-            try:
-                value = read()
-            except (
-                OSError,
-                RuntimeError,
-                psutil.Error,
-            ):  # no permission, or no such thing here (psutil raises all three)
-                del self._reads[tag]
-                continue
-            if value is not None:
-                found[tag] = value
-        return found
-
     def _cpu_fraction(self) -> float | None:
         times = psutil.cpu_times()
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # both are in user already
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        (total_before, idle_before), self._cpu = self._cpu, (total, idle)
-        passed = total - total_before
-        return min(1.0, max(0.0, 1 - (idle - idle_before) / passed)) if total_before and passed > 0 else None
+        idle = self._slope(Tag.CPU_FRACTION, total, times.idle + getattr(times, "iowait", 0.0))
+        return None if idle is None else max(0.0, 1 - idle)
 
     def _disk_rate(self) -> float | None:
         counters = psutil.disk_io_counters()
-        if counters is None:
-            return None
-        at, read = self._now(), float(counters.read_bytes)
-        (at_before, read_before), self._disk = self._disk, (at, read)
-        return max(0.0, read - read_before) / (at - at_before) if at_before and at > at_before else None
+        return self._slope(Tag.DISK_READ_BYTES_PER_S, self._now(), float(counters.read_bytes)) if counters else None
+
+    def _slope(self, tag: Tag, at: float, value: float) -> float | None:
+        """The growth of ``value`` per unit of ``at`` since the sample before; None on the first."""
+        at_before, before = self._last.get(tag, (at, value))
+        self._last[tag] = at, value
+        return max(0.0, value - before) / (at - at_before) if at > at_before else None
 
 
 class Sampler:
@@ -117,17 +92,13 @@ class Sampler:
             return {tag: total / count for tag, (total, count) in self._whole.items()}
 
     def _run(self) -> None:
-        while not self._stop.is_set():
+        self.look()
+        while not self._stop.wait(self._interval_s):
             self.look()
-            self._stop.wait(self._interval_s)
 
 
 def environment(device_name: str | None = None) -> dict[str, object]:
-    """What the run ran on, for ``report.json``: versions and hardware; no names of hosts, users or folders.
-
-    Args:
-        device_name: ``torch.cuda.get_device_name(device)``; None on other devices.
-    """
+    """What the run ran on, for ``report.json``: versions and hardware; no names of hosts, users or folders."""
     import torch
 
     seen = nvml_sees_gpu()
@@ -156,9 +127,6 @@ def _version(package: str) -> str | None:
 
 
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine() or None

@@ -15,19 +15,13 @@ from harness.runtime.distributed import World
 from harness.watch import console
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
-from harness.watch.device import GpuSource, nvml_sees_gpu
-from harness.watch.host import HostSource, Sampler, Source
+from harness.watch.device import GpuSource, Source, nvml_sees_gpu
+from harness.watch.host import HostSource, Sampler
 
 
 @dataclass(slots=True)
 class Watch:
-    """What a run is watched with.
-
-    Attributes:
-        clock: where the time of this rank's steps goes.
-        board: what is written down; None on every rank but the first, and in evaluation.
-        sampler: GPU and machine; None on every rank but the first.
-    """
+    """What a run is watched with; board and sampler are the first rank's alone."""
 
     clock: StepClock
     board: Board | None = None
@@ -36,13 +30,9 @@ class Watch:
 
 @contextmanager
 def watched(config: Config, world: World, folder: Path, resumed_step: int | None) -> Iterator[Watch]:
-    """The run's ``Watch``; its files and threads are closed at the end of the block, whatever ends it.
+    """The ``Watch`` of a run in ``folder``; its files and threads are closed at the end of the block, whatever ends it.
 
-    Args:
-        config: the run's settings.
-        world: this rank; the first one writes.
-        folder: the run's folder.
-        resumed_step: the checkpoint's step where the run goes on from one.
+    ``resumed_step`` is the checkpoint's where the run goes on from one.
     """
     with ExitStack() as stack:
         watch = Watch(StepClock(world.device))
@@ -51,8 +41,7 @@ def watched(config: Config, world: World, folder: Path, resumed_step: int | None
             watch.board = stack.enter_context(board)
             sources: list[Source] = [HostSource()]
             if world.device.type == "cuda":
-                uuid = str(torch.cuda.get_device_properties(world.device).uuid)
-                sources.append(GpuSource(uuid))
+                sources.append(GpuSource(str(torch.cuda.get_device_properties(world.device).uuid)))
             watch.sampler = stack.enter_context(Sampler(sources, config.watch.sample_s))
         yield watch
 
@@ -76,10 +65,8 @@ def refuse_hidden_gpu(config: Config, world: World) -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user's own wish
     if config.device != "auto" or world.device.type != "cpu" or hidden:
         return
-    seen = nvml_sees_gpu()
-    if seen is not None:
-        driver, names = seen
+    if seen := nvml_sees_gpu():
         raise ConfigError(
-            f"device=auto: the driver ({driver}) has {', '.join(names)}, but torch {torch.__version__} (built for CUDA "
+            f"device=auto: the driver ({seen[0]}) has {', '.join(seen[1])}, but torch {torch.__version__} (built for CUDA "
             f"{torch.version.cuda or 'no'}) cannot use it; install a torch build for this driver, or set device=cpu"
         )

@@ -6,11 +6,7 @@ from enum import StrEnum
 
 
 class Tag(StrEnum):
-    """Every figure that a run may log; a device that cannot give one leaves it out.
-
-    Those in ``time/`` are logged as ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max`` of a window of steps: TensorBoard
-    keeps 1,000 random points of a tag, and a lone slow step would get lost among them.
-    """
+    """Every figure that a run may log; a device that cannot give one leaves it out."""
 
     LOSS = "train/loss"
     LR = "train/lr"

@@ -15,33 +15,19 @@ _BUSY = 0.70  # below, with the data there, the device waits for the host itself
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What bounds a run.
+    """What bounds a run."""
 
-    Attributes:
-        bottleneck: ``data``; ``compute``; ``balanced`` (some waiting, under 10 %); ``unknown``.
-        ceiling: speed-up if loading were free, ``1 / (1 - stall_fraction)``; None where the stall is not known.
-        sentence: the evidence, and what to try next as an override that can be typed.
-    """
-
-    bottleneck: Literal["balanced", "data", "compute", "unknown"]
-    ceiling: float | None
-    sentence: str
+    bottleneck: Literal["balanced", "data", "compute", "unknown"]  # balanced: some waiting, under 10 %
+    ceiling: float | None  # speed-up if loading were free, 1 / (1 - stall_fraction); None where the stall is not known
+    sentence: str  # the evidence, and what to try next as an override that can be typed
 
 
 def judge(figures: Window, *, autotuned: bool) -> Verdict:
-    """What bounds the steps in ``figures``.
-
-    Args:
-        figures: of a whole run, or of a window.
-        autotuned: whether the loader's settings have been searched for already.
-    """
+    """What bounds the steps in ``figures``, and what to try: the loader's search only where it is not ``autotuned``."""
     stall = figures.stall_fraction
     if stall is None or figures.steps < _MIN_STEPS:
-        return Verdict(
-            "unknown",
-            None,
-            f"{figures.steps} steps are too few for a verdict: try trainer.max_steps=null for a full epoch",
-        )
+        few = f"{figures.steps} steps are too few for a verdict: try trainer.max_steps=null for a full epoch"
+        return Verdict("unknown", None, few)
     ceiling = 1 / max(1 - stall, 1e-3)
     on_device = figures.stall_basis == "device"
     evidence = f"{'The device' if on_device else 'Training'} waited for data in {stall:.0%} of the time"
@@ -50,11 +36,8 @@ def judge(figures: Window, *, autotuned: bool) -> Verdict:
     if stall > _FED:
         return Verdict("balanced", ceiling, f"{evidence}: faster loading could give {ceiling:.2f}x at most")
     if on_device and figures.compute_fraction is not None and figures.compute_fraction < _BUSY:
-        return Verdict(
-            "unknown", ceiling,
-            f"{evidence} and computed in {figures.compute_fraction:.0%}; between two steps it waits for Python "
-            "(logging, callbacks): try a larger loader.batch_size",
-        )  # fmt: skip
+        evidence += f" and computed in {figures.compute_fraction:.0%}; between two steps it waits for Python"
+        return Verdict("unknown", ceiling, f"{evidence} (logging, callbacks): try a larger loader.batch_size")
     way = "try trainer.precision=bf16 trainer.channels_last=true" if on_device else "try a smaller model or image"
     return Verdict("compute", ceiling, f"{evidence}; the network's own work sets the pace: {way}")
 
