@@ -216,7 +216,9 @@ def test_evaluation_alone_repeats_the_runs_result(composed: Composed, finished: 
 @pytest.mark.usefixtures("kept_globals")
 def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Path) -> None:
     """A learning rate that destroys the network ends in a non-finite error that names the ways out."""
-    config = composed("data=digits", "optim.lr=1e30", "trainer.max_nonfinite_steps=5", "trainer.epochs=20", "loader.num_workers=0")
+    config = composed(
+        "data=digits", "optim.lr=1e30", "trainer.max_nonfinite_steps=5", "trainer.epochs=20", "loader.num_workers=0"
+    )
     with pytest.raises(NonFiniteError, match=r"in a row had a non-finite loss .* lower optim\.lr"):
         run_here(config, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["status"] == "failed"
@@ -232,7 +234,11 @@ def test_a_bad_image_is_named(composed: Composed, tmp_path: Path) -> None:
                 Image.new("RGB", (40, 40), (i, 0, 0)).save(tmp_path / "tree" / split / name / f"{i}.jpg")
     (tmp_path / "tree/train/b/3.jpg").write_bytes(b"")
     config = composed(
-        "data=imagefolder", f"data.root={tmp_path / 'tree'}", "data.image_size=32", "loader.batch_size=4", "loader.num_workers=1"
+        "data=imagefolder",
+        f"data.root={tmp_path / 'tree'}",
+        "data.image_size=32",
+        "loader.batch_size=4",
+        "loader.num_workers=1",
     )
     from harness.runtime.errors import BadSample
 

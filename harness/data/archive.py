@@ -21,20 +21,15 @@ class _Suspect(Exception):
 
 
 def read_members(archive: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
-    """The bytes of the ``wanted`` members of a ``.tar.gz``, by name.
+    """The bytes of the ``wanted`` members of a ``.tar.gz`` by name; ``wanted`` says how many bytes each may have at most.
 
     tarfile's extract methods stay unused, also with ``filter="data"``: a chain of links longer than PATH_MAX leads that
     filter out of its folder (CVE-2025-4517). Here a member's name is only compared, never used as a path, and a link, a
     device or a name that leads out refuses the whole archive.
 
-    Args:
-        archive: the file.
-        wanted: the names, each with the most bytes that the member may have.
-
     Raises:
         DataError: the archive is damaged, lacks a member, or holds what an honest one does not.
     """
-    where = printable(str(archive))
     try:
         ratio_bytes = max(_MAX_RATIO * archive.stat().st_size, _SLACK_BYTES)
         with _CappedGzip(archive, min(sum(wanted.values()) + _SLACK_BYTES, ratio_bytes)) as stream:
@@ -42,14 +37,15 @@ def read_members(archive: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
                 found = _read_wanted(tar, wanted)
             while stream.read(1 << 20):  # gzip keeps its checksum at the very end, behind the last member
                 signals.check()
+        return found
     except RunError:
         raise
-    except _Suspect as error:
-        raise DataError(f"{where}: {printable(str(error))}; delete the file and get it from its publisher") from error
     except Exception as error:  # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
         reason = printable(str(error) or type(error).__name__)
-        raise DataError(f"{where}: damaged: {reason}; delete the file and get it anew") from error
-    return found
+        text = f"{reason}; delete the file and get it from its publisher"
+        if not isinstance(error, _Suspect):
+            text = f"damaged: {reason}; delete the file and get it anew"
+        raise DataError(f"{printable(str(archive))}: {text}") from error
 
 
 class _CappedGzip(gzip.GzipFile):
@@ -93,6 +89,4 @@ def _fault(member: tarfile.TarInfo) -> str | None:
         return "has a name that leads out of the archive"
     if member.type not in (*_PLAIN, tarfile.DIRTYPE) or member.issparse():
         return "is a link, a device or another thing that is neither a plain file nor a folder"
-    if member.type in _PLAIN and member.mode & 0o6000:
-        return "is setuid or setgid"
-    return None
+    return "is setuid or setgid" if member.type in _PLAIN and member.mode & 0o6000 else None

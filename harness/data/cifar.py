@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from numpy.typing import NDArray
 
 from harness.config import DataConfig
 from harness.data.archive import read_members
-from harness.data.download import exclusive, fetch, md5_of
+from harness.data.download import fetch, make_once, md5_of
 from harness.data.storage import ArraySource, cache_root
-from harness.runtime.errors import DataError, DiskError, printable
+from harness.runtime.errors import DataError, printable
 from harness.runtime.folder import LOGGER
 
 _PUBLISHER = "https://www.cs.toronto.edu/~kriz"
@@ -29,17 +28,18 @@ _PIXELS = 3 * 32 * 32
 _META_BYTES = 1 << 20
 _FORMAT = 1  # of the arrays' folder; another number makes every folder anew
 _MARKER = "complete.json"
+_SPLITS = ("train", "val")
 _ARRAYS = ("train_images", "train_labels", "val_images", "val_labels")
 
 _CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100_CLASSES = """
     apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
-    flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man
-    maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree
-    plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail
-    snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout
-    tulip turtle wardrobe whale willow_tree wolf woman worm
+    caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+    forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+    mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+    possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+    sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
+    wolf woman worm
 """
 
 _log = logging.getLogger(LOGGER)
@@ -49,7 +49,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Published:
-    """An archive as its publisher describes it: https://www.cs.toronto.edu/~kriz/cifar.html."""
+    """An archive as https://www.cs.toronto.edu/~kriz/cifar.html describes it."""
 
     name: str
     archive: str
@@ -58,8 +58,7 @@ class _Published:
     val: tuple[str, ...]
     batch_bytes: int  # most that a file of train or val may have; the real ones have 31 and 155 MB
     meta: str
-    labels_key: str
-    classes_key: str
+    prefix: str  # of the keys of labels and their names
     classes: tuple[str, ...]
 
 
@@ -71,8 +70,7 @@ _CIFAR10 = _Published(
     val=("cifar-10-batches-py/test_batch",),
     batch_bytes=40 << 20,
     meta="cifar-10-batches-py/batches.meta",
-    labels_key="labels",
-    classes_key="label_names",
+    prefix="",
     classes=tuple(_CIFAR10_CLASSES.split()),
 )
 _CIFAR100 = _Published(
@@ -83,14 +81,13 @@ _CIFAR100 = _Published(
     val=("cifar-100-python/test",),
     batch_bytes=192 << 20,
     meta="cifar-100-python/meta",
-    labels_key="fine_labels",
-    classes_key="fine_label_names",
+    prefix="fine_",
     classes=tuple(_CIFAR100_CLASSES.split()),
 )
 
 
-def open_cifar10(data: DataConfig) -> tuple[ArraySource, ArraySource]:
-    """The training and the test set of CIFAR-10, pixels mapped from the disk.
+def _open(published: _Published, data: DataConfig) -> tuple[ArraySource, ArraySource]:
+    """The training and the test set, pixels mapped from the disk; CIFAR-100 has its 100 fine labels.
 
     The archive is looked for in ``data.root``, or fetched to there, and stays; its arrays lie beside it, and are made
     anew if they are damaged. With the arrays there, neither the archive nor leave to write is needed.
@@ -99,27 +96,22 @@ def open_cifar10(data: DataConfig) -> tuple[ArraySource, ArraySource]:
         DataError: the archive cannot be had, or is not what the publisher describes.
         DiskError: ``data.root`` cannot be written.
     """
-    return _open(_CIFAR10, data)
-
-
-def open_cifar100(data: DataConfig) -> tuple[ArraySource, ArraySource]:
-    """The training and the test set of CIFAR-100 with its 100 fine labels; otherwise as ``open_cifar10``."""
-    return _open(_CIFAR100, data)
-
-
-def _open(published: _Published, data: DataConfig) -> tuple[ArraySource, ArraySource]:
     root = Path(data.root).expanduser() if data.root else cache_root() / published.name
-    folder = root / f"{published.name}-arrays"
-    md5 = (data.md5 or published.md5).lower()
-    arrays = _open_arrays(folder, md5, len(published.classes))
+    archive, folder = root / published.archive, root / f"{published.name}-arrays"
+    md5, classes = (data.md5 or published.md5).lower(), published.classes
+    arrays = _open_arrays(folder, md5, len(classes))
     if arrays is None:
-        _obtain(published, root / published.archive, md5, data)
-        arrays = _make_arrays(published, root / published.archive, md5, folder)
-    train, val = (
-        ArraySource(arrays[f"{split}_images"], arrays[f"{split}_labels"], published.classes, f"{published.name} {split}")
-        for split in ("train", "val")
-    )
+        _obtain(published, archive, md5, data)
+        is_made = lambda: _open_arrays(folder, md5, len(classes)) is not None
+        make_once(folder, is_made, lambda part: _write_arrays(published, archive, md5, folder, part))
+        arrays = _open_arrays(folder, md5, len(classes))
+        assert arrays is not None
+    train, val = (ArraySource(arrays[f"{s}_images"], arrays[f"{s}_labels"], classes, f"{published.name} {s}") for s in _SPLITS)
     return train, val
+
+
+open_cifar10 = partial(_open, _CIFAR10)
+open_cifar100 = partial(_open, _CIFAR100)
 
 
 def _obtain(published: _Published, archive: Path, md5: str, data: DataConfig) -> None:
@@ -151,55 +143,30 @@ def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
         if json.loads((folder / _MARKER).read_text(encoding="utf-8")) != _marker(folder, md5):
             return None
         arrays: Arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in _ARRAYS}
-        fit = all(_fit(arrays[f"{split}_images"], arrays[f"{split}_labels"], classes) for split in ("train", "val"))
+        fit = all(_fit(arrays[f"{split}_images"], arrays[f"{split}_labels"], classes) for split in _SPLITS)
     except (OSError, ValueError, RecursionError):
         return None
     return arrays if fit else None
 
 
 def _fit(images: NDArray[Any], labels: NDArray[Any], classes: int) -> bool:
-    return (
-        images.dtype == np.uint8
-        and images.shape == (len(labels), 32, 32, 3)
-        and labels.dtype == np.int64
-        and labels.ndim == 1
-        and bool(0 <= labels.min() <= labels.max() < classes)
-    )
+    if images.dtype != np.uint8 or labels.dtype != np.int64 or labels.ndim != 1 or images.shape != (len(labels), 32, 32, 3):
+        return False
+    return bool(0 <= labels.min() <= labels.max() < classes)
 
 
 def _marker(folder: Path, md5: str) -> dict[str, object]:
-    files = {name: md5_of(folder / f"{name}.npy") for name in _ARRAYS}
-    return {"format": _FORMAT, "archive_md5": md5, "files": files}
+    return {"format": _FORMAT, "archive_md5": md5, "files": {name: md5_of(folder / f"{name}.npy") for name in _ARRAYS}}
 
 
-def _make_arrays(published: _Published, archive: Path, md5: str, folder: Path) -> Arrays:
-    try:
-        with exclusive(folder.with_name(f"{folder.name}.lock")):
-            arrays = _open_arrays(folder, md5, len(published.classes))  # another process may have made them meanwhile
-            if arrays is None:
-                if folder.exists():
-                    _log.warning("%s: damaged, or of another archive: made anew", folder)
-                _write_arrays(_read_archive(published, archive), md5, folder)
-                arrays = _open_arrays(folder, md5, len(published.classes))
-                assert arrays is not None
-    except OSError as error:
-        reason = f"cannot be written: {error.strerror or error}; free space or set another data.root"
-        raise DiskError(f"{printable(str(folder))}: {reason}") from error
-    return arrays
-
-
-def _write_arrays(arrays: Arrays, md5: str, folder: Path) -> None:
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-    part.mkdir()
-    try:
-        for name, array in arrays.items():
-            np.save(part / f"{name}.npy", array, allow_pickle=False)
-        (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(part, folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+def _write_arrays(published: _Published, archive: Path, md5: str, folder: Path, part: Path) -> None:
+    """Write the arrays into ``part``, and take away what lies at ``folder``, their place."""
+    if folder.exists():
+        _log.warning("%s: damaged, or of another archive: made anew", folder)
+    for name, array in _read_archive(published, archive).items():
+        np.save(part / f"{name}.npy", array, allow_pickle=False)
+    (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_archive(published: _Published, archive: Path) -> Arrays:
@@ -216,16 +183,15 @@ def _read_archive(published: _Published, archive: Path) -> Arrays:
                 parts.append(_images_and_labels(published, _unpickled(members.pop(name))))
             arrays[f"{split}_images"], arrays[f"{split}_labels"] = map(np.concatenate, zip(*parts, strict=True))
     except Exception as error:  # a damaged pickle may raise anything
-        reason = printable(str(error) or type(error).__name__)
-        where = f"{printable(str(archive))}: member {name}"
-        raise DataError(f"{where} is not as published: {reason}; get the archive from its publisher") from error
+        reason = f"is not as published: {printable(str(error) or type(error).__name__)}; get the archive from its publisher"
+        raise DataError(f"{printable(str(archive))}: member {name} {reason}") from error
     return arrays
 
 
 def _check_classes(published: _Published, meta: dict[str, object]) -> None:
-    names = meta.get(published.classes_key)
+    names = meta.get(f"{published.prefix}label_names")
     if not isinstance(names, list) or not all(isinstance(name, (str, bytes)) for name in names):
-        raise ValueError(f"no list of class names under {published.classes_key}")
+        raise ValueError(f"no list of class names under {published.prefix}label_names")
     found = tuple(name.decode() if isinstance(name, bytes) else name for name in names)
     if found != published.classes:
         other = next((name for name in found if name not in published.classes), f"{len(found)} names or another order")
@@ -233,14 +199,13 @@ def _check_classes(published: _Published, meta: dict[str, object]) -> None:
 
 
 def _images_and_labels(published: _Published, batch: dict[str, object]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    pixels, labels = _pixels(batch.get("data")), batch.get(published.labels_key)
+    pixels, labels = _pixels(batch.get("data")), batch.get(f"{published.prefix}labels")
     if not isinstance(labels, list) or len(labels) != len(pixels):
-        raise ValueError(f"{published.labels_key} is not a list of {len(pixels)} labels, one for each row of data")
+        raise ValueError(f"{published.prefix}labels is not a list of {len(pixels)} labels, one for each row of data")
     if not all(type(label) is int and 0 <= label < len(published.classes) for label in labels):
         raise ValueError(f"a label is not a whole number from 0 to {len(published.classes) - 1}")
     # A row holds the red plane, the green one and the blue one.
-    images = np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
-    return images, np.array(labels, np.int64)
+    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), np.array(labels, np.int64)
 
 
 class _StandIn:
@@ -250,10 +215,10 @@ class _StandIn:
     flags deny that it holds any takes bytes of the file for addresses in memory.
     """
 
+    state: Any = None
+
     def __init__(self, name: str, *args: Any) -> None:
-        self.name = name
-        self.args = args
-        self.state: Any = None
+        self.name, self.args = name, args
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -275,21 +240,10 @@ def _pixels(value: object) -> NDArray[np.uint8]:
     return pixels
 
 
-def _latin1(text: str, encoding: str) -> bytes:
-    """Bytes, as Python 3 pickles them in protocols that have none; the only ``encoding`` that it uses is this one."""
-    return text.encode("latin-1")
-
-
-_NAMES = {"_codecs.encode": _latin1} | {
-    f"{module}.{name}": partial(_StandIn, name)
-    for module, name in (
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),  # numpy 2
-        ("numpy.core.numeric", "_frombuffer"),
-        ("numpy._core.numeric", "_frombuffer"),
-    )
+_NUMPY = {"numpy.ndarray", "numpy.dtype"} | {
+    f"numpy.{core}.{name}"
+    for core in ("core", "_core")  # numpy 1 and 2
+    for name in ("multiarray._reconstruct", "numeric._frombuffer")
 }
 
 
@@ -298,8 +252,7 @@ def _flat(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def checked(reader: Any) -> None:
         load(reader)
-        inner = [item for item in reader.stack[-1] if isinstance(item, tuple)]
-        if any(isinstance(item, tuple) for items in inner for item in items):
+        if any(isinstance(item, tuple) for inner in reader.stack[-1] if isinstance(inner, tuple) for item in inner):
             raise pickle.UnpicklingError("tuples in tuples in tuples")
 
     return checked
@@ -308,8 +261,7 @@ def _flat(load: Callable[[Any], None]) -> Callable[[Any], None]:
 class _Reader(pickle._Unpickler):
     """The unpickler, with nothing that a pickle could call.
 
-    It is the one written in Python: the one in C takes as much memory as a number in the pickle says (an index of the
-    memo).
+    It is the one written in Python: the one in C takes as much memory as a number in the pickle says (a memo's index).
     """
 
     dispatch = pickle._Unpickler.dispatch | {
@@ -318,9 +270,12 @@ class _Reader(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (known := _NAMES.get(f"{module}.{name}")) is None:
+        # A new object each time, since a pickle may set attributes of what it was given.
+        if (module, name) == ("_codecs", "encode"):  # for bytes in protocols that have none; always with Latin-1
+            return lambda text, encoding: text.encode("latin-1")
+        if f"{module}.{name}" not in _NUMPY:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs")
-        return partial(known)  # a new object, since a pickle may set attributes of what it was given
+        return partial(_StandIn, name)
 
 
 def _unpickled(content: bytes) -> dict[str, object]:

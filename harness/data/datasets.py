@@ -10,7 +10,6 @@ import difflib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -23,53 +22,22 @@ from harness.runtime.errors import BadSample, DataError
 from harness.runtime.seeding import sample_rng
 
 Opener = Callable[[DataConfig], tuple[Source, Source]]
+Transform = Callable[[Pixels, random.Random, np.ndarray], None]  # pixels of any size to a row of a batch, uint8 [3, S, S]
 
 _SPLIT_SEED = 0  # not the run's: another seed must not move images that a network was trained on into its validation set
 _DIGITS_SPLIT = 0.2
 
 
-class Transform(Protocol):
-    """What makes a row of a batch."""
-
-    def __call__(self, image: Pixels, rng: random.Random, out: np.ndarray) -> None:
-        """Write pixels of any size into ``out``, uint8 ``[3, S, S]``."""
-        ...
-
-
 class ImageDataset:
-    """A source, decoded and transformed; what a sample looks like depends on (seed, epoch, index) alone.
-
-    Args:
-        source: where the samples lie.
-        transform: from pixels to a row of a batch.
-        options: how files are decoded.
-        image_size: side of the result in pixels.
-        seed: the run's seed.
-    """
+    """A source, decoded and transformed to ``image_size`` pixels; a sample depends on (seed, epoch, index) alone."""
 
     def __init__(self, source: Source, transform: Transform, options: DecodeOptions, image_size: int, seed: int) -> None:
-        self.source = source
-        self.transform = transform
-        self.options = options
-        self.image_size = image_size
-        self.seed = seed
+        self.source, self.transform, self.options = source, transform, options
+        self.image_size, self.seed = image_size, seed
+        self.classes, self.labels, self.where = source.classes, source.labels, source.where  # as in ``Source``
 
     def __len__(self) -> int:
         return len(self.source)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes."""
-        return self.source.classes
-
-    @property
-    def labels(self) -> np.ndarray:
-        """The label of every sample, int64 ``[N]``."""
-        return self.source.labels
-
-    def where(self, index: int) -> str:
-        """Where sample ``index`` lies, for messages."""
-        return self.source.where(index)
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
         """The label of sample ``index``, whose pixels in ``epoch`` go into ``out``, uint8 ``[3, image_size, image_size]``.
@@ -81,30 +49,21 @@ class ImageDataset:
         assert out.dtype == np.uint8 and out.shape == (3, self.image_size, self.image_size)
         try:
             image, label = self.source.read(index)
-            if isinstance(image, bytes):
-                pixels: Pixels = decode(image, self.source.where(index), self.options)
-            else:
-                pixels = image
+            pixels = decode(image, self.where(index), self.options) if isinstance(image, bytes) else image
             self.transform(pixels, sample_rng(self.seed, epoch, index), out)
             return label
         except BadSample:
             raise
         except Exception as error:  # a StopIteration that got out would end a worker's epoch in silence
-            raise BadSample(self.source.where(index), f"{type(error).__name__}: {error}") from error
+            raise BadSample(self.where(index), f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class FakeDataset:
-    """The numbers of a data set that does not exist: the feed makes its tensors on the device.
-
-    Attributes:
-        length: images.
-        image_size: side of an image in pixels.
-        num_classes: number of classes.
-    """
+    """The numbers of a data set that does not exist: the feed makes its tensors on the device."""
 
     length: int
-    image_size: int
+    image_size: int  # side in pixels
     num_classes: int
 
     def __len__(self) -> int:
@@ -113,21 +72,13 @@ class FakeDataset:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """A training and a validation set.
+    """A training and a validation set."""
 
-    Attributes:
-        train: the training set; a ``FakeDataset`` exactly where ``val`` is one.
-        val: the validation set.
-        classes: names of the classes.
-        name: ``data.name``.
-        root: ``data.root``; empty where the data set has a place of its own.
-    """
-
-    train: ImageDataset | FakeDataset
+    train: ImageDataset | FakeDataset  # a FakeDataset exactly where val is one
     val: ImageDataset | FakeDataset
     classes: tuple[str, ...]
     name: str
-    root: str
+    root: str  # empty where the data set has a place of its own
 
 
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
@@ -167,27 +118,20 @@ DATASETS: dict[str, Opener] = {
 }
 FAKE = "fake"  # has no source: load makes it
 
-_FILES = ("exif_orientation", "background", "max_pixels")
-_ARCHIVE = ("root", "download", "mirror", "md5")
-_EFFECTIVE: dict[str, tuple[str, ...]] = {  # which of the settings that only some data sets have, has each
-    "shapes": ("root", "generate", *_FILES),
-    "digits": (),
-    "cifar10": _ARCHIVE,
-    "cifar100": _ARCHIVE,
-    "imagefolder": ("root", "split_fraction", *_FILES),
-    "imagenet": ("root", "split_fraction", *_FILES),
-    FAKE: ("generate",),
+_FOLDERS = {"root", "split_fraction", "exif_orientation", "background", "max_pixels"}
+_ARCHIVE = {"root", "download", "mirror", "md5"}
+_OPTIONAL = _FOLDERS | _ARCHIVE | {"generate"}  # settings that only some data sets have
+_EFFECTIVE = {
+    **dict.fromkeys(("imagefolder", "imagenet"), _FOLDERS),
+    **dict.fromkeys(("cifar10", "cifar100"), _ARCHIVE),
+    "shapes": _FOLDERS - {"split_fraction"} | {"generate"},
+    "digits": set[str](),
+    FAKE: {"generate"},
 }
-_OPTIONAL = frozenset().union(*_EFFECTIVE.values())
 
 
 def load(data: DataConfig, augment: AugmentConfig, seed: int) -> Splits:
-    """The data set that ``data`` names.
-
-    Args:
-        data: the user's settings.
-        augment: what happens to training images.
-        seed: of everything random about a sample.
+    """The data set that ``data`` names, its training images changed as ``augment`` and ``seed`` say.
 
     Raises:
         ConfigError: an unknown name, a setting without effect, or one that is missing.
@@ -197,19 +141,14 @@ def load(data: DataConfig, augment: AugmentConfig, seed: int) -> Splits:
     size = data.image_size
     if data.name == FAKE:
         numbers = data.generate
-        train, val = (FakeDataset(n, size, numbers.classes) for n in (numbers.train_images, numbers.val_images))
-        return Splits(train, val, tuple(map(str, range(numbers.classes))), FAKE, "")
-    train_source, val_source = DATASETS[data.name](data)
+        fake_train, fake_val = (FakeDataset(n, size, numbers.classes) for n in (numbers.train_images, numbers.val_images))
+        return Splits(fake_train, fake_val, tuple(map(str, range(numbers.classes))), FAKE, "")
+    sources = DATASETS[data.name](data)
     red, green, blue = data.background
     options = DecodeOptions(data.exif_orientation, (red, green, blue), data.max_pixels)
-    train_transform = TrainTransform.from_config(augment, size, data.eval_resize)
-    return Splits(
-        train=ImageDataset(train_source, train_transform, options, size, seed),
-        val=ImageDataset(val_source, EvalTransform(size, data.eval_resize), options, size, seed),
-        classes=train_source.classes,
-        name=data.name,
-        root=data.root or "",
-    )
+    train = ImageDataset(sources[0], TrainTransform.from_config(augment, size, data.eval_resize), options, size, seed)
+    val = ImageDataset(sources[1], EvalTransform(size, data.eval_resize), options, size, seed)
+    return Splits(train, val, train.classes, data.name, data.root or "")
 
 
 def _check(data: DataConfig) -> None:
@@ -218,14 +157,10 @@ def _check(data: DataConfig) -> None:
         near = difflib.get_close_matches(data.name, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"data.name={data.name}: no such data set; choose from {', '.join(names)}{hint}")
-    effective = _EFFECTIVE.get(data.name, tuple(_OPTIONAL))
     default = DataConfig()
-    for setting in sorted(_OPTIONAL.difference(effective)):
-        value = getattr(data, setting)
-        if value != getattr(default, setting):
+    for setting in sorted(_OPTIONAL - _EFFECTIVE.get(data.name, _OPTIONAL)):
+        if (value := getattr(data, setting)) != getattr(default, setting):
             raise ConfigError(f"data.{setting}={value} has no effect with data={data.name}; leave it out")
     if data.eval_resize is not None and data.eval_resize < data.image_size:
-        raise ConfigError(
-            f"data.eval_resize={data.eval_resize} is smaller than data.image_size={data.image_size}; "
-            "the centre crop would reach over the edge"
-        )
+        reason = f"is smaller than data.image_size={data.image_size}; the centre crop would reach over the edge"
+        raise ConfigError(f"data.eval_resize={data.eval_resize} {reason}")

@@ -25,15 +25,8 @@ FORMATS = "JPEG, PNG, WebP, BMP, TIFF, GIF, PPM"
 HEAD_BYTES = 16  # as much of a file as ``reader`` looks at
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_NAMES = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_TURNS = {orientation: Image.Transpose[name] for orientation, name in enumerate(_NAMES, start=2)}
 
 
 class _Jpeg(JpegImageFile):
@@ -56,25 +49,17 @@ _READERS: tuple[tuple[bytes, type[ImageFile]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """How an image is read.
+    """How an image is read."""
 
-    Attributes:
-        exif_orientation: turn the image as its EXIF orientation says.
-        background: colour under transparent pixels, red, green, blue, 0..255.
-        max_pixels: largest image that is decoded, in pixels.
-    """
-
-    exif_orientation: bool = False
-    background: tuple[int, int, int] = (255, 255, 255)
-    max_pixels: int = 178_956_970
+    exif_orientation: bool = False  # turn the image as its EXIF orientation says
+    background: tuple[int, int, int] = (255, 255, 255)  # colour under transparent pixels, red, green, blue
+    max_pixels: int = 178_956_970  # of the largest image that is decoded
 
 
 def reader(head: bytes) -> type[ImageFile] | None:
     """Pillow's reader for a file that starts with ``head`` (``HEAD_BYTES`` are enough); None: no supported format."""
-    for start, plugin in _READERS:
-        if head.startswith(start):
-            return plugin
-    return WebPImageFile if head[:4] == b"RIFF" and head[8:12] == b"WEBP" else None
+    webp = WebPImageFile if head[:4] == b"RIFF" and head[8:12] == b"WEBP" else None
+    return next((plugin for start, plugin in _READERS if head.startswith(start)), webp)
 
 
 def check_encoded(data: bytes, where: str) -> type[ImageFile]:
@@ -94,12 +79,7 @@ def check_encoded(data: bytes, where: str) -> type[ImageFile]:
 
 
 def decode(data: bytes, where: str, options: DecodeOptions) -> Image.Image:
-    """The first image in ``data``, all of it decoded, in mode RGB.
-
-    Args:
-        data: the encoded file.
-        where: the file's name, for the error.
-        options: how it is read.
+    """The first image in ``data``, an encoded file that errors call ``where``: all of it decoded, in mode RGB.
 
     Raises:
         BadSample: not an image of a supported format, damaged, or more pixels than ``options.max_pixels``.
@@ -108,29 +88,22 @@ def decode(data: bytes, where: str, options: DecodeOptions) -> Image.Image:
     # Pillow's own limit is one for the process and warns before it refuses: it must not be lower than the user's.
     if Image.MAX_IMAGE_PIXELS is not None and options.max_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = options.max_pixels
+    size = "header claims too many"
     try:
         # Not Image.open: it tries other formats as well, and warns of a large image that the next line refuses anyway.
         image = plugin(io.BytesIO(data))
+        size = f"{image.width}x{image.height}"
         if image.width * image.height > options.max_pixels:
-            raise BadSample(where, _too_large(f"{image.width}x{image.height}", options))
+            raise Image.DecompressionBombError
         image.load()
         rgb = _to_rgb(image, options.background)
         return _turned(rgb, image) if options.exif_orientation else rgb
-    except BadSample:
-        raise
     except Image.DecompressionBombError as error:
-        raise BadSample(where, _too_large("header claims too many", options)) from error
+        raise BadSample(where, f"too large: {size} pixels, more than data.max_pixels={options.max_pixels}") from error
     except Exception as error:  # Pillow's readers raise anything on damaged bytes
-        raise BadSample(where, _reason(error)) from error
-
-
-def _too_large(size: str, options: DecodeOptions) -> str:
-    return f"too large: {size} pixels, more than data.max_pixels={options.max_pixels}"
-
-
-def _reason(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return f"truncated file: {text}" if "truncated" in text.lower() else f"cannot be decoded: {text}"
+        text = str(error) or type(error).__name__
+        kind = "truncated file" if "truncated" in text.lower() else "cannot be decoded"
+        raise BadSample(where, f"{kind}: {text}") from error
 
 
 def _turned(rgb: Image.Image, original: ImageFile) -> Image.Image:

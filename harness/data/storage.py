@@ -23,12 +23,7 @@ _log = logging.getLogger(LOGGER)
 
 
 class Source(Protocol):
-    """What every data set gives.
-
-    Attributes:
-        classes: names of the classes; a label is a place in them.
-        labels: int64 ``[N]``.
-    """
+    """What every data set gives; ``labels``, int64 ``[N]``, are places in ``classes``, the names."""
 
     classes: tuple[str, ...]
     labels: np.ndarray
@@ -36,31 +31,18 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """Sample ``i``: encoded bytes, or uint8 pixels ``[H, W, 3]``, and its label.
-
-        Raises:
-            BadSample: it cannot be read.
-        """
-        ...
+        """Encoded bytes, or uint8 pixels ``[H, W, 3]``, and the label of sample ``i``, or BadSample."""
 
     def where(self, i: int) -> str:
         """Where sample ``i`` lies, for messages."""
-        ...
 
 
 class FolderSource:
-    """The images below a folder with one folder for each class: ``root/class/**/file``.
+    """The images below ``root`` with one folder for each class: ``root/class/**/file``, in the order of their names.
 
-    Classes and files are in the order of their names. Hidden entries, everything that is not a regular file, folders
-    named like images, links to folders and links that leave the data set are skipped and counted. The names lie in one
-    table of bytes: a list of strings would grow every worker's memory, page by page, as reference counts change.
-
-    Args:
-        root: the folder.
-        within: where links to files may lead; None: nowhere outside ``root``.
-
-    Attributes:
-        skipped: how many entries were left out, by reason.
+    Hidden entries, everything that is not a regular file, folders named like images, links to folders and links that leave
+    ``within`` (None: ``root``) are left out and counted by reason in ``skipped``. The names lie in one table of bytes: a
+    list of strings would grow every worker's memory, page by page, as reference counts change.
 
     Raises:
         DataError: ``root`` is missing, has no images, a class without images, or something that may not be read.
@@ -69,26 +51,20 @@ class FolderSource:
     def __init__(self, root: str | os.PathLike[str], within: str | os.PathLike[str] | None = None) -> None:
         self.root = os.path.abspath(root)
         _check_folder(self.root)
-        scan = Scan(os.path.realpath(os.fsencode(self.root if within is None else within)))
-        folders = scan.class_folders(os.fsencode(self.root))
-        files = [scan.images(folder) for folder in folders]
-        scan.refuse_unreadable()
-        self.skipped = scan.skipped
+        scan = Scan(os.fsencode(self.root), os.path.realpath(os.fsencode(within or self.root)))
+        self.skipped, files = scan.skipped, scan.images
         left_out = ", ".join(f"{count} {reason}" for reason, count in scan.skipped.most_common())
         if left_out:
             _log.warning("%s: left out: %s", printable(self.root), left_out)
-        self._folders = [os.path.basename(folder) for folder in folders]
-        self.classes = tuple(os.fsdecode(folder) for folder in self._folders)
+        self._folders = [os.path.basename(folder) for folder in scan.folders]
+        self.classes = tuple(map(os.fsdecode, self._folders))
         empty = [name for name, names in zip(self.classes, files, strict=True) if not names]
         if empty or not files:
             what = f"no images in {listed(empty)}" if empty else "no class folders"
-            raise DataError(
-                f"{printable(self.root)}: {what} (left out: {left_out or 'nothing'}); "
-                "a data set has one folder for each class, with its images"
-            )
+            advice = f"(left out: {left_out or 'nothing'}); a data set has one folder for each class, with its images"
+            raise DataError(f"{printable(self.root)}: {what} {advice}")
         self.labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(names) for names in files])
-        lengths = np.fromiter((len(name) for name in chain(*files)), np.int64, len(self.labels))
-        self._ends = np.cumsum(lengths)
+        self._ends = np.cumsum(np.fromiter((len(name) for name in chain(*files)), np.int64, len(self.labels)))
         self._table = np.frombuffer(b"".join(chain(*files)), np.uint8)
 
     def __len__(self) -> int:
@@ -108,9 +84,8 @@ class FolderSource:
         Raises:
             BadSample: the file is gone, unreadable, empty, or holds something else.
         """
-        path = self._path(i)
         try:
-            data = _read_regular(path)
+            data = _read_regular(self._path(i))
         except FileNotFoundError as error:
             raise BadSample(self.where(i), "the file is gone; it was there when the folder was read") from error
         except OSError as error:
@@ -134,33 +109,23 @@ def _check_folder(path: str) -> None:
 
 
 class ArraySource:
-    """Pixels in memory.
-
-    Args:
-        images: uint8 ``[N, H, W, 3]``.
-        labels: int64 ``[N]``.
-        classes: names of the classes.
-        name: what messages call the array.
-    """
+    """Pixels in memory, ``images`` uint8 ``[N, H, W, 3]`` with integer ``labels`` ``[N]``; messages call them ``name``."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str) -> None:
         assert images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and len(images) == len(labels)
-        self.images = images
-        self.labels = labels.astype(np.int64, copy=False)
-        self.classes = tuple(classes)
-        self.name = name
+        self.images, self.labels = images, labels.astype(np.int64, copy=False)
+        self.classes, self.name = tuple(classes), name
 
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.images, np.memmap):
             return self.__dict__
         images = self.images  # a worker maps the file too: a pickled map would be a copy of all pixels
-        return {**self.__dict__, "images": (images.filename, images.offset, images.shape)}
+        return {**self.__dict__, "images": (images.filename, np.uint8, "r", images.offset, images.shape)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if isinstance(self.images, tuple):
-            path, offset, shape = self.images
-            self.images = np.memmap(path, np.uint8, "r", offset, shape)
+            self.images = np.memmap(*self.images)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -178,10 +143,8 @@ class Subset:
     """The samples of ``source`` at ``indices``, in that order."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        self.source = source
-        self.indices = indices.astype(np.int64, copy=False)
-        self.classes = source.classes
-        self.labels = source.labels[self.indices]
+        self.source, self.indices = source, indices.astype(np.int64, copy=False)
+        self.classes, self.labels = source.classes, source.labels[self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -216,12 +179,7 @@ def open_folder_splits(root: str | os.PathLike[str], split_fraction: float | Non
     """The training and the validation set below ``root``.
 
     Either ``root/train`` with one of ``root/val``, ``valid`` or ``validation`` (``test`` where there is none of these),
-    or one tree of class folders, of which ``split_fraction`` is kept for validation.
-
-    Args:
-        root: the folder; ``~`` is expanded.
-        split_fraction: share kept for validation, 0..1; None: ``root`` has a folder for each.
-        seed: of the split.
+    or one tree of class folders, of which ``split_fraction`` (0..1) is kept for validation, as ``seed`` chooses.
 
     Raises:
         DataError: a folder is missing, ambiguous or not as ``FolderSource`` needs it, or the classes differ.
@@ -240,40 +198,27 @@ def open_folder_splits(root: str | os.PathLike[str], split_fraction: float | Non
             raise DataError(f"{shown}: no train folder in it; for one tree of class folders set data.split_fraction=0.1")
         return split(FolderSource(base), split_fraction, seed)
     if not present:
-        raise DataError(
-            f"{shown}: no val folder beside train; add it, or keep a part of train for it: "
-            f"data.root={shown}/train data.split_fraction=0.1"
-        )
+        advice = f"add it, or keep a part of train for it: data.root={shown}/train data.split_fraction=0.1"
+        raise DataError(f"{shown}: no val folder beside train; {advice}")
     if split_fraction is not None:
-        raise ConfigError(
-            f"data.split_fraction={split_fraction:g} has no effect: {shown} has train and {present[0]}; set it to null"
-        )
+        reason = f"has no effect: {shown} has train and {present[0]}; set it to null"
+        raise ConfigError(f"data.split_fraction={split_fraction:g} {reason}")
     train, val = (FolderSource(base / name, _limit(base, name)) for name in ("train", present[0]))
-    _refuse_other_classes(train, val)
+    if train.classes != val.classes:
+        only = [(part.root, sorted({*part.classes} - {*other.classes})) for part, other in ((train, val), (val, train))]
+        text = "; ".join(f"only in {printable(path)}: {listed(names)}" for path, names in only if names)
+        raise DataError(f"the training and the validation set have different classes: {text}")
     return train, val
 
 
 def _limit(base: Path, name: str) -> str:
     """Where links below ``base/name`` may lead: all of ``base``, or its own folder where that is a link elsewhere."""
     real_base, real = os.path.realpath(base), os.path.realpath(base / name)
-    return real_base if os.path.join(real, "").startswith(os.path.join(real_base, "")) else real
-
-
-def _refuse_other_classes(train: FolderSource, val: FolderSource) -> None:
-    if train.classes == val.classes:
-        return
-    differences = (
-        (train, sorted(set(train.classes) - set(val.classes))),
-        (val, sorted(set(val.classes) - set(train.classes))),
-    )
-    text = "; ".join(f"only in {printable(source.root)}: {listed(names)}" for source, names in differences if names)
-    raise DataError(f"the training and the validation set have different classes: {text}")
+    return real_base if os.path.commonpath((real_base, real)) == real_base else real
 
 
 def cache_root() -> Path:
     """The folder for data that the program makes or fetches: $WELLFED_CACHE, else a user cache folder."""
-    own = os.environ.get("WELLFED_CACHE")
-    if own:
+    if own := os.environ.get("WELLFED_CACHE"):
         return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "wellfed"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wellfed"

@@ -26,15 +26,9 @@ def random_crop_box(
 ) -> tuple[int, int, int, int]:
     """The left, top, width and height of a random part of an image, in pixels.
 
-    The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform, aspect ratio log-uniform, ten
-    tries, then the largest central part whose ratio is allowed (Szegedy et al. 2014, arXiv:1409.4842, section 6).
-
-    Args:
-        rng: where the random numbers come from.
-        width: the image's, in pixels.
-        height: the image's, in pixels.
-        scale: smallest and largest share of the image's area.
-        ratio: smallest and largest width over height.
+    The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within ``scale`` of the image's, width
+    over height log-uniform within ``ratio``, ten tries, then the largest central part whose ratio is allowed (Szegedy et
+    al. 2014, arXiv:1409.4842, section 6).
     """
     log_ratio = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(_TRIES):
@@ -54,16 +48,10 @@ def random_crop_box(
 
 @dataclass(frozen=True, slots=True)
 class EvalTransform:
-    """Resize the shorter side, then cut out the centre, as torchvision's ``Resize`` and ``CenterCrop``.
+    """Resize the shorter side to ``resize`` pixels, then cut out the centre, as torchvision's ``Resize`` and ``CenterCrop``."""
 
-    Attributes:
-        size: side of the result in pixels.
-        resize: shorter side before the crop in pixels; None: ``size * 256 / 224``, and arrays that have ``size``
-            already (CIFAR) stay as they are.
-    """
-
-    size: int
-    resize: int | None = None
+    size: int  # side of the result in pixels
+    resize: int | None = None  # None: size * 256 / 224, and arrays that have size already (CIFAR) stay as they are
 
     def __call__(self, image: Pixels, rng: random.Random, out: np.ndarray) -> None:
         """Write the result into ``out``, uint8 ``[3, size, size]``; ``rng`` is not used."""
@@ -92,17 +80,7 @@ class EvalTransform:
 
 @dataclass(frozen=True, slots=True)
 class TrainTransform:
-    """Crop at random, resize and mirror.
-
-    Attributes:
-        size: side of the result in pixels.
-        crop: random_resized, pad or center.
-        scale: share of the image's area that a random_resized crop takes.
-        ratio: width over height of a random_resized crop.
-        pad: zero pixels on each side before a pad crop.
-        hflip: probability of mirroring, 0..1.
-        resize: shorter side before a center crop in pixels; None: as in ``EvalTransform``.
-    """
+    """Crop at random, resize and mirror; the fields are those of ``AugmentConfig``, and two of ``EvalTransform``."""
 
     size: int
     crop: str = "random_resized"
@@ -110,20 +88,18 @@ class TrainTransform:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     pad: int = 4
     hflip: float = 0.5
-    resize: int | None = None
+    resize: int | None = None  # before a center crop
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, size: int, resize: int | None = None) -> TrainTransform:
         """The transform that ``augment`` describes; ``size`` and ``resize`` as in ``EvalTransform``."""
-        low, high = augment.scale
-        narrow, wide = augment.ratio
+        (low, high), (narrow, wide) = augment.scale, augment.ratio
         return cls(size, augment.crop.name, (low, high), (narrow, wide), augment.pad, augment.hflip, resize)
 
     def __call__(self, image: Pixels, rng: random.Random, out: np.ndarray) -> None:
         """Write the result into ``out``, uint8 ``[3, size, size]``; everything random comes from ``rng``."""
         pixels = self._cut(image, rng)
-        mirrored = rng.random() < self.hflip
-        _write(pixels, out[:, :, ::-1] if mirrored else out)
+        _write(pixels, out[:, :, ::-1] if rng.random() < self.hflip else out)
 
     def _cut(self, image: Pixels, rng: random.Random) -> Pixels:
         if self.crop == "pad":

@@ -130,7 +130,9 @@ class Reporter:
         if self.tuning is None:
             return ""
         before, after = self.tuning["before_images_per_s"], self.tuning["after_images_per_s"]
-        return f" (tuned in {self.tuning['seconds']:.0f} s: the loader alone gave {before:.0f} images/s before, {after:.0f} after)"
+        return (
+            f" (tuned in {self.tuning['seconds']:.0f} s: the loader alone gave {before:.0f} images/s before, {after:.0f} after)"
+        )
 
 
 def _spread(spread: Spread) -> str:
