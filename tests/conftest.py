@@ -12,11 +12,18 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
+from samples import start_server
 
 from harness import config as schema
 from harness.config import Config
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    """Starts the fork server with what workers import, before a test that needs less starts it without."""
+    start_server()
 
 
 @pytest.fixture(scope="session")

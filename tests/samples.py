@@ -99,4 +99,4 @@ def settings(
 
 def start_server() -> None:
     """Start the fork server with what workers under pytest import, so that each takes a moment and not seconds."""
-    workers.start_server(["pytest", "harness.feed.processes"])
+    workers.start_server(["pytest", "harness.feed.processes", "harness.data.datasets"])

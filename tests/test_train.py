@@ -146,7 +146,7 @@ def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Pat
         "plain": ("loader.num_workers=0",),
         "two workers": ("loader.num_workers=2", "loader.prefetch_factor=3"),
         "fresh workers": ("loader.num_workers=1", "loader.persistent_workers=false", "loader.device_prefetch=false"),
-        "tuned": ("loader.autotune=true", "tuner.budget_s=3"),
+        "tuned": ("loader.autotune=true", "tuner.budget_s=6"),
     }
     digests = {}
     for name, overrides in ways.items():
@@ -263,7 +263,7 @@ def test_cifar10_is_fetched_tuned_and_trained(composed: Composed, cifar: tuple[s
     mirror, md5 = cifar
     config = composed(
         "data=cifar10", f"data.mirror={mirror}", f"data.md5={md5}", f"data.root={tmp_path / 'data'}", "loader.autotune=true",
-        "tuner.budget_s=4", "trainer.epochs=1", "loader.batch_size=32",
+        "tuner.budget_s=6", "trainer.epochs=1", "loader.batch_size=32",
     )  # fmt: skip
     report = run_here(config, tmp_path / "run")
     assert (report["steps"], report["val_images"]) == (6, 40)

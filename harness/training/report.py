@@ -117,7 +117,7 @@ class Reporter:
         say("")
         if "top1" in report:
             say(f"top-1          {report['top1']:.4f} on {report['val_images']} validation images")
-        if "images_per_s" in report:
+        if "step_ms" in report:
             say(f"speed          {report['images_per_s']:.0f} images/s while training, {_spread(report['step_ms'])} a step")
             say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
         if self.config.mode is Mode.train:

@@ -110,6 +110,7 @@ class Autocast:
         self._dtype = None if precision is Precision.fp32 else DTYPES[precision]
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        """A fresh context."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._type, self._dtype)

@@ -65,12 +65,6 @@ def grid_size(cores: int, pin_choices: Sequence[bool]) -> int:
 
 
 def choose(trials: Sequence[Trial]) -> Trial:
-    """The fastest trial; of equals the one with fewer workers, then the unpinned one.
-
-    Raises:
-        ValueError: every candidate was refused; names the first reason.
-    """
+    """The fastest trial; of equals the one with fewer workers, then the unpinned one; the first where all were refused."""
     usable = [trial for trial in trials if trial.refused is None]
-    if not usable:
-        raise ValueError(f"every loader setting was refused: {trials[0].refused}")
-    return min(usable, key=lambda t: (-t.images_per_s, t.candidate.num_workers, t.candidate.pin_memory))
+    return min(usable or trials[:1], key=lambda t: (-t.images_per_s, t.candidate.num_workers, t.candidate.pin_memory))

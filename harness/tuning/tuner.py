@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,14 @@ import torch
 from harness.config import TunerConfig
 from harness.feed.interface import Feed, FeedSettings
 from harness.runtime.errors import LoaderError
+from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning import probe
 from harness.tuning.search import Candidate, Search, Trial, choose, grid, grid_size
 from harness.watch.console import progress, table
+
+
+_log = logging.getLogger(LOGGER)
 
 
 class Ranks(Protocol):
@@ -110,7 +115,6 @@ def tune(make_feed: MakeFeed, settings: FeedSettings, config: TunerConfig, limit
         ranks: the other ranks.
 
     Raises:
-        LoaderError: every setting failed.
         BadSample: a sample cannot be read.
     """
     begin = time.perf_counter()
@@ -138,10 +142,9 @@ def tune(make_feed: MakeFeed, settings: FeedSettings, config: TunerConfig, limit
                 break
             trial = attempt(candidate)
             bar.advance(1)
-    try:
-        after = choose(trials)
-    except ValueError as error:
-        raise LoaderError(str(error)) from error
+    after = choose(trials)
+    if after.refused:
+        _log.warning("tuning could not measure any setting, the loader stays as it was: %s", after.refused)
     chosen = _with(settings, after.candidate, config, settings.timeout_s)
     return TuningReport(before, after, chosen, tuple(trials), time.perf_counter() - begin, complete)
 

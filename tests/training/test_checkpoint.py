@@ -183,7 +183,8 @@ import torch, itertools
 from pathlib import Path
 from harness.training import checkpoint
 for step in itertools.count(1):
-    checkpoint.save(Path({str(tmp_path)!r}), {{"w": torch.full((200_000,), float(step))}}, step=step, epoch=step, top1=None, keep_last=2)
+    state = {{"w": torch.full((200_000,), float(step))}}
+    checkpoint.save(Path({str(tmp_path)!r}), state, step=step, epoch=step, top1=None, keep_last=2)
     print(step, flush=True)
 """
     rng = random.Random(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -69,7 +71,7 @@ def test_warm_up_is_linear_and_ends_at_the_peak(name: ScheduleName) -> None:
     """Warm-up rises in equal steps from above zero and hands over at the peak."""
     config = ScheduleConfig(name=name, warmup_epochs=0.5)
     factors = [lr_factor(step, config, 100, 20) for step in range(12)]
-    rises = [b - a for a, b in zip(factors[:10], factors[1:11], strict=True)]
+    rises = [b - a for a, b in itertools.pairwise(factors[:11])]
     assert factors[0] > 0
     assert rises == pytest.approx([rises[0]] * 10, rel=0.01)
     assert factors[10] == pytest.approx(1.0)
