@@ -27,7 +27,8 @@ class DataPrefetcher:
 
     On CUDA, a thread takes batches from ``loader`` and issues their copy and normalisation on a side stream while the step
     runs; it is one batch ahead of what was asked for (the host itself may be further ahead of the device, as in any loop that
-    does not wait for it). Elsewhere, and with ``ahead=False``, each batch is moved when it is asked for. Each ``iter()`` is a new pass and ends the one before it.
+    does not wait for it). Elsewhere, and with ``ahead=False``, each batch is moved when it is asked for. Each ``iter()`` is a
+    new pass and ends the one before it.
 
     Args:
         loader: gives batches whose first two items are images ``[N, C, H, W]`` and labels ``[N]``.

@@ -22,7 +22,6 @@ from harness.tuning import probe
 from harness.tuning.search import Candidate, Search, Trial, choose, grid, grid_size
 from harness.watch.console import progress, table
 
-
 _log = logging.getLogger(LOGGER)
 
 
