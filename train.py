@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness import config as schema
 from harness.config import Config, Mode, StartMethod
 from harness.runtime import folder, launch, signals, workers
-from harness.runtime.errors import described, printable
+from harness.runtime.errors import printable, tell
 
 _failed: list[tuple[Path, BaseException]] = []  # jobs that did not end well
 
@@ -54,7 +53,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         splits = datasets.load(config.data, config.augment, config.seed)
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
-        resumed_step = resume(state, config.resume, job.folder, splits.classes)
+        resumed_step = resume(state, config, world, job.folder, splits.classes)
         with station.watched(config, world, job.folder, resumed_step) as watch:
             allowed = limits.measure(world.local_size)
             settings, tuning = feeds.settings(allowed), None
@@ -72,7 +71,8 @@ def run(index: int, job: Job) -> None:
     """One run, in the processes that ``dist=`` asks for; ``index`` is 0."""
     from harness.runtime import distributed
 
-    folder.own(job.folder) if folder.is_first_rank() else None
+    if folder.is_first_rank():
+        folder.own(job.folder)
     distributed.launch(main_worker, job, job.config)
 
 
@@ -107,15 +107,7 @@ def cli() -> int:
             main()
     except (Exception, KeyboardInterrupt) as error:
         _failed.append((Path(), error))
-    codes = []
-    for place, failure in _failed:
-        text, code = described(failure) or (schema.explain(failure), 2 if schema.is_refusal(failure) else 1)
-        if code == 1:
-            traceback.print_exception(failure)
-        where = f"{printable(os.path.relpath(place))}: " if len(_failed) > 1 else ""
-        print(f"error: {where}{text}", file=sys.stderr)
-        codes.append(code)
-    return codes[0] if codes else 0
+    return tell(_failed)
 
 
 if __name__ == "__main__":

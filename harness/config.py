@@ -156,9 +156,8 @@ class TunerConfig:
     """The search behind loader.autotune=true."""
 
     name: TunerName = setting(TunerName.grid, "Which search.")
-    budget_s: float = setting(20.0, "Longest time for the search in seconds.", gt=0.0)
-    batches: int = setting(15, "Batches in one timed pass.", ge=1)
-    passes: int = setting(4, "Timed passes for each setting.", ge=1)
+    budget_s: float = setting(30.0, "Longest time for the search in seconds.", gt=0.0)
+    batches: int = setting(60, "Timed batches for each setting.", ge=1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -477,7 +476,7 @@ def register() -> None:
     store.store(group="hydra/help", name="wellfed", node={"app_name": "train.py", "template": template})
     chosen = {"help": "wellfed", "job_logging": "none", "hydra_logging": "none"}
     defaults = [{group: chosen.get(group, name)} for item in HydraConf().defaults for group, name in item.items()]
-    run = RunDir(dir="${wellfed.run_dir:${run.name}}")
+    run = RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}")
     sweep = SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}")
     node = HydraConf(defaults=defaults, run=run, sweep=sweep, job=JobConf(chdir=False))
     store.store(group="hydra", name="config", node=node, provider="hydra")

@@ -82,7 +82,7 @@ class HandWritten:
 
     def __init__(self, config: Config, batches: Sequence[HostBatch], device: torch.device) -> None:
         seeding.seed_everything(config.seed)
-        self.network = models.build(config.model, CLASSES).to(device)
+        self.network = models.build(config.model, CLASSES, image_size=config.data.image_size).to(device)
         weights = [p for p in self.network.parameters() if p.ndim >= 2]
         others = [p for p in self.network.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": weights}, {"params": others, "weight_decay": 0.0}]

@@ -31,7 +31,7 @@ def composed() -> Iterator[Callable[..., Config]]:
     """Composes overrides, as the command line does, into a checked config."""
     schema.register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
-        OmegaConf.register_new_resolver(name, lambda _: "never used", replace=True)
+        OmegaConf.register_new_resolver(name, lambda *_: "never used", replace=True)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         yield lambda *overrides: schema.load(compose("config", overrides=list(overrides)))

@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 import train
-from harness.config import Config
+from harness.config import Config, ConfigError
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.training import checkpoint
 
@@ -214,6 +214,55 @@ def test_evaluation_alone_repeats_the_runs_result(composed: Composed, finished: 
 
 
 @pytest.mark.usefixtures("kept_globals")
+def test_a_resume_keeps_this_runs_rate_and_layout(composed: Composed, finished: tuple[Path, str], tmp_path: Path) -> None:
+    """Learning rate and weight decay are those of this command line, and another memory layout changes no update."""
+    common = ("data=digits", f"resume={finished[0]}", "trainer.epochs=3", "loader.num_workers=0", "optim.lr=0.01")
+    digests = []
+    for layout in ("true", "false"):
+        run_here(composed(*common, "schedule=constant", f"trainer.channels_last={layout}"), tmp_path / layout)
+        saved = checkpoint.read(tmp_path / layout)[1]
+        digests.append(saved["model"]["0.weight"])
+        assert {group["lr"] for group in saved["optimizer"]["param_groups"]} == {0.01}
+        assert {line["train/lr"] for line in lines(tmp_path / layout) if "train/lr" in line} == {0.01}
+    torch.testing.assert_close(digests[0].contiguous(), digests[1].contiguous(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_finished_run_keeps_its_report(composed: Composed, tmp_path: Path) -> None:
+    """Resumed with nothing left to train, a run says so and leaves the report of what was done."""
+    common = ("data=digits", "trainer.epochs=1", "trainer.max_steps=22", "loader.num_workers=0", "run.name=x")
+    before = run_here(composed(*common), tmp_path)
+    assert run_here(composed(*common, "resume=auto"), tmp_path) == before
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_run_that_ends_within_a_window_logs_it(composed: Composed, tmp_path: Path) -> None:
+    """trainer.max_steps that is no multiple of the window loses no steps; without a checkpoint the run says why."""
+    run_here(composed("data=digits", "trainer.max_steps=13", "loader.num_workers=0"), tmp_path)
+    assert [line["step"] for line in lines(tmp_path) if "train/loss" in line] == [10, 13]
+    assert "no checkpoint: trainer.max_steps ended the epoch" in (tmp_path / "train.log").read_text()
+
+
+def test_a_used_folder_is_refused(finished: tuple[Path, str]) -> None:
+    """A second run of the same name does not mix with the first, nor touch its settings."""
+    before = (finished[0] / ".hydra/overrides.yaml").read_text()
+    done = subprocess.run(
+        command("data=digits", "run.name=first"), cwd=finished[0].parents[1], capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert (finished[0] / ".hydra/overrides.yaml").read_text() == before
+    assert "outputs/first: holds a run; go on with resume=auto" in done.stderr
+
+
+def test_torchrun_without_its_setting_is_refused(composed: Composed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processes of torchrun that would each train alone are told what is missing."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="dist=single: started by torchrun, .* add dist=torchrun"):
+        run_here(composed("data=digits"), tmp_path)
+
+
+@pytest.mark.usefixtures("kept_globals")
 def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Path) -> None:
     """A learning rate that destroys the network ends in a non-finite error that names the ways out."""
     config = composed(
@@ -357,7 +406,7 @@ def gone(processes: list[psutil.Process], within_s: float) -> bool:
     return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda s: s.name)
 def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> None:
     """Sent to the whole group in training, the run ends within 5 s with 128 + n; files are whole, no worker is left."""
     process = started(tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=1", "run.name=x")

@@ -90,7 +90,7 @@ def open_digits(data: DataConfig) -> tuple[Source, Source]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError('data=digits needs scikit-learn: pip install "wellfed[digits]" or uv sync --extra digits') from error
+        raise DataError('data=digits needs scikit-learn: pip install -e ".[digits]" or uv sync --extra digits') from error
     bunch = load_digits()
     grey = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # 0..16, one channel
     images = np.ascontiguousarray(np.broadcast_to(grey[..., None], (*grey.shape, 3)))

@@ -58,6 +58,8 @@ class DataPrefetcher:
     ) -> None:
         self.loader = loader
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         on_device = getattr(loader, "on_device", False)
         self._ahead = self.device.type == "cuda" and not on_device if ahead is None else ahead
         self._mover = _Mover(self.device, mean, std, dtype, channels_last, self._ahead, clock is not None)

@@ -116,6 +116,8 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
         size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         rank = int(os.environ["RANK"])
     else:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(f"dist={kind.name}: started by torchrun, whose processes would not meet; add dist=torchrun")
         size = local_size = spawn_size(config) if kind is DistName.spawn else 1
         rank = local_rank
     device = choose_device(config.device, local_rank, local_size)
@@ -124,7 +126,8 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     _set_threads(config, local_size)
     if size > 1:
         timeout = timedelta(seconds=config.dist.timeout_s)
-        dist.init_process_group(_backend(config.dist.backend, device), rank=rank, world_size=size, timeout=timeout)
+        backend, own = _backend(config.dist.backend, device), device if device.type == "cuda" else None
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, device_id=own)
     try:
         yield World(rank, size, local_rank, local_size, device)
     finally:

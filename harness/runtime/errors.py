@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
 
-from harness.config import ConfigError
+from harness.config import ConfigError, explain, is_refusal
 
 
 class RunError(Exception):
@@ -88,6 +93,8 @@ def described(error: BaseException) -> tuple[str, int] | None:
         if isinstance(cause, ConfigError):
             return str(cause), 2
         cause = cause.__cause__ or cause.__context__
+    if is_refusal(error):
+        return explain(error), 2
     if isinstance(error, KeyboardInterrupt):
         return "stopped by signal 2", 130
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -96,6 +103,19 @@ def described(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None
+
+
+def tell(failures: Sequence[tuple[Path, BaseException]]) -> int:
+    """Print each failure of a job in its folder, with a traceback only where the cause is not known; the first exit code."""
+    codes = []
+    for place, failure in failures:
+        text, code = described(failure) or (f"{type(failure).__name__}: {failure}", 1)
+        if code == 1:
+            traceback.print_exception(failure)
+        where = f"{printable(os.path.relpath(place))}: " if len(failures) > 1 else ""
+        print(f"error: {where}{text}", file=sys.stderr)
+        codes.append(code)
+    return codes[0] if codes else 0
 
 
 def printable(text: str) -> str:

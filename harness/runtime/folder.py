@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from harness.config import ConfigError
+from harness.config import ConfigError, Mode
 from harness.runtime import rendezvous
 from harness.runtime.errors import LockedError
 
@@ -25,12 +25,20 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def run_folder(name: str | None) -> str:
-    """The folder of a single run, owned by this process; the same for all ranks under torchrun."""
+def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.train) -> str:
+    """The folder of a single run, owned by this process before Hydra writes into it; the same for all ranks under torchrun.
+
+    Raises:
+        ConfigError: a folder of that name holds a run, and this one does not go on with it.
+    """
     outputs = Path("outputs")
-    if name is not None and not is_first_rank():
-        return str(outputs / name)
-    return rendezvous.shared(lambda: str(own(outputs / name if name is not None else new_folder(outputs))))
+    if name is None:
+        return rendezvous.shared(lambda: str(own(new_folder(outputs))))
+    if is_first_rank():
+        if resume is None or mode is not Mode.train:
+            refuse_used(outputs / name)
+        own(outputs / name)
+    return str(outputs / name)
 
 
 def sweep_folder(name: str | None) -> str:
@@ -82,6 +90,16 @@ def own(folder: Path) -> Path:
     handle.flush()
     _owned[path] = handle
     return folder
+
+
+def refuse_used(folder: Path) -> None:
+    """Refuse a folder that holds a run already: a second one would mix with it.
+
+    Raises:
+        ConfigError: with the ways out.
+    """
+    if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
+        raise ConfigError(f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another run.name")
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:

@@ -52,8 +52,11 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
     torch.backends.cudnn.benchmark = not deterministic
 
 
-def random_state() -> dict[str, Any]:
-    """All global random states as plain containers and tensors, which ``torch.load(weights_only=True)`` accepts."""
+def random_state(device: torch.device | None = None) -> dict[str, Any]:
+    """All global random states as plain containers and tensors, which ``torch.load(weights_only=True)`` accepts.
+
+    Of the GPUs it holds ``device`` alone. Ranks start from one seed and draw alike, so the first rank's state serves all.
+    """
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -65,20 +68,17 @@ def random_state() -> dict[str, Any]:
             "cached": float(cached),
         },
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None,
     }
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set all global random states to what ``random_state`` returned.
-
-    The CUDA states are left alone where the number of devices differs.
-    """
+def restore_random_state(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Set all global random states, and that of ``device`` if it is a GPU, to what ``random_state`` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy_state = state["numpy"]
     keys = numpy_state["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy_state["kind"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"]))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if device is not None and device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)

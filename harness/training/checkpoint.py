@@ -59,13 +59,14 @@ def save(folder: Path, state: dict[str, Any], *, step: int, epoch: int, top1: fl
         record = Record(path, step, epoch, top1, digest)
         facts = {"schema": SCHEMA, "step": step, "epoch": epoch, "top1": top1, "sha256": digest}
         _write(path.with_suffix(".json"), lambda file: file.write(json.dumps(facts).encode()))
-        committed = records(folder)
+        committed = [old for old in records(folder) if old.step <= step]
         best = best_of(committed)
         _point(folder / "last.pt", path)
         if best is not None:
             _point(folder / "best.pt", best.path)
-        for old in committed[:-keep_last]:
-            if old != best:
+        kept = {*committed[-keep_last:], best}
+        for old in records(folder):  # those of later steps belong to a past that a resume has left
+            if old not in kept:
                 old.path.with_suffix(".json").unlink(missing_ok=True)  # first the record, then what it vouches for
                 old.path.unlink(missing_ok=True)
     except OSError as error:

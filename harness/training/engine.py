@@ -33,7 +33,7 @@ class Outcome:
     """How a run went.
 
     Attributes:
-        status: completed, interrupted or failed.
+        status: completed, idle (there was nothing left to train), interrupted or failed.
         evaluation: the last one, if there was one.
         skipped: updates left out for a non-finite gradient.
     """
@@ -80,8 +80,11 @@ class Engine:
     def fit(self) -> Outcome:
         """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error ends the run."""
         config, state = self.config, self.state
+        if state.epoch >= config.trainer.epochs or self._finished():
+            say(f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs")
+            self.outcome.status = "idle"
         try:
-            for epoch in range(state.epoch, config.trainer.epochs):
+            for epoch in range(state.epoch, 0 if self._finished() else config.trainer.epochs):
                 self._train_epoch(epoch)
                 finished = self._finished()
                 last = finished or epoch + 1 == config.trainer.epochs
@@ -92,7 +95,8 @@ class Engine:
                     self._save(evaluation)
                 if finished:
                     break
-            self.outcome.status = "completed"
+            if self.outcome.status != "idle":
+                self.outcome.status = "completed"
         except Interrupted:
             self.outcome.status = "interrupted"
             raise
@@ -155,7 +159,7 @@ class Engine:
                 self._one_step(batches, parts)
                 left -= parts
                 bar.advance(1)
-                if self.state.step % self.config.watch.window_steps == 0 or not left:
+                if self.state.step % self.config.watch.window_steps == 0 or not left or self._finished():
                     self._close_window(epoch)
                 elif self.world.size == 1:
                     signals.check()
@@ -208,7 +212,10 @@ class Engine:
 
     def _save(self, evaluation: Evaluation | None) -> None:
         """Save a finished epoch; one that trainer.max_steps cut short could not be resumed exactly."""
-        if not self.config.checkpoint.enabled or self.epoch_open:
+        if not self.config.checkpoint.enabled:
+            return
+        if self.epoch_open:
+            say("no checkpoint: trainer.max_steps ended the epoch before its end, and it could not be resumed exactly")
             return
         with self.watch.clock.pause("checkpoint"):
             if self.world.is_main:

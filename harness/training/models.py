@@ -14,22 +14,24 @@ from harness.config import ConfigError, ModelConfig
 from harness.runtime.errors import CheckpointError, printable
 from harness.training.checkpoint import read_weights
 from harness.training.small import small
+from harness.watch.console import say
 
 
-def build(config: ModelConfig, num_classes: int) -> nn.Module:
-    """The network that ``config`` names, with a head for ``num_classes``.
+def build(config: ModelConfig, num_classes: int, *, image_size: int) -> nn.Module:
+    """The network that ``config`` names, for images of ``image_size`` pixels a side, with a head for ``num_classes``.
 
     With ``weights=DEFAULT`` or a path, the head's weights are taken over where its shape fits, else they stay random.
 
     Raises:
-        ConfigError: the name is unknown, or the published weights cannot be had.
+        ConfigError: the name is unknown, the published weights cannot be had, or the network cannot take the image size.
         CheckpointError: the file is missing, damaged or of another network.
     """
+    _check(config, image_size)
+    network = small(num_classes) if config.name == "small" else _random(config, num_classes, image_size)
     if config.weights == "DEFAULT":
-        return _published(config.name, num_classes)
-    network = _random(config.name, num_classes)
-    if config.weights is not None:
-        _take_over(network, read_weights(Path(config.weights)), config)
+        _take_over(network, _published(config.name), config, num_classes)
+    elif config.weights is not None:
+        _take_over(network, read_weights(Path(config.weights)), config, num_classes)
     return network
 
 
@@ -38,56 +40,58 @@ def names() -> list[str]:
     return ["small", *zoo.list_models(module=zoo)]
 
 
-def _random(name: str, num_classes: int) -> nn.Module:
-    if name == "small":
-        return small(num_classes)
+def _check(config: ModelConfig, image_size: int) -> None:
+    name = config.name
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=3)
         raise ConfigError(f"model.name={name}: unknown" + (f"; did you mean {', '.join(near)}?" if near else ""))
-    network: nn.Module = zoo.get_model(name, weights=None, num_classes=num_classes, **_plain_form(name, True))
-    return network
-
-
-def _plain_form(name: str, random: bool) -> dict[str, Any]:
-    """Without auxiliary heads: a classifier here gives one tensor."""
-    if name not in ("googlenet", "inception_v3"):
-        return {}
-    return {"aux_logits": False, "init_weights": True} if random else {}
-
-
-def _published(name: str, num_classes: int) -> nn.Module:
-    if name == "small":
+    if name == "small" and config.weights == "DEFAULT":
         raise ConfigError("model.weights=DEFAULT: there are none for model.name=small; use null or a path")
-    network = _random(name, num_classes)  # refuses an unknown name first
-    try:
-        weights = zoo.get_model_weights(name).DEFAULT.get_state_dict(check_hash=True)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"model.weights=DEFAULT: the weights of {name} cannot be fetched ({error}); use model.weights=null, or the path "
-            "of a file with them"
-        ) from error
-    _load_but_head(network, {key: value for key, value in weights.items() if not _auxiliary(key)})
+    if not name.startswith("vit_"):
+        return
+    patch = int(name.rpartition("_")[2])
+    if image_size % patch:
+        raise ConfigError(f"data.image_size={image_size}: {name} cuts images into squares of {patch}; use a multiple of that")
+    if config.weights == "DEFAULT":
+        published = zoo.get_model_weights(name).DEFAULT.meta["min_size"][0]
+        if image_size != published:
+            raise ConfigError(
+                f"data.image_size={image_size}: the published weights of {name} are for {published}; use that, or "
+                "model.weights=null"
+            )
+
+
+def _random(config: ModelConfig, num_classes: int, image_size: int) -> nn.Module:
+    extra: dict[str, Any] = {}
+    if config.name.startswith("vit_"):
+        extra = {"image_size": image_size}
+    elif config.name in ("googlenet", "inception_v3"):  # no auxiliary heads: a classifier here gives one tensor
+        # Their published weights come from TensorFlow, where images were normalised in another way.
+        extra = {"aux_logits": False, "init_weights": True, "transform_input": config.weights == "DEFAULT"}
+    network: nn.Module = zoo.get_model(config.name, weights=None, num_classes=num_classes, **extra)
     return network
 
 
-def _auxiliary(key: str) -> bool:
-    return key.startswith(("aux1.", "aux2.", "AuxLogits."))
+def _published(name: str) -> dict[str, torch.Tensor]:
+    """The published weights under today's keys: only torchvision's builder renames those of the densenets."""
+    try:
+        weights: dict[str, torch.Tensor] = zoo.get_model(name, weights="DEFAULT").state_dict()
+    except (OSError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]  # torch lists every key that does not fit after it
+        raise ConfigError(
+            f"model.weights=DEFAULT: the weights of {name} cannot be fetched ({why}); use model.weights=null, or put "
+            f"{zoo.get_model_weights(name).DEFAULT.url} into {torch.hub.get_dir()}/checkpoints"
+        ) from error
+    return {key: value for key, value in weights.items() if not key.startswith("AuxLogits.")}
 
 
-def _take_over(network: nn.Module, weights: dict[str, torch.Tensor], config: ModelConfig) -> None:
-    problems = _load_but_head(network, weights)
-    if problems:
-        raise CheckpointError(
-            f"model.weights={printable(str(config.weights))}: does not fit model.name={config.name}: "
-            f"{'; '.join(problems[:5])}" + (f" and {len(problems) - 5} more" if len(problems) > 5 else "")
-        )
-
-
-def _load_but_head(network: nn.Module, weights: dict[str, torch.Tensor]) -> list[str]:
-    """Load ``weights``, leaving the head random where its shape differs; what does not fit, with nothing changed then."""
+def _take_over(network: nn.Module, weights: dict[str, torch.Tensor], config: ModelConfig, num_classes: int) -> None:
+    """Load ``weights``, leaving the head random where its shape differs; an error, with nothing changed, if any other does."""
+    where = f"model.weights={printable(str(config.weights))}"
     own = network.state_dict()
     head = _head_keys(network)
-    fitting = {key: value for key, value in weights.items() if not (key in head and value.shape != own[key].shape)}
+    new_head = any(key not in weights or weights[key].shape != own[key].shape for key in head)
+    fitting = {key: value for key, value in weights.items() if not (new_head and key in head)}
     problems = [f"{key} is missing" for key in own if key not in weights and key not in head]
     problems += [f"{key} is not expected" for key in weights if key not in own]
     problems += [
@@ -95,9 +99,13 @@ def _load_but_head(network: nn.Module, weights: dict[str, torch.Tensor]) -> list
         for key, value in fitting.items()
         if key in own and value.shape != own[key].shape
     ]
-    if not problems:
-        network.load_state_dict({**own, **fitting})
-    return problems
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{where}: does not fit model.name={config.name}: {'; '.join(problems[:5])}{more}")
+    own.update(fitting)  # in place: a new dict would lack _metadata, without which the mnasnets load nothing
+    network.load_state_dict(own)
+    if new_head:
+        say(f"{where}: the head is new, for {num_classes} classes")
 
 
 def _head_keys(network: nn.Module) -> set[str]:

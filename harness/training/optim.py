@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -28,7 +29,7 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         ]
     if config.name is OptimName.adamw:
         return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
-    return SGD(
+    optimizer = SGD(
         groups,
         lr=config.lr,
         momentum=config.momentum,
@@ -36,6 +37,10 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         weight_decay=config.weight_decay,
         fused=True,
     )
+    if config.momentum:  # torch makes the buffers unfilled at the first update, and leaves them so if that one is skipped
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def make_schedule(optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> LambdaLR:

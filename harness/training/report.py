@@ -47,7 +47,7 @@ class Reporter:
             error = caught
             raise
         finally:
-            if engine.watch.board is not None:
+            if engine.watch.board is not None and engine.outcome.status != "idle":  # the report of what was done stays
                 self._report(engine, error)
 
     def _report(self, engine: Engine, error: BaseException | None) -> None:

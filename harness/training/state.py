@@ -52,19 +52,21 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "epoch": self.epoch,
             "step": self.step,
-            "random": random_state(),
+            "random": random_state(self.device),
             "num_threads": torch.get_num_threads(),
             "settings": settings,
             "classes": list(classes),
         }
 
-    def load_dict(self, saved: dict[str, Any], where: str) -> None:
+    def load_dict(self, saved: dict[str, Any], where: str, precision: Precision) -> None:
         """Take over what ``to_dict`` gave; all of it or, on an error, nothing.
+
+        Learning rate, weight decay and the like stay this run's own, and the loss scale starts anew in another precision.
 
         Raises:
             CheckpointError: the checkpoint is of another network or optimizer; names the first differences.
         """
-        needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random"}
+        needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
         if missing := needed - saved.keys():
             raise CheckpointError(f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}")
         problems = _differences(self.network.state_dict(), saved["model"])
@@ -73,11 +75,30 @@ class TrainState:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise CheckpointError(f"{where}: does not fit this run: {'; '.join(problems[:5])}{more}")
         self.network.load_state_dict(saved["model"])
+        self._load_optimizer(saved)
+        if saved["settings"]["trainer"]["precision"] == precision.name:
+            self.scaler.load_state_dict(saved["scaler"])
+        self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
+        restore_random_state(saved["random"], self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network lives."""
+        return next(self.network.parameters()).device
+
+    def _load_optimizer(self, saved: dict[str, Any]) -> None:
+        own = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        base_lrs = self.schedule.base_lrs
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        self.scaler.load_state_dict(saved["scaler"])
-        self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
-        restore_random_state(saved["random"])
+        self.schedule.base_lrs = base_lrs
+        factor = self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+        for group, settings, base_lr in zip(self.optimizer.param_groups, own, base_lrs, strict=True):
+            group.update(settings, lr=base_lr * factor)
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # the fused kernels want equal strides
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: int) -> TrainState:
@@ -87,7 +108,7 @@ def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: 
         ConfigError: the network's name or its published weights.
         CheckpointError: the file that ``model.weights`` names.
     """
-    network = models.build(config.model, num_classes).to(world.device)
+    network = models.build(config.model, num_classes, image_size=config.data.image_size).to(world.device)
     if config.trainer.channels_last:
         network = network.to(memory_format=torch.channels_last)
     if config.trainer.compile:
@@ -102,32 +123,39 @@ def make_scaler(precision: Precision, device: torch.device) -> GradScaler:
     return GradScaler(device.type) if precision is Precision.fp16 else GradScaler(device.type, init_scale=1.0)
 
 
-def resume(state: TrainState, wanted: str | None, folder: Path, classes: tuple[str, ...]) -> int | None:
+def resume(state: TrainState, config: Config, world: World, folder: Path, classes: tuple[str, ...]) -> int | None:
     """Take over the checkpoint that ``resume=`` names; its step, or None where training starts anew.
 
     Raises:
-        CheckpointError: it is missing, damaged or does not fit. Training never starts anew in its place.
+        CheckpointError: it is missing, damaged, does not fit, or the ranks do not see the same. Training never starts anew
+            in its place.
     """
-    if wanted is None:
-        return None
-    if wanted == "auto":
+    if config.resume is not None:
+        _take_over(state, config, folder, classes)
+    if world.smallest(state.step) != world.largest(state.step):
+        raise CheckpointError(f"{folder}: the ranks see different checkpoints; the run folder must be shared by all nodes")
+    return state.step if state.step else None
+
+
+def _take_over(state: TrainState, config: Config, folder: Path, classes: tuple[str, ...]) -> None:
+    assert config.resume is not None
+    if config.resume == "auto":
         found = checkpoint.newest(folder / "checkpoints")
         if found is None:
             say("resume=auto: no checkpoint yet, starting at epoch 1")
-            return None
+            return
         record, saved, damaged = found
         for text in damaged:
             _log.warning("%s; falling back to %s", text, record.path.name)
     else:
-        record, saved = checkpoint.read(Path(wanted))
+        record, saved = checkpoint.read(Path(config.resume))
     if tuple(saved.get("classes", classes)) != classes:
         raise CheckpointError(f"{record.path}: its classes are not this data set's: {', '.join(saved['classes'][:5])} ...")
-    state.load_dict(saved, str(record.path))
+    state.load_dict(saved, str(record.path), config.trainer.precision)
     threads = saved.get("num_threads")
     if threads != torch.get_num_threads():
         _log.warning("saved with %s torch threads, now %d: not bitwise the same", threads, torch.get_num_threads())
     say(f"resumed {record.path}: {state.epoch} epochs and {state.step} steps are done")
-    return state.step
 
 
 def _differences(own: dict[str, Any], saved: dict[str, Any]) -> list[str]:

@@ -22,6 +22,8 @@ from harness.tuning import probe
 from harness.tuning.search import Candidate, Search, Trial, choose, grid, grid_size
 from harness.watch.console import progress, table
 
+_EXPECTED = 10  # candidates for each pin_memory: a search of many cores ends long before its last
+
 _log = logging.getLogger(LOGGER)
 
 
@@ -109,7 +111,7 @@ def tune(make_feed: MakeFeed, settings: FeedSettings, config: TunerConfig, limit
     Args:
         make_feed: makes the feed to be measured.
         settings: the user's own settings, tried first.
-        config: batches, passes and budget, of which every candidate gets an equal share.
+        config: batches and budget, of which every candidate that is to be expected gets an equal share.
         limits: what this rank may use.
         ranks: the other ranks.
 
@@ -120,8 +122,8 @@ def tune(make_feed: MakeFeed, settings: FeedSettings, config: TunerConfig, limit
     cores = max(1, int(limits.cores))
     pin_choices = (False, True) if ranks.device.type == "cuda" else (False,)
     search, most = grid(cores, pin_choices), grid_size(cores, pin_choices)
-    share_s = config.budget_s / (most + 1)
-    timed = config.batches * config.passes
+    share_s = config.budget_s / (min(most, _EXPECTED * len(pin_choices)) + 1)
+    timed = config.batches
     trials: list[Trial] = []
 
     def attempt(candidate: Candidate) -> Trial:

@@ -196,11 +196,18 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # a damaged line is of no use
+
+
 def _drop_lines_after(path: Path, step: int | None) -> None:
     """Take out the lines of later steps, and a last one that was cut off."""
     data = path.read_bytes() if path.exists() else b""
     lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
-    kept = b"".join(line for line in lines if step is None or json.loads(line)["step"] <= step)
+    kept = b"".join(line for line in lines if step is None or _step_of(line) <= step)
     if kept != data:
         _replace(path, kept)
 

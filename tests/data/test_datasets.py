@@ -169,7 +169,7 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_sklearn)
-    with pytest.raises(DataError, match=r'pip install "wellfed\[digits\]" or uv sync --extra digits'):
+    with pytest.raises(DataError, match=r'pip install -e "\.\[digits\]" or uv sync --extra digits'):
         load(DataConfig(name="digits"), AugmentConfig(), 0)
 
 

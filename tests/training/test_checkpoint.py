@@ -55,6 +55,16 @@ def test_old_ones_go_but_the_best_stays(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_what_a_resume_left_behind_goes(tmp_path: Path) -> None:
+    """A save after a resume from an earlier step drops the records of later steps, and never itself."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, top1=step / 100, keep_last=5)
+    save(tmp_path, 15, top1=0.01)
+    assert (tmp_path / "last.pt").resolve().name == "step-15.pt"
+    assert [record.step for record in checkpoint.records(tmp_path)] == [10, 15]
+    assert (tmp_path / "best.pt").resolve().name == "step-10.pt"
+
+
 @pytest.mark.parametrize("damage", ["flip", "zero page", "cut", "empty"])
 def test_damage_is_found_and_an_older_one_is_taken(tmp_path: Path, damage: str) -> None:
     """A damaged newest checkpoint is named, and the one before it is used."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchvision import models as zoo
+from torchvision.models.regnet import BlockParams
 
 from harness.config import ConfigError, ModelConfig
 from harness.runtime.errors import CheckpointError
@@ -16,31 +21,37 @@ from harness.training import checkpoint, models
 @pytest.mark.parametrize("name", ["small", "resnet18", "mobilenet_v3_small", "squeezenet1_1", "vit_b_16"])
 def test_a_head_for_the_classes(name: str) -> None:
     """Every network gives one logit a class."""
-    network = models.build(ModelConfig(name=name), 7).eval()
-    size = 224 if name == "vit_b_16" else 64
-    assert network(torch.zeros(2, 3, size, size)).shape == (2, 7)
+    network = models.build(ModelConfig(name=name), 7, image_size=64).eval()
+    assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", models.names())
-def test_every_name_builds(name: str) -> None:
+def test_every_name_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name that is offered can be built for other classes than ImageNet's (on the meta device, so no memory)."""
+    make = BlockParams.from_init_params
+
+    def on_cpu(**arguments: Any) -> BlockParams:  # the regnets read numbers out of tensors
+        with torch.device("cpu"):
+            return make(**arguments)
+
+    monkeypatch.setattr(BlockParams, "from_init_params", on_cpu)
     with torch.device("meta"):
-        network = models.build(ModelConfig(name=name), 7)
+        network = models.build(ModelConfig(name=name), 7, image_size=224)
     assert models._head_keys(network) <= network.state_dict().keys()
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
 def test_networks_with_auxiliary_heads_give_one_tensor(name: str) -> None:
     """In training they have no auxiliary outputs."""
-    network = models.build(ModelConfig(name=name), 3)
+    network = models.build(ModelConfig(name=name), 3, image_size=96)
     assert network(torch.zeros(2, 3, 96, 96)).shape == (2, 3)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     """The error names the setting, the value and what may have been meant."""
     with pytest.raises(ConfigError, match=r"model\.name=resnet51: unknown; did you mean resnet5?"):
-        models.build(ModelConfig(name="resnet51"), 10)
+        models.build(ModelConfig(name="resnet51"), 10, image_size=64)
 
 
 def test_saved_weights_with_a_new_head(tmp_path: Path) -> None:
@@ -49,16 +60,16 @@ def test_saved_weights_with_a_new_head(tmp_path: Path) -> None:
     donor = zoo.resnet18(num_classes=5)
     path = tmp_path / "donor.pth"
     torch.save({"state_dict": {f"module.{key}": value for key, value in donor.state_dict().items()}}, path)
-    network = models.build(ModelConfig(name="resnet18", weights=str(path)), 7)
+    network = models.build(ModelConfig(name="resnet18", weights=str(path)), 7, image_size=64)
     assert torch.equal(network.conv1.weight, donor.conv1.weight)  # type: ignore[union-attr, arg-type]
     assert network.fc.weight.shape == (7, 512)  # type: ignore[union-attr]
 
 
 def test_a_run_of_ours_gives_its_weights(tmp_path: Path) -> None:
     """A checkpoint of ours gives weights, the head too where the classes are the same."""
-    donor = models.build(ModelConfig(name="small"), 4)
+    donor = models.build(ModelConfig(name="small"), 4, image_size=64)
     record = checkpoint.save(tmp_path, {"model": donor.state_dict()}, step=1, epoch=1, top1=None, keep_last=2)
-    network = models.build(ModelConfig(name="small", weights=str(record.path)), 4)
+    network = models.build(ModelConfig(name="small", weights=str(record.path)), 4, image_size=64)
     for key, value in donor.state_dict().items():
         assert torch.equal(network.state_dict()[key], value)
 
@@ -68,13 +79,13 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "donor.pth"
     torch.save(zoo.resnet34(num_classes=7).state_dict(), path)
     with pytest.raises(CheckpointError, match=r"does not fit model\.name=resnet18: .* is not expected; .* and \d+ more"):
-        models.build(ModelConfig(name="resnet18", weights=str(path)), 7)
+        models.build(ModelConfig(name="resnet18", weights=str(path)), 7, image_size=64)
 
 
 def test_a_missing_file_is_named() -> None:
     """A path that does not exist is an error with the way out."""
     with pytest.raises(CheckpointError, match=r"model\.weights=.*none\.pth: no such file; use null, DEFAULT or a path"):
-        models.build(ModelConfig(name="small", weights="none.pth"), 7)
+        models.build(ModelConfig(name="small", weights="none.pth"), 7, image_size=64)
 
 
 def test_published_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -86,18 +97,97 @@ def test_published_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("torch.hub.download_url_to_file", refuse)
     with pytest.raises(ConfigError, match=r"model\.weights=DEFAULT: the weights of resnet18 cannot be fetched \(no route\)"):
-        models.build(ModelConfig(name="resnet18", weights="DEFAULT"), 7)
+        models.build(ModelConfig(name="resnet18", weights="DEFAULT"), 7, image_size=64)
 
 
-def test_published_weights_are_taken_over_with_a_new_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Published weights fill the body, also of networks with auxiliary heads; the head is new."""
-    for name in ("resnet18", "googlenet"):
-        published = zoo.get_model(
-            name, weights=None, num_classes=1000, **({"init_weights": False} if name != "resnet18" else {})
-        )
-        monkeypatch.setattr("torch.hub.load_state_dict_from_url", lambda *_, p=published, **__: p.state_dict())
-        monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_, p=published, **__: p.state_dict())
-        network = models.build(ModelConfig(name=name, weights="DEFAULT"), 7)
-        assert network.fc.out_features == 7
-        first = next(iter(published.state_dict()))
-        assert torch.equal(network.state_dict()[first], published.state_dict()[first])
+@pytest.fixture
+def publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
+    """Makes a network of a name whose weights are then the published ones, with the keys that torchvision's files have."""
+
+    def make(name: str) -> nn.Module:
+        extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+        donor: nn.Module = zoo.get_model(name, weights=None, **extra)
+        weights: dict[str, torch.Tensor] = donor.state_dict()
+        if name.startswith("densenet"):  # written by a torch that allowed dots in names and did not count batches
+            old = {re.sub(r"(denselayer\d+\.(?:norm|conv))([12]\.)", r"\1.\2", key): value for key, value in weights.items()}
+            weights = {key: value for key, value in old.items() if not key.endswith("num_batches_tracked")}
+        monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_, **__: weights)
+        return donor
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["resnet18", "densenet121", "mnasnet0_5", "googlenet", "inception_v3"])
+def test_published_weights_are_taken_over_with_a_new_head(
+    name: str, publish: Callable[[str], nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the body is the published one, whatever the file's keys or auxiliary heads; that the head is new is said."""
+    published = publish(name).state_dict()
+    network = models.build(ModelConfig(name=name, weights="DEFAULT"), 7, image_size=64)
+    head = models._head_keys(network)
+    for key, value in network.state_dict().items():
+        assert key in head or torch.equal(value, published[key]), key
+    assert {network.state_dict()[key].shape[0] for key in head} == {7}
+    assert "model.weights=DEFAULT: the head is new, for 7 classes" in capsys.readouterr().out
+
+
+def test_the_published_head_is_taken_where_it_fits(
+    publish: Callable[[str], nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For ImageNet's 1000 classes the network is the published one, head and all, and nothing is said."""
+    published = publish("resnet18").state_dict()
+    network = models.build(ModelConfig(name="resnet18", weights="DEFAULT"), 1000, image_size=64)
+    assert all(torch.equal(value, published[key]) for key, value in network.state_dict().items())
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("weights", [None, "DEFAULT"], ids=["random", "published"])
+def test_googlenet_sees_what_its_weights_were_trained_on(weights: str | None, publish: Callable[[str], nn.Module]) -> None:
+    """The published weights want the images normalised in TensorFlow's way, random ones take them as they come."""
+    publish("googlenet")
+    network = models.build(ModelConfig(name="googlenet", weights=weights), 7, image_size=64)
+    assert network.transform_input is (weights == "DEFAULT")
+
+
+def test_published_weights_of_another_form_are_refused(publish: Callable[[str], nn.Module]) -> None:
+    """Weights that do not fit are an error, never a network left random."""
+    publish("resnet34")
+    with pytest.raises(
+        ConfigError, match=r"model\.weights=DEFAULT: the weights of resnet18 .*Error\(s\) in loading state_dict"
+    ):
+        models.build(ModelConfig(name="resnet18", weights="DEFAULT"), 7, image_size=64)
+
+
+def test_saved_weights_of_a_mnasnet(tmp_path: Path) -> None:
+    """A file that does not tell the version, as torchvision's mnasnets want it, is taken all the same."""
+    donor = models.build(ModelConfig(name="mnasnet0_5"), 7, image_size=64)
+    path = tmp_path / "donor.pth"
+    torch.save(dict(donor.state_dict()), path)
+    network = models.build(ModelConfig(name="mnasnet0_5", weights=str(path)), 7, image_size=64)
+    assert all(torch.equal(value, donor.state_dict()[key]) for key, value in network.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "size", "message"),
+    [
+        ("vit_b_16", "DEFAULT", 64, r"data\.image_size=64: the published weights of vit_b_16 are for 224; use that, or model"),
+        (
+            "vit_h_14",
+            "DEFAULT",
+            224,
+            r"data\.image_size=224: the published weights of vit_h_14 are for 518; use that, or model",
+        ),
+        ("vit_b_32", None, 80, r"data\.image_size=80: vit_b_32 cuts images into squares of 32; use a multiple of that"),
+    ],
+    ids=["published", "published-large", "patches"],
+)
+def test_an_image_size_that_a_vit_cannot_take(name: str, weights: str | None, size: int, message: str) -> None:
+    """The error names the setting, the value and the size that it can be."""
+    with pytest.raises(ConfigError, match=message):
+        models.build(ModelConfig(name=name, weights=weights), 7, image_size=size)
+
+
+def test_small_has_no_published_weights() -> None:
+    """The error says what to use instead."""
+    with pytest.raises(ConfigError, match=r"model\.weights=DEFAULT: there are none for model\.name=small; use null or a path"):
+        models.build(ModelConfig(name="small", weights="DEFAULT"), 7, image_size=64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.config import Config, Precision
+from harness.config import Config, OptimName, Precision
 from harness.runtime.distributed import World
 from harness.training.optim import make_optimizer, make_schedule
 from harness.training.state import TrainState, make_scaler
@@ -121,6 +121,24 @@ def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
     assert figures.skipped == 0
     assert figures.loss is not None
     assert not torch.equal(before[0], next(step.state.network.parameters()))
+
+
+@pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
+def test_a_first_update_that_is_skipped_does_no_harm(name: OptimName) -> None:
+    """After a non-finite first update the next one is that of a fresh run (torch leaves SGD's first buffer unfilled)."""
+    config = Config()
+    config.optim.name, config.optim.lr = name, 0.01
+    plain = lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5))
+    skipped, fresh = make(config, plain()), make(config, plain())
+    skipped.state.network.load_state_dict(fresh.state.network.state_dict())
+    images, labels = next(batches(1))
+    skipped(images * float("inf"), labels)
+    for group in skipped.state.optimizer.param_groups:
+        group["lr"] = 0.01
+    skipped(images, labels)
+    fresh(images, labels)
+    for a, b in zip(skipped.state.network.parameters(), fresh.state.network.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_streak_goes_on_over_readings() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from harness.feed.interface import HostBatch
 from harness.runtime import signals
-from harness.runtime.errors import Interrupted, LoaderError
+from harness.runtime.errors import Interrupted
 from harness.tuning.probe import Supply, measure_supply, primed_batches
 
 
@@ -85,11 +85,10 @@ def test_a_loader_without_workers_is_measured_however_slow() -> None:
     assert measure(TimedFeed([5.0, 3.0, 3.0]), 2, limit_s=1.0) == Supply(images=8, elapsed_s=3.0)
 
 
-def test_workers_too_slow_to_measure_are_refused() -> None:
-    """Workers that do not get through their primed queue within the limit have no figure."""
+def test_workers_too_slow_for_their_primed_queue_have_a_lower_bound() -> None:
+    """What was delivered within the limit, start included, is the figure."""
     feed = TimedFeed([5.0] * 20, num_workers=2)
-    with pytest.raises(LoaderError, match="^too slow to measure within 7.0 s; raise tuner.budget_s$"):
-        measure(feed, 4, limit_s=7.0)
+    assert measure(feed, 4, limit_s=7.0) == Supply(images=16, elapsed_s=10.0)
     assert (feed.ended, feed.closed) == (1, 1)
 
 

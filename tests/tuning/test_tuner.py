@@ -29,7 +29,7 @@ from harness.tuning.probe import measure_supply
 from harness.tuning.search import Candidate
 from harness.tuning.tuner import TuningReport, tune
 
-CONFIG = TunerConfig(budget_s=60.0, batches=2, passes=2)
+CONFIG = TunerConfig(budget_s=60.0, batches=4)
 
 
 @dataclasses.dataclass
@@ -167,7 +167,7 @@ def test_what_another_rank_refuses_is_refused(run: Run) -> None:
 
 def test_the_budget_ends_the_search(run: Run) -> None:
     """No candidate is begun that its share of the budget would carry over the end; the report says so."""
-    config = TunerConfig(budget_s=18.0, batches=1, passes=1)
+    config = TunerConfig(budget_s=18.0, batches=1)
     fake = Fake(lambda settings: 4.0, start_s=7.0)  # a batch a second: shares of 2 s, which the start alone exceeds
     report = run(fake, samples.settings(0), config)
     assert not report.complete
@@ -177,7 +177,7 @@ def test_the_budget_ends_the_search(run: Run) -> None:
 
 def test_a_candidate_takes_no_more_than_its_share(run: Run) -> None:
     """A slow loader is measured with fewer batches, and the whole search stays within its budget."""
-    report = run(Fake(lambda settings: 4.0), samples.settings(0), TunerConfig(budget_s=45.0, batches=1000, passes=4))
+    report = run(Fake(lambda settings: 4.0), samples.settings(0), TunerConfig(budget_s=45.0, batches=4000))
     assert report.complete
     assert report.seconds <= 45.0
 
@@ -207,7 +207,7 @@ def test_a_bad_sample_ends_the_search(run: Run) -> None:
 
 
 def test_every_candidate_is_asked_for_the_same_batches(run: Run) -> None:
-    """Each feed has its primed queue, one batch for the start, and batches x passes to time; probes do not wait long."""
+    """Each feed has its primed queue, one batch for the start, and its batches to time; probes do not wait long."""
     fake = Fake(peak_at(4))
     run(fake)
     assert [count - 1 - 2 * settings.num_workers for settings, count in fake.made] == [4] * len(fake.made)
