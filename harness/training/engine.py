@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,11 +82,12 @@ class Engine:
     def fit(self) -> Outcome:
         """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error ends the run."""
         config, state = self.config, self.state
-        if state.epoch >= config.trainer.epochs or self._finished():
-            say(f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs")
-            self.outcome.status = "idle"
-        try:
-            for epoch in range(state.epoch, 0 if self._finished() else config.trainer.epochs):
+        with self._ending():
+            if state.epoch >= config.trainer.epochs or self._finished():
+                say(f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs")
+                self.outcome.status = "idle"
+                return self.outcome
+            for epoch in range(state.epoch, config.trainer.epochs):
                 self._train_epoch(epoch)
                 finished = self._finished()
                 last = finished or epoch + 1 == config.trainer.epochs
@@ -95,25 +98,14 @@ class Engine:
                     self._save(evaluation)
                 if finished:
                     break
-            if self.outcome.status != "idle":
-                self.outcome.status = "completed"
-        except Interrupted:
-            self.outcome.status = "interrupted"
-            raise
-        finally:
-            self.close()
+            self.outcome.status = "completed"
         return self.outcome
 
     def evaluate_only(self) -> Outcome:
         """Evaluate what the state holds."""
-        try:
+        with self._ending():
             self.evaluate(max(0, self.state.epoch - 1))
             self.outcome.status = "completed"
-        except Interrupted:
-            self.outcome.status = "interrupted"
-            raise
-        finally:
-            self.close()
         return self.outcome
 
     def evaluate(self, epoch: int) -> Evaluation:
@@ -134,6 +126,17 @@ class Engine:
         for batches, feed in ((self.train_batches, self.feed), (self.val_batches, self.val_feed)):
             batches.close()
             feed.close()
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Note an interruption, and close the feeds whatever ends the block."""
+        try:
+            yield
+        except Interrupted:
+            self.outcome.status = "interrupted"
+            raise
+        finally:
+            self.close()
 
     def _prefetcher(self, feed: Feed, clock: StepClock | None) -> DataPrefetcher:
         config = self.config

@@ -49,7 +49,6 @@ class Step:
         self._scaled = config.trainer.precision is Precision.fp16
         self._clip_norm = config.optim.clip_norm
         self._smoothing = config.optim.label_smoothing
-        self._device = world.device
         self.autocast = Autocast(world.device, config.trainer.precision)
         self.model: nn.Module = state.network
         if world.size > 1:
