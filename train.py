@@ -40,7 +40,9 @@ def main_worker(local_rank: int, job: Job) -> None:
     from harness.training.engine import Engine, Place
     from harness.training.report import Reporter
     from harness.training.state import make_state, resume
-    from harness.tuning.tuner import tune
+    from harness.training.step import Step
+    from harness.training.trial import StepTrials
+    from harness.tuning.stage import tuned
     from harness.watch import station
 
     with (
@@ -55,14 +57,15 @@ def main_worker(local_rank: int, job: Job) -> None:
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
         resumed_step = resume(state, config, world, job.folder, splits.classes)
         with station.watched(config, world, job.folder, resumed_step) as watch:
-            allowed = limits.measure(world.local_size)
-            settings, tuning = feeds.settings(allowed), None
+            allowed, step, tuning = limits.measure(world.local_size), Step(state, config, world), None
+            train, val = (own := feeds.settings(allowed)), feeds.val_settings(own)
             if config.loader.autotune:
-                tuning = tune(feeds.probe, settings, config.tuner, allowed, world)
-                settings = tuning.settings
-                tuning.publish(job.folder if world.is_main else None)
+                stage = tuned(feeds, StepTrials(step, config, world), config, allowed, world)
+                tuning, train, val = stage.report, stage.report.settings, stage.report.val
+                tuning.publish(job.folder if world.is_main else None, watch.board)
+                watch.on_window.append(stage.follow.look)
             place = Place(job.folder, splits.classes)
-            engine = Engine(config, world, state, feeds.train(settings), feeds.val(settings), watch, place)
+            engine = Engine(config, world, step, feeds.train(train), feeds.val(val), watch, place)
             with Reporter(config, job.overridden, tuning.summary() if tuning else None).reporting(engine):
                 engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 

@@ -31,7 +31,7 @@ Mode = Enum("Mode", ["train", "evaluate"])
 Crop = Enum("Crop", ["random_resized", "pad", "center"])
 Backend = Enum("Backend", ["processes"])
 StartMethod = Enum("StartMethod", ["forkserver", "spawn", "fork"])
-TunerName = Enum("TunerName", ["grid"])
+TunerName = Enum("TunerName", ["auto", "grid"])
 OptimName = Enum("OptimName", ["sgd", "adamw"])
 ScheduleName = Enum("ScheduleName", ["constant", "step", "cosine"])
 Precision = Enum("Precision", ["fp32", "fp16", "bf16"])
@@ -155,9 +155,12 @@ class LoaderConfig:
 class TunerConfig:
     """The search behind loader.autotune=true."""
 
-    name: TunerName = setting(TunerName.grid, "Which search.")
-    budget_s: float = setting(30.0, "Longest time for the search in seconds.", gt=0.0)
-    batches: int = setting(60, "Timed batches for each setting.", ge=1)
+    name: TunerName = setting(TunerName.auto, "Which search.")
+    budget_s: float = setting(30.0, "Time for the search in seconds; what is being measured then is finished.", gt=0.0)
+    max_workers: int | None = setting(
+        None, "Most workers per rank that auto tries; null: four per usable core, at least 8.", ge=1, le=512
+    )
+    fresh: bool = setting(False, "Forget what an earlier search of the same kind of run found.")
 
 
 @dataclass(slots=True, kw_only=True)

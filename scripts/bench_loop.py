@@ -45,6 +45,7 @@ from harness.runtime.distributed import World
 from harness.training import models
 from harness.training.engine import Engine, Place
 from harness.training.state import make_state
+from harness.training.step import Step
 from harness.watch import station
 from scripts.measured import Sample, machine, machine_line, markdown, write
 
@@ -59,6 +60,7 @@ class CachedFeed:
     """A feed whose batches lie ready in memory."""
 
     on_device = False
+    worker_pids: tuple[int, ...] = ()
 
     def __init__(self, batches: Sequence[HostBatch], settings: FeedSettings) -> None:
         self.batches = batches
@@ -70,7 +72,14 @@ class CachedFeed:
     def set_epoch(self, epoch: int) -> None:
         """Every epoch is the same."""
 
+    def prime(self, epoch: int) -> None:
+        """The batches lie ready."""
+
     def __iter__(self) -> Iterator[HostBatch]:
+        return iter(self.batches)
+
+    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
+        """There is never a wait."""
         return iter(self.batches)
 
     def close(self) -> None:
@@ -117,7 +126,8 @@ def harness_engine(config: Config, batches: Sequence[HostBatch], world: World, p
         state = make_state(config, CLASSES, world, len(batches))
         with station.watched(config, world, place, None) as watch:
             feed, val_feed = CachedFeed(batches, settings), CachedFeed(batches[:1], settings)
-            engine = Engine(config, world, state, feed, val_feed, watch, Place(place, tuple(map(str, range(CLASSES)))))
+            step = Step(state, config, world)
+            engine = Engine(config, world, step, feed, val_feed, watch, Place(place, tuple(map(str, range(CLASSES)))))
             try:
                 yield engine
             finally:

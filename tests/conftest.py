@@ -26,6 +26,14 @@ def fork_server() -> None:
     start_server()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps generated data and remembered answers of the tests out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WELLFED_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def composed() -> Iterator[Callable[..., Config]]:
     """Composes overrides, as the command line does, into a checked config."""

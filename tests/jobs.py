@@ -82,8 +82,67 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
             "own": values.tolist(),
             "copied": copied.tolist(),
             "agreed": world.agreed({"rank": world.rank}),
+            "gathered": world.gathered({"rank": world.rank}),
             "largest": world.largest(world.rank * 15),
             "smallest": world.smallest(0.1 + world.rank),
             "threads": torch.get_num_threads(),
         }
+    (folder / f"{local_rank}.json").write_text(json.dumps(found))
+
+
+def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
+    """Time steps on every rank, on one of which the feed breaks at batch 3; leave in a file what came of it."""
+    import samples
+    import torch
+    from torch import nn
+
+    from harness.feed.interface import HostBatch
+    from harness.runtime.distributed import joined
+    from harness.training.optim import make_optimizer, make_schedule
+    from harness.training.state import TrainState, make_scaler
+    from harness.training.step import Step
+    from harness.training.trial import StepTrials
+
+    config, folder, broken = job
+    with joined(local_rank, config) as world:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5))
+        optimizer = make_optimizer(network, config.optim)
+        state = TrainState(
+            network,
+            optimizer,
+            make_schedule(optimizer, config.schedule, 1, 9),
+            make_scaler(config.trainer.precision, world.device),
+        )
+        step = Step(state, config, world)
+        steps = 0
+        batch = HostBatch(torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.arange(4), torch.arange(4))
+
+        class Endless:
+            on_device = False
+            settings = samples.settings(batch_size=4)
+
+            def __iter__(self):  # type: ignore[no-untyped-def]
+                for k in range(10**6):
+                    if world.rank == broken and k == 3:
+                        raise LoaderError("batch 3 is broken")
+                    time.sleep(0.001 * (1 + world.rank))  # one rank is slower than the other
+                    yield batch
+
+        def count(*_: object) -> None:
+            nonlocal steps
+            steps += 1
+
+        network.register_forward_pre_hook(count)
+        before = [tensor.clone() for tensor in (*network.parameters(), *network.buffers())]
+        trials, error, measured = StepTrials(step, config, world), None, 0
+        with trials.kept():
+            demand = trials.demand(batch, 0.2)
+            try:
+                measured = len(trials.deliver(Endless(), 4, 0.5).seconds)  # type: ignore[arg-type]
+            except LoaderError as raised:
+                error = str(raised)
+        after = (*network.parameters(), *network.buffers())
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and state.step == 0
+    found = {"same": same, "steps": steps, "demand": len(demand.seconds), "measured": measured, "error": error}
     (folder / f"{local_rank}.json").write_text(json.dumps(found))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
@@ -67,6 +71,18 @@ def hang() -> None:
     threading.Event().wait()
 
 
+def hang_in_a_segment() -> None:
+    """Hang as a worker that is about to hand over a batch: what it shares still has its name."""
+    Path(f"/dev/shm/torch_{os.getpid()}_1_1").touch()
+    hang()
+
+
+def wait_for(path: Path) -> None:
+    """Come back once ``path`` exists."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -100,3 +116,12 @@ def settings(
 def start_server() -> None:
     """Start the fork server with what workers under pytest import, so that each takes a moment and not seconds."""
     workers.start_server(["pytest", "harness.feed.processes", "harness.data.datasets"])
+
+
+def left_behind() -> list[str]:
+    """Worker processes and shared memory of this process that are still there."""
+    gc.collect()
+    held = [os.readlink(path) for path in Path(f"/proc/{os.getpid()}/fd").iterdir() if path.is_symlink()]
+    segments = [target for target in held if target.startswith("/dev/shm/torch_")]
+    named = [str(path) for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+    return [*map(str, multiprocessing.active_children()), *segments, *named]

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from harness.config import Config, ConfigError
 from harness.data.datasets import FakeDataset, ImageDataset, Splits
-from harness.feed.interface import Feed, FeedSettings, train_settings, val_settings
-from harness.feed.order import Order, ProbeOrder
+from harness.feed.gauge import Gauge
+from harness.feed.interface import PROCESSES, Feed, FeedSettings, FillableDataset, train_settings, val_settings
+from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
 from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 
+Maker = Callable[[FillableDataset, Order | ProbeOrder, FeedSettings, Gauge | None], Feed]
+FORMS: dict[str, Maker] = {PROCESSES: ProcessFeed}  # by the names that ``FeedSettings.backend`` may have
+
 _log = logging.getLogger(LOGGER)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Feeds:
-    """Makes one rank's feeds over ``splits``."""
+    """Makes one rank's feeds over ``splits``, and knows what its probes have read."""
 
     splits: Splits
     config: Config
     world: World
+    _cursor: Cursor = field(default_factory=Cursor, init=False)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The names of the forms that can serve the data set."""
+        return tuple(FORMS)
 
     def settings(self, limits: Limits) -> FeedSettings:
         """The training feed's settings before any tuning."""
@@ -42,15 +53,34 @@ class Feeds:
         """The training feed."""
         return self._make(self.splits.train, self._train_order(), settings)
 
-    def probe(self, settings: FeedSettings, batches: int) -> Feed:
-        """A feed like the training feed, of ``batches`` batches in one pass."""
-        return self._make(self.splits.train, ProbeOrder(self._train_order(), batches), settings)
+    def val_settings(self, train: FeedSettings) -> FeedSettings:
+        """The settings of the validation feed that goes with a training feed of ``train``."""
+        return val_settings(self.config.loader, train)
 
     def val(self, settings: FeedSettings) -> Feed:
-        """The validation feed that goes with a training feed of ``settings``: every sample once, on one of the ranks."""
-        own = val_settings(self.config.loader, settings)
-        order = Order(len(self.splits.val), own.batch_size, shuffle=False, rank=self.world.rank, world_size=self.world.size)
-        return self._make(self.splits.val, order, own)
+        """The validation feed, with ``settings`` of its own: every sample once, on one of the ranks."""
+        order = Order(
+            len(self.splits.val), settings.batch_size, shuffle=False, rank=self.world.rank, world_size=self.world.size
+        )
+        return self._make(self.splits.val, order, settings)
+
+    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+        """A feed like the training feed, but without an end, over samples that no probe has asked for before.
+
+        Args:
+            settings: how its batches are made.
+            gauge: is told what its workers do; nothing is where the batches are on the device already.
+            again: from the first sample on that a probe has asked for, and round those that probes have.
+        """
+        return self._make(self.splits.train, ProbeOrder(self._train_order(), self._cursor, again), settings, gauge)
+
+    def probed(self) -> float:
+        """How many times probes have read the training set so far: 0.2 is a fifth of it."""
+        return self._cursor.asked / len(self._train_order())
+
+    def batch_bytes(self, settings: FeedSettings) -> int:
+        """Bytes of one batch's tensors: uint8 images, int64 labels and indices."""
+        return settings.batch_size * (3 * self.splits.train.image_size**2 + 8 + 8)
 
     def _train_order(self) -> Order:
         loader, length = self.config.loader, len(self.splits.train)
@@ -69,7 +99,13 @@ class Feeds:
             )
         return order
 
-    def _make(self, dataset: ImageDataset | FakeDataset, order: Order | ProbeOrder, settings: FeedSettings) -> Feed:
+    def _make(
+        self,
+        dataset: ImageDataset | FakeDataset,
+        order: Order | ProbeOrder,
+        settings: FeedSettings,
+        gauge: Gauge | None = None,
+    ) -> Feed:
         if isinstance(dataset, FakeDataset):
             return SyntheticFeed(order, settings, dataset.image_size, dataset.num_classes, self.world.device)
-        return ProcessFeed(dataset, order, settings)
+        return FORMS[settings.backend](dataset, order, settings, gauge)

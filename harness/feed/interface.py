@@ -12,6 +12,7 @@ from torch import Tensor
 from harness.config import LoaderConfig
 from harness.runtime.limits import Limits
 
+PROCESSES = "processes"  # the form that every data set can be served by
 _TORCH_PREFETCH_FACTOR = 2
 
 
@@ -35,7 +36,7 @@ class HostBatch(NamedTuple):
 class FeedSettings:
     """The settings of a feed with nothing left to derive; the names are torch's.
 
-    ``prefetch_factor`` is None and ``persistent_workers`` False where ``num_workers`` is 0.
+    ``prefetch_factor`` is None and ``persistent_workers`` False where ``num_workers`` is 0; ``backend`` names the feed's form.
     """
 
     batch_size: int
@@ -45,10 +46,12 @@ class FeedSettings:
     persistent_workers: bool
     timeout_s: float
     start_method: str
+    backend: str = PROCESSES
 
     def __str__(self) -> str:
         text = f"num_workers={self.num_workers} pin_memory={str(self.pin_memory).lower()}"
-        return text if self.prefetch_factor is None else f"{text} prefetch_factor={self.prefetch_factor}"
+        text += "" if self.prefetch_factor is None else f" prefetch_factor={self.prefetch_factor}"
+        return text if self.backend == PROCESSES else f"{text} backend={self.backend}"
 
 
 class Feed(Protocol):
@@ -62,11 +65,27 @@ class Feed(Protocol):
     settings: FeedSettings
     on_device: bool
 
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The live worker processes; empty where there are none."""
+        ...
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` gives."""
         ...
 
+    def prime(self, epoch: int) -> None:
+        """Begin the pass of ``epoch`` in the background, so that the next ``iter()``, if it is of that epoch, finds batches.
+
+        It never blocks, and an error in it surfaces from ``next()``. It does nothing while another pass runs.
+        """
+        ...
+
     def __iter__(self) -> Iterator[HostBatch]: ...
+
+    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
+        """One pass like ``iter()``'s that gives None whenever ``poll_s`` seconds went by without a batch."""
+        ...
 
     def __len__(self) -> int: ...
 

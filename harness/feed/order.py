@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,27 +51,50 @@ class Order:
         """This rank's batches of ``epoch`` from position ``start`` on, each int64 ``[<= batch_size]``."""
         order = self.indices(epoch)
         for position in range(start, len(self)):
-            first = (position * self.world_size + self.rank) * self.batch_size
-            yield order[first : first + self.batch_size]
+            yield self.share(order, position)
+
+    def share(self, order: np.ndarray, position: int) -> np.ndarray:
+        """This rank's batch at ``position`` of an epoch whose ``indices()`` are ``order``."""
+        first = (position * self.world_size + self.rank) * self.batch_size
+        return order[first : first + self.batch_size]
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How many batches have been asked for by all probes of a run together."""
+
+    asked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
-    """``count`` batches of ``order`` in one pass, over as many epochs as it takes, none of which training will see."""
+    """Batches of ``order`` without an end, from epochs that training will never see; asking for one moves ``cursor``.
+
+    Probes that share a cursor never ask for the same sample before the whole set has been asked for.
+
+    Attributes:
+        again: begin with the first that was asked for, go round what was asked for so far, and leave the cursor alone.
+    """
 
     order: Order
-    count: int
+    cursor: Cursor
+    again: bool = False
 
     def __len__(self) -> int:
-        return self.count
+        return sys.maxsize
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
-        """Batches of the epochs from ``_PROBE_EPOCH + epoch`` on; ``start`` counts from the first."""
-        position = start
-        while position < self.count:
-            turn, inside = divmod(position, len(self.order))
-            for batch in self.order.batches(_PROBE_EPOCH + epoch + turn, inside):
-                if position == self.count:
-                    return
-                yield batch
-                position += 1
+        """The batches from now on; ``epoch`` and ``start`` change nothing."""
+        turn, indices = -1, np.empty(0, np.int64)
+        for position in self._positions():
+            if position // len(self.order) != turn:
+                turn = position // len(self.order)
+                indices = self.order.indices(_PROBE_EPOCH + turn)
+            yield self.order.share(indices, position % len(self.order))
+
+    def _positions(self) -> Iterator[int]:
+        if self.again:
+            yield from itertools.cycle(range(self.cursor.asked or len(self.order)))
+        while True:
+            self.cursor.asked += 1
+            yield self.cursor.asked - 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +41,9 @@ class DataPrefetcher:
         clock: is told the two events around each copy, if given.
         ahead: None for what the device wants; False to do without the thread and the side stream.
 
+    Attributes:
+        first_wait_s: seconds that the first ``next()`` of the latest pass took; None before it.
+
     Raises:
         Whatever ``loader`` raises, from ``next()``, in place of the batch that it was raised for.
     """
@@ -64,6 +68,7 @@ class DataPrefetcher:
         self._ahead = self.device.type == "cuda" and not on_device if ahead is None else ahead
         self._mover = _Mover(self.device, mean, std, dtype, channels_last, self._ahead, clock is not None)
         self._clock = clock
+        self.first_wait_s: float | None = None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
 
@@ -72,6 +77,7 @@ class DataPrefetcher:
 
     def __iter__(self) -> DataPrefetcher:
         self.close()
+        self.first_wait_s = None
         run = _run_ahead if self._ahead else _run_plain
         self._pass = run(self.loader, self._mover, self._clock)
         self._end_pass = weakref.finalize(self, self._pass.close)  # a pass left half-way has a thread
@@ -81,7 +87,12 @@ class DataPrefetcher:
         if self._pass is None:
             iter(self)
         assert self._pass is not None
-        return next(self._pass)
+        if self.first_wait_s is not None:
+            return next(self._pass)
+        begin = time.perf_counter()
+        first = next(self._pass)
+        self.first_wait_s = time.perf_counter() - begin
+        return first
 
     def next(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """The next batch, or ``(None, None)`` at the end of the pass, as Apex's prefetcher has it."""

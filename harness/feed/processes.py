@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util
 import signal
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
+from contextlib import closing
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from harness.feed.gauge import Gauge
 from harness.feed.interface import FeedSettings, FillableDataset, HostBatch
 from harness.feed.order import Order, ProbeOrder
 from harness.runtime import signals, workers
@@ -39,84 +43,162 @@ class ProcessFeed:
 
     on_device = False
 
-    def __init__(self, dataset: FillableDataset, order: Order | ProbeOrder, settings: FeedSettings) -> None:
+    def __init__(
+        self, dataset: FillableDataset, order: Order | ProbeOrder, settings: FeedSettings, gauge: Gauge | None = None
+    ) -> None:
         self.settings = settings
         self.order = order
+        self._epoch = 0
         self._keys = _Keys(order)
-        self._batches = _Batches(dataset)
-        self._loader: DataLoader[HostBatch] | None = None
+        self._batches = _Batches(dataset if gauge is None else _Gauged(dataset, gauge))
+        self._loader: Loader | None = None
+        self._pass: Iterator[HostBatch] | None = None  # torch's iterator of this pass, or of the last with persistent workers
+        self._running = False
+        self._primed: _Primed | None = None
         self._workers: list[BaseProcess] = []
         weakref.finalize(self, _kill, self._workers)  # at exit too: Python waits for them, and they are deaf to SIGTERM
 
     def __len__(self) -> int:
         return len(self.order)
 
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The live workers; empty without any, and until a pass has begun."""
+        return tuple(worker.pid for worker in self._workers if worker.pid is not None and worker.is_alive())
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` gives."""
-        self._keys.epoch = epoch
+        self._epoch = epoch
+
+    def prime(self, epoch: int) -> None:
+        """Start the workers, or wake persistent ones, for ``epoch`` in the background; the next ``iter()`` takes them over.
+
+        An error surfaces from that ``iter()``'s ``next()``. Nothing happens without workers, and while a pass runs: torch
+        cannot begin anew before the workers are through with what was asked of them. Nor are workers forked: a lock that the
+        step holds at that moment would be held in them for ever.
+        """
+        s, forked = self.settings, self.settings.start_method == "fork" and not self._workers
+        if not s.num_workers or self._running or self._primed is not None or forked:
+            return
+        # a new thread is on the first device, and torch's pinning thread takes over the device of the one that starts it
+        device = torch.accelerator.current_device_index() if s.pin_memory else None
+        self._primed = _Primed(epoch, Future())
+        threading.Thread(target=self._prime, args=(*self._primed, device), name="prime").start()
 
     def __iter__(self) -> Iterator[HostBatch]:
-        given = 0
+        with closing(self._run(_POLL_S)) as batches:
+            for batch in batches:
+                if batch is not None:
+                    yield batch
+
+    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
+        """One pass that gives None whenever ``poll_s`` seconds, at most 2, went by without a batch; never without workers."""
+        return self._run(poll_s)
+
+    def close(self) -> None:
+        """End the workers, busy or not, at once; the next ``iter()`` starts new ones."""
+        primed, self._primed = self._primed, None
+        if primed is not None:
+            primed.started.exception()  # waits until there are workers to end
+        self._end()
+
+    def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
+        given, self._running = 0, True
         try:
-            batches = self._start()
-            while (batch := self._take(batches)) is not None:
-                if batch.errors:
+            batches = self._begin(poll_s)
+            for batch in self._polls(batches) if len(self) else ():
+                if batch is not None and batch.errors:
                     raise BadSample(*batch.errors[0])
-                given += 1
+                given += batch is not None
                 yield batch
+                if given == len(self):
+                    break
             if given != len(self):
                 raise LoaderError(f"the feed ended after {given} of {len(self)} batches; no batch may be lost")
         except (RuntimeError, OSError) as error:
             if not self.settings.num_workers:
                 raise
-            _kill(self._workers)  # torch would wait 5 s for each that hangs
             raise _loader_error(error, self.settings) from error
         finally:
-            batches = iter(())
-            if given < len(self):  # torch cannot begin anew before the workers are through with what was asked of them
-                self.close()
+            self._running = False
+            if given < len(self) or not self.settings.persistent_workers:  # what was asked for would come in the next pass
+                self._end()
 
-    def close(self) -> None:
-        """End the workers, those that hang by force; the next ``iter()`` starts new ones."""
-        self._loader = None
-        _kill(self._workers)
+    def _polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
+        """The batches of one pass, and None for each of torch's waits that was in vain.
 
-    def _start(self) -> Iterator[HostBatch]:
+        Torch looks for dead workers only when a wait is over, so that waits are short ones.
+        """
+        waited_s = 0.0
+        while True:
+            begin = time.monotonic()
+            try:
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                waited_s = 0.0
+            except RuntimeError as error:
+                signals.check()
+                waited_s += time.monotonic() - begin
+                if not _is_timeout(error) or 0 < self.settings.timeout_s <= waited_s:
+                    raise
+                batch = None
+            yield batch
+
+    def _begin(self, poll_s: float) -> Iterator[HostBatch]:
+        """Torch's iterator over the chosen epoch: the primed one if it is of that epoch and waits as shortly."""
+        primed, self._primed = self._primed, None
+        if primed is not None:
+            if primed.epoch == self._epoch and poll_s >= _POLL_S:
+                return primed.started.result()
+            primed.started.exception()
+            self._end()
+        return self._start(self._epoch, poll_s)
+
+    def _prime(self, epoch: int, started: Future[Iterator[HostBatch]], device: int | None) -> None:
+        try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)
+            started.set_result(self._start(epoch, _POLL_S))
+        except BaseException as error:  # handed to whoever takes the pass over, who raises it
+            started.set_exception(error)
+        finally:
+            del self, started  # or the error's traceback would keep them, and they the error
+
+    def _start(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
+        s = self.settings
+        wait_s = min(poll_s, _POLL_S, s.timeout_s or _POLL_S) if s.num_workers else 0
+        if self._loader is not None and self._loader.timeout != wait_s:
+            self._end()
+        if self._loader is None:
+            multiprocessing.util.get_temp_dir()  # for the workers' sockets: a killed one would leave its own folder behind
+            self._loader = self._make_loader(wait_s)
+        self._keys.epoch = epoch
         former = signal.getsignal(signal.SIGCHLD)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # so it was asked for
-                if self._loader is None:
-                    self._loader = self._make_loader()
-                batches = iter(self._loader)
+            self._pass = iter(self._loader)
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
-            self.close()  # workers of an earlier pass that cannot answer at once, on a machine that was asleep
-            return self._start()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)  # torch's raises wherever the trainer happens to be
-        self._workers[:] = getattr(batches, "_workers", ())
-        return batches
+            self._end()  # workers of an earlier pass that cannot answer at once, on a machine that was asleep
+            return self._start(epoch, poll_s)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)  # torch's raises wherever the trainer happens to be
+        self._workers[:] = getattr(self._pass, "_workers", ())
+        return self._pass
 
-    def _take(self, batches: Iterator[HostBatch]) -> HostBatch | None:
-        """The next batch, or None at the end.
+    def _end(self) -> None:
+        """Kill the workers, then drop torch's iterator: in the other order it waits up to 5 s for each that is busy."""
+        if self._workers:
+            _kill(self._workers)
+            # torch sets this event when it is dropped; a worker that was killed in a look at it took its lock along
+            self._pass._workers_done_event = threading.Event()  # type: ignore[union-attr]
+        self._pass = self._loader = None
 
-        Torch looks for dead workers only when a wait is over, so that the wait is cut into short ones.
-        """
-        begin = time.monotonic()
-        while True:
-            try:
-                return next(batches, None)
-            except RuntimeError as error:
-                signals.check()
-                timeout_s = self.settings.timeout_s
-                if not _is_timeout(error) or 0 < timeout_s <= time.monotonic() - begin:
-                    raise
-
-    def _make_loader(self) -> DataLoader[HostBatch]:
+    def _make_loader(self, wait_s: float) -> Loader:
         s = self.settings
-        return DataLoader(
+        return Loader(
             self._batches,
             batch_sampler=self._keys,  # type: ignore[arg-type]  # torch passes on whatever a batch sampler gives
             num_workers=s.num_workers,
@@ -124,11 +206,25 @@ class ProcessFeed:
             pin_memory=s.pin_memory,
             prefetch_factor=s.prefetch_factor,
             persistent_workers=s.persistent_workers,
-            timeout=min(_POLL_S, s.timeout_s or _POLL_S) if s.num_workers else 0,
-            worker_init_fn=_enter_worker if s.num_workers else None,
+            timeout=wait_s,
+            worker_init_fn=enter_worker if s.num_workers else None,
             multiprocessing_context=multiprocessing.get_context(s.start_method) if s.num_workers else None,
             generator=torch.Generator(),
         )
+
+
+class _Primed(NamedTuple):
+    """A pass that was begun ahead of time."""
+
+    epoch: int
+    started: Future[Iterator[HostBatch]]
+
+
+class Loader(DataLoader[HostBatch]):
+    """Torch's, without its warning of many workers: so many were asked for, and threads must not filter warnings."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Says nothing."""
 
 
 class _Keys:
@@ -172,11 +268,31 @@ class _Batches(Dataset[HostBatch]):
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors))
 
 
+class _Gauged:
+    """A data set that tells ``gauge`` what each of its samples took."""
+
+    def __init__(self, dataset: FillableDataset, gauge: Gauge) -> None:
+        self.dataset, self.gauge, self.image_size = dataset, gauge, dataset.image_size
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+        """As the data set does; a sample that cannot be read is not counted."""
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        label = self.dataset.fill(epoch, index, out)
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
+        worker = get_worker_info()
+        self.gauge.add(worker.id if worker else 0, wall_s, cpu_s)
+        return label
+
+
 def _as_it_is(batch: HostBatch) -> HostBatch:
     return batch
 
 
-def _enter_worker(worker: int) -> None:
+def enter_worker(worker: int) -> None:
+    """Prepare worker number ``worker`` in its own process."""
     workers.enter_worker()
 
 
@@ -185,6 +301,8 @@ def _kill(running: list[BaseProcess]) -> None:
         worker.kill()
     for worker in running:
         worker.join(timeout=1.0)
+        for segment in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):  # one that it was just filling still has its name
+            segment.unlink(missing_ok=True)
     running.clear()
 
 

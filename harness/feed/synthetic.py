@@ -17,6 +17,7 @@ class SyntheticFeed:
     """
 
     on_device = True
+    worker_pids: tuple[int, ...] = ()
 
     def __init__(
         self, order: Order | ProbeOrder, settings: FeedSettings, image_size: int, classes: int, device: torch.device
@@ -38,6 +39,13 @@ class SyntheticFeed:
         for indices in self.order.batches(0):
             n = len(indices)
             yield HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices))
+
+    def prime(self, epoch: int) -> None:
+        """The batches are there already."""
+
+    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
+        """One pass; there is never a wait."""
+        return iter(self)
 
     def close(self) -> None:
         """There are no workers."""

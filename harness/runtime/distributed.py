@@ -57,6 +57,14 @@ class World:
         dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
         return box[0]
 
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (any picklable object) in the order of the ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        box = [None] * self.size
+        dist.all_gather_object(box, value)
+        return box
+
     def largest(self, value: int) -> int:
         """The largest ``value`` of all ranks, on every rank: whether any of them saw a signal, say."""
         return int(-self.smallest(-value))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import psutil
+
+_Figure = tuple[float, str]  # how much, and where that is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,37 +22,86 @@ class Limits:
     """What one rank may use.
 
     Attributes:
-        cores: processors' worth of time, by affinity and cgroup quota, divided over the local ranks.
-        memory_bytes: memory that can still be taken before something is killed, divided over the local ranks.
-        shm_bytes: free shared memory, divided over the local ranks; None where there is no /dev/shm.
+        cores: processors' worth of time, by affinity, cgroup quota and Slurm, divided over the ranks that share it.
+        memory_bytes: memory that can still be taken before something is killed, divided over the ranks of this node.
+        shm_bytes: free shared memory, divided over the ranks of this node; None where there is no /dev/shm.
         open_files: file descriptors that one process may hold.
+        files_open: file descriptors that this process holds already.
+        sources: by name of the figures above, where each was read, in words.
     """
 
     cores: float
     memory_bytes: int
     shm_bytes: int | None
     open_files: int
+    files_open: int = 0
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 def measure(local_ranks: int = 1, root: Path = Path("/")) -> Limits:
     """The limits of one of ``local_ranks`` equal ranks, read under ``root`` (the file system's, or a test's)."""
-    groups = _cgroups(root)
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    memory = float(psutil.virtual_memory().available)
-    for folder in groups:
-        cores = min(cores, _quota_cores(folder))
-        memory = min(memory, _memory_left(folder))
-    shm = Path("/dev/shm")
+    groups, process, shm = _cgroups(root), psutil.Process(), root / "dev/shm"
+    # srun binds each of its tasks to cores of its own: where the ranks are its tasks, affinity is one rank's already. Under a
+    # launcher that is one task, or in a batch script, which is no step of srun, all ranks share what this process sees.
+    tasks = _slurm("STEP_TASKS_PER_NODE") or 1
+    together = math.ceil(local_ranks / tasks)
+    ranks = together * tasks
+    cores, cores_from = min(_cores(groups, together, ranks), key=itemgetter(0))
+    left: list[_Figure] = [(psutil.virtual_memory().available, "free and cache (MemAvailable)"), *map(_memory_left, groups)]
+    left += _slurm_memory(ranks * process.memory_info().rss)
+    memory, memory_from = _over(ranks, min(left, key=itemgetter(0)))
+    free = _over(ranks, (shutil.disk_usage(shm).free, f"free in {shm}")) if shm.is_dir() else None
     return Limits(
-        cores=cores / local_ranks,
-        memory_bytes=max(0, int(memory)) // local_ranks,
-        shm_bytes=shutil.disk_usage(shm).free // local_ranks if shm.is_dir() else None,
+        cores=cores,
+        memory_bytes=max(0, int(memory)),
+        shm_bytes=None if free is None else int(free[0]),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        files_open=process.num_fds(),
+        sources={
+            "cores": cores_from,
+            "memory_bytes": memory_from,
+            "shm_bytes": f"no {shm}" if free is None else free[1],
+            "open_files": "soft limit (ulimit -n)",
+        },
     )
 
 
+def _over(ranks: int, figure: _Figure) -> _Figure:
+    total, source = figure
+    return total / ranks, source if ranks == 1 else f"{source}, over {ranks} ranks"
+
+
+def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
+    """What one rank has of each bound on cores: its task's, shared by ``together`` ranks, and the node's, by ``ranks``."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield _over(together, (affinity, "affinity"))
+    if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):  # a batch script is none of the job's tasks
+        yield _over(together, (task, "SLURM_CPUS_PER_TASK"))
+    if node := _slurm("CPUS_ON_NODE"):
+        yield _over(ranks, (node, "SLURM_CPUS_ON_NODE"))
+    for folder in groups:
+        yield _over(ranks, _quota(folder))
+
+
+def _slurm_memory(used_bytes: int) -> Iterator[_Figure]:
+    """What the job may take on this node less ``used_bytes``; Slurm may count without a control group."""
+    if node := _slurm("MEM_PER_NODE"):
+        yield node * 2**20 - used_bytes, "SLURM_MEM_PER_NODE"
+    if (each := _slurm("MEM_PER_CPU")) and (cores := _slurm("CPUS_ON_NODE")):
+        yield each * cores * 2**20 - used_bytes, "SLURM_MEM_PER_CPU"
+
+
+def _slurm(name: str) -> int | None:
+    """The number in ``SLURM_<name>``, such as 8, or 4 in ``4(x2)``; None where it is absent, zero or not one number."""
+    match = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(f"SLURM_{name}", ""))
+    return int(match[1]) or None if match else None
+
+
 def _cgroups(root: Path) -> list[Path]:
-    """The folders of this process's control groups and all their ancestors, of version 1 and 2."""
+    """The folders of this process's control groups and all their ancestors, of version 1 and 2.
+
+    In a container the groups' names may be the host's and lie nowhere below the mount; its own group is then the mount itself.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -63,25 +117,27 @@ def _cgroups(root: Path) -> list[Path]:
     return found
 
 
-def _quota_cores(folder: Path) -> float:
+def _quota(folder: Path) -> _Figure:
     two = _words(folder / "cpu.max")
     if len(two) == 2 and two[0] != "max":
-        return int(two[0]) / int(two[1])
+        return int(two[0]) / int(two[1]), f"quota in {folder / 'cpu.max'}"
     quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
     if quota and period and int(quota[0]) > 0:
-        return int(quota[0]) / int(period[0])
-    return math.inf
+        return int(quota[0]) / int(period[0]), f"quota in {folder / 'cpu.cfs_quota_us'}"
+    return math.inf, "no quota"
 
 
-def _memory_left(folder: Path) -> float:
-    for limit_name, used_name in (
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+def _memory_left(folder: Path) -> _Figure:
+    for limit_name, used_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         limit, used = _words(folder / limit_name), _words(folder / used_name)
         if limit and used and limit[0] != "max":
-            return int(limit[0]) - int(used[0])
-    return math.inf
+            stat = _words(folder / "memory.stat")
+            cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))  # given back before any kill
+            return int(limit[0]) - max(0, int(used[0]) - cache), f"limit less use in {folder / limit_name}"
+    return math.inf, "no limit"
 
 
 def _words(path: Path) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config import Config, to_plain
@@ -19,13 +20,13 @@ from harness.runtime.folder import LOGGER
 from harness.training import checkpoint
 from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
-from harness.training.state import TrainState
-from harness.training.step import DTYPES, Step
+from harness.training.step import Step, device_batches
 from harness.watch.board import Figure, timings
-from harness.watch.clock import StepClock
 from harness.watch.console import progress, say
 from harness.watch.station import Watch
 from harness.watch.tags import Tag
+
+_LEAD_S = 1.5  # workers that start now have batches ready by then
 
 _log = logging.getLogger(LOGGER)
 
@@ -38,11 +39,13 @@ class Outcome:
         status: completed, idle (there was nothing left to train), interrupted or failed.
         evaluation: the last one, if there was one.
         skipped: updates left out for a non-finite gradient.
+        turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for that epoch's.
     """
 
     status: str = "failed"
     evaluation: Evaluation | None = None
     skipped: int = 0
+    turns_ms: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,34 @@ class Place:
     classes: tuple[str, ...]
 
 
+class Lead:
+    """Tells, once, when an epoch of ``steps`` steps is about to end: ``_LEAD_S`` seconds before, or before its last step.
+
+    The steps that are left are taken to last as long as those so far did on average, the first one left out.
+    """
+
+    def __init__(self, steps: int, now: Callable[[], float] = time.perf_counter) -> None:
+        self._steps, self._now = steps, now
+        self._begin = 0.0
+        self._told = False
+
+    def due(self, left: int) -> bool:
+        """Whether it is time; to be asked before each step, with the number of steps ``left``, that one included."""
+        timed = self._steps - left - 1
+        if timed <= 0:
+            self._begin = self._now()
+        soon = left == 1 or (timed > 0 and left * (self._now() - self._begin) <= _LEAD_S * timed)
+        told, self._told = self._told, self._told or soon
+        return soon and not told
+
+
 class Engine:
-    """Trains ``state`` on ``feed`` and evaluates it on ``val_feed``.
+    """Trains on ``feed`` and evaluates on ``val_feed``.
 
     Args:
         config: the run's settings.
         world: this rank.
-        state: what is trained; its epoch and step say where to go on.
+        step: trains its state, whose epoch and step say where to go on.
         feed: the training feed.
         val_feed: the validation feed.
         watch: what the run is watched with.
@@ -67,15 +91,15 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, world: World, state: TrainState, feed: Feed, val_feed: Feed, watch: Watch, place: Place
+        self, config: Config, world: World, step: Step, feed: Feed, val_feed: Feed, watch: Watch, place: Place
     ) -> None:
-        self.config, self.world, self.state, self.watch, self.place = config, world, state, watch, place
+        self.config, self.world, self.step, self.watch, self.place = config, world, step, watch, place
+        self.state = step.state
         self.feed, self.val_feed = feed, val_feed
         self.outcome = Outcome()
         self.epoch_open = False
-        self.step = Step(state, config, world)
-        self.train_batches = self._prefetcher(feed, watch.clock)
-        self.val_batches = self._prefetcher(val_feed, None)
+        self.train_batches = device_batches(feed, config, world.device, watch.clock)
+        self.val_batches = device_batches(val_feed, config, world.device)
         self.steps_per_epoch = math.ceil(len(feed) / config.trainer.accumulate_steps)
         self._trace = Trace(config.profile.steps if world.is_main else None, place.folder)
 
@@ -83,20 +107,21 @@ class Engine:
         """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error ends the run."""
         config, state = self.config, self.state
         with self._ending():
-            if state.epoch >= config.trainer.epochs or self._finished():
+            if state.epoch >= config.trainer.epochs or not self._steps_left(len(self.feed)):
                 say(f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs")
                 self.outcome.status = "idle"
                 return self.outcome
+            evaluation = None
             for epoch in range(state.epoch, config.trainer.epochs):
-                self._train_epoch(epoch)
-                finished = self._finished()
-                last = finished or epoch + 1 == config.trainer.epochs
-                evaluation = None
-                if last or (epoch + 1) % config.trainer.eval_every_epochs == 0:
-                    evaluation = self.evaluate(epoch)
+                last = self._is_last(epoch)
+                evaluated = last or (epoch + 1) % config.trainer.eval_every_epochs == 0
+                self._train_epoch(epoch, Lead(self._steps_left(len(self.feed))) if evaluated else None)
+                if evaluation is not None:
+                    self._note_turn()
+                evaluation = self.evaluate(epoch, None if last else epoch + 1) if evaluated else None
                 if last or (epoch + 1) % config.checkpoint.every_epochs == 0:
                     self._save(evaluation)
-                if finished:
+                if last:
                     break
             self.outcome.status = "completed"
         return self.outcome
@@ -108,8 +133,14 @@ class Engine:
             self.outcome.status = "completed"
         return self.outcome
 
-    def evaluate(self, epoch: int) -> Evaluation:
-        """Evaluate once, log it and give the validation feed's workers back."""
+    def evaluate(self, epoch: int, following: int | None = None) -> Evaluation:
+        """Evaluate once, log it and give the validation feed's workers back.
+
+        Meanwhile the training feed makes the first batches of the ``following`` epoch.
+        """
+        if following is not None:
+            self.train_batches.close()  # it is through; only then can the feed begin anew
+            self.feed.prime(following)
         with self.watch.clock.pause("evaluate"):
             self.world.copy_from_first(self.state.network.buffers())  # each rank has norms' statistics of its own
             result = evaluate(self.state.network, self.val_batches, self.world, self.step.autocast)
@@ -138,31 +169,21 @@ class Engine:
         finally:
             self.close()
 
-    def _prefetcher(self, feed: Feed, clock: StepClock | None) -> DataPrefetcher:
-        config = self.config
-        return DataPrefetcher(
-            feed,
-            self.world.device,
-            mean=config.data.mean,
-            std=config.data.std,
-            dtype=DTYPES[config.trainer.precision],
-            channels_last=config.trainer.channels_last,
-            clock=clock,
-            ahead=None if config.loader.device_prefetch else False,
-        )
-
-    def _train_epoch(self, epoch: int) -> None:
+    def _train_epoch(self, epoch: int, lead: Lead | None = None) -> None:
+        """Train for one epoch; with a ``lead``, the validation feed is primed before the end."""
         self.feed.set_epoch(epoch)
         self.state.network.train()
         self.watch.clock.start_epoch()
         batches, left = iter(self.train_batches), len(self.feed)
         with progress(f"epoch {epoch + 1}/{self.config.trainer.epochs}", self.steps_per_epoch, "steps") as bar:
-            while left and not self._finished():
+            while steps_left := self._steps_left(left):
+                if lead is not None and lead.due(steps_left):
+                    self.val_feed.prime(0)
                 parts = min(self.config.trainer.accumulate_steps, left)
                 self._one_step(batches, parts)
                 left -= parts
                 bar.advance(1)
-                if self.state.step % self.config.watch.window_steps == 0 or not left or self._finished():
+                if self.state.step % self.config.watch.window_steps == 0 or not self._steps_left(left):
                     self._close_window(epoch)
                 elif self.world.size == 1:
                     signals.check()
@@ -185,6 +206,8 @@ class Engine:
         """Log the window. Here, and only here, a training step waits for the device and for the other ranks."""
         figures = self.step.read()
         window = self.watch.clock.close_window()
+        for look in self.watch.on_window:
+            look(self.watch.clock)
         signum = self.world.largest(signals.received())
         self.outcome.skipped += figures.skipped
         values: dict[str, Figure] = {Tag.LOSS: figures.loss, Tag.LR: float(self.state.schedule.get_last_lr()[0])}
@@ -209,9 +232,22 @@ class Engine:
             sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
             self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
 
-    def _finished(self) -> bool:
+    def _steps_left(self, batches: int) -> int:
+        """Steps that ``batches`` are good for and trainer.max_steps allows."""
+        steps, limit = math.ceil(batches / self.config.trainer.accumulate_steps), self.config.trainer.max_steps
+        return steps if limit is None else max(0, min(steps, limit - self.state.step))
+
+    def _is_last(self, epoch: int) -> bool:
+        """Whether the run ends with ``epoch``, which is about to begin."""
         limit = self.config.trainer.max_steps
-        return limit is not None and self.state.step >= limit
+        return epoch + 1 == self.config.trainer.epochs or (
+            limit is not None and limit <= self.state.step + self.steps_per_epoch
+        )
+
+    def _note_turn(self) -> None:
+        waits_s = self.val_batches.first_wait_s, self.train_batches.first_wait_s
+        if waits_s[0] is not None and waits_s[1] is not None:
+            self.outcome.turns_ms.append((1e3 * waits_s[0], 1e3 * waits_s[1]))
 
     def _save(self, evaluation: Evaluation | None) -> None:
         """Save a finished epoch; one that trainer.max_steps cut short could not be resumed exactly."""

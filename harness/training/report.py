@@ -129,10 +129,8 @@ class Reporter:
     def _gain(self) -> str:
         if self.tuning is None:
             return ""
-        before, after = self.tuning["before_images_per_s"], self.tuning["after_images_per_s"]
-        return (
-            f" (tuned in {self.tuning['seconds']:.0f} s: the loader alone gave {before:.0f} images/s before, {after:.0f} after)"
-        )
+        how = "remembered" if self.tuning["reused"] else f"tuned in {self.tuning['seconds']:.0f} s"
+        return f" ({how})"
 
 
 def _spread(spread: Spread) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from harness.config import Config, Precision
+from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime.distributed import World
 from harness.training.state import TrainState
+from harness.watch.clock import StepClock
 
 DTYPES = {Precision.fp32: torch.float32, Precision.fp16: torch.float16, Precision.bf16: torch.bfloat16}
 
@@ -84,6 +87,20 @@ class Step:
             skipped, worst = skipped + bool(found), max(worst, self._streak)
         return StepFigures(sum(finite) / len(finite) if finite else None, skipped, worst)
 
+    def forget(self) -> None:
+        """Drop the figures since the last reading, unread; the host does not wait for the device."""
+        self._losses, self._found_inf = [], []
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block at whose end the figures not read yet, and the streak, are as before."""
+        before = self._losses, self._found_inf, self._streak
+        self.forget()
+        try:
+            yield
+        finally:
+            self._losses, self._found_inf, self._streak = before
+
     def _update(self) -> None:
         state, scaler = self.state, self.state.scaler
         scaler.unscale_(state.optimizer)
@@ -99,6 +116,20 @@ class Step:
         found = getattr(optimizer, "found_inf", None)  # set by the scaler for the time of the step: 0.0 or 1.0
         if found is not None:
             self._found_inf.append(found)
+
+
+def device_batches(feed: Iterable[Any], config: Config, device: torch.device, clock: StepClock | None = None) -> DataPrefetcher:
+    """The batches of ``feed`` as the step takes them; ``clock`` is told of their copies."""
+    return DataPrefetcher(
+        feed,
+        device,
+        mean=config.data.mean,
+        std=config.data.std,
+        dtype=DTYPES[config.trainer.precision],
+        channels_last=config.trainer.channels_last,
+        clock=clock,
+        ahead=None if config.loader.device_prefetch else False,
+    )
 
 
 class Autocast:

@@ -1,60 +1,230 @@
-"""How many images a loader delivers in a second."""
+"""Measures a loader: how many images it supplies with nothing consuming, and what a sample costs inside its workers."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from harness.feed.interface import Feed
+import psutil
+import torch
+
+from harness.feed.gauge import Gauge, Work
+from harness.feed.interface import Feed, HostBatch
 from harness.runtime import signals
+from harness.runtime.errors import LoaderError
+from harness.tuning.figures import Ranks, Rate, SampleCost
+
+POLL_S = 0.05
+STUCK_S = 10.0  # without a single sample for so long, the workers hang
+_QUEUE_S = 1.0  # so long the queue may take to fill before the window opens all the same
+_SHORTEST_S = 0.4  # a window that is shorter tells nothing
+_PRECISE = 0.05  # half of the interval over the mean with which a probe is done
+_BLOCKS = 10
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Loader-only delivery: ``images`` in ``elapsed_s`` seconds, start-up and the primed queue left out."""
+    """What a loader gave with nothing consuming.
 
-    images: int
-    elapsed_s: float
-
-    @property
-    def images_per_s(self) -> float:
-        """The rate; 0 where nothing was delivered."""
-        return self.images / self.elapsed_s if self.elapsed_s > 0 else 0.0
-
-
-def primed_batches(num_workers: int, prefetch_factor: int | None) -> int:
-    """How many batches the workers have in hand before the first is taken; what they take is no measure of their speed."""
-    return num_workers * (prefetch_factor or 0)
-
-
-def measure_supply(feed: Feed, batches: int, limit_s: float, now: Callable[[], float] = time.perf_counter) -> Supply:
-    """Take ``batches`` batches from ``feed`` as fast as it gives them, after its primed queue.
-
-    Args:
-        feed: a fresh feed with at least the primed queue and ``batches`` batches; it is closed afterwards.
-        batches: how many to time.
-        limit_s: stop after so many seconds from the start, once at least one batch is timed.
-        now: the clock.
+    Attributes:
+        rate: images/s, counted sample by sample in the workers.
+        images: the samples in the window.
+        cost: of one sample.
+        worker_bytes: private memory of one worker; 0 without workers.
+        batch: the last batch that came, in memory of its own; None where none came.
     """
-    begin = now()
-    skip = primed_batches(feed.settings.num_workers, feed.settings.prefetch_factor)
-    iterator = iter(feed)
+
+    rate: Rate
+    images: int
+    cost: SampleCost
+    worker_bytes: int
+    batch: HostBatch | None
+
+
+def measure_supply(
+    feed: Feed, gauge: Gauge, ranks: Ranks, *, limit_s: float, target: float | None = None, now: Clock = time.perf_counter
+) -> Supply:
+    """Take batches from ``feed`` as fast as it gives them, and count samples in its workers; closes the feed.
+
+    A worker's batches may take seconds each, and come in bursts: counting batches here would say nothing in a short time.
+    The window opens when every worker has moved and the queue is full, closes after ``limit_s``, at an interval of 5 %, or when
+    the interval lies on one side of ``target``, and the clock is read before any worker is ended. All ranks stop together.
+
+    Raises:
+        BadSample: a sample cannot be read.
+        LoaderError: a worker died, or none has finished a sample for ten seconds.
+    """
+    meter = _Meter(gauge, max(1, feed.settings.num_workers), _queue_length(feed), limit_s, target)
+    failure: Exception | None = None
+    batches, looked = feed.polled(POLL_S), now()
     try:
-        images = 0
-        for _ in range(skip + 1):  # the first batch holds the workers' start
-            images += len(next(iterator).labels)
-            signals.check()
-            if skip and now() - begin > limit_s:
-                return Supply(images, now() - begin)  # less than it can do: the workers' start is in it
-        images, start = 0, now()
-        for _ in range(batches):
-            images += len(next(iterator).labels)
-            signals.check()
-            if now() - begin > limit_s:
+        while True:
+            failure = failure or _take(batches, meter, now)
+            if failure is None and now() - looked < POLL_S:
+                continue
+            over, looked = -1.0 if failure else float(meter.look(now())), now()
+            if (agreed := ranks.smallest(over)) != 0:  # every rank comes here equally often, whatever its own feed does
                 break
-        return Supply(images, now() - start)  # the clock is read before the iterator and its workers are dropped
+        if failure is not None:
+            raise failure
+        if agreed < 0:
+            raise LoaderError("refused on another rank")
+        return meter.supply(_worker_bytes(feed))
     finally:
-        if hasattr(iterator, "close"):
-            iterator.close()
+        failure = None  # or its traceback would keep this frame, and this frame the error, and both the feed's last batches
+        if hasattr(batches, "close"):
+            batches.close()
         feed.close()
+
+
+def _take(batches: Iterator[HostBatch | None], meter: _Meter, now: Clock) -> Exception | None:
+    """Take a batch, or none within the poll; the error that came in its place."""
+    try:
+        batch = next(batches)
+    except StopIteration:
+        return LoaderError("the feed ended while it was measured")
+    except Exception as error:  # told to all ranks before it is raised
+        return error
+    signals.check()
+    if batch is not None:
+        meter.received(batch)
+    return meter.stuck(now())
+
+
+def _queue_length(feed: Feed) -> int:
+    """How many batches the workers may have in hand before one is taken; what they take is no measure of the feed's speed."""
+    return feed.settings.num_workers * (feed.settings.prefetch_factor or 0)
+
+
+def _worker_bytes(feed: Feed) -> int:
+    for pid in feed.worker_pids[:1]:
+        try:
+            return int(psutil.Process(pid).memory_full_info().uss)
+        except psutil.Error:
+            continue
+    return 0
+
+
+@dataclass(slots=True)
+class _Meter:
+    """The window of one probe: (time, work so far) pairs, from when the feed runs steadily."""
+
+    gauge: Gauge
+    workers: int
+    queue: int
+    limit_s: float
+    target: float | None
+    points: list[tuple[float, Work]] = field(default_factory=list)
+    batches: int = 0
+    last: HostBatch | None = None
+    began: float | None = None  # when every worker had moved
+    seen: tuple[float, int] | None = None  # when a sample was last seen to be done, and how many were
+
+    def received(self, batch: HostBatch) -> None:
+        self.batches += 1
+        self.last = batch
+
+    def stuck(self, at: float) -> Exception | None:
+        """The error for workers that finish nothing."""
+        samples = self.gauge.read().samples
+        if self.seen is None or samples > self.seen[1]:
+            self.seen = (at, samples)
+        if at - self.seen[0] <= STUCK_S:
+            return None
+        what = "sample" if samples == 0 else "further sample"
+        return LoaderError(f"no {what} within {STUCK_S:g} s: the workers hang, or the storage does")
+
+    def look(self, at: float) -> bool:
+        """Note how far the workers are; whether enough is known."""
+        work = self.gauge.read()
+        if self.began is None and work.moved >= self.workers:
+            self.began = at
+        if self.began is None or (self.batches <= self.queue and at - self.began < _QUEUE_S and not self.points):
+            return False
+        if not self.points or at - self.points[-1][0] >= min(0.02, self.limit_s / _BLOCKS):
+            self.points.append((at, work))
+        return self._enough(at - self.points[0][0])
+
+    def _enough(self, elapsed_s: float) -> bool:
+        none = self.points[0][1].samples == self.points[-1][1].samples  # one may take longer than the limit
+        if elapsed_s < min(_SHORTEST_S, self.limit_s) or len(self.points) < 3 or none:
+            return False
+        rate = self.rate()
+        decided = self.target is not None and not rate.low <= self.target <= rate.high
+        return decided or rate.half_width <= _PRECISE or elapsed_s >= self.limit_s
+
+    def rate(self) -> Rate:
+        """Images/s over the window; the interval is that of ten blocks, and no less than what its ends cut in two."""
+        times = [at for at, _ in self.points]
+        samples = [work.samples for _, work in self.points]
+        step = (times[-1] - times[0]) / min(_BLOCKS, len(times) - 1)
+        edges = [0]
+        for i, at in enumerate(times):
+            if i and (at - times[edges[-1]] >= step * (1 - 1e-9) or i == len(times) - 1):
+                edges.append(i)
+        pairs = list(itertools.pairwise(edges))
+        rate = Rate.of([samples[b] - samples[a] for a, b in pairs], [times[b] - times[a] for a, b in pairs])
+        cut = math.sqrt(self.workers) / (times[-1] - times[0])
+        mean = rate.images_per_s
+        return Rate(mean, max(0.0, min(rate.low, mean - cut)), max(rate.high, mean + cut))
+
+    def supply(self, worker_bytes: int) -> Supply:
+        """The figures of the window."""
+        first, last = self.points[0][1], self.points[-1][1]
+        count = last.samples - first.samples
+        wall = (last.wall_s - first.wall_s) / count
+        square = (last.wall_sq_s2 - first.wall_sq_s2) / count
+        variation = math.sqrt(max(0.0, square - wall**2)) / wall
+        cost = SampleCost(wall, (last.cpu_s - first.cpu_s) / count, variation)
+        return Supply(self.rate(), count, cost, worker_bytes, _owned(self.last))
+
+
+def _owned(batch: HostBatch | None) -> HostBatch | None:
+    """A copy outside shared memory."""
+    return (
+        None
+        if batch is None
+        else batch._replace(images=batch.images.clone(), labels=batch.labels.clone(), indices=batch.indices.clone())
+    )
+
+
+def measure_passes(feed_of: Callable[[], Feed], passes: int, batches: int, now: Clock = time.perf_counter) -> tuple[int, float]:
+    """Images and seconds of ``passes`` passes over ``batches`` batches each, as the tutorial times them: start-up included."""
+    images, begin = 0, now()
+    for _ in range(passes):
+        feed = feed_of()
+        iterator = iter(feed)
+        try:
+            for _ in range(batches):
+                images += len(next(iterator).labels)
+                signals.check()
+        finally:
+            if hasattr(iterator, "close"):
+                iterator.close()
+            feed.close()
+    return images, now() - begin
+
+
+def measure_copies(images: torch.Tensor, device: torch.device, repeats: int = 10) -> tuple[float, float]:
+    """Median seconds of a batch's copy to a CUDA device from pageable and from page-locked memory, in turn.
+
+    Measured on the device, by events, as its own stream sees it: from pageable memory the driver first copies to a
+    page-locked buffer of its own, and the host waits for that.
+    """
+    pinned, taken = images.pin_memory(), {False: [0.0] * repeats, True: [0.0] * repeats}
+    for turn in range(repeats + 2):
+        for is_pinned, source in ((False, images), (True, pinned)):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            source.to(device, non_blocking=True)
+            end.record()
+            end.synchronize()  # one copy at a time: each is measured alone
+            if turn >= 2:
+                taken[is_pinned][turn - 2] = start.elapsed_time(end) / 1e3
+    return statistics.median(taken[False]), statistics.median(taken[True])

@@ -1,70 +1,119 @@
-"""Which loader settings to try next, and which to choose: policy without a clock or a process in it."""
+"""Which loader settings to try next, when to stop, and which to choose: policy without a clock or a process in it.
+
+A search is a generator: it yields what to measure, is sent what came of it, and returns its choice. So the tutorial's grid
+and ``tuner=auto`` (in ``auto.py``) run on the same measurements, and both can be tested on made-up machines.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from harness.feed.interface import FeedSettings
+from harness.tuning.figures import Rate, Trial
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A loader setting that a search may try."""
-
-    num_workers: int
-    pin_memory: bool
-
-    def __str__(self) -> str:
-        return f"num_workers={self.num_workers} pin_memory={str(self.pin_memory).lower()}"
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What became of one candidate.
+class Ask:
+    """One measurement that a search asks for.
 
     Attributes:
-        images_per_s: what the loader delivered with nothing consuming; 0 where it was refused.
-        images: how many images that figure rests on.
-        seconds: what the trial cost, the workers' start and end included.
-        refused: why the candidate cannot be used, or None.
+        kind: "supply", "steps" (see ``Trial``) or "passes": as the tutorial times its loader, start-up included.
+        target: a supply probe may stop when its interval lies wholly on one side of this many images/s.
+        limit_s: how long to measure.
     """
 
-    candidate: Candidate
-    images_per_s: float
-    images: int
-    seconds: float
-    refused: str | None = None
+    settings: FeedSettings
+    kind: Literal["supply", "steps", "passes"]
+    target: float | None = None
+    limit_s: float = 1.5
 
 
-Search = Generator[Candidate, Trial, None]
-"""Yields what to try, is sent what became of it, and ends when it has seen enough."""
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a search found.
+
+    Attributes:
+        settings: the choice.
+        before: what the user's own setting delivers, measured or predicted; None where neither could be had.
+        after: what the choice delivers.
+        waits: the share of the time that steps wait for data, before and after.
+        bound: what limits the feed now.
+        reason: the second half of the report's sentence: why this choice.
+        complete: False where the budget ended the search.
+    """
+
+    settings: FeedSettings
+    before: Rate | None
+    after: Rate | None
+    waits: tuple[float | None, float | None] = (None, None)
+    bound: str | None = None
+    reason: str = ""
+    complete: bool = True
 
 
-def grid(cores: int, pin_choices: Sequence[bool]) -> Search:
-    """The well-known tutorial's search over num_workers x pin_memory.
+Search = Generator[Ask, Trial, Choice]
+
+
+def with_workers(settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None) -> FeedSettings:
+    """``settings`` with another number of workers, kept alive between epochs, and what goes with it."""
+    return dataclasses.replace(
+        settings,
+        num_workers=num_workers,
+        prefetch_factor=(prefetch_factor or settings.prefetch_factor or 2) if num_workers else None,
+        persistent_workers=num_workers > 0 and (settings.persistent_workers or not settings.num_workers),
+    )
+
+
+def cost_of(settings: FeedSettings) -> tuple[int, int, bool]:
+    """What a setting costs the machine, for choosing the cheaper of two: workers, batches in flight, pinned memory."""
+    return settings.num_workers, settings.num_workers * (settings.prefetch_factor or 0), settings.pin_memory
+
+
+def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: float) -> Search:
+    """The well-known tutorial's search over num_workers x pin_memory, after the user's own setting.
 
     For each pin_memory, num_workers goes 0, 4, 8, ... up to twice the cores until one is no faster than the best before it;
-    then the three values on each side of that best are tried. Its faults are known (it ignores how fast the model is, and
-    has no statistics): it is the baseline for better searches.
+    then the three values on each side of that best are tried, and the fastest of all is taken. Its faults stay in: it times
+    the workers' start and their primed queue with the loading, the page cache favours what runs later, it does not know how
+    fast the model is, and it has no statistics. It is the baseline for better searches. (As printed, the tutorial gives
+    ``num_workers`` to the loader on CUDA machines alone, and elsewhere compares one setting with itself.)
     """
+    trials: list[Trial] = []
+
+    def enough() -> bool:
+        return sum(trial.seconds for trial in trials) > budget_s
+
+    def attempt(settings: FeedSettings) -> Generator[Ask, Trial, float]:
+        known = [trial for trial in trials if trial.settings == settings]
+        if not known:
+            known = [(yield Ask(settings, "passes"))]
+            trials.extend(known)
+        return known[0].rate.images_per_s if known[0].rate else 0.0
+
+    yield from attempt(own)
     for pin in pin_choices:
-        best, rate = 0, 0.0
+        base = dataclasses.replace(own, pin_memory=pin)
+        best, best_rate = 0, 0.0
         for workers in range(0, 2 * cores + 1, 4):
-            trial = yield Candidate(workers, pin)
-            if trial.images_per_s > rate:
-                best, rate = workers, trial.images_per_s
+            if enough():
+                break
+            rate = yield from attempt(with_workers(base, workers))
+            if rate > best_rate:
+                best, best_rate = workers, rate
                 continue
             for near in range(max(0, best - 3), best + 4):
-                if near != best:
-                    yield Candidate(near, pin)
+                if near != best and not enough():
+                    yield from attempt(with_workers(base, near))
             break
+    usable = [trial for trial in trials if trial.rate] or trials[:1]
+    chosen = min(usable, key=lambda t: (-t.rate.images_per_s if t.rate else 0.0, cost_of(t.settings)))
+    reason = "it is the fastest of those tried, start-up included; how fast the model is was not looked at"
+    return Choice(chosen.settings, trials[0].rate, chosen.rate, reason=reason, complete=not enough())
 
 
 def grid_size(cores: int, pin_choices: Sequence[bool]) -> int:
-    """The most candidates that ``grid`` can yield."""
-    return len(pin_choices) * (len(range(0, 2 * cores + 1, 4)) + 6)
-
-
-def choose(trials: Sequence[Trial]) -> Trial:
-    """The fastest trial; of equals the one with fewer workers, then the unpinned one; the first where all were refused."""
-    usable = [trial for trial in trials if trial.refused is None]
-    return min(usable or trials[:1], key=lambda t: (-t.images_per_s, t.candidate.num_workers, t.candidate.pin_memory))
+    """The most settings that ``grid`` can try."""
+    return 1 + len(pin_choices) * (len(range(0, 2 * cores + 1, 4)) + 6)

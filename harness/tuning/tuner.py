@@ -3,115 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
-import torch
-
-from harness.config import TunerConfig
-from harness.feed.interface import Feed, FeedSettings
-from harness.runtime.errors import LoaderError
+from harness.config import TunerConfig, TunerName
+from harness.feed.interface import FeedSettings
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning import probe
-from harness.tuning.search import Candidate, Search, Trial, choose, grid, grid_size
-from harness.watch.console import progress, table
+from harness.tuning import capacity, probe
+from harness.tuning.auto import Auto
+from harness.tuning.evidence import Problem
+from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
+from harness.tuning.lab import Lab
+from harness.tuning.report import Side, TuningReport
+from harness.tuning.search import Ask, Choice, Search, grid, with_workers
+from harness.watch.console import LiveTable, live_table
 
-_EXPECTED = 10  # candidates for each pin_memory: a search of many cores ends long before its last
+_DEMAND_S = 0.7
+_FIRST_S = 1.0
+_COLUMNS = ("num_workers", "prefetch", "pinned", "measured", "images/s", "waiting", "seconds", "")
 
 _log = logging.getLogger(LOGGER)
 
 
-class Ranks(Protocol):
-    """What tuning needs of the other ranks: one decision for all, on the slowest."""
+def tune(
+    probes: Probes, trainee: Trainee, own: FeedSettings, config: TunerConfig, limits: Limits, ranks: Ranks
+) -> TuningReport:
+    """The setting that delivers most training images/s, of those that do the one with the fewest workers.
 
-    @property
-    def device(self) -> torch.device:
-        """Where batches will go; without an accelerator, pinned memory is not tried."""
-        ...
-
-    def smallest(self, value: float) -> float:
-        """The smallest ``value`` of all ranks, on every rank."""
-        ...
-
-    def agreed(self, value: Any) -> Any:
-        """The first rank's ``value``, on every rank."""
-        ...
-
-
-MakeFeed = Callable[[FeedSettings, int], Feed]
-"""Makes a fresh feed with the given settings that gives at least so many batches in one pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class TuningReport:
-    """What a search tried and chose.
-
-    Attributes:
-        before: the user's own settings.
-        after: the choice; the same trial where nothing was faster.
-        settings: the choice, ready for a feed.
-        trials: everything that was tried, in order, ``before`` first.
-        seconds: what the search cost.
-        complete: False where the budget ended it.
-    """
-
-    before: Trial
-    after: Trial
-    settings: FeedSettings
-    trials: tuple[Trial, ...]
-    seconds: float
-    complete: bool
-
-    def show(self) -> None:
-        """Print what was tried and the row before and after."""
-        rows = [_row(trial, "chosen" if trial is self.after else "") for trial in self.trials]
-        title = f"tuner=grid: {len(rows)} settings in {self.seconds:.1f} s" + ("" if self.complete else ", budget spent")
-        table(title, ("num_workers", "pin_memory", "images/s", "seconds", ""), rows)
-        gain = self.after.images_per_s / self.before.images_per_s if self.before.images_per_s else float("nan")
-        table(
-            "loader alone, before and after",
-            ("", "setting", "images/s", ""),
-            [
-                ("before", str(self.before.candidate), f"{self.before.images_per_s:.0f}", ""),
-                ("after", str(self.after.candidate), f"{self.after.images_per_s:.0f}", f"{gain:.2f}x"),
-            ],
-        )
-
-    def summary(self) -> dict[str, Any]:
-        """What ``report.json`` says of it."""
-        return {
-            "seconds": round(self.seconds, 2),
-            "chosen": str(self.settings),
-            "before_images_per_s": self.before.images_per_s,
-            "after_images_per_s": self.after.images_per_s,
-            "reused": False,
-        }
-
-    def publish(self, folder: Path | None) -> None:
-        """Print it, and write everything as ``tuning.json`` into ``folder``, if there is one."""
-        self.show()
-        if folder is not None:
-            text = json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-            (folder / "tuning.json").write_text(text, encoding="utf-8")
-
-
-def tune(make_feed: MakeFeed, settings: FeedSettings, config: TunerConfig, limits: Limits, ranks: Ranks) -> TuningReport:
-    """The fastest of the user's own settings and those that the search of ``tuner=`` proposes.
-
-    Every rank tries the same settings at the same time. It draws nothing from the global generators and leaves no worker
-    behind. A setting whose workers fail is refused with the reason; a sample that cannot be read ends the search, for it is
-    no setting's fault.
+    Every rank tries the same settings at the same time, and one decision holds for all. No trace stays: what steps change is
+    put back, random states are as before, no worker, file or shared memory is left. A setting that does not fit is refused
+    before it runs, one that crashes or hangs is refused with its symptom.
 
     Args:
-        make_feed: makes the feed to be measured.
-        settings: the user's own settings, tried first.
-        config: batches and budget, of which every candidate that is to be expected gets an equal share.
+        probes: makes the feeds to be measured.
+        trainee: the training step.
+        own: the user's own settings: always a candidate, and what the choice may not be slower than.
+        config: which search, its budget, the most workers.
         limits: what this rank may use.
         ranks: the other ranks.
 
@@ -119,81 +48,150 @@ def tune(make_feed: MakeFeed, settings: FeedSettings, config: TunerConfig, limit
         BadSample: a sample cannot be read.
     """
     begin = time.perf_counter()
-    cores = max(1, int(limits.cores))
-    pin_choices = (False, True) if ranks.device.type == "cuda" else (False,)
-    search, most = grid(cores, pin_choices), grid_size(cores, pin_choices)
-    share_s = config.budget_s / (min(most, _EXPECTED * len(pin_choices)) + 1)
-    timed = config.batches
-    trials: list[Trial] = []
+    lab = Lab(probes, trainee, limits, ranks, timeout_s=max(config.budget_s, probe.STUCK_S))
+    title = f"tuning the loader (tuner={config.name.name}, at most {config.budget_s:g} s)"
+    with trainee.kept(), live_table(title, _COLUMNS) as rows:
+        session = _Session(lab, config, rows)
+        if config.name is TunerName.grid:
+            pins = (False, True) if trainee.device.type == "cuda" else (False,)
+            choice = session.follow(grid(own, max(1, int(limits.cores)), pins, config.budget_s))
+        else:
+            choice = session.automatic(own, begin)
+    return session.report(own, choice, time.perf_counter() - begin)
 
-    def attempt(candidate: Candidate) -> Trial:
-        for trial in trials:
-            if trial.candidate == candidate:
+
+@dataclass(slots=True)
+class _Session:
+    """One tuning: what was tried, and the table that shows it."""
+
+    lab: Lab
+    config: TunerConfig
+    rows: LiveTable
+    trials: list[Trial] = dataclasses.field(default_factory=list)
+    demand: Rate | None = None
+
+    def follow(self, search: Search) -> Choice:
+        """Run a search to its choice."""
+        trial: Trial | None = None
+        while True:
+            try:
+                ask = next(search) if trial is None else search.send(trial)
+            except StopIteration as end:
+                choice: Choice = end.value
+                return choice
+            trial = self.attempt(ask)
+
+    def attempt(self, ask: Ask) -> Trial:
+        """Measure, and show the row."""
+        self.rows.status(f"measuring {ask.settings} ({ask.kind})")
+        trial = self.lab.attempt(ask)
+        self.trials.append(trial)
+        self.rows.add(_row(trial))
+        return trial
+
+    def automatic(self, own: FeedSettings, begin: float) -> Choice:
+        """Calibrate, measure demand, and let ``Auto`` search."""
+        first = self._calibrate(own)
+        if first is None or (found := self.lab.demand(_DEMAND_S)) is None:
+            _log.warning("tuning could not measure any setting, the loader stays as it was: %s", self.trials[-1].refused)
+            return Choice(own, None, None, bound="unknown", reason="no setting could be measured", complete=False)
+        self.demand, step_cpu_s = found
+        self.rows.add(("", "", "", "demand", str(self.demand), "", "", "steps on one batch that is at hand"))
+        lab = self.lab
+        problem = Problem(
+            own=own,
+            first=first,
+            forms=lab.probes.forms,
+            demand=self.demand,
+            step_cpu_s=step_cpu_s,
+            cores=lab.limits.cores,
+            most=self.config.max_workers or max(8, 4 * int(lab.limits.cores)),
+            pin_memory=lab.pays_to_pin(own),
+            overlaps=lab.trainee.device.type == "cuda",
+            fits=lambda settings: lab.ranks.agreed(lab.refusal(settings)),
+            budget_s=self.config.budget_s - (time.perf_counter() - begin),
+        )
+        return self.follow(Auto(problem).run())
+
+    def _calibrate(self, own: FeedSettings) -> Trial | None:
+        """A supply probe of the user's setting, or of one worker where there are none or they fail; None if both fail."""
+        modest = with_workers(own, 1, 1)
+        first = own if own.num_workers else with_workers(own, 1)
+        for settings in dict.fromkeys((first, modest)):
+            trial = self.attempt(Ask(settings, "supply", limit_s=_FIRST_S))
+            if trial.rate is not None:
                 return trial
-        trials.append(_attempt(make_feed, _with(settings, candidate, config), timed, share_s, ranks))
-        return trials[-1]
-
-    with progress("tuning the loader", most + 1, "settings") as bar:
-        before = attempt(Candidate(settings.num_workers, settings.pin_memory))
-        bar.advance(1)
-        complete, trial = True, None
-        while (candidate := _next(search, trial)) is not None:
-            if ranks.agreed(time.perf_counter() - begin + share_s > config.budget_s):
-                complete = False
-                break
-            trial = attempt(candidate)
-            bar.advance(1)
-    after = choose(trials)
-    if after.refused:
-        _log.warning("tuning could not measure any setting, the loader stays as it was: %s", after.refused)
-    chosen = _with(settings, after.candidate, config, settings.timeout_s)
-    return TuningReport(before, after, chosen, tuple(trials), time.perf_counter() - begin, complete)
-
-
-def _next(search: Search, trial: Trial | None) -> Candidate | None:
-    try:
-        return next(search) if trial is None else search.send(trial)
-    except StopIteration:
         return None
 
+    def report(self, own: FeedSettings, choice: Choice, seconds: float) -> TuningReport:
+        """Everything that the session found."""
+        lab, ceiling = self.lab, None
+        if self.demand is not None and choice.before is not None:
+            ceiling = max(1.0, self.demand.images_per_s / choice.before.images_per_s)
+        val = lab.probes.val_settings(choice.settings)
+        sizes = lab.batch_bytes(choice.settings), lab.batch_bytes(val)
+        fitting = capacity.beside(choice.settings, val, *sizes, lab.worker_bytes, lab.limits)
+        return TuningReport(
+            search=self.config.name.name,
+            settings=choice.settings,
+            val=fitting,
+            before=Side(own, choice.before, choice.waits[0], lab.memory_bytes(own)),
+            after=Side(choice.settings, choice.after, choice.waits[1], lab.memory_bytes(choice.settings)),
+            demand=self.demand,
+            ceiling=ceiling,
+            bound=choice.bound,
+            sentence=_sentence(own, choice, self.demand, ceiling),
+            trials=tuple(self.trials),
+            limits=lab.limits,
+            notes=self._notes(val, fitting),
+            seconds=seconds,
+            complete=choice.complete,
+            reused=False,
+        )
 
-def _attempt(make_feed: MakeFeed, settings: FeedSettings, timed: int, limit_s: float, ranks: Ranks) -> Trial:
-    candidate = Candidate(settings.num_workers, settings.pin_memory)
-    ranks.agreed(None)  # all start together, so that they share the cores as they will in training
-    begin = time.perf_counter()
-    refused = None
-    supply = probe.Supply(0, 0.0)
-    try:
-        primed = probe.primed_batches(settings.num_workers, settings.prefetch_factor)
-        supply = probe.measure_supply(make_feed(settings, primed + 1 + timed), timed, limit_s)
-    except LoaderError as error:
-        refused = str(error)
-    rate = ranks.smallest(supply.images_per_s)
-    if rate == 0 and refused is None:
-        refused = "refused on another rank"
-    return Trial(candidate, rate, supply.images, time.perf_counter() - begin, refused)
+    def _notes(self, val: FeedSettings, fitting: FeedSettings) -> tuple[str, ...]:
+        read = self.lab.probes.probed()
+        notes = [
+            f"probes read {read:.1%} of the training set, no image twice (cold, unless it was in the page cache before)"
+            if read <= 1
+            else f"probes read the training set {read:.1f} times: what fits in the page cache was warm"
+        ]
+        if fitting != val:
+            notes.append(f"the validation feed gets {fitting} instead of {val}, to fit beside the training feed")
+        return tuple(notes)
 
 
-def _with(settings: FeedSettings, candidate: Candidate, config: TunerConfig, timeout_s: float | None = None) -> FeedSettings:
-    """``settings`` with the candidate's values; a probe waits no longer than the search may take."""
-    workers = candidate.num_workers
-    return dataclasses.replace(
-        settings,
-        num_workers=workers,
-        pin_memory=candidate.pin_memory,
-        prefetch_factor=(settings.prefetch_factor or 2) if workers else None,
-        persistent_workers=workers > 0 and (settings.persistent_workers or not settings.num_workers),
-        timeout_s=max(config.budget_s, 5.0) if timeout_s is None else timeout_s,
-    )
+def _sentence(own: FeedSettings, choice: Choice, demand: Rate | None, ceiling: float | None) -> str:
+    """What bounds the feed, what was chosen, and why."""
+    if demand is None or choice.before is None or choice.after is None or ceiling is None:
+        return f"{choice.settings} was chosen: {choice.reason}."
+    takes, gets = f"{demand.images_per_s:.0f} images/s", f"{choice.before.images_per_s:.0f}"
+    if choice.settings == own and choice.bound == "model":
+        return f"Nothing to gain: the model takes {takes} and {own} delivers {gets} (ceiling {ceiling:.1f}x); {choice.reason}."
+    kept = "stays" if choice.settings == own else f"delivers {gets}; {choice.settings} delivers {choice.after.images_per_s:.0f}"
+    limit = _BOUNDS.get(choice.bound or "", "it is not known what limits the feed")
+    return f"The model takes {takes}, {own} {kept}; {limit}: {choice.reason}."
 
 
-def _row(trial: Trial, mark: str) -> tuple[str, ...]:
-    rate = "refused" if trial.refused else f"{trial.images_per_s:.0f}"
-    note = trial.refused or mark
+_BOUNDS = {
+    "model": "then the model is the limit",
+    "processor": "the processors are the limit",
+    "storage": "the storage is the limit (samples wait for it, not for a processor)",
+    "transport": "handing batches over is the limit",
+    "memory": "memory is the limit (more workers would not fit)",
+    "workers": "the number of workers is the limit (tuner.max_workers)",
+}
+
+
+def _row(trial: Trial) -> tuple[str, ...]:
+    settings = trial.settings
     return (
-        str(trial.candidate.num_workers),
-        str(trial.candidate.pin_memory).lower(),
-        rate,
+        str(settings.num_workers),
+        str(settings.prefetch_factor or ""),
+        "yes" if settings.pin_memory else "no",
+        {"supply": "loader alone", "steps": "real steps"}[trial.kind],
+        str(trial.rate) if trial.rate else "refused",
+        "" if trial.wait_fraction is None else f"{trial.wait_fraction:.0%}",
         f"{trial.seconds:.1f}",
-        note,
+        trial.refused or "",
     )

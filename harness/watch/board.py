@@ -61,13 +61,17 @@ class Board:
             elif figure is not None:
                 flat[str(tag)] = figure
         line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **flat}
-        data = f"{json.dumps(_plain(line), allow_nan=False)}\n".encode()
+        data = f"{json.dumps(plain(line), allow_nan=False)}\n".encode()
         self._guarded(self._metrics.path, lambda: self._metrics.append(data))
         self._event(lambda events: events.scalars(step, flat))
 
     def text(self, tag: str, markdown: str) -> None:
         """Put a text on TensorBoard's text page."""
         self._event(lambda events: events.text(tag, markdown))
+
+    def image(self, tag: str, png: bytes, width: int, height: int) -> None:
+        """Put an RGB image of so many pixels, encoded as PNG, on TensorBoard's images page."""
+        self._event(lambda events: events.image(tag, png, width, height))
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         """Make the run a row of TensorBoard's HParams page; every run of a sweep must give the same names."""
@@ -76,8 +80,8 @@ class Board:
     def report(self, report: Mapping[str, Any]) -> None:
         """Write ``report.json``, whole or not at all; dataclasses become objects without the fields that are None."""
         path = self._folder / "report.json"
-        text = json.dumps(_plain(report), indent=2, allow_nan=False) + "\n"
-        self._guarded(path, lambda: _replace(path, text.encode()))
+        text = json.dumps(plain(report), indent=2, allow_nan=False) + "\n"
+        self._guarded(path, lambda: write_whole(path, text.encode()))
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
@@ -148,9 +152,13 @@ class _EventFile(_Records):
     def text(self, tag: str, markdown: str) -> None:
         self.append(self._record(summary=self._summary.text(tag, markdown)))
 
+    def image(self, tag: str, png: bytes, width: int, height: int) -> None:
+        image = {"width": width, "height": height, "colorspace": 3, "encoded_image_string": png}
+        self.append(self._record(summary={"value": [{"tag": tag, "image": image}]}))
+
     def hparams(self, step: int, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
-        plain = {name: _hparam(value) for name, value in settings.items()}
-        summaries = self._summary.hparams(plain, dict(metrics))  # of the experiment, the session's start and its end
+        cells = {name: _hparam(value) for name, value in settings.items()}
+        summaries = self._summary.hparams(cells, dict(metrics))  # of the experiment, the session's start and its end
         self.append(b"".join(self._record(summary=summary) for summary in summaries))
         self.scalars(step, {tag: value for tag, value in metrics.items() if value is not None})
 
@@ -177,18 +185,18 @@ def _hparam(value: Any) -> str | int | float:
     """A value for the HParams page; torch would write true as 1.0, and leave a null out together with its column."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return value if isinstance(value, (int, float)) else str(_plain(value))
+    return value if isinstance(value, (int, float)) else str(plain(value))
 
 
-def _plain(value: Any) -> Any:
-    """``value`` as JSON can hold it; NaN and infinities become None."""
+def plain(value: Any) -> Any:
+    """``value`` as JSON can hold it: NaN and infinities become None, dataclasses objects without the fields that are None."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if dataclasses.is_dataclass(value):
         fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return {name: _plain(item) for name, item in fields if item is not None}
+        return {name: plain(item) for name, item in fields if item is not None}
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Path):
@@ -209,10 +217,11 @@ def _drop_lines_after(path: Path, step: int | None) -> None:
     lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
     kept = b"".join(line for line in lines if step is None or _step_of(line) <= step)
     if kept != data:
-        _replace(path, kept)
+        write_whole(path, kept)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """Write the file ``path``, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from harness.runtime.errors import printable
@@ -23,7 +25,7 @@ from harness.runtime.folder import LOGGER
 _log = logging.getLogger(LOGGER)
 _console = Console(soft_wrap=True, highlight=False)  # asks for sys.stdout at each use
 _quiet = False
-_busy = False  # a progress() is open
+_busy = False  # a progress() or a live_table() is open
 
 
 def set_quiet(quiet: bool) -> None:
@@ -46,6 +48,70 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     say(title)
     for row in cells:
         say("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+class LiveTable:
+    """A table whose rows come one by one, with a line under it that says what is being done now.
+
+    On a terminal ``live`` draws it anew for each; where there is none, a row is a line, padded to ``widths``.
+    """
+
+    def __init__(self, title: str, columns: Sequence[str], widths: Sequence[int], live: Live | None) -> None:
+        names = list(map(printable, columns))
+        self._widths, self._live = [max(len(name), width) for name, width in zip(names, widths, strict=True)], live
+        self._grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in names:
+            self._grid.add_column(Text(name))
+        self._title = printable(title)
+        self._line(self._title)
+        self._line(self._padded(names))
+        self.status("")
+
+    def add(self, row: Sequence[str]) -> None:
+        """Add a row, which has as many cells as there are columns."""
+        cells = list(map(printable, row))
+        self._grid.add_row(*map(Text, cells))
+        self._line(self._padded(cells))
+        self.status("")
+
+    def status(self, text: str) -> None:
+        """Say what is being done now, on a terminal alone; the next row takes it away."""
+        if self._live:
+            below = [Text(printable(text), "dim")] if text else []
+            self._live.update(Group(Text(self._title), self._grid, *below), refresh=True)
+
+    def _padded(self, cells: Sequence[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)).rstrip()
+
+    def _line(self, line: str) -> None:
+        _log.info("%s", line)
+        if self._live is None:
+            _print(line)
+
+
+@contextmanager
+def live_table(title: str, columns: Sequence[str], widths: Sequence[int] | None = None) -> Iterator[LiveTable]:
+    """Show a table that grows, inside the block: drawn anew on a terminal, a line for each row in a pipe and in the log.
+
+    Where a ``progress`` or another live table is open it is lines too; a ``progress`` inside it shows nothing. ``widths`` are
+    the columns' least widths in lines, which are written before the rows to come are known.
+    """
+    global _busy
+    was_busy, least = _busy, widths or [0] * len(columns)
+    _busy = True
+    try:
+        if was_busy or _quiet or not _on_terminal():
+            yield LiveTable(title, columns, least, None)
+            return
+        # drawn when told, not by a thread of rich's: that would run inside what is being measured
+        with Live(console=_console, auto_refresh=False) as live:
+            shown = LiveTable(title, columns, least, live)
+            try:
+                yield shown
+            finally:
+                shown.status("")
+    finally:
+        _busy = was_busy
 
 
 class Bar:

@@ -87,6 +87,16 @@ class Window:
     dropped: int  # ``computing()`` blocks without device figures because no slot was free
 
 
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """Consecutive steps, or groups of them: the images of each, its seconds from the end of the one before, and its wait."""
+
+    images: tuple[int, ...]
+    seconds: tuple[float, ...]
+    waits_s: tuple[float, ...]  # host time blocked on the feed
+    cpu_s: float = 0.0  # processor time of this process, all its threads, over the steps
+
+
 @dataclass(slots=True)
 class Ledger:
     """The sums behind a ``Window``; the clock and the device's timeline add to it."""

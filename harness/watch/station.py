@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,11 +21,15 @@ from harness.watch.host import HostSource, Sampler
 
 @dataclass(slots=True)
 class Watch:
-    """What a run is watched with; board and sampler are the first rank's alone."""
+    """What a run is watched with; board and sampler are the first rank's alone.
+
+    ``on_window`` are called with the clock whenever a window of steps ends.
+    """
 
     clock: StepClock
     board: Board | None = None
     sampler: Sampler | None = None
+    on_window: list[Callable[[StepClock], None]] = field(default_factory=list)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -53,6 +53,7 @@ def test_explicit_settings_are_kept() -> None:
         "persistent_workers": False,
         "timeout_s": 9.0,
         "start_method": "spawn",
+        "backend": "processes",
     }
 
 
@@ -89,4 +90,6 @@ def test_validation_has_settings_of_its_own() -> None:
 )
 def test_settings_print_as_the_user_would_type_them(num_workers: int, text: str) -> None:
     """str() names each setting that has an effect."""
-    assert str(train(LoaderConfig(num_workers=num_workers), pinnable=False)) == text
+    settings = train(LoaderConfig(num_workers=num_workers), pinnable=False)
+    assert str(settings) == text
+    assert str(replace(settings, backend="other")) == f"{text} backend=other"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 
 import numpy as np
 import pytest
 
-from harness.feed.order import Order, ProbeOrder
+from harness.feed.order import Cursor, Order, ProbeOrder
 
 
-def batches(order: Order | ProbeOrder, epoch: int = 0, start: int = 0) -> list[list[int]]:
+def batches(order: Order, epoch: int = 0, start: int = 0) -> list[list[int]]:
     return [batch.tolist() for batch in order.batches(epoch, start)]
 
 
@@ -85,25 +85,55 @@ def test_a_start_leaves_out_the_batches_before_it(start: int) -> None:
     assert batches(order, 1, start) == batches(order, 1)[start:]
 
 
-@pytest.mark.parametrize("count", [1, 4, 5, 6, 13])
-def test_a_probe_has_as_many_batches_as_it_was_told(count: int) -> None:
-    """A probe's pass has count batches, over as many passes of the data set as it takes."""
-    order = ProbeOrder(Order(20, 4, seed=1), count)
-    assert len(order) == len(batches(order)) == count
-    assert all(len(batch) == 4 for batch in batches(order))
-    assert batches(order, 0, 1) == batches(order)[1:]
+def asked(order: ProbeOrder, count: int) -> list[list[int]]:
+    return [batch.tolist() for batch in islice(order.batches(0), count)]
+
+
+def test_probes_share_out_the_set() -> None:
+    """Probes of one cursor, also by turns, ask for every sample once before any a second time."""
+    order, cursor = Order(20, 4, seed=1), Cursor()
+    first = asked(ProbeOrder(order, cursor), 2)
+    turns = ProbeOrder(order, cursor).batches(0), ProbeOrder(order, cursor).batches(0)
+    rest = [next(turns[0]).tolist(), next(turns[1]).tolist(), next(turns[0]).tolist()]
+    assert sorted(chain(*first, *rest)) == list(range(20))
+    assert cursor.asked == 5
+    assert sorted(chain(*asked(ProbeOrder(order, cursor), 5))) == list(range(20))
+
+
+def test_a_batch_counts_when_it_is_asked_for() -> None:
+    """Nothing is drawn ahead: the cursor is where the requests are."""
+    cursor = Cursor()
+    batches = ProbeOrder(Order(20, 4), cursor).batches(0)
+    assert cursor.asked == 0
+    next(batches)
+    assert cursor.asked == 1
+
+
+def test_again_goes_round_what_was_asked_for() -> None:
+    """again=True begins with the first probed sample, stays among the probed ones and moves nothing."""
+    order, cursor = Order(20, 4, seed=1), Cursor()
+    first = asked(ProbeOrder(order, cursor), 3)
+    assert asked(ProbeOrder(order, cursor, again=True), 5) == [*first, *first[:2]]
+    assert cursor.asked == 3
+
+
+def test_again_before_anything_goes_round_the_set() -> None:
+    """Where nothing has been probed yet, again=True reads the whole set, turn by turn."""
+    order = Order(20, 4, seed=1)
+    batches = asked(ProbeOrder(order, Cursor(), again=True), 10)
+    assert sorted(chain(*batches[:5])) == list(range(20)) and batches[5:] == batches[:5]
 
 
 def test_a_probe_never_uses_an_epoch_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The epochs behind a probe's batches lie beyond every epoch that a run can reach, and differ from each other."""
-    asked: list[int] = []
-    real = Order.batches
+    used: list[int] = []
+    real = Order.indices
 
-    def noted(order: Order, epoch: int, start: int = 0) -> object:
-        asked.append(epoch)
-        return real(order, epoch, start)
+    def noted(order: Order, epoch: int) -> np.ndarray:
+        used.append(epoch)
+        return real(order, epoch)
 
-    monkeypatch.setattr(Order, "batches", noted)
-    assert len(batches(ProbeOrder(Order(20, 4), 12))) == 12
-    assert min(asked) >= 2**31
-    assert len(set(asked)) == len(asked) == 3
+    monkeypatch.setattr(Order, "indices", noted)
+    assert len(asked(ProbeOrder(Order(20, 4), Cursor()), 12)) == 12
+    assert min(used) >= 2**31
+    assert len(set(used)) == len(used) == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -9,9 +11,13 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,6 +25,7 @@ import pytest
 import samples
 import torch
 
+from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
@@ -39,10 +46,12 @@ def _server() -> None:
 def make_feed() -> Iterator[MakeFeed]:
     made: list[ProcessFeed] = []
 
-    def make(num_workers: int = 0, dataset: samples.Noise | None = None, **more: object) -> ProcessFeed:
+    def make(
+        num_workers: int = 0, dataset: samples.Noise | None = None, gauge: Gauge | None = None, **more: object
+    ) -> ProcessFeed:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
-        made.append(ProcessFeed(dataset, order, samples.settings(num_workers, **more)))  # type: ignore[arg-type]
+        made.append(ProcessFeed(dataset, order, samples.settings(num_workers, **more), gauge))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -67,6 +76,13 @@ def epochs(feed: ProcessFeed, count: int = 2) -> list[HostBatch]:
         feed.set_epoch(epoch)
         batches += list(feed)
     return batches
+
+
+def comes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def assert_same(batches: list[HostBatch], expected: list[HostBatch]) -> None:
@@ -242,15 +258,189 @@ def test_workers_that_sleep_at_the_start_of_an_epoch_are_replaced(make_feed: Mak
     assert_same(list(feed), list(make_feed(0)))
 
 
-def test_close_ends_a_worker_that_hangs(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are deaf to SIGTERM, with which torch would end them; close() ends them all the same."""
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # torch waits so long for each
+@pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
+@pytest.mark.parametrize("end", ["pass", "feed"])
+def test_an_early_end_kills_and_leaves_nothing(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, end: str, persistent_workers: bool
+) -> None:
+    """Ending a pass or the feed leaves no process, descriptor or segment, and does not wait for workers that are busy."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 1000)  # torch waits so long for each
+    list(make_feed(1))  # what is opened once
+    before = len(os.listdir("/proc/self/fd"))
     in_second_batch = int(ORDER.indices(0)[5])
-    batches = iter(make_feed(1, samples.Troubled(LENGTH, in_second_batch, samples.hang)))
+    dataset = samples.Troubled(LENGTH, in_second_batch, samples.hang_in_a_segment)
+    feed = make_feed(1, dataset, persistent_workers=persistent_workers)
+    batches = iter(feed)
     next(batches)
+    (pid,) = feed.worker_pids
+    segment = Path(f"/dev/shm/torch_{pid}_1_1")
+    samples.wait_for(segment)
+    feed.close() if end == "feed" else batches.close()  # type: ignore[attr-defined]
+    del batches
+    assert (workers(), feed.worker_pids, segment.exists()) == ([], (), False)
+    assert comes_true(lambda: len(os.listdir("/proc/self/fd")) <= before)  # a queue's own thread closes its pipe
+
+
+def test_the_workers_are_known_by_their_pids(make_feed: MakeFeed) -> None:
+    """worker_pids are the live processes: none before the first pass, and not one that died."""
+    feed = make_feed(2, persistent_workers=True)
+    assert feed.worker_pids == ()
+    list(feed)
+    assert set(feed.worker_pids) == {worker.pid for worker in workers()} and len(feed.worker_pids) == 2
+    workers()[0].kill()
+    workers()[0].join()
+    assert feed.worker_pids == tuple(worker.pid for worker in workers())
+    assert make_feed(0).worker_pids == ()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_polled_batches_are_those_of_a_plain_pass(make_feed: MakeFeed, num_workers: int) -> None:
+    """polled() gives every batch of the epoch once, and None only where none was ready."""
+    polled = list(make_feed(num_workers).polled(0.001))
+    assert_same([batch for batch in polled if batch is not None], list(make_feed(0)))
+    assert num_workers or None not in polled
+
+
+def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) -> None:
+    """While a sample takes its time, polled() gives None, again and again, and then the batch."""
+    gate = tmp_path / "open"
+    feed = make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, gate)))
+    expected = list(make_feed(0))
+    late = next(place for place, batch in enumerate(expected) if 5 in batch.indices)
+    batches = feed.polled(0.02)
+    given = [next(batch for batch in batches if batch is not None) for _ in range(late)]
+    assert [next(batches) for _ in range(5)] == [None] * 5
+    gate.touch()
+    assert_same([*given, *(batch for batch in batches if batch is not None)], expected)
+
+
+def test_polled_ends_with_a_dead_worker_and_with_the_timeout(make_feed: MakeFeed, quick: None) -> None:
+    """A worker's death, and a wait over loader.timeout_s, end a polled pass as they end a plain one."""
+    with pytest.raises(LoaderError, match="exited unexpectedly"):
+        list(make_feed(1, samples.Troubled(LENGTH, 5, samples.die)).polled(0.05))
+    with pytest.raises(LoaderError, match="no batch within loader.timeout_s=0.3"):
+        list(make_feed(1, samples.Troubled(LENGTH, 5, samples.hang), timeout_s=0.3).polled(0.05))
+
+
+def test_polling_as_a_second_pass_is_as_fine_as_asked_for(make_feed: MakeFeed) -> None:
+    """Persistent workers of a plain pass are replaced where polled() looks more often."""
+    feed = make_feed(1, samples.Noise(LENGTH), persistent_workers=True)
+    assert_same(list(feed), [batch for batch in feed.polled(0.02) if batch is not None])
+    assert_same(list(feed), list(make_feed(0)))
+
+
+@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")])
+def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
+    """After a pass every sample has been counted once, by the workers that made it, with some time."""
+    gauge = Gauge(num_workers)
+    list(make_feed(num_workers, gauge=gauge, start_method=start_method))
+    work = gauge.read()
+    assert (work.samples, work.moved) == (LENGTH, num_workers or 1)
+    assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
+
+
+def test_the_gauge_times_the_sample_alone(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is not counted."""
+    ticks, cpu_ticks = itertools.count(0, 2), itertools.count(0, 0.5)
+    monkeypatch.setattr("harness.feed.processes.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("harness.feed.processes.time.thread_time", lambda: float(next(cpu_ticks)))
+    gauge = Gauge(0)
+    with pytest.raises(BadSample):
+        list(make_feed(0, samples.Troubled(4, 2, samples.refuse), gauge))
+    assert gauge.read() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
+
+
+def primed(feed: ProcessFeed, epoch: int, gauge: Gauge) -> ProcessFeed:
+    """``feed`` once its workers have begun with ``epoch`` by themselves."""
+    done = gauge.read().samples
+    feed.prime(epoch)
+    assert comes_true(lambda: gauge.read().samples > done)
+    return feed
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
+def test_a_primed_pass_gives_the_same_batches(make_feed: MakeFeed, persistent_workers: bool) -> None:
+    """Workers begin before iter(), which takes their batches over: bitwise those of an epoch that was not primed."""
+    gauge, given = Gauge(2), []
+    feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
+    for epoch in (0, 1):
+        primed(feed, epoch, gauge).prime(epoch)  # a second time changes nothing
+        started = feed.worker_pids
+        feed.set_epoch(epoch)
+        batches = iter(feed)
+        given.append(next(batches))
+        assert feed.worker_pids == started and len(started) == 2
+        given += batches
+    assert_same(given, epochs(make_feed(0)))
+
+
+def test_a_pass_primed_for_another_epoch_is_dropped(make_feed: MakeFeed) -> None:
+    """iter() gives the epoch that was chosen, whatever was primed."""
+    gauge = Gauge(2)
+    feed = primed(make_feed(2, gauge=gauge, persistent_workers=True), 5, gauge)
+    assert_same(epochs(feed), epochs(make_feed(0)))
+
+
+def test_priming_amid_a_pass_does_nothing(make_feed: MakeFeed) -> None:
+    """The pass goes on with its workers, and the next one is whole."""
+    feed = make_feed(2, persistent_workers=True)
+    batches = iter(feed)
+    given = [next(batches)]
+    feed.prime(1)
+    given += batches
+    feed.set_epoch(1)
+    assert_same([*given, *feed], epochs(make_feed(0)))
+
+
+@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "forkserver"), (2, "fork")], ids=["no workers", "forked"])
+def test_priming_starts_nothing_where_it_must_not(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
+    """Without workers there is nothing to begin, and none is forked in the middle of a step; the pass comes all the same."""
+    feed, threads = make_feed(num_workers, start_method=start_method), threading.active_count()
+    feed.prime(0)
+    assert (threading.active_count(), workers()) == (threads, [])
+    assert_same(list(feed), list(make_feed(0)))
+
+
+@pytest.mark.parametrize("end", [ProcessFeed.close, None], ids=["close", "forgotten"])
+def test_a_primed_pass_that_nobody_takes_leaves_nothing(make_feed: MakeFeed, end: Callable[..., None] | None) -> None:
+    """close() ends primed workers, as does dropping the feed."""
+    gauge, order = Gauge(1), Order(LENGTH, 4)
+    feed = primed(ProcessFeed(samples.Noise(LENGTH), order, samples.settings(1), gauge), 0, gauge)
     assert len(workers()) == 1
-    batches.close()  # type: ignore[attr-defined]
+    if end is not None:
+        end(feed)
+        assert workers() == []
+    del feed
+    gc.collect()
     assert workers() == []
+
+
+def test_closing_waits_for_a_start_under_way(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """prime() comes back before the workers are started, and a close() at that moment ends them all the same."""
+    begun, go, start = threading.Event(), threading.Event(), ProcessFeed._start
+
+    def late(*given: Any) -> Iterator[HostBatch]:
+        begun.set()
+        go.wait(30)
+        return start(*given)
+
+    monkeypatch.setattr(ProcessFeed, "_start", late)
+    feed = make_feed(1)
+    feed.prime(0)
+    assert begun.wait(30) and workers() == []
+    threading.Timer(0.05, go.set).start()
+    feed.close()
+    assert go.is_set() and workers() == []
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
+def test_an_error_of_a_primed_start_comes_with_the_first_batch(make_feed: MakeFeed) -> None:
+    """prime() is silent about what next() raises in the end."""
+    feed = make_feed(1, samples.Troubled(LENGTH, 0, lambda: None))
+    feed.prime(0)
+    batches = iter(feed)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        next(batches)
 
 
 def test_signals_to_a_worker_are_ignored(make_feed: MakeFeed) -> None:
@@ -334,10 +524,7 @@ def gone_within_1_s(processes: list[psutil.Process]) -> bool:
         except psutil.NoSuchProcess:
             return False
 
-    deadline = time.monotonic() + 1.0
-    while any(map(alive, processes)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(map(alive, processes))
+    return comes_true(lambda: not any(map(alive, processes)), within_s=1.0)
 
 
 @pytest.mark.parametrize("trainer", either("forkserver"), indirect=True)

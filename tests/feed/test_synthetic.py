@@ -44,6 +44,15 @@ def test_epochs_and_close_change_nothing() -> None:
     assert all(torch.equal(a.images, b.images) for a, b in zip(first, feed, strict=True))
 
 
+def test_there_is_nothing_to_wait_for() -> None:
+    """A polled pass is a plain one, primed or not, and no worker ever lives."""
+    feed = make()
+    feed.prime(0)
+    polled = [batch for batch in feed.polled(0.001) if batch is not None]
+    assert [batch.indices.tolist() for batch in polled] == [batch.indices.tolist() for batch in feed]
+    assert feed.worker_pids == ()
+
+
 def test_making_one_leaves_the_global_generators_alone() -> None:
     """The noise comes from a generator of its own."""
 

@@ -43,6 +43,7 @@ def test_one_rank_agrees_with_itself() -> None:
     world.barrier()
     assert world.total(values) is values
     assert (world.agreed("x"), world.largest(3), world.smallest(0.5), world.is_main) == ("x", 3, 0.5, True)
+    assert world.gathered("x") == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,7 @@ def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert found["total"] == [3.0, 30.0]
         assert found["copied"] == [0.0, 0.0]
         assert found["agreed"] == {"rank": 0}
+        assert found["gathered"] == [{"rank": 0}, {"rank": 1}]
         assert (found["largest"], found["smallest"], found["threads"]) == (15, 0.1, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,11 @@ UNLIMITED_V1 = 9223372036854771712
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 16 cores and 64 GiB of memory."""
+    """A machine with 16 cores and 64 GiB of memory, without Slurm; the process has 1 GiB in 40 open files."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB), num_fds=lambda: 40)
+    monkeypatch.setattr(psutil, "Process", lambda: process)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
 
@@ -38,6 +43,19 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
         pytest.param("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"}, 4, 64, id="v2 ancestor"),
         pytest.param("0::/a/b", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "200000 100000"}, 2, 64, id="v2 smallest"),
         pytest.param("0::/a/b", {"cpu.max": "50000 100000"}, 0.5, 64, id="v2 root of a container"),
+        pytest.param("0::/../../pod/x", {"cpu.max": "50000 100000"}, 0.5, 64, id="v2 namespace that names the host's groups"),
+        pytest.param(
+            "4:cpu:/docker/x\n9:memory:/docker/x",
+            {
+                "cpu/cpu.cfs_quota_us": 150000,
+                "cpu/cpu.cfs_period_us": 100000,
+                "memory/memory.limit_in_bytes": 4 * GIB,
+                "memory/memory.usage_in_bytes": GIB,
+            },
+            1.5,
+            3,
+            id="v1 namespace that names the host's groups",
+        ),
         pytest.param("0::/a", {"a/cpu.max": "9900000 100000"}, 16, 64, id="v2 quota above the affinity"),
         pytest.param(
             "0::/a/b",
@@ -47,6 +65,35 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
             id="v2 memory of an ancestor",
         ),
         pytest.param("0::/a", {"a/memory.max": 2 * GIB, "a/memory.current": 3 * GIB}, 16, 0, id="v2 memory overdrawn"),
+        pytest.param(
+            "0::/a",
+            {
+                "a/memory.max": 4 * GIB,
+                "a/memory.current": 3 * GIB,
+                "a/memory.stat": f"anon {GIB}\ninactive_anon 7\nactive_file 9\ninactive_file {2 * GIB}",
+            },
+            16,
+            3,
+            id="v2 inactive page cache is not use",
+        ),
+        pytest.param(
+            "9:memory:/a",
+            {
+                "memory/a/memory.limit_in_bytes": 4 * GIB,
+                "memory/a/memory.usage_in_bytes": 3 * GIB,
+                "memory/a/memory.stat": f"inactive_file 5\ntotal_inactive_file {GIB}",
+            },
+            16,
+            2,
+            id="v1 inactive page cache of the whole tree is not use",
+        ),
+        pytest.param(
+            "0::/a",
+            {"a/memory.max": 2 * GIB, "a/memory.current": GIB, "a/memory.stat": f"inactive_file {3 * GIB}"},
+            16,
+            2,
+            id="v2 more cache than use leaves no more than the limit",
+        ),
         pytest.param(
             "4:cpu,cpuacct:/job\n9:memory:/job",
             {
@@ -85,17 +132,76 @@ def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
     assert (found.cores, found.memory_bytes) == (16.0, 64 * GIB)
 
 
-def test_local_ranks_share_alike(tmp_path: Path) -> None:
+def test_local_ranks_share_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cores, memory and shared memory are divided over the ranks of this node; open files are each process's own."""
+    monkeypatch.setattr(shutil, "disk_usage", {tmp_path / "dev/shm": SimpleNamespace(free=6 * GIB)}.__getitem__)
+    (tmp_path / "dev/shm").mkdir(parents=True)
     alone, shared = limits.measure(1, tmp_path), limits.measure(4, tmp_path)
     assert (shared.cores, shared.memory_bytes) == (4.0, 16 * GIB)
+    assert (alone.shm_bytes, shared.shm_bytes) == (6 * GIB, 1.5 * GIB)
     assert shared.open_files == alone.open_files > 0
-    if alone.shm_bytes is not None:
-        assert shared.shm_bytes == pytest.approx(alone.shm_bytes / 4, rel=0.05, abs=1)
+    assert shared.files_open == alone.files_open == 40
+
+
+SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "local_ranks", "affinity", "cores", "gib"),
+    [
+        pytest.param(SRUN, 1, 16, 8, 64, id="batch script, one rank"),
+        pytest.param(SRUN | {"SLURM_CPUS_PER_TASK": "2"}, 4, 8, 2, 16, id="batch script, torchrun or spawn"),
+        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 2, 2, 16, id="srun, ranks bound to their own cores"),
+        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 16, 2, 16, id="srun, ranks not bound"),
+        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 1, 2, 2, 16, id="srun, four runs side by side"),
+        pytest.param(
+            {"SLURM_CPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "6"}, 4, 16, 1.5, 16,
+            id="srun of one torchrun",
+        ),
+        pytest.param(
+            {"SLURM_CPUS_ON_NODE": "99", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "3"}, 4, 16, 3, 16,
+            id="srun, a task's share",
+        ),
+        pytest.param({"SLURM_CPUS_ON_NODE": "64"}, 1, 16, 16, 64, id="more than the affinity"),
+        pytest.param({"SLURM_CPUS_ON_NODE": "8,4", "SLURM_MEM_PER_NODE": "all"}, 1, 16, 16, 64, id="malformed"),
+        pytest.param({"SLURM_CPUS_ON_NODE": "0", "SLURM_MEM_PER_NODE": "0"}, 1, 16, 16, 64, id="zero is no limit"),
+        pytest.param({"SLURM_MEM_PER_NODE": "8192"}, 2, 16, 8, 3, id="memory of the node, less what the ranks have"),
+        pytest.param({"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8"}, 1, 16, 8, 7, id="memory per core"),
+        pytest.param({"SLURM_MEM_PER_NODE": "512"}, 1, 16, 16, 0, id="memory overdrawn"),
+    ],
+)  # fmt: skip
+def test_slurm_bounds_a_rank(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    local_ranks: int,
+    affinity: int,
+    cores: float,
+    gib: int,
+) -> None:
+    """Under Slurm a rank has its share of its task's or its node's part, whichever process started it, at most its affinity."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = limits.measure(local_ranks, tmp_path)
+    assert (found.cores, found.memory_bytes) == (cores, gib * GIB)
+
+
+def test_each_figure_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuning report can name the file or the variable that holds a figure down, and by how many ranks it was divided."""
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "4096")
+    found = limits.measure(2, tree(tmp_path, "0::/a/b", {"a/cpu.max": "400000 100000"}))
+    assert found.sources == {
+        "cores": f"quota in {tmp_path}/sys/fs/cgroup/a/cpu.max, over 2 ranks",
+        "memory_bytes": "SLURM_MEM_PER_NODE, over 2 ranks",
+        "shm_bytes": f"no {tmp_path}/dev/shm",
+        "open_files": "soft limit (ulimit -n)",
+    }
+    assert limits.measure(root=tmp_path / "none").sources["cores"] == "affinity"
 
 
 def test_the_real_machine_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this machine there is at least some core and some memory."""
+    """On this machine there is at least some core, some memory and one open file."""
     monkeypatch.undo()
     found = limits.measure()
-    assert found.cores > 0 and found.memory_bytes > 0
+    assert found.cores > 0 and found.memory_bytes > 0 and 0 < found.files_open < found.open_files

@@ -1,112 +1,197 @@
-"""What a supply figure holds and what it leaves out, by a fake feed and a fake clock."""
+"""What a probe counts and when it stops, by a made-up feed and a made-up clock."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import samples
 import torch
 
-from harness.feed.interface import HostBatch
+from harness.feed.gauge import Gauge
+from harness.feed.interface import Feed, HostBatch
 from harness.runtime import signals
-from harness.runtime.errors import Interrupted
-from harness.tuning.probe import Supply, measure_supply, primed_batches
+from harness.runtime.errors import BadSample, Interrupted, LoaderError
+from harness.tuning.figures import Rate
+from harness.tuning.probe import STUCK_S, Supply, measure_passes, measure_supply
+
+BATCH = 10
+
+
+class OneRank:
+    """A world of one; ``told`` is what the other ranks say, when this one goes on."""
+
+    def __init__(self, told: float = math.inf) -> None:
+        self.told = told
+
+    def smallest(self, value: float) -> float:
+        return min(value, self.told)
+
+    def agreed(self, value: Any) -> Any:
+        return value
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value]
 
 
 class TimedFeed:
-    """A feed whose batches take ``seconds`` each on its own clock, and whose end takes a hundred."""
+    """Workers that each make ``rate`` samples a second from ``start_s`` on, on a clock of their own; ``queue_s`` more at first.
+
+    In the first ``queue_s`` seconds they are ten times as fast, as long as the queue takes them. ``failure`` is raised at 2 s.
+    """
 
     on_device = False
+    worker_pids = ()
 
-    def __init__(self, seconds: list[float], num_workers: int = 0, prefetch_factor: int = 2) -> None:
-        self.settings = samples.settings(num_workers, prefetch_factor=prefetch_factor)
-        self.seconds = seconds
+    def __init__(self, rate: float, workers: int = 2, start_s: float = 0.5, *, queue_s: float = 0.0,
+                 failure: Exception | None = None, ends_s: float = math.inf) -> None:  # fmt: skip
+        self.settings = samples.settings(workers, batch_size=BATCH)
+        self.gauge = Gauge(workers)
+        self.rate, self.start_s, self.queue_s, self.failure, self.ends_s = rate, start_s, queue_s, failure, ends_s
         self.clock = 1000.0
-        self.given = self.ended = self.closed = 0
+        self.polls: list[float] = []
+        self.closed = 0
 
     def now(self) -> float:
         return self.clock
 
     def set_epoch(self, epoch: int) -> None: ...
 
+    def prime(self, epoch: int) -> None: ...
+
     def __len__(self) -> int:
-        return len(self.seconds)
+        return 10**9
 
     def __iter__(self) -> Iterator[HostBatch]:
-        try:
-            for seconds in self.seconds:
-                self.clock += seconds
-                self.given += 1
-                yield HostBatch(torch.zeros(8, 3, 2, 2, dtype=torch.uint8), torch.zeros(8), torch.zeros(8))
-        finally:
-            self.clock += 100.0
-            self.ended += 1
+        return (batch for batch in self.polled(1.0) if batch is not None)
+
+    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
+        done, given = 0, 0
+        while True:
+            self.polls.append(poll_s)
+            self.clock += poll_s / 5
+            elapsed = self.clock - 1000.0
+            if self.failure is not None and elapsed > 2:
+                raise self.failure
+            active = max(0.0, min(elapsed, self.ends_s) - self.start_s)
+            due = int(len(self.worker_slots) * self.rate * (active + 9 * min(active, self.queue_s)))
+            for sample in range(done, due):
+                self.gauge.add(sample % len(self.worker_slots), 1 / self.rate, 0.5 / self.rate)
+            done = max(done, due)
+            given += (ready := (given + 1) * BATCH <= done)
+            labels = torch.zeros(BATCH, dtype=torch.int64)
+            yield HostBatch(torch.zeros(BATCH, 3, 2, 2, dtype=torch.uint8), labels, labels) if ready else None
+
+    @property
+    def worker_slots(self) -> range:
+        return range(max(1, self.settings.num_workers))
 
     def close(self) -> None:
         self.clock += 100.0
         self.closed += 1
 
 
-def measure(feed: TimedFeed, batches: int, limit_s: float = 1e9) -> Supply:
-    return measure_supply(feed, batches, limit_s, feed.now)
+def measure(feed: TimedFeed, limit_s: float = 1.5, target: float | None = None, ranks: OneRank | None = None) -> Supply:
+    typed: Feed = feed
+    return measure_supply(typed, feed.gauge, ranks or OneRank(), limit_s=limit_s, target=target, now=feed.now)
 
 
-def test_start_and_primed_queue_are_left_out() -> None:
-    """The first batch holds the workers' start, the next ones come from their queue: the figure is of those after them."""
-    feed = TimedFeed([50.0, *[0.0] * 4, 2.0, 2.0, 2.0, 7.0], num_workers=2, prefetch_factor=2)
-    supply = measure(feed, 3)
-    assert supply == Supply(images=24, elapsed_s=6.0)
-    assert supply.images_per_s == 4.0
-    assert feed.given == 8
-
-
-def test_without_workers_the_first_batch_alone_is_left_out() -> None:
-    """num_workers=0 has no primed queue."""
-    assert measure(TimedFeed([9.0, 1.0, 1.0]), 2) == Supply(images=16, elapsed_s=2.0)
-
-
-def test_the_end_of_the_workers_is_left_out() -> None:
-    """The clock is read before the iterator and the feed are closed, which they are, once each."""
-    feed = TimedFeed([1.0] * 5)
-    assert measure(feed, 2).elapsed_s == 2.0
-    assert (feed.ended, feed.closed) == (1, 1)
-
-
-def test_the_limit_ends_the_measurement() -> None:
-    """Counted from the start of the workers, the limit stops a slow loader with what was delivered so far."""
-    feed = TimedFeed([5.0, 3.0, 3.0, 3.0, 3.0])
-    assert measure(feed, 4, limit_s=10.0) == Supply(images=16, elapsed_s=6.0)
+def test_samples_are_counted_in_the_workers() -> None:
+    """The rate is theirs, although not one batch of theirs may be ready: start-up and end are left out."""
+    feed = TimedFeed(rate=3.0)  # a batch takes a worker over three seconds
+    supply = measure(feed)
+    assert supply.rate.images_per_s == pytest.approx(6.0, rel=0.25)
+    assert supply.rate.low <= 6.0 <= supply.rate.high
     assert feed.closed == 1
 
 
-def test_a_loader_without_workers_is_measured_however_slow() -> None:
-    """At least one batch is timed, so that num_workers=0 always has a figure."""
-    assert measure(TimedFeed([5.0, 3.0, 3.0]), 2, limit_s=1.0) == Supply(images=8, elapsed_s=3.0)
+def test_the_queue_that_fills_first_is_left_out() -> None:
+    """A burst of batches at the start does not count."""
+    supply = measure(TimedFeed(rate=500.0, queue_s=0.03))
+    assert supply.rate.images_per_s == pytest.approx(1000.0, rel=0.03)
 
 
-def test_workers_too_slow_for_their_primed_queue_have_a_lower_bound() -> None:
-    """What was delivered within the limit, start included, is the figure."""
-    feed = TimedFeed([5.0] * 20, num_workers=2)
-    assert measure(feed, 4, limit_s=7.0) == Supply(images=16, elapsed_s=10.0)
-    assert (feed.ended, feed.closed) == (1, 1)
+def test_the_cost_of_a_sample_comes_with_it() -> None:
+    """Seconds of wall and of processor time, and no spread among equal samples."""
+    cost = measure(TimedFeed(rate=100.0)).cost
+    assert (cost.wall_s, cost.cpu_s) == (pytest.approx(0.01), pytest.approx(0.005))
+    assert cost.variation == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_signal_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted comes between two batches, and the feed is closed."""
+@pytest.mark.parametrize(("target", "shorter"), [(None, False), (100.0, True), (10.0, False)], ids=["none", "far", "near"])
+def test_a_target_that_is_decided_ends_a_probe(target: float | None, shorter: bool) -> None:
+    """An interval that lies on one side of the target is enough; else five per cent, or the limit, are awaited."""
+    plain, aimed = TimedFeed(rate=2.0, workers=5), TimedFeed(rate=2.0, workers=5)
+    measure(plain, limit_s=3.0)
+    measure(aimed, limit_s=3.0, target=target)
+    assert (len(aimed.polls) < len(plain.polls)) == shorter
+
+
+def test_the_last_batch_comes_in_memory_of_its_own() -> None:
+    """What the tuner keeps for its steps holds no shared memory."""
+    batch = measure(TimedFeed(rate=100.0)).batch
+    assert batch is not None and not batch.images.is_shared() and len(batch.labels) == BATCH
+
+
+@pytest.mark.parametrize(
+    ("ends_s", "text"),
+    [(0.0, "no sample within"), (0.6, "no further sample within")],
+    ids=["from the start", "later"],
+)
+def test_workers_that_hang_are_told(ends_s: float, text: str) -> None:
+    """Nobody waits for them longer than ten seconds."""
+    feed = TimedFeed(100.0, ends_s=ends_s)
+    with pytest.raises(LoaderError, match=text):
+        measure(feed, limit_s=60.0, target=feed.rate * 2)
+    assert feed.closed == 1
+    assert feed.clock - 1100.0 < STUCK_S + 2
+
+
+@pytest.mark.parametrize("kind", [BadSample, LoaderError])
+def test_errors_come_through(kind: type[Exception]) -> None:
+    """As they are, and with the feed closed."""
+    feed = TimedFeed(rate=0.9, failure=BadSample("7.jpg", "it broke") if kind is BadSample else LoaderError("it broke"))
+    with pytest.raises(kind, match="it broke"):
+        measure(feed, limit_s=5.0)
+    assert feed.closed == 1
+
+
+def test_all_ranks_stop_together() -> None:
+    """Where another rank's feed failed, this one ends too and says so."""
+    feed = TimedFeed(rate=100.0)
+    with pytest.raises(LoaderError, match="another rank"):
+        measure(feed, ranks=OneRank(told=-1.0))
+    assert feed.closed == 1
+
+
+def test_a_signal_ends_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted comes between two polls, and the feed is closed."""
     monkeypatch.setattr(signals, "_received", [(15, 0.0)])
-    feed = TimedFeed([1.0] * 5)
+    feed = TimedFeed(rate=100.0)
     with pytest.raises(Interrupted):
-        measure(feed, 2)
-    assert (feed.given, feed.closed) == (1, 1)
+        measure(feed)
+    assert feed.closed == 1
 
 
-def test_nothing_delivered_is_no_rate() -> None:
-    """A supply without time is 0 images/s and no division by zero."""
-    assert Supply(0, 0.0).images_per_s == 0.0
+def test_the_tutorials_passes_hold_their_start() -> None:
+    """Four passes over fifteen batches, each with its own start."""
+    feeds: list[TimedFeed] = []
+
+    def fresh() -> Feed:
+        feeds.append(TimedFeed(rate=1000.0, start_s=3.0))
+        return feeds[-1]
+
+    clock: Callable[[], float] = lambda: sum(feed.clock for feed in feeds)
+    images, seconds = measure_passes(fresh, 4, 15, now=clock)
+    assert (images, len(feeds)) == (4 * 15 * BATCH, 4)
+    assert seconds > 4 * 3.0
 
 
-@pytest.mark.parametrize(("num_workers", "prefetch_factor", "primed"), [(0, None, 0), (3, 2, 6), (2, 4, 8)])
-def test_primed_batches(num_workers: int, prefetch_factor: int | None, primed: int) -> None:
-    """Every worker has prefetch_factor batches in hand before the first is taken."""
-    assert primed_batches(num_workers, prefetch_factor) == primed
+def test_a_rate_has_an_interval() -> None:
+    """Blocks that agree give a narrow one, a lone block an open one."""
+    assert Rate.of([10, 10, 10], [1, 1, 1]) == Rate(10.0, 10.0, 10.0)
+    uneven = Rate.of([8, 12, 10, 9, 11], [1] * 5)
+    assert uneven.low == pytest.approx(10 - 2.776 * math.sqrt(0.5), rel=0.01) and uneven.high > 11
+    assert Rate.of([10], [2]) == Rate(5.0, 0.0, math.inf)

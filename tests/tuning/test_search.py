@@ -1,28 +1,34 @@
-"""The tutorial's search, and the choice among what was tried."""
+"""The tutorial's search, and what settings cost."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
+import samples
 
-from harness.tuning.search import Candidate, Trial, choose, grid, grid_size
+from harness.feed.interface import FeedSettings
+from harness.tuning.figures import Rate, Trial
+from harness.tuning.search import Choice, cost_of, grid, grid_size, with_workers
 
 Curve = Callable[[int], float]
+OWN = samples.settings(1)
 
 
-def trial(num_workers: int, rate: float, pin_memory: bool = False, refused: str | None = None) -> Trial:
-    return Trial(Candidate(num_workers, pin_memory), rate, images=100, seconds=1.0, refused=refused)
-
-
-def visited(curve: Curve, cores: int, pin_choices: tuple[bool, ...] = (False,)) -> list[Candidate]:
-    search = grid(cores, pin_choices)
-    seen = [next(search)]
+def run(curve: Curve, cores: int, pins: tuple[bool, ...] = (False,), budget_s: float = 1e9,
+        own: FeedSettings = OWN) -> tuple[list[FeedSettings], Choice]:  # fmt: skip
+    search, seen = grid(own, cores, pins, budget_s), []
     try:
+        ask = next(search)
         while True:
-            seen.append(search.send(trial(seen[-1].num_workers, curve(seen[-1].num_workers))))
-    except StopIteration:
-        return seen
+            assert ask.kind == "passes"
+            seen.append(ask.settings)
+            rate = curve(ask.settings.num_workers)
+            found = Rate(rate, rate, rate) if rate > 0 else None
+            ask = search.send(Trial(ask.settings, "supply", found, 100, 1.0, refused=None if found else "died"))
+    except StopIteration as end:
+        return seen, end.value
 
 
 @pytest.mark.parametrize(
@@ -40,54 +46,63 @@ def visited(curve: Curve, cores: int, pin_choices: tuple[bool, ...] = (False,)) 
 )
 def test_the_grid_visits_what_the_tutorial_does(cores: int, curve: Curve, expected: list[int]) -> None:
     """Steps of four until one is no faster, then the three values on each side of the best so far; never below zero."""
-    assert [candidate.num_workers for candidate in visited(curve, cores)] == expected
+    seen, _ = run(curve, cores, own=samples.settings(99))
+    assert [settings.num_workers for settings in seen] == [99, *expected]
+
+
+def test_the_users_setting_comes_first_and_is_not_measured_twice() -> None:
+    """The grid meets it again without asking."""
+    seen, choice = run(lambda n: 10.0 - n, 8, own=with_workers(OWN, 4))
+    assert [settings.num_workers for settings in seen] == [4, 0, 1, 2, 3]
+    assert choice.before == Rate(6.0, 6.0, 6.0)
 
 
 def test_the_grid_is_walked_for_each_pin_memory() -> None:
     """What one value of pin_memory found does not shorten the walk for the other."""
-    seen = visited(lambda n: 100 + n, 4, (False, True))
-    assert [(c.num_workers, c.pin_memory) for c in seen] == [(n, pin) for pin in (False, True) for n in (0, 4, 8)]
+    seen, _ = run(lambda n: 100 + n, 4, (False, True), own=samples.settings(99))
+    assert [(s.num_workers, s.pin_memory) for s in seen[1:]] == [(n, pin) for pin in (False, True) for n in (0, 4, 8)]
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 8, 64])
 def test_the_size_is_an_upper_bound(cores: int) -> None:
     """No response curve makes the grid longer than grid_size, and one with its peak before the end makes it as long."""
-    peaks = range(2 * cores + 2)
-    lengths = [len(visited(lambda n, peak=peak: 1000.0 - abs(n - peak), cores, (False, True))) for peak in peaks]  # type: ignore[misc]
+    lengths = [
+        len(run(lambda n, p=peak: 1000.0 - abs(n - p), cores, (False, True), own=samples.settings(500))[0])  # type: ignore[misc]
+        for peak in range(2 * cores + 2)
+    ]
     assert max(lengths) <= grid_size(cores, (False, True))
     if cores > 3:
         assert max(lengths) == grid_size(cores, (False, True))
 
 
-def test_the_fastest_is_chosen() -> None:
-    """The most images per second win."""
-    assert choose([trial(0, 10), trial(4, 30), trial(8, 20)]) == trial(4, 30)
+def test_the_fastest_is_chosen_and_of_equals_the_cheaper() -> None:
+    """Most images/s win; what was refused cannot."""
+    assert run(lambda n: 100 - abs(n - 3), 8)[1].settings.num_workers == 3
+    assert run(lambda n: 100.0, 8)[1].settings.num_workers == 0
+    assert run(lambda n: 100.0 if n == 1 else 0.0, 8)[1].settings == OWN
 
 
-@pytest.mark.parametrize(
-    ("trials", "expected"),
-    [
-        ([trial(4, 10), trial(2, 10)], trial(2, 10)),
-        ([trial(2, 10, pin_memory=True), trial(2, 10)], trial(2, 10)),
-        ([trial(1, 10, pin_memory=True), trial(2, 10)], trial(1, 10, pin_memory=True)),
-    ],
-    ids=["fewer workers", "unpinned", "workers before pinning"],
-)
-def test_equals_are_told_apart_by_cost(trials: list[Trial], expected: Trial) -> None:
-    """Of two equally fast settings the cheaper one is chosen."""
-    assert choose(trials) == expected == choose(trials[::-1])
+def test_with_everything_refused_the_users_setting_stays() -> None:
+    """Nothing could be measured."""
+    assert run(lambda n: 0.0, 8)[1] == dataclasses.replace(run(lambda n: 0.0, 8)[1], settings=OWN, before=None, after=None)
 
 
-def test_a_refused_candidate_is_never_chosen() -> None:
-    """A refused trial loses to any other."""
-    assert choose([trial(8, 99, refused="died"), trial(0, 1)]) == trial(0, 1)
+def test_the_budget_ends_the_grid() -> None:
+    """What was being measured is finished, no more is begun, and the choice says so."""
+    seen, choice = run(lambda n: 100 + n, 64, budget_s=2.5)
+    assert (len(seen), choice.complete) == (3, False)
+    assert run(lambda n: 100 + n, 4)[1].complete
 
 
-def test_with_everything_refused_the_first_is_kept() -> None:
-    """Nothing could be measured: the user's own setting, tried first, stays."""
-    assert choose([trial(2, 0, refused="a worker died"), trial(0, 0, refused="another reason")]).candidate.num_workers == 2
+def test_settings_with_and_without_workers() -> None:
+    """What goes with workers comes and goes with them: their queue, and that they stay."""
+    assert with_workers(samples.settings(0), 4) == samples.settings(4, persistent_workers=True)
+    assert with_workers(samples.settings(3, persistent_workers=True), 0) == samples.settings(0)
+    assert with_workers(samples.settings(3, prefetch_factor=5), 4) == samples.settings(4, prefetch_factor=5)
 
 
-def test_a_candidate_prints_as_the_user_would_type_it() -> None:
-    """str() is the two settings."""
-    assert str(Candidate(4, True)) == "num_workers=4 pin_memory=true"
+def test_costs_are_told_by_workers_then_batches_in_flight_then_pinned_memory() -> None:
+    """In this order."""
+    cheap, deep = samples.settings(2), samples.settings(2, prefetch_factor=8)
+    pinned = dataclasses.replace(cheap, pin_memory=True)
+    assert sorted([samples.settings(3), deep, pinned, cheap], key=cost_of) == [cheap, pinned, deep, samples.settings(3)]

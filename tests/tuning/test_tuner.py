@@ -1,262 +1,221 @@
-"""The tuning stage: what it reports, what it refuses, and that it leaves no trace."""
+"""The tuning stage: what it reports, and that it leaves no trace."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import math
-import multiprocessing
+import os
 import pickle
 import random
+import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import samples
 import torch
+from machines import Machine, own
 
-from harness.config import TunerConfig
+from harness.config import TunerConfig, TunerName
+from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
-from harness.feed.order import Order, ProbeOrder
+from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import ProcessFeed
-from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.distributed import World
+from harness.runtime.errors import BadSample
 from harness.runtime.limits import Limits
 from harness.tuning import probe
-from harness.tuning.probe import measure_supply
-from harness.tuning.search import Candidate
-from harness.tuning.tuner import TuningReport, tune
+from harness.tuning.figures import Rate
+from harness.tuning.lab import Lab
+from harness.tuning.report import TuningReport
+from harness.tuning.tuner import tune
+from harness.watch.figures import StepRun
 
-CONFIG = TunerConfig(budget_s=60.0, batches=4)
-
-
-@dataclasses.dataclass
-class OneRank:
-    """A world of one, of which ``others`` is the slowest other rank's figure."""
-
-    device: torch.device = torch.device("cpu")
-    others: float = math.inf
-
-    def smallest(self, value: float) -> float:
-        return min(value, self.others)
-
-    def agreed(self, value: Any) -> Any:
-        return value
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 1, CPU)
+LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
 
 
-class Fake:
-    """Feeds that deliver ``curve(settings)`` images a second on a clock of their own, each start costing ``start_s``."""
+class Feeds:
+    """Feeds of ``ProcessFeed`` over a small data set."""
 
-    def __init__(self, curve: Callable[[FeedSettings], float], start_s: float = 0.0) -> None:
-        self.curve, self.start_s = curve, start_s
-        self.clock = 0.0
-        self.made: list[tuple[FeedSettings, int]] = []
+    forms = ("processes",)
 
-    def perf_counter(self) -> float:
-        return self.clock
+    def __init__(self, dataset: samples.Noise) -> None:
+        self.dataset, self.cursor = dataset, Cursor()
 
-    def __call__(self, settings: FeedSettings, batches: int) -> Feed:
-        self.made.append((settings, batches))
-        return _FakeFeed(self, settings, batches)
+    def batch_bytes(self, settings: FeedSettings) -> int | None:
+        return settings.batch_size * (3 * 16 + 16)
+
+    def val_settings(self, train: FeedSettings) -> FeedSettings:
+        return dataclasses.replace(train, persistent_workers=False)
+
+    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+        order = ProbeOrder(Order(len(self.dataset), settings.batch_size), self.cursor, again)
+        return ProcessFeed(self.dataset, order, settings, gauge)
+
+    def probed(self) -> float:
+        return self.cursor.asked / (len(self.dataset) // 4)
 
 
-class _FakeFeed:
-    on_device = False
+class Step:
+    """A step that waits, as for a device; counts the blocks in which its state is kept."""
 
-    def __init__(self, owner: Fake, settings: FeedSettings, batches: int) -> None:
-        self.owner, self.settings, self.batches = owner, settings, batches
+    device = CPU
 
-    def set_epoch(self, epoch: int) -> None: ...
+    def __init__(self, seconds: float = 0.002) -> None:
+        self.seconds, self.open, self.blocks = seconds, 0, 0
 
-    def __len__(self) -> int:
-        return self.batches
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        self.open += 1
+        self.blocks += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
 
-    def __iter__(self) -> Iterator[HostBatch]:
-        self.owner.clock += self.owner.start_s
-        for _ in range(self.batches):
-            self.owner.clock += self.settings.batch_size / self.owner.curve(self.settings)
-            labels = torch.zeros(self.settings.batch_size)
-            yield HostBatch(labels, labels, labels)
+    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
+        assert self.open == 1
+        return StepRun((len(batch.labels),) * 10, (self.seconds,) * 10, (0.0,) * 10, 0.0)
 
-    def close(self) -> None: ...
+    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
+        assert self.open == 1
+        done, end = [], time.perf_counter()
+        for batch in feed:
+            wait_s = time.perf_counter() - end
+            time.sleep(self.seconds)
+            done.append((len(batch.labels), time.perf_counter() - end, wait_s))
+            end += done[-1][1]
+            if len(done) > 20:
+                break
+        return StepRun(*map(tuple, zip(*done[1:], strict=True)), 0.0)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TuningReport]:
-    def tune_fake(
-        fake: Fake,
-        settings: FeedSettings | None = None,
-        config: TunerConfig = CONFIG,
-        cores: float = 2.0,
-        ranks: OneRank | None = None,
-    ) -> TuningReport:
-        monkeypatch.setattr("harness.tuning.tuner.time", fake)
-        monkeypatch.setattr(probe, "measure_supply", partial(measure_supply, now=fake.perf_counter))
-        return tune(fake, settings or samples.settings(1), config, limits(cores), ranks or OneRank())
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TuningReport]:
+    """Tunes on a made-up machine, which answers in place of measurements."""
 
-    return tune_fake
+    def run(machine: Machine, workers: int, step: Step | None = None, shm_bytes: int = 10**9, **config: Any) -> TuningReport:
+        exact = Rate(machine.demand, machine.demand, machine.demand)
+        monkeypatch.setattr(Lab, "attempt", lambda self, ask: machine.answer(ask))
+        monkeypatch.setattr(Lab, "demand", lambda self, limit_s: (exact, machine.step_cpu_s))
+        limits = dataclasses.replace(LIMITS, cores=machine.cores, shm_bytes=shm_bytes)
+        return tune(Feeds(samples.Noise(40)), step or Step(), own(workers), TunerConfig(**config), limits, ALONE)
+
+    return run
 
 
-Run = Callable[..., TuningReport]
+On = Callable[..., TuningReport]
 
 
-def limits(cores: float = 2.0) -> Limits:
-    return Limits(cores=cores, memory_bytes=2**30, shm_bytes=None, open_files=1024)
+def test_the_report_tells_before_and_after(on: On) -> None:
+    """What the user's setting delivers, what the choice does, the ceiling, the bound and the reason."""
+    report = on(Machine(0.002, 0.0019, demand=700), 1)
+    assert (report.before.settings, report.settings.num_workers) == (own(1), 2)
+    assert report.before.images_per_s is not None and report.before.images_per_s.images_per_s == pytest.approx(500)
+    assert report.after.images_per_s is not None and report.after.images_per_s.images_per_s == pytest.approx(700)
+    assert (report.ceiling, report.bound) == (pytest.approx(1.4), "model")
+    assert report.before.wait_fraction == pytest.approx(2 / 7) and report.after.wait_fraction == pytest.approx(0)
+    assert "num_workers=2 is the least that keeps the model busy" in report.sentence
+    assert [trial.kind for trial in report.trials][:2] == ["supply", "supply"]
 
 
-def peak_at(best: int) -> Callable[[FeedSettings], float]:
-    return lambda settings: 100.0 - 10 * abs(settings.num_workers - best)
+def test_where_loading_keeps_up_the_report_says_so(on: On) -> None:
+    """Nothing to gain, and a ceiling of one."""
+    report = on(Machine(0.002, 0.0019, demand=200), 1)
+    assert report.sentence.startswith("Nothing to gain: the model takes 200 images/s") and "(ceiling 1.0x)" in report.sentence
+    assert (report.settings, report.ceiling) == (own(1), pytest.approx(1.0))
 
 
-def tried(report: TuningReport) -> list[int]:
-    return [trial.candidate.num_workers for trial in report.trials]
+def test_the_grid_runs_on_the_same_measurements(on: On) -> None:
+    """tuner=grid: no demand, the fastest loader."""
+    report = on(Machine(0.002, 0.0019, demand=700), 1, name=TunerName.grid)
+    assert (report.search, report.demand, report.ceiling) == ("grid", None, None)
+    assert [trial.settings.num_workers for trial in report.trials] == [1, 0, 4]
+    assert "how fast the model is was not looked at" in report.sentence
 
 
-def test_the_users_setting_comes_first_and_the_fastest_is_chosen(run: Run) -> None:
-    """The user's own setting is measured before the search's, never twice, and is what the gain is measured against."""
-    report = run(Fake(peak_at(3)))
-    assert tried(report) == [1, 0, 4]
-    assert (report.before.candidate, report.after.candidate) == (Candidate(1, False), Candidate(4, False))
-    assert report.before.images_per_s == pytest.approx(80)
-    assert report.after.images_per_s == pytest.approx(90)
-    assert report.settings == samples.settings(4, persistent_workers=False)
-    assert report.complete
+def test_the_most_workers_are_the_users_to_set(on: On) -> None:
+    """tuner.max_workers."""
+    machine = Machine(0.05, 0.0001, demand=5000, cores=8.0)
+    assert max(trial.settings.num_workers for trial in on(machine, 1, max_workers=5).trials) == 5
 
 
-def test_where_nothing_is_faster_the_users_setting_stays(run: Run) -> None:
-    """The choice is the same trial as before."""
-    settings = samples.settings(1, prefetch_factor=5, timeout_s=9.0, persistent_workers=True)
-    report = run(Fake(peak_at(1)), settings)
-    assert report.after is report.before
-    assert report.settings == settings
+def test_what_cannot_be_measured_stays_as_it_is(on: On, caplog: pytest.LogCaptureFixture) -> None:
+    """The user's setting and one modest worker fail: one warning, and training begins with the user's own."""
+    report = on(Machine(0.01, 0.01, demand=100, broken=lambda _: True), 3)
+    assert (report.settings, report.after.images_per_s, report.complete) == (own(3), None, False)
+    assert [(t.settings.num_workers, t.settings.prefetch_factor) for t in report.trials] == [(3, 2), (1, 1)]
+    assert "could not measure any setting, the loader stays as it was: a worker died" in caplog.text
 
 
-def test_the_other_settings_of_the_user_are_kept(run: Run) -> None:
-    """Only num_workers and pin_memory are chosen; what the others need follows."""
-    user = samples.settings(1, batch_size=7, prefetch_factor=5, timeout_s=9.0, start_method="spawn")
-    assert run(Fake(peak_at(4)), user).settings == dataclasses.replace(user, num_workers=4)
+def test_the_validation_feed_fits_beside_the_training_feed(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both do not, the validation feed gets less, and the report says so."""
+    monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**6)
+    report = on(Machine(0.002, 0.0019, demand=700), 1, shm_bytes=13 * 10**6)
+    assert (report.settings.prefetch_factor, report.val.prefetch_factor) == (2, 1)
+    assert any("to fit beside the training feed" in note for note in report.notes)
 
 
-def test_workers_that_were_not_there_are_kept_alive(run: Run) -> None:
-    """From num_workers=0 the search leads to persistent workers with torch's prefetch_factor, and back to neither."""
-    assert run(Fake(peak_at(4)), samples.settings(0)).settings == samples.settings(4, persistent_workers=True)
-    assert run(Fake(peak_at(0)), samples.settings(1, persistent_workers=True)).settings == samples.settings(0)
+@pytest.mark.parametrize("fails", [False, True], ids=["ends well", "ends with an error"])
+def test_the_steps_state_is_kept(on: On, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is measured inside one block of it, which is left whatever happens."""
+    step, machine = Step(), Machine(0.002, 0.0019, demand=700)
+    if fails:
+        monkeypatch.setattr(machine, "answer", lambda ask: samples.refuse())
+    with pytest.raises(BadSample) if fails else contextlib.nullcontext():
+        on(machine, 1, step)
+    assert (step.blocks, step.open) == (1, 0)
 
 
-@pytest.mark.parametrize(("device", "pinned"), [("cpu", {False}), ("cuda", {False, True})])
-def test_pinned_memory_is_tried_where_it_has_a_use(run: Run, device: str, pinned: set[bool]) -> None:
-    """Without a CUDA device the search is over num_workers alone."""
-    report = run(Fake(peak_at(1)), ranks=OneRank(torch.device(device)))
-    assert {trial.candidate.pin_memory for trial in report.trials} == pinned
+def test_the_table_grows_as_settings_are_measured(on: On, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each trial, and one for the demand."""
+    report = on(Machine(0.002, 0.0019, demand=700), 1)
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == len(report.trials) + 1
+    assert sum("loader alone" in row for row in rows) == sum(trial.kind == "supply" for trial in report.trials)
 
 
-def test_the_slowest_rank_decides(run: Run) -> None:
-    """A trial's figure is the smallest over all ranks."""
-    report = run(Fake(peak_at(4)), ranks=OneRank(others=5.0))
-    assert {trial.images_per_s for trial in report.trials} == {5.0}
+def traces() -> tuple[object, ...]:
+    states = random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+    return states, torch.get_num_threads(), samples.left_behind(), len(os.listdir("/proc/self/fd"))
 
 
-def test_what_another_rank_refuses_is_refused(run: Run) -> None:
-    """A candidate that delivered nothing on some rank cannot be chosen."""
-    report = run(Fake(peak_at(4)), ranks=OneRank(others=0.0))
-    assert report.after is report.before
-    assert {trial.refused for trial in report.trials} == {"refused on another rank"}
+def real(dataset: samples.Noise, workers: int = 1, step: Step | None = None, budget_s: float = 3.0) -> TuningReport:
+    config = TunerConfig(budget_s=budget_s, max_workers=2)
+    return tune(Feeds(dataset), step or Step(), samples.settings(workers), config, LIMITS, ALONE)
 
 
-def test_the_budget_ends_the_search(run: Run) -> None:
-    """No candidate is begun that its share of the budget would carry over the end; the report says so."""
-    config = TunerConfig(budget_s=18.0, batches=1)
-    fake = Fake(lambda settings: 4.0, start_s=7.0)  # a batch a second: shares of 2 s, which the start alone exceeds
-    report = run(fake, samples.settings(0), config)
-    assert not report.complete
-    assert tried(report) == [0, 4]
-    assert report.seconds == fake.clock <= 18.0
-
-
-def test_a_candidate_takes_no_more_than_its_share(run: Run) -> None:
-    """A slow loader is measured with fewer batches, and the whole search stays within its budget."""
-    report = run(Fake(lambda settings: 4.0), samples.settings(0), TunerConfig(budget_s=45.0, batches=4000))
-    assert report.complete
-    assert report.seconds <= 45.0
-
-
-def test_a_candidate_that_fails_is_refused_with_its_reason(run: Run) -> None:
-    """The search goes on after a LoaderError, and the reason is in the report."""
-
-    def curve(settings: FeedSettings) -> float:
-        if settings.num_workers == 4:
-            raise LoaderError("worker 7 exited: /dev/shm is full")
-        return peak_at(3)(settings)
-
-    report = run(Fake(curve))
-    assert tried(report) == [1, 0, 4, 2, 3]
-    assert [trial.refused for trial in report.trials] == [None, None, "worker 7 exited: /dev/shm is full", None, None]
-    assert report.after.candidate == Candidate(3, False)
-
-
-def test_a_bad_sample_ends_the_search(run: Run) -> None:
-    """A sample that cannot be read is no setting's fault: it is shown, and nothing is refused for it."""
-
-    def curve(settings: FeedSettings) -> float:
-        raise BadSample("cats/7.jpg", "empty file")
-
-    with pytest.raises(BadSample, match="^cats/7.jpg: empty file$"):
-        run(Fake(curve))
-
-
-def test_every_candidate_is_asked_for_the_same_batches(run: Run) -> None:
-    """Each feed has its primed queue, one batch for the start, and its batches to time; probes do not wait long."""
-    fake = Fake(peak_at(4))
-    run(fake)
-    assert [count - 1 - 2 * settings.num_workers for settings, count in fake.made] == [4] * len(fake.made)
-    assert {settings.timeout_s for settings, _ in fake.made} == {60.0}
-
-
-def test_publishing_shows_and_writes_everything(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table has a row for each trial and a row before and after; tuning.json holds the same."""
-    report = run(Fake(peak_at(4)))
-    report.publish(tmp_path)
-    shown = capsys.readouterr().out
-    assert "tuner=grid: 3 settings" in shown and "chosen" in shown
-    assert [line.split()[0] for line in shown.splitlines() if line.startswith(("before", "after"))] == ["before", "after"]
-    assert "1.43x" in shown  # 100 over 70
-    written = json.loads((tmp_path / "tuning.json").read_text())
-    assert [trial["candidate"]["num_workers"] for trial in written["trials"]] == tried(report)
-    assert written["settings"] == dataclasses.asdict(report.settings)
-    assert report.summary()["chosen"] == "num_workers=4 pin_memory=false prefetch_factor=2"
-
-
-def probe_feeds(dataset: samples.Noise) -> Callable[[FeedSettings, int], Feed]:
-    order = Order(len(dataset), 4)
-    return lambda settings, batches: ProcessFeed(dataset, ProbeOrder(order, batches), settings)
-
-
-@pytest.fixture(scope="module")
-def _server() -> None:
-    samples.start_server()
-
-
-@pytest.mark.usefixtures("_server")
 def test_a_real_search_leaves_no_trace() -> None:
-    """With real workers: every row has a figure, no process is left, and the global random states are as before."""
-
-    def states() -> tuple[object, ...]:
-        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
-
-    before = states()
-    report = tune(probe_feeds(samples.Noise(20)), samples.settings(1), CONFIG, limits(1.0), OneRank())
-    assert tried(report) == [1, 0]
-    assert all(trial.images_per_s > 0 and trial.images == 16 for trial in report.trials)
-    assert multiprocessing.active_children() == []
-    assert states() == before
+    """With real workers: figures in every row; no process, file, shared memory or random number is left or used up."""
+    samples.start_server()
+    real(samples.Noise(40))  # whatever is opened once for good
+    before = traces()
+    report = real(samples.Noise(40))
+    assert all(trial.rate is not None and trial.images > 0 for trial in report.trials) and len(report.trials) >= 2
+    assert traces() == before
 
 
-@pytest.mark.usefixtures("_server")
-def test_a_real_bad_sample_leaves_no_worker() -> None:
-    """BadSample from a worker ends the search with no process left."""
-    feeds = probe_feeds(samples.Troubled(20, 5, samples.refuse))
+@pytest.mark.parametrize(
+    ("trouble", "symptom"),
+    [(samples.die, "a worker died"), (samples.hang, "within 1 s: the workers hang")],
+    ids=["killed", "hanging"],
+)
+def test_a_setting_whose_workers_fail_is_refused(
+    trouble: Callable[[], object], symptom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its symptom, within seconds; the user's setting stays, and nothing is left."""
+    monkeypatch.setattr(probe, "STUCK_S", 1.0)
+    report = real(samples.Troubled(40, 5, trouble))
+    assert report.settings == samples.settings(1)
+    assert all(symptom in (trial.refused or "") for trial in report.trials) and len(report.trials) == 2
+    assert not samples.left_behind()
+
+
+def test_a_sample_that_cannot_be_read_is_told() -> None:
+    """It ends the search with no process left."""
     with pytest.raises(BadSample, match="^cats/7.jpg: empty file$"):
-        tune(feeds, samples.settings(1), CONFIG, limits(1.0), OneRank())
-    assert multiprocessing.active_children() == []
+        real(samples.Troubled(40, 5, samples.refuse))
+    assert not samples.left_behind()

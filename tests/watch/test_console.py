@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,11 +107,13 @@ def test_other_ranks_are_silent_and_still_log(capsys: pytest.CaptureFixture[str]
     console.set_quiet(True)
     console.say("hello")
     console.table("t", ["a"], [["1"]])
+    with console.live_table("live", ["b"]) as shown:
+        shown.add(["2"])
     logging.getLogger(LOGGER).warning("careful")
     with console.progress("work", 10, "steps", now=Hand()) as bar:
         bar.advance(10)
     assert capsys.readouterr() == ("", "")
-    assert [record.getMessage() for record in log.records] == ["hello", "t", "a", "1", "careful"]
+    assert [record.getMessage() for record in log.records] == ["hello", "t", "a", "1", "live", "b", "2", "careful"]
 
 
 def test_a_table_has_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +196,66 @@ def test_progress_inside_progress_on_a_terminal_does_not_raise() -> None:
     seen = on_terminal(code)
     assert "between" in seen
     assert "inner" not in seen
+
+
+def test_a_live_table_in_a_pipe_is_lines(capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture) -> None:
+    """Title and header at once, each row when it comes, padded to the widths; no status; all of it in the log."""
+    with console.live_table("Trials", ["num_workers", "images/s", "note"], [0, 10, 0]) as shown:
+        shown.status("measuring num_workers=4")
+        assert capsys.readouterr().out.splitlines() == ["Trials", "num_workers  images/s    note"]
+        shown.add(["4", "1200 ±3%", "[b]\r"])
+        assert capsys.readouterr().out.splitlines() == ["4            1200 ±3%    [b]\\r"]
+    assert [record.getMessage() for record in log.records] == [
+        "Trials", "num_workers  images/s    note", "4            1200 ±3%    [b]\\r",
+    ]  # fmt: skip
+
+
+def test_a_live_table_on_a_terminal_grows_and_stays() -> None:
+    """Status lines come and go; at the end the table stands there once, with every row as plain text and aligned."""
+    seen = on_terminal(
+        "from harness.watch.console import live_table, say, progress\n"
+        "with live_table('Trials', ['num_workers', 'images/s']) as shown:\n"
+        "    shown.status('measuring num_workers=4'); shown.add(['4', '[red]1200[/red]\\x1b[2J'])\n"
+        "    with progress('inner', 2, 'files') as bar: bar.advance(2)\n"
+        "    say('between'); shown.status('measuring num_workers=8'); shown.add(['8', '1300'])\n"
+        "    shown.status('the last')\n"
+    )
+    assert "\x1b[2J" not in seen
+    assert "inner" not in seen
+    assert seen.index("measuring num_workers=4") < seen.index("between") < seen.index("measuring num_workers=8")
+    last = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", seen[seen.index("the last") + len("the last") :])  # drawn over the last status
+    assert [line.split() for line in last.splitlines() if line.strip()][-4:] == [
+        ["Trials"], ["num_workers", "images/s"], ["4", "[red]1200[/red]\\x1b[2J"], ["8", "1300"],
+    ]  # fmt: skip
+
+
+def test_a_live_table_inside_progress_is_lines_on_a_terminal_too() -> None:
+    """Rich allows one live display: the table's rows are printed above the bar."""
+    seen = on_terminal(
+        "from harness.watch.console import live_table, progress\n"
+        "with progress('outer', 2, 'parts') as bar:\n"
+        "    with live_table('Trials', ['a']) as shown: shown.status('unseen'); shown.add(['row'])\n"
+        "    bar.advance(2)\n"
+    )
+    assert "row" in seen
+    assert "unseen" not in seen
+    assert "2 of 2 parts" in seen
+
+
+def test_a_live_table_gives_way_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """Progress inside it is silent, and shows again after it, also where it ended with an exception."""
+    hand = Hand()
+    for end in ("inside", "after"):
+        with contextlib.suppress(KeyError), console.live_table("Trials", ["a"]):
+            if end == "after":
+                raise KeyError
+            with console.progress(end, 4, "files", now=hand) as bar:
+                hand.now += 10
+                bar.advance(4)
+    with console.progress("after", 4, "files", now=hand) as bar:
+        hand.now += 3
+        bar.advance(4)
+    assert capsys.readouterr().out.splitlines() == ["Trials", "a", "Trials", "a", "after: 4 of 4 files in 3 s"]
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:

@@ -1,0 +1,209 @@
+"""Training steps made only to be timed, after which the run is as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from harness.config import Config
+from harness.feed.interface import Feed, HostBatch
+from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime import signals
+from harness.runtime.distributed import World
+from harness.runtime.snapshot import Snapshot
+from harness.training.step import Step, device_batches
+from harness.watch.figures import StepRun
+
+_WARM_UP_STEPS = 5  # the first may compile and makes what an update allocates; cuDNN tries its kernels
+_GROUPS = 20
+_GROUP_S = 0.025  # a group's only wait for the device is small beside it
+_AGREE_S = 0.2  # between two agreements of the ranks to go on
+
+_Batch = tuple[Tensor, Tensor]  # images and labels on the device
+_Done = tuple[int, float, float]  # a step's images, seconds and wait
+
+
+class StepTrials:
+    """The training step as tuning measures it. Every rank makes the same calls in the same order, inside ``kept()``.
+
+    Args:
+        step: the run's own step.
+        config: how batches get to the device, and how many make an update.
+        world: this rank.
+        now: the clock.
+    """
+
+    def __init__(self, step: Step, config: Config, world: World, now: Callable[[], float] = time.perf_counter) -> None:
+        self._step, self._config, self._world, self._now = step, config, world, now
+        self._parts = config.trainer.accumulate_steps
+        self._made = 0  # steps: says which part of an update the next one is
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network runs."""
+        return self._world.device
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block of training mode at whose end all that steps change is as before.
+
+        Learning rates are 0 inside it: many steps on one batch must not make NaNs of the network, for the time of those is
+        not the real one, and an update costs the same at any rate. The copy of the state is the host's alone.
+        """
+        state = self._step.state
+        counts = state.epoch, state.step
+        snapshot = Snapshot((state.network, state.optimizer, state.schedule, state.scaler), state.device)
+        self._made = 0
+        with self._step.kept():
+            try:
+                state.network.train()
+                state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]  # LambdaLR multiplies them
+                for group in state.optimizer.param_groups:
+                    group["lr"] = 0.0
+                yield
+            finally:
+                snapshot.restore()
+                state.epoch, state.step = counts
+
+    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
+        """Some 20 groups of steps on ``batch``, which is on the device, warmed up; at least two, however slow.
+
+        A group is one step, or as many as last 25 ms. ``limit_s`` counts from the end of the first step, which may compile.
+        """
+        images, labels = self._on_device(batch)
+        self._group(images, labels, 1, warm_up=True)
+        begin = self._now()
+        for _ in range(_WARM_UP_STEPS - 1):
+            step_s = self._world.agreed(self._group(images, labels, 1, warm_up=True))
+            if step_s > limit_s / _WARM_UP_STEPS:
+                break
+        steps = max(1, int(_GROUP_S / step_s))
+        if steps >= self._parts:
+            steps -= steps % self._parts  # each group has as many updates as the others
+        seconds: list[float] = []
+        cpu = time.process_time()
+        while len(seconds) < _GROUPS and self._world.agreed(len(seconds) < 2 or self._now() - begin < limit_s):
+            seconds.append(self._group(images, labels, steps))
+        cpu_s, groups = time.process_time() - cpu, len(seconds)
+        return StepRun((len(labels) * steps,) * groups, tuple(seconds), (0.0,) * groups, cpu_s)
+
+    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
+        """Steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
+
+        Left out before them are the first batch, which holds the workers' start, and then ``skip`` batches, or as many as
+        come in a third of ``limit_s``. Where another rank's feed fails, it is the steps until then, maybe none. The feed
+        stays open.
+
+        Raises:
+            Whatever this rank's ``feed`` raises; with several ranks once all have stopped.
+        """
+        with contextlib.closing(device_batches(feed, self._config, self.device)) as batches:
+            source = _Source(batches, (lambda: self._zeros(feed)) if self._world.size > 1 else None)
+            self._stretch(source, 1, 1, 0.0)
+            self._stretch(source, 0, skip, limit_s / 3)
+            cpu = time.process_time()
+            done = self._stretch(source, 2, math.inf, limit_s)
+            cpu_s = time.process_time() - cpu
+        if source.error is not None:
+            raise source.error
+        return StepRun(tuple(d[0] for d in done), tuple(d[1] for d in done), tuple(d[2] for d in done), cpu_s)
+
+    def _stretch(self, source: _Source, least: int, most: float, limit_s: float) -> list[_Done]:
+        """Up to ``most`` steps while ``limit_s`` is not over, but ``least``; fewer once any rank's feed has failed.
+
+        The host waits for the device at the end, which is the start of the next stretch, and between only where ranks agree.
+        """
+        done: list[_Done] = []
+        begin = end = self._now()
+        block = 1
+        while True:
+            more = len(done) < least or (len(done) < most and end - begin < limit_s)
+            told = self._world.gathered((more, block, source.error is not None))
+            if not told[0][0] or any(failed for _, _, failed in told):
+                break
+            block = told[0][1]
+            for _ in range(block):
+                done.append(self._delivered(source, end))
+                end += done[-1][1]
+            if self._world.size > 1:  # at most doubled: the first batches may only have been the ones in store
+                block_s = sum(seconds for _, seconds, _ in done[-block:])
+                block = max(1, int(min(2 * block, _AGREE_S * block / block_s, most - len(done))))
+        _synchronize(self.device)
+        if done:
+            images, seconds, wait = done[-1]
+            done[-1] = images, seconds + self._now() - end, wait
+        return done
+
+    def _delivered(self, source: _Source, end: float) -> _Done:
+        """One step on the next batch; ``end`` is that of the step before."""
+        begin = self._now()
+        images, labels = source.take()
+        wait = self._now() - begin
+        self._train(images, labels)
+        self._step.forget()
+        return len(labels), self._now() - end, wait
+
+    def _group(self, images: Tensor, labels: Tensor, steps: int, *, warm_up: bool = False) -> float:
+        """The seconds of so many steps; each makes an update while warming up."""
+        begin = self._now()
+        for _ in range(steps):
+            self._train(images, labels, warm_up)
+        self._step.forget()
+        _synchronize(self.device)
+        return self._now() - begin
+
+    def _train(self, images: Tensor, labels: Tensor, update: bool = False) -> None:
+        if update:
+            self._step(images, labels)
+        else:
+            self._step(images, labels, part=self._made % self._parts, parts=self._parts)
+            self._made += 1
+        if self._world.size == 1:  # several ranks must stop at one step: the launcher ends them
+            signals.check()
+
+    def _on_device(self, batch: HostBatch) -> _Batch:
+        with contextlib.closing(device_batches([batch], self._config, self.device)) as batches:
+            return next(batches)
+
+    def _zeros(self, feed: Feed) -> _Batch:
+        n, size = feed.settings.batch_size, self._config.data.image_size
+        labels = torch.zeros(n, dtype=torch.int64)
+        return self._on_device(HostBatch(torch.zeros(n, 3, size, size, dtype=torch.uint8), labels, labels))
+
+
+class _Source:
+    """The batches of a feed; once it has failed, a stand-in, for the other ranks wait for this one in their updates.
+
+    Without a ``make_stand_in`` the error is raised at once.
+    """
+
+    def __init__(self, batches: DataPrefetcher, make_stand_in: Callable[[], _Batch] | None) -> None:
+        self.error: Exception | None = None
+        self._batches, self._make_stand_in = batches, make_stand_in
+        self._stand_in: _Batch | None = None
+
+    def take(self) -> _Batch:
+        """The next batch."""
+        if self._stand_in is None:
+            try:
+                batch = next(self._batches, None)
+                assert batch is not None, "a feed for trials has no end"
+                return batch
+            except Exception as error:
+                if self._make_stand_in is None:
+                    raise
+                self.error, self._stand_in = error, self._make_stand_in()
+        return self._stand_in
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for the device; on the CPU, steps are through when they return."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

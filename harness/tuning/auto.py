@@ -1,0 +1,248 @@
+"""``tuner=auto``: the fewest workers that feed the model, by a prediction, a few probes and real steps.
+
+Probes follow the supply curve only where the prediction leaves it open, and what is left is ranked by what real steps get.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator, Sequence
+
+from harness.feed.interface import FeedSettings
+from harness.tuning.evidence import MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem
+from harness.tuning.figures import Trial
+from harness.tuning.search import Ask, Choice, Search, with_workers
+
+HEADROOM = 1.15  # supply over demand that a prediction aims at
+KEEPS_UP = 0.98  # delivered over what can be reached with which there is nothing to gain
+GAIN = 0.03  # more workers that give less than this are not worth having
+QUEUE_EMPTY = 0.01  # share of the time in which the queue may be empty
+MAX_PREFETCH = 16
+_PROBE_S, _STEPS_S = 1.8, 2.0  # what one more measurement is likely to cost
+
+Asking = Generator[Ask, Trial, None]
+
+
+class Auto:
+    """The search over one problem; ``run`` is its generator."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.known = Evidence(problem)
+
+    def run(self) -> Search:
+        """Ask for what has to be measured, and return the choice."""
+        own, known = self.problem.own, self.known
+        known.note(self.problem.first)
+        if self._may_keep_up():
+            yield from self._steps(own)
+            if self._keeps_up(own):
+                yield from self._fewer()
+                return self._choice(known.cheapest_good())
+        for form in (own.backend, *(form for form in self.problem.forms if form != own.backend)):
+            yield from self._curve(form)
+        yield from self._settle(self._finalists())
+        yield from self._confirm(known.cheapest_good())
+        return self._choice(known.cheapest_good())
+
+    def _supply(self, settings: FeedSettings) -> Asking:
+        if settings.num_workers not in self.known.points(settings.backend) or not self.known.of("supply", settings):
+            self.known.note((yield Ask(settings, "supply", target=MET * self.problem.demand.images_per_s)))
+
+    def _steps(self, settings: FeedSettings) -> Asking:
+        self.known.note((yield Ask(settings, "steps", limit_s=1.2)))
+
+    def _has(self, seconds: float) -> bool:
+        """Whether so much of the budget is left."""
+        return self.problem.budget_s - sum(trial.seconds for trial in self.known.trials[1:]) >= seconds
+
+    # Nothing to gain?
+
+    def _may_keep_up(self) -> bool:
+        """Whether real steps on the user's own setting are worth a look before anything else."""
+        own, known = self.problem.own, self.known
+        if not known.steady(own.backend):
+            return False
+        if own.num_workers == 0:
+            return known.at_most(own) >= 0.9 * known.reachable()
+        supply = known.supply(own)
+        return supply is not None and supply.images_per_s >= MET * known.reachable()
+
+    def _keeps_up(self, settings: FeedSettings) -> bool:
+        got = self.known.worth(settings)
+        return bool(self.known.of("steps", settings)) and got is not None and got >= KEEPS_UP * self.known.reachable()
+
+    def _fewer(self) -> Asking:
+        """Try far fewer workers than the user's, where the prediction says that they would do."""
+        own = self.problem.own
+        fewer = with_workers(own, self._predicted(own.backend))
+        if fewer.num_workers < own.num_workers - 1:
+            yield from self._supply(fewer)
+            if self.known.met(fewer):
+                yield from self._steps(fewer)
+
+    # The supply curve of one form
+
+    def _predicted(self, form: str) -> int:
+        need = HEADROOM * self.known.reachable() * self.known.costs[form].wall_s
+        return max(1, min(math.ceil(min(need, self.known.filling(form))), self.known.most(form)))
+
+    def _curve(self, form: str) -> Asking:
+        base = self.known.base(form)
+        if form not in self.known.costs:
+            yield from self._supply(with_workers(base, 1))
+        if form not in self.known.costs:  # one worker could not be measured, so more of them cannot either
+            return
+        workers: int | None = self._predicted(form)
+        for _ in range(6):
+            if workers is None or not self._has(3 * _PROBE_S):
+                break
+            yield from self._supply(with_workers(base, workers))
+            workers = self._next(form)
+        knee = self._knee(form)
+        if knee is not None and self._has(3 * _PROBE_S):
+            yield from self._supply(with_workers(base, knee))
+
+    def _next(self, form: str) -> int | None:
+        """The number of workers that tells most, or None where enough is known."""
+        points, goal = self.known.points(form), MET * self.problem.demand.images_per_s
+        met = min((n for n, rate in points.items() if rate >= goal), default=None)
+        short = max((n for n, rate in points.items() if 0 < rate < goal and (met is None or n < met)), default=0)
+        if met is not None:
+            guess = math.ceil(met * goal / points[met] - 0.05)
+            return None if met - short <= 1 or guess >= met else max(guess, short + 1)
+        most = self.known.most(form)
+        if _saturated(points) or short >= most:
+            return None
+        if not short:
+            return 1 if 1 not in points else None
+        grown = math.ceil(short * HEADROOM * self.problem.demand.images_per_s / points[short])
+        full = math.ceil(min(self.known.filling(form), most))
+        return min(most, max(short + 1, min(grown, 2 * short, full)))
+
+    def _knee(self, form: str) -> int | None:
+        """Where demand is not met, the number of workers at which linear growth would reach what the most of them gave."""
+        points = self.known.points(form)
+        best = max(points.values())
+        if not best or best >= MET * self.problem.demand.images_per_s:
+            return None
+        knee = math.ceil(best * (1 - GAIN) * self.known.costs[form].wall_s - 0.05)
+        good = min(n for n, rate in points.items() if rate >= (1 - GAIN) * best)
+        return knee if 0 < knee < good and knee not in points else None
+
+    # The last few
+
+    def _finalists(self) -> list[FeedSettings]:
+        """The settings that real steps have to tell apart, the user's own and the most promising first; at most five."""
+        own, known = self.problem.own, self.known
+        found = [own]
+        for form in known.costs:
+            counts = [*self._sufficient(form), *(self._near_roofline(form) if known.crowded(form) else [])]
+            found += [self._deep_enough(with_workers(known.base(form), n)) for n in counts]
+            found.append(with_workers(known.base(form), 0))
+        best = max(map(known.at_most, found))
+        return list(dict.fromkeys(s for s in found if s == own or known.at_most(s) >= 0.9 * best))[:5]
+
+    def _sufficient(self, form: str) -> list[int]:
+        """The fewest workers that were measured to meet demand, or else to give nearly what the most of them did."""
+        points = {n: rate for n, rate in self.known.points(form).items() if rate > 0}
+        if not points:
+            return []
+        goal = min(MET * self.problem.demand.images_per_s, (1 - GAIN) * max(points.values()))
+        return [min(n for n, rate in points.items() if rate >= goal)]
+
+    def _near_roofline(self, form: str) -> list[int]:
+        """Numbers of workers worth real steps where step and workers fight for the processors."""
+        alone, most = math.ceil(self.known.roofline(form) * self.known.costs[form].wall_s), self.known.most(form)
+        return sorted({min(most, max(1, n)) for n in (alone - 1, alone, alone + 1)})
+
+    def _deep_enough(self, settings: FeedSettings) -> FeedSettings:
+        """``settings`` with batches enough in flight for the spread of the samples' times, and no fewer than the user's.
+
+        A queue of K batches that is filled h times as fast as it is drained stands empty for (h-1)/(h^(K+1)-1) of the time when
+        times are exponential (tf.data's model); regular times need fewer, by half their squared variation (Kingman 1961).
+        """
+        supply = self.known.supply(settings)
+        if settings.num_workers == 0 or supply is None:
+            return settings
+        surplus = max(1.02, supply.images_per_s / self.problem.demand.images_per_s)
+        exponential = math.log((surplus - 1) / QUEUE_EMPTY + 1) / math.log(surplus) - 1
+        variation = self.known.costs[settings.backend].variation ** 2 / settings.batch_size
+        deep = math.ceil(exponential * variation / 2 / settings.num_workers)
+        deeper = dataclasses.replace(settings, prefetch_factor=min(MAX_PREFETCH, max(settings.prefetch_factor or 2, deep)))
+        return deeper if self.problem.fits(deeper) is None else settings
+
+    def _settle(self, finalists: Sequence[FeedSettings]) -> Asking:
+        """Real steps on the finalists in turn, there and back, until the best is known or too little time is left."""
+        left = [s for s in finalists if self.known.steady(s.backend) and not self.known.refused(s)]
+        for turn in range(4):
+            if left in ([], [self.problem.own]):
+                return
+            for settings in left if turn % 2 == 0 else left[::-1]:
+                if not self._has(_STEPS_S):
+                    return
+                if turn or not self.known.of("steps", settings):
+                    yield from self._steps(settings)
+            left = self._still_open(left, turn)
+
+    def _still_open(self, settings: Sequence[FeedSettings], turn: int) -> list[FeedSettings]:
+        """Those that may yet be the choice; none where another turn would hardly change it."""
+        rates = {s: worth for s in settings if self.known.of("steps", s) and (worth := self.known.worth(s))}
+        best = max(rates.values(), default=0.0)
+        left = [s for s, rate in rates.items() if rate >= (0.9 if turn == 0 else 0.96) * best]
+        clear = all(abs(rates[s] / best - (1 - TOLERANCE)) > 0.02 / (turn + 1) for s in left)
+        return [] if len(left) < 2 or (turn and clear) else left
+
+    def _confirm(self, chosen: FeedSettings) -> Asking:
+        """One step up, and another, where steps still wait for data although supply meets demand."""
+        known = self.known
+        for _ in range(2):
+            got, supply = known.worth(chosen), known.supply(chosen)
+            if got is None or supply is None or not known.of("steps", chosen) or chosen.num_workers == 0:
+                return
+            enough = got >= KEEPS_UP * min(known.reachable(), supply.images_per_s)
+            if enough or known.crowded(chosen.backend) or not self._has(_STEPS_S):
+                return
+            deeper = dataclasses.replace(chosen, prefetch_factor=2 * (chosen.prefetch_factor or 2))
+            more = with_workers(chosen, min(chosen.num_workers + 1, known.most(chosen.backend)))
+            up = deeper if known.costs[chosen.backend].variation > 1 else more
+            if known.refused(up) or known.of("steps", up):
+                return
+            yield from self._steps(up)
+            after = known.worth(up)
+            if after is None or after < (1 + OWN_TOLERANCE) * got:
+                return
+            chosen = up
+
+    # The choice
+
+    def _choice(self, chosen: FeedSettings) -> Choice:
+        own, known = self.problem.own, self.known
+        bound = known.bottleneck(chosen)
+        return Choice(
+            settings=chosen,
+            before=known.delivered(own),
+            after=known.delivered(chosen),
+            waits=(known.wait(own), known.wait(chosen)),
+            bound=bound,
+            reason=self._reason(chosen, bound),
+            complete=self._has(0.0),
+        )
+
+    def _reason(self, chosen: FeedSettings, bound: str) -> str:
+        cost = self.known.costs.get(chosen.backend)
+        if cost is None:
+            return "no worker could be measured"
+        on_processor = min(1.0, cost.cpu_s / cost.wall_s)
+        each = f"a sample takes a worker {cost.wall_s * 1e3:.2g} ms, {on_processor:.0%} of it on a processor"
+        if chosen == self.problem.own:
+            return f"{each}; nothing cheaper does as well, and nothing is faster"
+        what = "keeps the model busy" if bound == "model" else "delivers what can be had"
+        return f"{each}; num_workers={chosen.num_workers} is the least that {what}"
+
+
+def _saturated(points: dict[int, float]) -> bool:
+    """Whether the last workers that were added gave nothing."""
+    counts = sorted(n for n, rate in points.items() if rate > 0)
+    return len(counts) > 1 and points[counts[-1]] < (1 + GAIN) * max(points[n] for n in counts[:-1])

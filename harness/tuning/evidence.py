@@ -1,0 +1,220 @@
+"""What is known of each setting after some trials, measured or predicted, and what follows from it.
+
+The prediction is an operational one (Denning and Buzen 1978): with w seconds of wall and c of processor time a sample, n
+workers give at most n / w images/s, and C processors at most C / c, or C / (c + s) where the step takes s of them per image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from harness.feed.interface import FeedSettings
+from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.search import cost_of, with_workers
+
+MET = 1.05  # supply over demand with which a measured setting feeds the model
+TOLERANCE = 0.02  # a cheaper setting may deliver so much less than the best
+OWN_TOLERANCE = 0.01  # and so much less than the user's own
+STEADY_BATCH_S = 0.4  # a worker's batch that takes longer makes steps come in bursts that short runs cannot judge
+BUSY = 0.8  # share of the cores above which workers and step are in each other's way
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is known before the search.
+
+    Attributes:
+        own: the user's own settings.
+        first: the supply probe that calibrates: of ``own``, or of one worker where ``own`` has none.
+        forms: the names of the feed's forms, ``own``'s among them.
+        demand: images/s that the step takes with a batch at hand, on the slowest rank.
+        step_cpu_s: processor seconds of the step per image, in this process.
+        cores: processors that one rank may use.
+        most: workers that may be tried.
+        pin_memory: whether page-locked batches pay.
+        overlaps: whether loading without workers runs beside the step (a prefetching thread on a CUDA device).
+        fits: why a setting does not fit into memory, or None.
+        budget_s: seconds left for the search.
+    """
+
+    own: FeedSettings
+    first: Trial
+    forms: tuple[str, ...]
+    demand: Rate
+    step_cpu_s: float
+    cores: float
+    most: int
+    pin_memory: bool
+    overlaps: bool
+    fits: Callable[[FeedSettings], str | None]
+    budget_s: float
+
+
+@dataclass(slots=True)
+class Evidence:
+    """All trials of one search."""
+
+    problem: Problem
+    trials: list[Trial] = field(default_factory=list)
+    costs: dict[str, SampleCost] = field(default_factory=dict)  # of one worker that has a processor to itself, by form
+
+    def note(self, trial: Trial) -> None:
+        """Take in one more trial."""
+        self.trials.append(trial)
+        cost, form = trial.cost, trial.settings.backend
+        if cost is not None:
+            alone = dataclasses.replace(cost, wall_s=self._alone(cost, trial.settings.num_workers))
+            if form not in self.costs or alone.wall_s < self.costs[form].wall_s:
+                self.costs[form] = alone
+
+    def _alone(self, cost: SampleCost, workers: int) -> float:
+        """A sample's wall seconds without the other workers, who took each other's processors if all of them were busy."""
+        cores = self.problem.cores
+        crowded = workers > cores and workers * cost.cpu_s / cost.wall_s > BUSY * cores
+        return max(cost.cpu_s, cost.wall_s * cores / workers) if crowded else cost.wall_s
+
+    def of(self, kind: str, settings: FeedSettings | None = None) -> list[Trial]:
+        """The trials of one kind that gave a figure, of ``settings`` or all."""
+        return [t for t in self.trials if t.kind == kind and t.rate and (settings is None or t.settings == settings)]
+
+    def refused(self, settings: FeedSettings) -> bool:
+        """Whether a trial of ``settings`` was refused, or one would be."""
+        return any(t.refused for t in self.trials if t.settings == settings) or self.problem.fits(settings) is not None
+
+    def base(self, form: str) -> FeedSettings:
+        """The user's settings in ``form``, pinned if that pays."""
+        return dataclasses.replace(self.problem.own, backend=form, pin_memory=self.problem.pin_memory)
+
+    def points(self, form: str) -> dict[int, float]:
+        """Measured supply in images/s by number of workers; 0 where a setting was refused."""
+        points: dict[int, float] = {}
+        for trial in self.trials:
+            if trial.kind == "supply" and trial.settings.backend == form:
+                rate = trial.rate.images_per_s if trial.rate else 0.0
+                points[trial.settings.num_workers] = max(rate, points.get(trial.settings.num_workers, 0.0))
+        return points
+
+    def supply(self, settings: FeedSettings) -> Rate | None:
+        """What the loader alone gives, as measured; without workers what one sample's cost predicts."""
+        found = [t.rate for t in self.of("supply", settings) if t.rate]
+        if found:
+            return max(found, key=lambda rate: rate.images_per_s)
+        cost = self.costs.get(settings.backend)
+        return exactly(1 / cost.wall_s) if cost and settings.num_workers == 0 else None
+
+    def delivered(self, settings: FeedSettings) -> Rate | None:
+        """What steps get: as measured with real ones, all runs together; else predicted from supply and demand."""
+        if runs := self.of("steps", settings):
+            return _pooled(runs)
+        supply, demand = self.supply(settings), self.problem.demand.images_per_s
+        if supply is None:
+            return None
+        if settings.num_workers == 0 and not self.problem.overlaps:
+            return exactly(1 / (1 / demand + 1 / supply.images_per_s))
+        reach = min(demand, self.roofline(settings.backend))
+        return Rate(*(min(value, reach) for value in (supply.images_per_s, supply.low, supply.high)))
+
+    def worth(self, settings: FeedSettings) -> float | None:
+        """What tells two settings apart, in images/s.
+
+        Where steps and workers fight for the processors it is what steps get; else what they would get by their waits, because
+        then the steps' own time is the same noise under every setting.
+        """
+        got, wait = self.delivered(settings), self.wait(settings)
+        if got is None or wait is None or self.crowded(settings.backend):
+            return None if got is None else got.images_per_s
+        return self.problem.demand.images_per_s * (1 - wait)
+
+    def at_most(self, settings: FeedSettings) -> float:
+        """What ``settings`` deliver, or at most, where only a sample's cost is known; 0 where they are refused."""
+        if (rate := self.delivered(settings)) is not None:
+            return rate.images_per_s
+        cost = self.costs.get(settings.backend)
+        return 0.0 if cost is None or self.refused(settings) else min(settings.num_workers / cost.wall_s, self.reachable())
+
+    def wait(self, settings: FeedSettings) -> float | None:
+        """The share of the time that steps wait for data."""
+        runs = [t.wait_fraction for t in self.of("steps", settings) if t.wait_fraction is not None]
+        if runs:
+            return sum(runs) / len(runs)
+        got = self.delivered(settings)
+        return None if got is None else max(0.0, 1 - got.images_per_s / self.problem.demand.images_per_s)
+
+    def reachable(self) -> float:
+        """The most that any setting can deliver: the step's own speed, or what the processors allow."""
+        return min(self.problem.demand.images_per_s, max(map(self.roofline, self.costs), default=math.inf))
+
+    def roofline(self, form: str) -> float:
+        """Images/s at which loading and step together fill all processors."""
+        cost = self.costs.get(form)
+        return self.problem.cores / (cost.cpu_s + self.problem.step_cpu_s) if cost and cost.cpu_s > 0 else math.inf
+
+    def crowded(self, form: str) -> bool:
+        """Whether loading beside the step needs nearly all processors."""
+        return self.reachable() > BUSY * self.roofline(form)
+
+    def filling(self, form: str) -> float:
+        """The number of workers that fill all processors when nothing else runs."""
+        cost = self.costs[form]
+        return self.problem.cores * cost.wall_s / cost.cpu_s if cost.cpu_s > 0 else math.inf
+
+    def most(self, form: str) -> int:
+        """The most workers that may be tried, that fit, and that are fewer than what failed; at least 1."""
+        base, failed = self.base(form), [n for n, rate in self.points(form).items() if rate == 0]
+        top = min([self.problem.most, *(n - 1 for n in failed)])
+        return next((n for n in range(top, 1, -1) if self.problem.fits(with_workers(base, n)) is None), 1)
+
+    def steady(self, form: str) -> bool:
+        """Whether a worker's batches come often enough for a short run of steps to judge."""
+        cost = self.costs.get(form)
+        return cost is not None and cost.wall_s * self.problem.own.batch_size <= STEADY_BATCH_S
+
+    def met(self, settings: FeedSettings) -> bool:
+        """Whether supply was measured to exceed demand."""
+        supply = self.supply(settings)
+        return supply is not None and supply.images_per_s >= MET * self.problem.demand.images_per_s
+
+    def cheapest_good(self) -> FeedSettings:
+        """The cheapest setting that delivers as much as the best, and as the user's own, within the tolerances.
+
+        Where real steps were run, only settings that were tried with them count.
+        """
+        own = self.problem.own
+        failed = {t.settings for t in self.trials if t.refused}
+        known = dict.fromkeys(t.settings for t in self.of("steps") or self.of("supply") if t.settings not in failed)
+        rates = {s: worth for s in known if (worth := self.worth(s)) is not None}
+        if not rates:
+            return own
+        floor = max((1 - TOLERANCE) * max(rates.values()), (1 - OWN_TOLERANCE) * rates.get(own, 0.0))
+        return min((s for s in rates if rates[s] >= floor), key=lambda s: (cost_of(s), -rates[s]))
+
+    def bottleneck(self, chosen: FeedSettings) -> str:
+        """What keeps ``chosen`` from delivering more: model, processor, memory, workers, storage or transport."""
+        got, cost = self.delivered(chosen), self.costs.get(chosen.backend)
+        if got is None or cost is None:
+            return "unknown"
+        if got.images_per_s >= 0.97 * self.problem.demand.images_per_s:
+            return "model"
+        if self.crowded(chosen.backend):
+            return "processor"
+        if chosen.num_workers >= self.most(chosen.backend):
+            return "workers" if self.problem.fits(with_workers(chosen, chosen.num_workers + 1)) is None else "memory"
+        probes = [t.cost for t in self.of("supply") if t.cost and t.settings.num_workers >= chosen.num_workers]
+        return "storage" if any(each.cpu_s < 0.5 * each.wall_s for each in (cost, *probes)) else "transport"
+
+
+def exactly(images_per_s: float) -> Rate:
+    """A rate that was computed and has no interval."""
+    return Rate(images_per_s, images_per_s, images_per_s)
+
+
+def _pooled(runs: Iterable[Trial]) -> Rate:
+    """The rate over all runs of one setting; its interval spans the runs' own, from three on it is that of their spread."""
+    found = [(t.images, t.rate) for t in runs if t.rate]
+    counts, seconds = [n for n, _ in found], [n / rate.images_per_s for n, rate in found]
+    if len(found) > 2:
+        return Rate.of(counts, seconds)
+    return Rate(sum(counts) / sum(seconds), min(rate.low for _, rate in found), max(rate.high for _, rate in found))

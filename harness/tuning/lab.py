@@ -1,0 +1,139 @@
+"""Runs what a search asks for, on all ranks together, and turns whatever goes wrong into a refusal with its symptom."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+
+from harness.feed.gauge import Gauge
+from harness.feed.interface import FeedSettings, HostBatch
+from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.limits import Limits
+from harness.tuning import capacity, probe
+from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
+from harness.tuning.search import Ask
+from harness.watch.figures import StepRun
+
+PASSES, PASS_BATCHES = 4, 15  # the tutorial's
+_WORKER_BYTES = 100 << 20  # private memory of a worker before one was looked at
+_BLOCKS = 10
+_PIN_GAIN = 0.05
+
+
+@dataclass(slots=True)
+class Lab:
+    """Measures settings for one data set and one step.
+
+    Attributes:
+        worker_bytes: private memory of one worker, the largest seen.
+        batch: a batch of the data set, in memory of its own, once one has been seen.
+        timeout_s: the longest wait of a probe for one batch.
+    """
+
+    probes: Probes
+    trainee: Trainee
+    limits: Limits
+    ranks: Ranks
+    timeout_s: float
+    worker_bytes: int = _WORKER_BYTES
+    batch: HostBatch | None = None
+    _batch_bytes: dict[int, int] = field(default_factory=dict)  # by batch size, where only loading one tells
+
+    def attempt(self, ask: Ask) -> Trial:
+        """What came of one measurement: the slowest rank's figures.
+
+        Raises:
+            BadSample: a sample cannot be read: no setting's fault.
+        """
+        kind = "supply" if ask.kind == "passes" else ask.kind
+        refusals = self.ranks.gathered(self.refusal(ask.settings))
+        if refused := next(filter(None, refusals), None):
+            return Trial(ask.settings, kind, refused=refused)
+        begin, bad = time.perf_counter(), None
+        try:
+            trial = getattr(self, f"_{ask.kind}")(ask)
+        except BadSample as error:
+            bad, trial = (error.where, error.reason), Trial(ask.settings, kind)
+        except (LoaderError, MemoryError) as error:
+            trial = Trial(ask.settings, kind, refused=str(error) or "out of memory")
+        outcome = dataclasses.replace(trial, seconds=time.perf_counter() - begin), bad
+        outcomes: list[tuple[Trial, tuple[str, str] | None]] = self.ranks.gathered(outcome)
+        for _, where in outcomes:
+            if where is not None:
+                raise BadSample(*where)
+        return min((trial for trial, _ in outcomes), key=lambda t: t.rate.images_per_s if t.rate else -1.0)
+
+    def demand(self, limit_s: float) -> tuple[Rate, float] | None:
+        """Images/s that the step takes on the slowest rank, and its processor seconds per image; None without any batch."""
+        if self.batch is None:
+            return None
+        run = self.trainee.demand(self.batch, limit_s)
+        found: list[tuple[Rate, float]] = self.ranks.gathered((_rate(run), run.cpu_s / sum(run.images)))
+        return min(found, key=lambda rank: rank[0].images_per_s)
+
+    def pays_to_pin(self, own: FeedSettings) -> bool:
+        """Whether page-locked batches reach the device sooner; never without a CUDA device."""
+        if self.trainee.device.type != "cuda" or self.batch is None:
+            return False
+        pageable_s, pinned_s = probe.measure_copies(self.batch.images, self.trainee.device)
+        fits = self.refusal(dataclasses.replace(own, pin_memory=True)) is None
+        return bool(self.ranks.agreed(fits and pinned_s < (1 - _PIN_GAIN) * pageable_s))
+
+    def refusal(self, settings: FeedSettings) -> str | None:
+        """Why ``settings`` cannot fit, with the arithmetic, or None."""
+        return capacity.refusal(settings, self.batch_bytes(settings), self.worker_bytes, self.limits)
+
+    def batch_bytes(self, settings: FeedSettings) -> int | None:
+        """Bytes of one batch's tensors, where they are known."""
+        return self.probes.batch_bytes(settings) or self._batch_bytes.get(settings.batch_size)
+
+    def memory_bytes(self, settings: FeedSettings) -> int:
+        """What a feed of ``settings`` takes: its workers' private memory and its batches in flight."""
+        needs = capacity.needs(settings, self.batch_bytes(settings), self.worker_bytes)
+        return needs.memory_bytes
+
+    def _supply(self, ask: Ask) -> Trial:
+        gauge = Gauge(ask.settings.num_workers)
+        feed = self.probes.probe(self._patient(ask.settings), gauge)
+        found = probe.measure_supply(feed, gauge, self.ranks, limit_s=ask.limit_s, target=ask.target)
+        self._learn(found)
+        memory = self.memory_bytes(ask.settings)
+        return Trial(ask.settings, "supply", found.rate, found.images, cost=found.cost, memory_bytes=memory)
+
+    def _steps(self, ask: Ask) -> Trial:
+        in_process = ask.settings.num_workers == 0  # these samples a worker has read before: none of them hangs this process
+        feed = self.probes.probe(self._patient(ask.settings), again=in_process)
+        try:
+            run = self.trainee.deliver(feed, ask.settings.num_workers * (ask.settings.prefetch_factor or 0), ask.limit_s)
+        finally:
+            feed.close()
+        if not run.images:
+            raise LoaderError("refused on another rank")
+        wait = sum(run.waits_s) / sum(run.seconds)
+        memory = self.memory_bytes(ask.settings)
+        return Trial(ask.settings, "steps", _rate(run), sum(run.images), wait_fraction=wait, memory_bytes=memory)
+
+    def _passes(self, ask: Ask) -> Trial:
+        settings = self._patient(ask.settings)
+        images, seconds = probe.measure_passes(lambda: self.probes.probe(settings), PASSES, PASS_BATCHES)
+        return Trial(ask.settings, "supply", Rate.of([images], [seconds]), images)
+
+    def _learn(self, found: probe.Supply) -> None:
+        if found.worker_bytes:
+            largest = found.worker_bytes if self.worker_bytes == _WORKER_BYTES else max(self.worker_bytes, found.worker_bytes)
+            self.worker_bytes = int(-self.ranks.smallest(-largest))
+        if found.batch is not None and self.batch is None:
+            self.batch = found.batch
+            tensors = (found.batch.images, found.batch.labels, found.batch.indices)
+            self._batch_bytes[len(found.batch.labels)] = sum(tensor.nbytes for tensor in tensors)
+
+    def _patient(self, settings: FeedSettings) -> FeedSettings:
+        return dataclasses.replace(settings, timeout_s=self.timeout_s)
+
+
+def _rate(run: StepRun) -> Rate:
+    """The rate of consecutive steps, its interval from ten blocks of them."""
+    size = max(1, -(-len(run.images) // _BLOCKS))
+    blocks = range(0, len(run.images), size)
+    return Rate.of([sum(run.images[i : i + size]) for i in blocks], [sum(run.seconds[i : i + size]) for i in blocks])

@@ -1,0 +1,271 @@
+"""What tuning tells: the choice, the evidence for it, and how to get it again without tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config import LoaderConfig
+from harness.feed.interface import PROCESSES, FeedSettings, val_settings
+from harness.runtime.errors import printable
+from harness.runtime.folder import LOGGER
+from harness.runtime.limits import Limits
+from harness.tuning.chart import supply_figure
+from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.watch.board import Board, plain, write_whole
+from harness.watch.console import say, table
+
+_log = logging.getLogger(LOGGER)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one setting gives: a row of the table before and after.
+
+    Attributes:
+        images_per_s: delivered to training steps; of the loader alone where a search does not run steps.
+        wait_fraction: share of the time in which the steps wait for data.
+        memory_bytes: the workers' private memory and the batches in flight.
+    """
+
+    settings: FeedSettings
+    images_per_s: Rate | None
+    wait_fraction: float | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TuningReport:
+    """What a search measured and chose.
+
+    Attributes:
+        search: which one: auto or grid.
+        settings: the choice for the training feed.
+        val: the choice for the validation feed.
+        before: the user's own settings.
+        after: the choice.
+        demand: images/s that the step can take; None where the search does not look at it.
+        ceiling: the speed-up over ``before`` if loading were free.
+        bound: what limits the feed now: model, processor, storage, ...
+        sentence: the outcome in words.
+        trials: all that was measured or refused, in order.
+        limits: what a rank may use.
+        notes: what else the user should know, a sentence each.
+        seconds: what tuning cost this run.
+        complete: False where the budget ended the search.
+        reused: whether the answer was remembered from an earlier run.
+    """
+
+    search: str
+    settings: FeedSettings
+    val: FeedSettings
+    before: Side
+    after: Side
+    demand: Rate | None
+    ceiling: float | None
+    bound: str | None
+    sentence: str
+    trials: tuple[Trial, ...]
+    limits: Limits
+    notes: tuple[str, ...]
+    seconds: float
+    complete: bool
+    reused: bool
+
+    @property
+    def override(self) -> str:
+        """What to type to get this choice without tuning."""
+        words: dict[str, int | str | None] = {
+            "num_workers": self.settings.num_workers,
+            "prefetch_factor": self.settings.prefetch_factor,
+            "pin_memory": self.settings.pin_memory,
+            "persistent_workers": self.settings.persistent_workers if self.settings.num_workers else None,
+            "backend": self.settings.backend if self.settings.backend != PROCESSES else None,
+        }
+        derived = val_settings(LoaderConfig(), self.settings)
+        for name in ("batch_size", "num_workers", "prefetch_factor"):
+            if (value := getattr(self.val, name)) != getattr(derived, name):
+                words[f"val.{name}"] = value
+        return " ".join(f"loader.{name}={str(value).lower()}" for name, value in words.items() if value is not None)
+
+    @property
+    def loader_arguments(self) -> dict[str, Any]:
+        """The choice as keyword arguments of torch's ``DataLoader``."""
+        own = self.settings
+        workers = {"prefetch_factor": own.prefetch_factor, "persistent_workers": own.persistent_workers}
+        counts = {"batch_size": own.batch_size, "num_workers": own.num_workers}
+        return {**counts, **(workers if own.num_workers else {}), "pin_memory": own.pin_memory}
+
+    @property
+    def dataloader(self) -> str:
+        """The line that gives the same with torch alone."""
+        return f"DataLoader(dataset, shuffle=True, {', '.join(f'{k}={v}' for k, v in self.loader_arguments.items())})"
+
+    def publish(self, folder: Path | None, board: Board | None) -> None:
+        """Print it; write ``tuning.json`` into ``folder`` and TensorBoard's pages to ``board``, where there are such."""
+        self.show()
+        if folder is not None:
+            try:
+                self.write(folder)
+            except OSError as error:
+                _log.warning("%s: %s; the run goes on without it", folder / "tuning.json", error.strerror or error)
+        if board is not None:
+            board.text("tuning", self.markdown())
+            board.image("tuning/supply", *supply_figure(self))
+
+    def show(self) -> None:
+        """Print the outcome: before and after, the sentence, how to get it again, what was refused."""
+        columns, rows = self._sides()
+        table(self._title(), columns, rows)
+        say(self.sentence)
+        say(f"the same without tuning: {self.override}")
+        say(f"the same with torch alone: {self.dataloader}")
+        for trial in self.trials:
+            if trial.refused:
+                say(f"refused {trial.settings}: {trial.refused}")
+        for note in self.notes:
+            say(f"note: {note}")
+
+    def summary(self) -> dict[str, Any]:
+        """What ``report.json`` says of it."""
+        before, after = self.before.images_per_s, self.after.images_per_s
+        return {
+            "seconds": round(self.seconds, 2),
+            "chosen": str(self.settings),
+            "reused": self.reused,
+            "before_images_per_s": before and before.images_per_s,
+            "after_images_per_s": after and after.images_per_s,
+            "sentence": self.sentence,
+            "bound": self.bound,
+        }
+
+    def write(self, folder: Path) -> None:
+        """Write everything as ``tuning.json``, whole or not at all."""
+        whole = {**self.to_plain(), "override": self.override, "dataloader": self.dataloader}
+        write_whole(folder / "tuning.json", (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
+
+    def markdown(self) -> str:
+        """Everything, for TensorBoard's text page."""
+        parts = [
+            f"**{_cell(self.sentence)}**",
+            _markdown_table(*self._sides()),
+            f"The same without tuning:\n\n```\n{self.override}\n```",
+            f"The same with torch alone:\n\n```python\n{self.dataloader}\n```",
+            "\n".join(f"- {_cell(note)}" for note in self.notes),
+            f"### {self._title()}",
+            _markdown_table(*self._trials()),
+            "### What a rank may use",
+            _markdown_table(("", "limit", "from"), self._limits()),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Everything as JSON can hold it, an open end of an interval as None."""
+        whole: dict[str, Any] = plain(dataclasses.asdict(self))
+        return whole
+
+    @classmethod
+    def from_plain(cls, whole: Mapping[str, Any]) -> TuningReport:
+        """The inverse of ``to_plain``.
+
+        Raises:
+            KeyError, TypeError: it is not what ``to_plain`` of this version gives.
+        """
+        return cls(**{
+            **whole,
+            "settings": FeedSettings(**whole["settings"]),
+            "val": FeedSettings(**whole["val"]),
+            "before": Side(**_rebuilt(whole["before"])),
+            "after": Side(**_rebuilt(whole["after"])),
+            "demand": _rate(whole["demand"]),
+            "trials": tuple(Trial(**_rebuilt(trial)) for trial in whole["trials"]),
+            "limits": Limits(**whole["limits"]),
+            "notes": tuple(whole["notes"]),
+        })  # fmt: skip
+
+    def _title(self) -> str:
+        if self.reused:
+            return f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
+        spent = "" if self.complete else ", ended by tuner.budget_s"
+        return f"tuner={self.search}: {len(self.trials)} measurements in {self.seconds:.1f} s{spent}"
+
+    def _sides(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+        what = "images/s" if self.demand else "images/s (loader alone)"
+        rows = [
+            (name, _shown(side.images_per_s), _percent(side.wait_fraction), _size(side.memory_bytes), str(side.settings))
+            for name, side in (("before", self.before), ("after", self.after))
+        ]
+        return ("", what, "waiting", "memory", "setting"), [*rows]
+
+    def _trials(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+        columns = ("setting", "measured", "images/s", "images", "waiting", "memory", "ms/image (processor)", "seconds", "")
+        rows = [
+            (
+                str(trial.settings), trial.kind, _shown(trial.rate), str(trial.images), _percent(trial.wait_fraction),
+                _size(trial.memory_bytes),
+                f"{trial.cost.wall_s * 1e3:.2f} ({trial.cost.cpu_s * 1e3:.2f})" if trial.cost else _NONE,
+                f"{trial.seconds:.1f}",
+                f"refused: {trial.refused}" if trial.refused else "chosen" if trial.settings == self.settings else "",
+            )
+            for trial in self.trials
+        ]  # fmt: skip
+        return columns, [*rows]
+
+    def _limits(self) -> list[Sequence[str]]:
+        limits = self.limits
+        rows = (
+            ("cores", f"{limits.cores:g}", "cores"),
+            ("memory", _size(limits.memory_bytes), "memory_bytes"),
+            ("shared memory", _size(limits.shm_bytes), "shm_bytes"),
+            ("open files", f"{limits.open_files}, of which {limits.files_open} are open", "open_files"),
+        )
+        return [(label, value, limits.sources.get(name, "")) for label, value, name in rows]
+
+
+_NONE = "-"
+
+
+def _shown(rate: Rate | None) -> str:
+    return _NONE if rate is None else str(rate)
+
+
+def _percent(fraction: float | None) -> str:
+    return _NONE if fraction is None else f"{fraction:.0%}"
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return _NONE
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _cell(text: str) -> str:
+    """Text that markdown takes as it is, also inside a table."""
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(printable(text), quote=False))
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in (columns, ["---"] * len(columns), *rows))
+
+
+def _rate(value: Mapping[str, Any] | None) -> Rate | None:
+    return None if value is None else Rate(**{**value, "high": math.inf if value["high"] is None else value["high"]})
+
+
+def _rebuilt(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a side or a trial, with dataclasses again where they had them."""
+    build: dict[str, Callable[[Any], Any]] = {
+        "settings": lambda value: FeedSettings(**value),
+        "images_per_s": _rate,
+        "rate": _rate,
+        "cost": lambda value: None if value is None else SampleCost(**value),
+    }
+    return {name: build[name](value) if name in build else value for name, value in fields.items()}

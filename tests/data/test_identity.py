@@ -1,0 +1,128 @@
+"""The identity of a data set: the same as long as the data is, another once it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.config import AugmentConfig, DataConfig
+from harness.data import identity as module
+from harness.data.datasets import FakeDataset, ImageDataset, Splits
+from harness.data.decode import DecodeOptions
+from harness.data.identity import identity
+from harness.data.storage import ArraySource, FolderSource, Source, split
+from harness.data.transforms import TrainTransform
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Two classes of three files, all of one moment long ago."""
+    for name in ("cat", "dog"):
+        for i in range(3):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"{i}.jpg").write_bytes(b"\xff\xd8\xff" + bytes(10))
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.utime(path, (1e9, 1e9))
+    return tmp_path
+
+
+def splits(source: Source, root: str = "") -> Splits:
+    transform = TrainTransform.from_config(AugmentConfig(), 8, None)
+    train = ImageDataset(source, transform, DecodeOptions(), 8, 0)
+    return Splits(train, train, source.classes, "imagefolder", root)
+
+
+def of_tree(root: Path) -> dict[str, object]:
+    return identity(splits(FolderSource(root), str(root)))
+
+
+def add(root: Path) -> None:
+    (root / "cat/new.jpg").write_bytes(b"\xff\xd8\xff")
+
+
+def replace(root: Path) -> None:
+    (root / "cat/1.jpg").rename(root / "cat/1a.jpg")
+    os.utime(root / "cat/1a.jpg", (1e9, 1e9))
+
+
+def rewrite(root: Path) -> None:
+    (root / "dog/2.jpg").write_bytes(b"\xff\xd8\xff" + bytes(10))
+
+
+def grow(root: Path) -> None:
+    (root / "dog/0.jpg").write_bytes(b"\xff\xd8\xff" + bytes(11))
+    os.utime(root / "dog/0.jpg", (1e9, 1e9))
+
+
+def test_the_identity_of_a_tree_stays_and_can_be_stored(tree: Path) -> None:
+    """Opened anew, the same files have the same identity: plain values with name, place and size."""
+    found = of_tree(tree)
+    assert found == of_tree(tree) == json.loads(json.dumps(found))
+    assert (found["name"], found["root"], found["images"], found["classes"]) == ("imagefolder", str(tree), 6, 2)
+
+
+@pytest.mark.parametrize("change", [add, replace, rewrite, grow])
+def test_a_changed_tree_is_another(tree: Path, change: Callable[[Path], None]) -> None:
+    """A file more, another in its place, one written anew, and one of another size at an old time all count."""
+    before = of_tree(tree)
+    change(tree)
+    assert of_tree(tree) != before
+
+
+def test_a_part_of_a_tree_is_told_by_its_own_files(tree: Path) -> None:
+    """Of a tree that is split, the training part is looked at."""
+    before = identity(splits(split(FolderSource(tree), 0.4, seed=0)[0]))
+    assert before["images"] == 4
+    chosen = split(FolderSource(tree), 0.4, seed=0)[0]
+    (Path(chosen.where(0))).write_bytes(b"\xff\xd8\xff")
+    assert identity(splits(split(FolderSource(tree), 0.4, seed=0)[0])) != before
+
+
+def test_a_large_tree_costs_no_more_looks(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many files and folders there are, so many at most of each are looked at."""
+    monkeypatch.setattr(module, "_LOOKED_AT", 2)
+    looks: list[str] = []
+    real = os.stat
+    source = FolderSource(tree)
+    monkeypatch.setattr(os, "stat", lambda path: looks.append(str(path)) or real(path))
+    identity(splits(source))
+    assert looks == [str(tree / part) for part in ("", "cat", "dog", "cat/0.jpg", "dog/2.jpg")]
+
+
+def test_a_file_that_went_is_no_error(tree: Path) -> None:
+    """What is missing is for the reader to report; here it is one more difference."""
+    source = FolderSource(tree)
+    before = identity(splits(source))
+    (tree / "cat/0.jpg").unlink()
+    assert identity(splits(source)) != before
+
+
+def arrays(count: int = 40, side: int = 4, fill: int = 0, label: int = 0) -> dict[str, object]:
+    images = np.full((count, side, side, 3), fill, np.uint8)
+    return identity(splits(ArraySource(images, np.full(count, label), ["a", "b"], "numbers")))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"count": 41}, id="count"),
+        pytest.param({"side": 5}, id="shape"),
+        pytest.param({"fill": 1}, id="pixels"),
+        pytest.param({"label": 1}, id="labels"),
+    ],
+)
+def test_arrays_are_told_by_shape_and_content(other: dict[str, int]) -> None:
+    """The same arrays have the same identity; another number, shape, content or label another."""
+    assert arrays() == arrays() != arrays(**other)
+
+
+def test_a_data_set_of_numbers_alone() -> None:
+    """The data set that does not exist has no content to look at."""
+    fake = FakeDataset(100, DataConfig().image_size, 10)
+    found = identity(Splits(fake, fake, tuple(map(str, range(10))), "fake", ""))
+    assert found == {"name": "fake", "root": "", "images": 100, "classes": 10}

@@ -1,0 +1,195 @@
+"""The turn from an epoch to its evaluation and back: who is primed, when, and what it leaves."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import samples
+import torch
+from torch import nn
+
+from harness.config import Config
+from harness.feed.interface import Feed, HostBatch
+from harness.feed.order import Order
+from harness.feed.processes import ProcessFeed
+from harness.runtime.distributed import World
+from harness.runtime.errors import NonFiniteError
+from harness.training.engine import Engine, Lead, Place
+from harness.training.optim import make_optimizer, make_schedule
+from harness.training.state import TrainState, make_scaler
+from harness.training.step import Step
+from harness.watch.clock import StepClock
+from harness.watch.station import Watch
+
+CPU = World(0, 1, 0, 1, torch.device("cpu"))
+MakeEngine = Callable[..., Engine]
+
+
+class Recorded:
+    """A feed of ``count`` batches of noise that notes what it is told and asked for."""
+
+    on_device = False
+    worker_pids: tuple[int, ...] = ()
+    settings = samples.settings()
+
+    def __init__(self, name: str, count: int, log: list[str]) -> None:
+        self.name, self.count, self.log = name, count, log
+
+    def __len__(self) -> int:
+        return self.count
+
+    def set_epoch(self, epoch: int) -> None:
+        self.log.append(f"{self.name} epoch {epoch}")
+
+    def prime(self, epoch: int) -> None:
+        self.log.append(f"{self.name} prime {epoch}")
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        try:
+            for place in range(self.count):
+                self.log.append(f"{self.name} batch {place}")
+                yield HostBatch(torch.full((2, 3, 4, 4), place, dtype=torch.uint8), torch.zeros(2).long(), torch.arange(2))
+        finally:
+            self.log.append(f"{self.name} end")
+
+    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
+        return iter(self)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> MakeEngine:
+    def make(feed: Feed, val_feed: Feed, **trainer: int) -> Engine:
+        config = Config()
+        config.checkpoint.enabled = False
+        for name, value in trainer.items():
+            setattr(config.trainer, name, value)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(48, 10))
+        optimizer = make_optimizer(network, config.optim)
+        schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, len(feed))
+        state = TrainState(network, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device))
+        step = Step(state, config, CPU)
+        return Engine(config, CPU, step, feed, val_feed, Watch(StepClock()), Place(tmp_path, ("a",)))
+
+    return make
+
+
+def run(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, batches: int = 3, **trainer: int) -> tuple[Engine, list[str]]:
+    """A whole run on recorded feeds, where an epoch is never about to end before its last step."""
+    monkeypatch.setattr("harness.training.engine._LEAD_S", 0.0)
+    log: list[str] = []
+    engine = make_engine(Recorded("train", batches, log), Recorded("val", 1, log), **trainer)
+    engine.fit()
+    return engine, log
+
+
+def test_each_side_is_primed_before_its_turn(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation is primed before the last step, the next epoch after the pass has ended and before evaluation begins."""
+    _, log = run(make_engine, monkeypatch, epochs=2)
+    epoch = ["train batch 0", "train batch 1", "val prime 0", "train batch 2", "train end"]
+    evaluation = ["val batch 0", "val end"]
+    epoch_1 = [*epoch[:-1], *evaluation, "train end"]  # nothing follows, so that nothing ends the pass before
+    assert log == ["train epoch 0", *epoch, "train prime 1", *evaluation, "train epoch 1", *epoch_1]
+
+
+def test_nothing_is_primed_for_an_evaluation_that_is_not_due(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eval_every_epochs=2 the first epoch primes nothing, and only the second is followed by a primed one."""
+    _, log = run(make_engine, monkeypatch, epochs=3, eval_every_epochs=2)
+    primed = [entry for entry in log if "prime" in entry or "epoch" in entry]
+    assert primed == ["train epoch 0", "train epoch 1", "val prime 0", "train prime 2", "train epoch 2", "val prime 0"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "primed_before"),
+    [
+        pytest.param({"max_steps": 2}, "train batch 1", id="amid the epoch"),
+        pytest.param({"max_steps": 3}, "train batch 2", id="at its end"),
+        pytest.param({"accumulate_steps": 2}, "train batch 2", id="steps of several batches"),
+    ],
+)
+def test_the_last_step_is_where_the_run_ends(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, int], primed_before: str
+) -> None:
+    """trainer.max_steps and accumulation count: validation is primed before the last step that there will be, and no more."""
+    _, log = run(make_engine, monkeypatch, epochs=1 if "accumulate_steps" in trainer else 5, **trainer)
+    assert log[log.index("val prime 0") + 1] == primed_before
+    assert "train prime 1" not in log and log.count("val prime 0") == 1
+
+
+def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation with an epoch after it leaves its own and that epoch's first wait in milliseconds."""
+    engine, _ = run(make_engine, monkeypatch, epochs=3)
+    assert len(engine.outcome.turns_ms) == 2
+    assert all(val_ms > 0 and train_ms > 0 for val_ms, train_ms in engine.outcome.turns_ms)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "told_at"),
+    [
+        pytest.param(0.5, 3, id="1.5 s are three steps"),
+        pytest.param(0.4, 3, id="less than four"),
+        pytest.param(2.0, 1, id="less than one"),
+        pytest.param(0.01, 8, id="the whole epoch, once a step has been timed"),
+    ],
+)
+def test_the_end_of_an_epoch_is_foreseen_by_its_steps(step_s: float, told_at: int) -> None:
+    """It is told once, 1.5 s before the end by the mean step, without the first; at the latest before the last step."""
+    now = 0.0
+    lead = Lead(10, lambda: now)
+    told = []
+    for left in range(10, 0, -1):
+        if lead.due(left):
+            told.append(left)
+        now += 100.0 if left == 10 else step_s
+    assert told == [told_at]
+
+
+def test_an_epoch_of_one_step_is_about_to_end_at_once() -> None:
+    """There is no step to wait for."""
+    assert Lead(1, lambda: 0.0).due(1)
+
+
+def fit(make_engine: MakeEngine, val_workers: int, **trainer: int) -> Engine:
+    train = ProcessFeed(samples.Noise(24), Order(24, 4), samples.settings(2, persistent_workers=True))
+    val = ProcessFeed(samples.Noise(8), Order(8, 4, shuffle=False), samples.settings(val_workers))
+    torch.manual_seed(0)
+    engine = make_engine(train, val, **trainer)
+    engine.fit()
+    return engine
+
+
+def test_priming_changes_no_weight(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, kept_globals: None) -> None:
+    """A run with real workers ends in bitwise the same weights whether its feeds are primed or not, and leaves no process."""
+    primed = fit(make_engine, 1, epochs=3)
+    assert multiprocessing.active_children() == []
+    monkeypatch.setattr(ProcessFeed, "prime", lambda feed, epoch: None)
+    plain = fit(make_engine, 1, epochs=3)
+    assert primed.outcome.evaluation == plain.outcome.evaluation
+    for mine, theirs in zip(primed.state.network.parameters(), plain.state.network.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_error_after_priming_leaves_no_process(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, kept_globals: None
+) -> None:
+    """A run that fails between priming and evaluation ends the workers of both feeds."""
+    primed: list[ProcessFeed] = []
+    real = ProcessFeed.prime
+
+    def noted(feed: ProcessFeed, epoch: int) -> None:
+        real(feed, epoch)
+        primed.append(feed)
+
+    def fails(engine: Engine, epoch: int) -> None:
+        assert len(primed) == 1
+        raise NonFiniteError("diverged")
+
+    monkeypatch.setattr(ProcessFeed, "prime", noted)
+    monkeypatch.setattr(Engine, "_close_window", fails)
+    with pytest.raises(NonFiniteError):
+        fit(make_engine, 1, epochs=2)
+    assert multiprocessing.active_children() == []

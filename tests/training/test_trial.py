@@ -1,0 +1,502 @@
+"""Timed steps: what they measure under a fake clock, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jobs
+import numpy as np
+import pytest
+import torch
+from samples import settings
+from torch import Tensor, nn
+
+from harness.config import Config, DistConfig, DistName, OptimName, Precision
+from harness.feed.interface import HostBatch
+from harness.runtime import signals
+from harness.runtime.distributed import World, launch
+from harness.runtime.errors import Interrupted, LoaderError
+from harness.runtime.seeding import random_state
+from harness.training import trial
+from harness.training.optim import make_optimizer, make_schedule
+from harness.training.state import TrainState, make_scaler
+from harness.training.step import Step, device_batches
+from harness.training.trial import StepTrials
+
+DEVICE = torch.device("cpu")
+CPU = World(0, 1, 0, 1, DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(kept_globals: None) -> None:
+    torch.set_num_threads(1)  # the networks are tiny
+
+
+class Hand:
+    """A clock that a test sets, or that moves by ``tick`` whenever it is read."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.time, self.tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.time += self.tick
+        return self.time
+
+
+class Endless:
+    """A feed of one batch for ever; ``before`` is told the number of each batch before it is given."""
+
+    on_device = False
+    settings = settings(batch_size=4)
+
+    def __init__(self, batch: HostBatch, before: Callable[[int], object] = lambda k: None) -> None:
+        self.batch, self.before = batch, before
+        self.ended, self.closed = 0, 0
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        k = 0
+        try:
+            while True:
+                self.before(k)
+                yield self.batch
+                k += 1
+        finally:
+            self.ended += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class TimedStep:
+    """In place of a ``Step``: notes what it is given, and takes ``seconds``, the first time ``first_s``."""
+
+    def __init__(self, hand: Hand, seconds: float) -> None:
+        self.hand, self.seconds, self.first_s = hand, seconds, seconds
+        self.parts: list[tuple[int, int]] = []
+        self.images: list[Tensor] = []
+
+    def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
+        self.hand.time += self.seconds if self.parts else self.first_s
+        self.parts.append((part, parts))
+        self.images.append(images)
+
+    def forget(self) -> None:
+        pass
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return images
+
+
+def batch(size: int = 4, seed: int = 0) -> HostBatch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (size, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    return HostBatch(images, torch.randint(0, 5, (size,), generator=generator), torch.arange(size))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Counting(), nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(72, 5)
+    )
+
+
+def make(config: Config, world: World = CPU) -> Step:
+    """A step over a small network with a dropout and a norm, the same each time."""
+    model = network()
+    optimizer = make_optimizer(model, config.optim)
+    schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
+    return Step(TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, DEVICE)), config, world)
+
+
+def train(step: Step, config: Config, updates: int) -> None:
+    """Plain training on as many batches as that takes."""
+    parts = config.trainer.accumulate_steps
+    feed = [batch(seed=k) for k in range(updates * parts)]
+    for k, (images, labels) in enumerate(device_batches(feed, config, DEVICE)):
+        step(images, labels, part=k % parts, parts=parts)
+
+
+def try_out(trials: StepTrials) -> None:
+    """Some of every trial, and whatever else draws random numbers."""
+    trials.demand(batch(), 0.2)
+    trials.deliver(Endless(batch(seed=9)), 1, 0.2)
+    random.random(), np.random.rand()
+
+
+def plain(value: Any) -> Any:
+    """``value`` with its tensors as numbers, ready to be compared."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.stride(), value.tolist()
+    if isinstance(value, dict):
+        return [(key, plain(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def everything(step: Step) -> dict[str, Any]:
+    """All that a step may change, by name."""
+    state = step.state
+    held = {
+        "weights": dict(state.network.named_parameters()),
+        "buffers": dict(state.network.named_buffers()),
+        "gradients": [parameter.grad for parameter in state.network.parameters()],
+        "modes": [module.training for module in state.network.modules()],
+        "optimizer": state.optimizer.state_dict(),
+        "schedule": state.schedule.state_dict(),
+        "scaler": vars(state.scaler),
+        "counts": [state.epoch, state.step],
+        "figures": [step._losses, step._found_inf, step._streak],
+        "random": random_state(DEVICE),
+    }
+    return {name: plain(value) for name, value in held.items()}
+
+
+def addresses(step: Step) -> list[int]:
+    """Where each tensor of the state lies."""
+    state = step.state
+    tensors = [*state.network.parameters(), *state.network.buffers()]
+    tensors += [value for values in state.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def settled(name: str = "sgd", precision: str = "fp32", parts: int = 1) -> Config:
+    config = Config()
+    config.optim.name, config.trainer.precision = OptimName[name], Precision[precision]
+    config.optim.lr, config.trainer.accumulate_steps = 0.01, parts
+    config.schedule.warmup_epochs = 1  # the rate changes with each update
+    return config
+
+
+CASES = pytest.mark.parametrize(
+    ("config", "before"),
+    [
+        pytest.param(settled(), 0, id="sgd fresh"),
+        pytest.param(settled(), 3, id="sgd after 3 updates"),
+        pytest.param(settled("adamw"), 0, id="adamw fresh"),
+        pytest.param(settled("adamw"), 3, id="adamw after 3 updates"),
+        pytest.param(settled(precision="bf16"), 3, id="bf16"),
+        pytest.param(settled("adamw", precision="fp16"), 0, id="fp16 fresh"),
+        pytest.param(settled(precision="fp16"), 3, id="fp16 after 3 updates"),
+        pytest.param(settled("adamw", parts=2), 3, id="two batches an update"),
+    ],
+)
+
+
+@CASES
+def test_all_is_as_before(config: Config, before: int) -> None:
+    """After the block every value is as it was, and in the tensor that held it."""
+    step = make(config)
+    train(step, config, before)
+    step.state.epoch = 2
+    step.state.network[2].eval()  # a norm that does not learn
+    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    was, where = everything(step), addresses(step)
+    with trials.kept():
+        step.state.epoch = 7
+        try_out(trials)
+        changed = {name for name, value in everything(step).items() if value != was[name]}
+    assert changed >= {"buffers", "modes", "optimizer", "schedule", "counts", "random"}
+    assert everything(step) == was
+    assert addresses(step) == where
+
+
+@CASES
+def test_training_goes_on_as_without_trials(config: Config, before: int) -> None:
+    """Three updates after trials are bitwise those of a run without them."""
+    ends = []
+    for tried in (False, True):
+        step = make(config)
+        train(step, config, before)
+        if tried:
+            trials = StepTrials(step, config, CPU, now=Hand(0.02))
+            with trials.kept():
+                try_out(trials)
+        train(step, config, 3)
+        ends.append(everything(step))
+    assert ends[0] == ends[1]
+
+
+def test_gradients_that_were_there_come_back() -> None:
+    """Gradients present at the start of the block are the same tensors with the same values at its end."""
+    config = settled(parts=2)
+    step = make(config)
+    images, labels = next(device_batches([batch()], config, DEVICE))
+    step(images, labels, part=0, parts=2)
+    was, where = everything(step), [parameter.grad for parameter in step.state.network.parameters()]
+    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    with trials.kept():
+        try_out(trials)
+    assert everything(step) == was
+    assert all(p.grad is grad for p, grad in zip(step.state.network.parameters(), where, strict=True))
+
+
+def test_all_is_as_before_after_an_error() -> None:
+    """An error half-way through an update ends the block like anything else."""
+    config = settled(parts=2)
+    step = make(config)
+    train(step, config, 1)
+    was = everything(step)
+    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    with pytest.raises(LoaderError, match="third"), trials.kept():
+        trials.deliver(Endless(batch(), broken_at(3)), 0, 9.0)
+    assert everything(step) == was
+
+
+def test_weights_stand_still() -> None:
+    """In the block the learning rate is 0, so that no number of steps on one batch can make NaNs of the network."""
+    step = make(settled("adamw"))
+    weights = [parameter.detach().clone() for parameter in step.state.network.parameters()]
+    trials = StepTrials(step, settled("adamw"), CPU, now=Hand(0.02))
+    with trials.kept():
+        try_out(trials)
+        assert step.state.step > 5
+        assert step.state.schedule.get_last_lr() == [0.0, 0.0]
+        assert all(torch.equal(a, b) for a, b in zip(weights, step.state.network.parameters(), strict=True))
+
+
+def test_figures_do_not_pile_up() -> None:
+    """Losses, each a piece of device memory until it is read, are dropped as the trial goes."""
+    step = make(settled())
+    trials = StepTrials(step, settled(), CPU, now=Hand(0.02))
+    with trials.kept():
+        try_out(trials)
+        assert (step._losses, step._found_inf) == ([], [])
+
+
+def timed(seconds: float, *, parts: int = 1, world: World = CPU) -> tuple[StepTrials, TimedStep, Hand]:
+    """Trials of a step that takes ``seconds`` of a fake clock."""
+    hand, config = Hand(), settled(parts=parts)
+    config.data.image_size = 8
+    step = TimedStep(hand, seconds)
+    return StepTrials(step, config, world, now=hand), step, hand  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit_s", "warm_up", "groups", "steps"),
+    [
+        pytest.param(2**-7, 8.0, 5, 20, 3, id="short: groups of 25 ms"),
+        pytest.param(2**-4, 8.0, 5, 20, 1, id="a step is a group"),
+        pytest.param(2**-4, 1.0, 5, 12, 1, id="the limit ends it"),
+        pytest.param(2.0, 1.0, 2, 2, 1, id="long: two at least"),
+    ],
+)
+def test_demand_is_groups_of_steps(seconds: float, limit_s: float, warm_up: int, groups: int, steps: int) -> None:
+    """Demand leaves the warm-up out, makes groups that are long enough to time, and stops at its limit or at 20."""
+    trials, step, _ = timed(seconds)
+    run = trials.demand(batch(), limit_s)
+    assert run.images == (4 * steps,) * groups
+    assert run.seconds == (seconds * steps,) * groups
+    assert run.waits_s == (0.0,) * groups
+    assert len(step.parts) == warm_up + groups * steps
+
+
+def test_compiling_does_not_spend_the_limit() -> None:
+    """The first step's time counts neither as the step's nor against the limit."""
+    trials, step, hand = timed(2**-4)
+    step.first_s = 60.0
+    assert len(trials.demand(batch(), 8.0).seconds) == 20
+    assert hand.time == 60 + 24 * 2**-4
+
+
+def test_groups_hold_whole_updates() -> None:
+    """With three batches an update, each group of short steps has as many updates as the next."""
+    trials, step, _ = timed(2**-8, parts=3)
+    run = trials.demand(batch(), 8.0)
+    assert set(run.images) == {4 * 6}
+    assert step.parts[:5] == [(0, 1)] * 5
+    assert step.parts[5:11] == [(0, 3), (1, 3), (2, 3)] * 2
+
+
+def test_a_batch_reaches_the_step_as_in_training() -> None:
+    """Demand's images are normalised, cast and laid out as the engine's, and one tensor serves all steps."""
+    trials, step, _ = timed(2**-4)
+    trials._config.trainer.precision, trials._config.trainer.channels_last = Precision.bf16, True
+    trials.demand(batch(), 1.0)
+    expected = next(device_batches([batch()], trials._config, DEVICE))[0]
+    assert torch.equal(step.images[0], expected) and step.images[0].dtype == torch.bfloat16
+    assert step.images[0].is_contiguous(memory_format=torch.channels_last)
+    assert len({id(images) for images in step.images}) == 1
+
+
+def slow_feed(hand: Hand, seconds: float, first_s: float = 16.0) -> Endless:
+    """A feed whose first batch takes ``first_s`` and every other one ``seconds``."""
+
+    def before(k: int) -> None:
+        hand.time += seconds if k else first_s
+
+    return Endless(batch(), before)
+
+
+@pytest.mark.parametrize(
+    ("skip", "limit_s", "left_out", "measured"),
+    [
+        pytest.param(3, 6.0, 4, 12, id="skip"),
+        pytest.param(0, 6.0, 1, 12, id="nothing to skip but the first"),
+        pytest.param(99, 6.0, 5, 12, id="a third of the time"),
+        pytest.param(9, 0.25, 2, 2, id="two at least"),
+    ],
+)
+def test_deliver_is_steps_on_the_feed(skip: int, limit_s: float, left_out: int, measured: int) -> None:
+    """Deliver leaves out the first batch and those in store, and then tells each step's time and wait."""
+    trials, step, hand = timed(0.125)
+    run = trials.deliver(slow_feed(hand, 0.375), skip, limit_s)
+    assert run.images == (4,) * measured
+    assert run.seconds == (0.5,) * measured
+    assert run.waits_s == (0.375,) * measured
+    assert len(step.parts) == left_out + measured
+
+
+def test_the_device_is_waited_for_at_the_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps do not wait for the device; what it still has to do at the end belongs to the last one."""
+    trials, step, hand = timed(0.125)
+    at: list[int] = []
+
+    def wait(device: torch.device) -> None:
+        at.append(len(step.parts))
+        hand.time += 4.0
+
+    monkeypatch.setattr(trial, "_synchronize", wait)
+    run = trials.deliver(slow_feed(hand, 0.375), 3, 2.0)
+    assert at == [1, 3, 7]  # behind the first batch, the skipped ones and the measured ones
+    assert run.seconds == (0.5, 0.5, 0.5, 4.5)
+
+
+def test_parts_go_on_over_the_feed() -> None:
+    """With two batches an update every second step makes one."""
+    trials, step, hand = timed(0.125, parts=2)
+    trials.deliver(slow_feed(hand, 0.375), 0, 2.0)
+    assert step.parts == [(0, 2), (1, 2), (0, 2), (1, 2), (0, 2)]
+
+
+def test_a_signal_ends_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single rank looks for signals at each step."""
+    monkeypatch.setattr(signals, "_received", [(15, 0.0)])
+    trials, step, _ = timed(0.125)
+    for run in (lambda: trials.demand(batch(), 1.0), lambda: trials.deliver(Endless(batch()), 0, 1.0)):
+        with pytest.raises(Interrupted, match="stopped by signal 15"):
+            run()
+    assert len(step.parts) == 2
+
+
+def broken_at(number: int) -> Callable[[int], None]:
+    def before(k: int) -> None:
+        if k == number:
+            raise LoaderError("the third")
+
+    return before
+
+
+def test_the_pass_ends_and_the_feed_stays_open() -> None:
+    """Deliver ends its pass, after an error too; the feed is its owner's to close."""
+    trials, _, _ = timed(0.125)
+    feed = Endless(batch())
+    trials.deliver(feed, 0, 1.0)
+    broken = Endless(batch(), broken_at(3))
+    with pytest.raises(LoaderError, match="the third"):
+        trials.deliver(broken, 0, 9.0)
+    assert (feed.ended, feed.closed, broken.ended, broken.closed) == (1, 0, 1, 0)
+
+
+class Two(World):
+    """The first of two ranks; the other wants what this one wants, and its feed fails after ``other_fails`` agreements."""
+
+    told: list[Any]
+    other_fails: int
+
+    def gathered(self, value: Any) -> list[Any]:
+        self.told.append(value)
+        more, block, _ = value
+        return [value, (more, block, len(self.told) > self.other_fails)]
+
+    def agreed(self, value: Any) -> Any:
+        return value
+
+
+def two(other_fails: int = 99) -> Two:
+    world = Two(0, 2, 0, 2, DEVICE)
+    for name, value in {"told": [], "other_fails": other_fails}.items():
+        object.__setattr__(world, name, value)
+    return world
+
+
+def test_ranks_agree_now_and_then() -> None:
+    """Blocks of steps between two agreements grow to 0.2 s, each at most double the one before, and keep to the skip."""
+    world = two()
+    trials, step, hand = timed(2**-6, world=world)
+    run = trials.deliver(slow_feed(hand, 2**-6), 5, 1.0)
+    assert [block for more, block, _ in world.told if more] == [1, 1, 2, 2, 1, 2, 4, 6, 6, 6, 6, 6]
+    assert len(step.parts) == 1 + 5 + len(run.seconds)
+    assert sum(run.seconds) >= 1.0
+
+
+def test_a_rank_whose_feed_fails_steps_on_until_all_stop() -> None:
+    """The failed rank makes the agreed steps on zeros, for the others wait in theirs, and raises after them."""
+    world = two()
+    trials, step, _ = timed(2**-4, world=world)
+    with pytest.raises(LoaderError, match="the third"):
+        trials.deliver(Endless(batch(), broken_at(2)), 0, 9.0)
+    assert len(step.parts) == 1 + 1 + 2  # the first batch, a block of one, a block of two whose first has no batch
+    zeros = next(device_batches([batch()._replace(images=torch.zeros(4, 3, 8, 8, dtype=torch.uint8))], trials._config, DEVICE))
+    assert [torch.equal(images, zeros[0]) for images in step.images] == [False, False, True, True]
+
+
+def test_a_rank_returns_where_another_ones_feed_fails() -> None:
+    """The other ranks give what there was until the ranks agreed to stop."""
+    trials, _, hand = timed(0.125, world=two(other_fails=4))
+    run = trials.deliver(slow_feed(hand, 0.375), 0, 9.0)
+    assert run.seconds == (0.5,)  # fewer than the two that are the least otherwise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [None, 0, 1], ids=["both well", "the first rank's feed fails", "the second's"])
+def test_two_ranks_make_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int | None) -> None:
+    """Two gloo ranks stop at one step, also where one feed fails at its third batch; the state comes back on both."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # launch() sets them; this brings back what was before
+    config = settled(parts=2)
+    config.device, config.dist = "cpu", DistConfig(name=DistName.spawn, nprocs=2, timeout_s=60.0)
+    config.trainer.num_threads, config.data.image_size = 1, 8
+    launch(jobs.try_steps, (config, tmp_path, broken), config)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert first["same"] and second["same"]
+    assert first["steps"] == second["steps"] > 7
+    assert first["demand"] == second["demand"] >= 2
+    for rank, found in enumerate((first, second)):
+        assert found["error"] == ("batch 3 is broken" if rank == broken else None)
+        assert broken is not None or found["measured"] > 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_a_compiled_network_is_not_compiled_again() -> None:
+    """Training after trials uses the graphs that they compiled, on the weights that came back."""
+    from torch._dynamo.utils import counters
+
+    config, ends = settled(), []
+    for compiled in (False, True):
+        step = make(config)
+        if compiled:
+            step.state.network.compile(backend="eager")
+            trials = StepTrials(step, config, CPU, now=Hand(0.02))
+            with trials.kept():
+                try_out(trials)
+            graphs = counters["stats"]["unique_graphs"]
+            assert graphs > 0
+        train(step, config, 3)
+        ends.append(everything(step)["weights"])
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert ends[0] == ends[1]

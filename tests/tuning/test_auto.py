@@ -1,0 +1,166 @@
+"""The policy of tuner=auto on made-up machines: what it asks for, and what it chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from machines import Machine, own
+
+from harness.feed.interface import FeedSettings
+from harness.tuning.auto import Auto
+from harness.tuning.evidence import Problem
+from harness.tuning.figures import Rate
+from harness.tuning.search import Ask, Choice, with_workers
+
+
+def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
+           budget_s: float = 30.0) -> Choice:  # fmt: skip
+    first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
+    problem = Problem(
+        own=own, first=first, forms=tuple(machine.form_speed),
+        demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s, cores=machine.cores,
+        most=most, pin_memory=False, overlaps=False, fits=fits or (lambda _: None), budget_s=budget_s,
+    )  # fmt: skip
+    policy = Auto(problem).run()
+    try:
+        ask = next(policy)
+        for _ in range(60):
+            ask = policy.send(machine.answer(ask))
+    except StopIteration as end:
+        choice: Choice = end.value
+        return choice
+    raise AssertionError("the search does not end")
+
+
+def tried(machine: Machine, kind: str) -> list[int]:
+    return [ask.settings.num_workers for ask in machine.asked if ask.kind == kind]
+
+
+SLEEPS = {"cores": 8.0, "cpu_s": 0.0001}
+NOISE = pytest.mark.parametrize("noise", [0.0, 0.02], ids=["exact", "noisy"])
+
+
+@NOISE
+@pytest.mark.parametrize(
+    ("machine", "before", "expected"),
+    [
+        pytest.param(Machine(0.0021, demand=1500, **SLEEPS), 7, {4}, id="2 ms asleep, demand met by 4"),
+        pytest.param(Machine(0.0102, demand=640, **SLEEPS), 7, {7}, id="10 ms asleep, as the user has it"),
+        pytest.param(Machine(0.0502, demand=200, **SLEEPS), 7, {11}, id="50 ms asleep, more workers than cores"),
+        pytest.param(Machine(0.002, 0.0019, demand=700), 1, {2}, id="two cores meet demand"),
+        pytest.param(Machine(0.002, 0.0019, demand=5000), 1, {2, 3}, id="two cores do not"),
+        pytest.param(Machine(0.002, 0.0019, demand=700), 0, {2}, id="none at first"),
+        pytest.param(Machine(0.002, 0.0002, demand=1000, ceiling=700), 1, {2}, id="storage gives no more"),
+        pytest.param(Machine(0.002, 0.0019, demand=200), 8, {1}, id="far too many at first"),
+        pytest.param(Machine(0.002, 0.0019, demand=5), 0, {0}, id="slow step, none at first"),
+        pytest.param(Machine(0.0002, 0.0002, demand=1600, step_cpu_s=2 / 1600), 1, {1}, id="the step fills the cores"),
+    ],
+)
+def test_the_fewest_workers_that_deliver_are_chosen(machine: Machine, before: int, expected: set[int], noise: float) -> None:
+    """Where demand can be met, no more workers than meet it; where not, no more than give what can be had."""
+    for seed in range(5 if noise else 1):
+        machine = dataclasses.replace(machine, noise=noise, seed=seed, asked=[])
+        chosen = search(machine, own(before)).settings
+        near = {n + more for n in expected for more in (0, 1)} if noise else expected
+        assert chosen.num_workers in near
+        assert machine.delivered(chosen) >= 0.97 * machine.delivered(own(before))
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 4, 7, 8])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_choice_is_never_slower_than_the_users_setting(before: int, seed: int) -> None:
+    """On made-up machines of all kinds, the choice delivers what the user's setting does, within the tolerance."""
+    rng = random.Random(seed)
+    wall_s = 10 ** rng.uniform(-4, -1.5)
+    machine = Machine(
+        wall_s,
+        wall_s * rng.choice([0.02, 0.5, 0.99]),
+        demand=10 ** rng.uniform(1.5, 4),
+        cores=rng.choice([1.0, 2.0, 8.0, 64.0]),
+        ceiling=rng.choice([math.inf, 300.0]),
+        noise=0.01,
+        seed=seed,
+    )
+    choice = search(machine, own(before))
+    assert machine.delivered(choice.settings) >= 0.96 * machine.delivered(own(before))
+    assert sum(1.5 for _ in machine.asked) < 40
+
+
+def test_where_loading_keeps_up_the_search_ends_at_once() -> None:
+    """One probe and one look at real steps; the model is the limit."""
+    machine = Machine(0.002, 0.0019, demand=200)
+    choice = search(machine, own(1))
+    assert [(ask.kind, ask.settings.num_workers) for ask in machine.asked] == [("supply", 1), ("steps", 1)]
+    assert (choice.settings, choice.bound) == (own(1), "model")
+
+
+def test_a_slower_step_needs_fewer_workers() -> None:
+    """The choice follows demand."""
+    chosen = [search(Machine(0.01, demand=demand, **SLEEPS), own(7)).settings.num_workers for demand in (1200, 600, 150)]
+    assert chosen == sorted(chosen, reverse=True) and len(set(chosen)) == 3
+
+
+@pytest.mark.parametrize(
+    ("machine", "bound"),
+    [
+        (Machine(0.002, 0.0019, demand=700), "model"),
+        (Machine(0.002, 0.0019, demand=5000), "processor"),
+        (Machine(0.002, 0.0002, demand=5000, ceiling=700), "storage"),
+        (Machine(0.002, 0.0019, demand=5000, cores=64.0, handing=1500), "transport"),
+        (Machine(0.05, 0.0001, demand=5000, cores=8.0), "workers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_limit_has_a_name(machine: Machine, bound: str) -> None:
+    """Model, processor, storage, transport, or that no more workers may be tried."""
+    assert search(machine, own(1)).bound == bound
+
+
+def test_memory_may_be_the_limit() -> None:
+    """What does not fit is not asked for, and the bound says so."""
+    machine = Machine(0.05, 0.0001, demand=5000, cores=8.0)
+    choice = search(machine, own(1), fits=lambda s: "too large" if s.num_workers > 3 else None)
+    assert max(ask.settings.num_workers for ask in machine.asked) == 3
+    assert (choice.settings.num_workers, choice.bound) == (3, "memory")
+
+
+def test_a_setting_that_fails_is_not_chosen_and_no_larger_one_is_tried() -> None:
+    """From four workers on they die: three are the most."""
+    machine = Machine(0.01, demand=2000, **SLEEPS, broken=lambda s: s.num_workers > 3)
+    choice = search(machine, own(1))
+    assert choice.settings.num_workers <= 3
+    assert machine.delivered(choice.settings) >= machine.delivered(own(1))
+
+
+def test_the_fastest_form_is_chosen_without_knowing_its_name() -> None:
+    """A form that needs half the time serves the demand that the other cannot."""
+    machine = Machine(0.002, 0.0019, demand=1800, form_speed={"processes": 1.0, "other": 2.5})
+    assert search(machine, own(1)).settings.backend == "other"
+
+
+def test_uneven_samples_get_a_deeper_queue() -> None:
+    """The same mean with a heavy tail needs more batches in flight; even samples keep torch's two."""
+    even, uneven = (Machine(0.01, demand=640, variation=v, **SLEEPS) for v in (0.1, 7.0))
+    depths = [search(machine, own(1)).settings.prefetch_factor for machine in (even, uneven)]
+    assert depths[0] == 2 and (depths[1] or 0) > 2
+
+
+def test_a_small_budget_ends_the_search_and_says_so() -> None:
+    """Little time: few questions, an answer all the same."""
+    machine = Machine(0.0502, demand=2000, **SLEEPS)
+    choice = search(machine, own(7), budget_s=1.0)
+    assert len(machine.asked) < 4
+    assert machine.delivered(choice.settings) >= machine.delivered(own(7))
+
+
+def test_with_nothing_measured_the_users_setting_stays() -> None:
+    """Everything after the first probe is refused."""
+    machine = Machine(0.01, demand=2000, **SLEEPS)
+    first = machine.answer(Ask(own(2), "supply"))
+    machine.broken = lambda _: True
+    machine.answer = lambda ask, real=machine.answer: first if len(machine.asked) == 0 else real(ask)  # type: ignore[method-assign]
+    assert search(machine, own(2)).settings == own(2)

@@ -1,0 +1,143 @@
+"""Capacity: what a setting needs is reckoned, and refused in words, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.feed.interface import FeedSettings
+from harness.runtime.limits import Limits
+from harness.tuning import capacity
+from harness.tuning.capacity import Needs, beside, needs, refusal
+
+MB = 10**6
+ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, open_files=100_000)
+
+
+def settings(num_workers: int, prefetch_factor: int | None = 2, *, pin_memory: bool = False) -> FeedSettings:
+    return FeedSettings(
+        batch_size=4,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0,
+        timeout_s=60.0,
+        start_method="forkserver",
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "batch_bytes", "expected"),
+    [
+        pytest.param(settings(0), 10, Needs(0, 20, 0), id="in the trainer: two batches"),
+        pytest.param(settings(4, 8), 10, Needs(340, 4 * 1000 + 340, 4 * 58), id="workers and what they have in flight"),
+        pytest.param(settings(1, 1, pin_memory=True), 10, Needs(30, 1000 + 30 + 48, 16), id="pinned blocks are powers of two"),
+        pytest.param(settings(0, pin_memory=True), 16, Needs(0, 32 + 48, 0), id="a power of two stays"),
+        pytest.param(settings(2, 2, pin_memory=True), None, Needs(0, 2000, 44), id="batches of unknown size are left out"),
+    ],
+)
+def test_the_needs_of_a_feed(what: FeedSettings, batch_bytes: int | None, expected: Needs) -> None:
+    """Shared memory, memory and open files follow from the settings, the batch and the worker."""
+    assert needs(what, batch_bytes, worker_bytes=1000) == expected
+
+
+def test_needs_add_up() -> None:
+    """Two feeds side by side take what both take."""
+    assert Needs(1, 2, 3) + Needs(10, 20, 30) == Needs(11, 22, 33)
+
+
+@pytest.mark.parametrize(
+    ("what", "limits", "taken", "expected"),
+    [
+        pytest.param(
+            settings(4, 8),
+            replace(ROOMY, shm_bytes=64 * MB),
+            capacity.NONE,
+            "(num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB = 656.2 MB of shared memory, of which 64.0 MB are free "
+            "(a fifth is kept back): not tried",
+            id="shared memory",
+        ),
+        pytest.param(
+            settings(4, 8, pin_memory=True),
+            replace(ROOMY, memory_bytes=1500 * MB),
+            capacity.NONE,
+            "num_workers=4 x 200.0 MB + (num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB + 3 pinned x 33.6 MB = 1.6 GB "
+            "of memory, of which 1.5 GB are free (a fifth is kept back): not tried",
+            id="memory",
+        ),
+        pytest.param(
+            settings(0),
+            replace(ROOMY, memory_bytes=40 * MB),
+            capacity.NONE,
+            "2 batches x 19.3 MB = 38.6 MB of memory, of which 40.0 MB are free (a fifth is kept back): not tried",
+            id="memory without workers",
+        ),
+        pytest.param(
+            settings(4, 8),
+            replace(ROOMY, open_files=300, files_open=10),
+            capacity.NONE,
+            "num_workers=4 x (6 x prefetch_factor=8 + 10) = 232 open files, of which 290 are free (64 are kept back; "
+            "ulimit -n raises them): not tried",
+            id="open files",
+        ),
+        pytest.param(
+            settings(1, 1),
+            replace(ROOMY, shm_bytes=100 * MB),
+            Needs(shm_bytes=50 * MB),
+            "(num_workers=1 x prefetch_factor=1 + 2) x 19.3 MB + 50.0 MB of the other feed = 107.9 MB of shared memory, of "
+            "which 100.0 MB are free (a fifth is kept back): not tried",
+            id="beside another feed",
+        ),
+    ],
+)
+def test_a_refusal_shows_the_sum(what: FeedSettings, limits: Limits, taken: Needs, expected: str) -> None:
+    """The line names the settings, what they need, and what is free."""
+    assert refusal(what, 19_300_000, 200 * MB, limits, taken) == expected
+
+
+@pytest.mark.parametrize(
+    ("what", "edge"),
+    [
+        pytest.param(settings(1, 1), {"shm_bytes": 375}, id="shared memory"),
+        pytest.param(settings(1, 1), {"memory_bytes": 500}, id="memory"),
+        pytest.param(settings(2, 2), {"open_files": 44 + 64 + 6, "files_open": 6}, id="open files"),
+    ],
+)
+def test_what_just_fits_is_tried(what: FeedSettings, edge: dict[str, int]) -> None:
+    """Four fifths of the memory and all but 64 of the files may be taken, and not a byte or a file more."""
+    limits = replace(ROOMY, **edge)
+    assert refusal(what, 100, 100, limits) is None
+    less = {name: value - 1 for name, value in edge.items() if name != "files_open"}
+    assert "not tried" in (refusal(what, 100, 100, replace(limits, **less)) or "")
+
+
+def test_loading_in_the_trainer_needs_no_workers_means() -> None:
+    """Without workers neither shared memory nor open files are asked for, however little there is of them."""
+    nothing = replace(ROOMY, shm_bytes=0, open_files=10, files_open=10)
+    assert refusal(settings(0), 100, 10**12, nothing, Needs(open_files=50)) is None
+
+
+def test_without_shared_memory_there_is_no_bound_on_it() -> None:
+    """Where there is no /dev/shm to look at, memory alone is reckoned with."""
+    assert refusal(settings(8, 8), MB, MB, replace(ROOMY, shm_bytes=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("shm", "expected"),
+    [
+        pytest.param(1000, (4, 3), id="both fit as they are"),
+        pytest.param(300, (4, 2), id="fewer batches in flight"),
+        pytest.param(200, (3, 1), id="one in flight each, and fewer workers"),
+        pytest.param(50, (0, None), id="no workers"),
+    ],
+)
+def test_validation_makes_way_for_training(shm: int, expected: tuple[int, int | None]) -> None:
+    """The validation feed gives up batches in flight first, then workers, until both feeds fit."""
+    train, val = settings(4, 2), settings(4, 3)
+    limits = replace(ROOMY, shm_bytes=shm)
+    found = beside(train, val, 10, 12, 100, limits)
+    assert (found.num_workers, found.prefetch_factor) == expected
+    assert found.persistent_workers == (expected[0] > 0)
+    assert (found == val) == (shm == 1000)
+    assert refusal(found, 12, 100, limits, needs(train, 10, 100)) is None

@@ -1,0 +1,215 @@
+"""How settings are measured on all ranks together, and what becomes of those that do not fit or fail."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import samples
+import torch
+
+from harness.feed.gauge import Gauge
+from harness.feed.interface import Feed, FeedSettings, HostBatch
+from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.limits import Limits
+from harness.tuning import probe
+from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.lab import Lab
+from harness.tuning.search import Ask
+from harness.watch.figures import StepRun
+
+OWN = samples.settings(2, batch_size=10)
+PLENTY = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
+
+
+class Ranks:
+    """This rank, and others that gather ``others`` beside its value."""
+
+    def __init__(self, *others: Any) -> None:
+        self.others = others
+
+    def smallest(self, value: float) -> float:
+        return value
+
+    def agreed(self, value: Any) -> Any:
+        return value
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value, *self.others] if isinstance(value, tuple) else [value]
+
+
+class Feeds:
+    """Feeds that are never iterated; notes what was asked for."""
+
+    forms = ("processes",)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[FeedSettings, bool]] = []
+        self.closed = 0
+
+    def batch_bytes(self, settings: FeedSettings) -> int | None:
+        return 10**6
+
+    def val_settings(self, train: FeedSettings) -> FeedSettings:
+        return train
+
+    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+        self.asked.append((settings, again))
+        return self  # type: ignore[return-value]  # only closed
+
+    def probed(self) -> float:
+        return 0.5
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Step:
+    """Steps that take a tenth of a second, half of it waiting; ``delivers`` replaces that."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, delivers: Callable[[], StepRun] | None = None) -> None:
+        self.delivers = delivers or (lambda: StepRun((10,) * 20, (0.1,) * 20, (0.05,) * 20, 1.0))
+        self.skipped: list[int] = []
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        yield
+
+    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
+        return StepRun((10,) * 20, (0.05,) * 20, (0.0,) * 20, 2.0)
+
+    def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
+        self.skipped.append(skip)
+        return self.delivers()
+
+
+def batch() -> HostBatch:
+    return HostBatch(torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10), torch.zeros(10))
+
+
+def lab(step: Step | None = None, ranks: Ranks | None = None, limits: Limits = PLENTY) -> Lab:
+    return Lab(Feeds(), step or Step(), limits, ranks or Ranks(), timeout_s=30.0)  # type: ignore[arg-type]
+
+
+def asked(lab: Lab) -> list[tuple[FeedSettings, bool]]:
+    assert isinstance(lab.probes, Feeds)
+    return lab.probes.asked
+
+
+def fail(error: Exception) -> Callable[[], StepRun]:
+    def run() -> StepRun:
+        raise error
+
+    return run
+
+
+@pytest.fixture
+def supply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supply probe that finds 200 images/s and workers of 50 MB."""
+    found = probe.Supply(Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, batch())
+    monkeypatch.setattr(probe, "measure_supply", lambda *_, **__: found)
+
+
+def test_what_does_not_fit_is_refused_before_it_runs() -> None:
+    """With the arithmetic as the reason, and no feed made."""
+    small = lab(limits=dataclasses.replace(PLENTY, shm_bytes=4 * 10**6))
+    trial = small.attempt(Ask(OWN, "supply"))
+    assert trial.rate is None and "= 6.0 MB of shared memory, of which 4.0 MB are free" in (trial.refused or "")
+    assert asked(small) == []
+
+
+@pytest.mark.usefixtures("supply")
+def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
+    """Its memory is what later settings are reckoned with, and its batch serves the step."""
+    own = lab(limits=dataclasses.replace(PLENTY, memory_bytes=600 * 10**6))
+    assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is not None  # a hundred MiB each, before one was seen
+    trial = own.attempt(Ask(OWN, "supply"))
+    assert (trial.rate, trial.images, trial.kind) == (Rate(200.0, 190.0, 210.0), 300, "supply")
+    assert own.worker_bytes == 50 * 10**6 and own.batch is not None
+    assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is None
+    assert trial.memory_bytes == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
+
+
+def test_real_steps_tell_the_wait() -> None:
+    """The rate is of the steps with their waits; the queue that was full at first is left out."""
+    step = Step()
+    trial = lab(step).attempt(Ask(OWN, "steps"))
+    assert trial.rate is not None and trial.rate.images_per_s == pytest.approx(100.0)
+    assert (trial.wait_fraction, step.skipped) == (pytest.approx(0.5), [4])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_this_process_loads_only_what_a_worker_has_loaded_before(num_workers: int) -> None:
+    """So that a sample that hangs cannot hang the run while it is tuned."""
+    own = lab()
+    own.attempt(Ask(samples.settings(num_workers), "steps"))
+    assert [again for _, again in asked(own)] == [num_workers == 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(LoaderError("a worker died"), "a worker died"), (MemoryError(), "out of memory")],
+    ids=["worker", "memory"],
+)
+def test_what_fails_is_refused_with_its_symptom(error: Exception, reason: str) -> None:
+    """Tuning goes on, and the feed is closed."""
+    own = lab(Step(fail(error)))
+    assert own.attempt(Ask(OWN, "steps")).refused == reason
+    assert isinstance(own.probes, Feeds) and own.probes.closed == 1
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "on another rank"])
+def test_a_bad_sample_is_no_settings_fault(here: bool) -> None:
+    """It is raised on every rank, whichever met it."""
+    step = Step(fail(BadSample("7.jpg", "empty file"))) if here else None
+    ranks = Ranks() if here else Ranks((Trial(OWN, "steps"), ("7.jpg", "empty file")))
+    with pytest.raises(BadSample, match="^7.jpg: empty file$"):
+        lab(step, ranks).attempt(Ask(OWN, "steps"))
+
+
+def test_the_slowest_rank_counts() -> None:
+    """One that was refused there is refused here."""
+    slow = Trial(OWN, "steps", Rate(40.0, 39.0, 41.0), 100)
+    assert lab(ranks=Ranks((slow, None))).attempt(Ask(OWN, "steps")) == slow
+    refused = Trial(OWN, "steps", refused="a worker died")
+    assert lab(ranks=Ranks((slow, None), (refused, None))).attempt(Ask(OWN, "steps")) == refused
+
+
+def test_steps_that_another_rank_ended_give_no_figure() -> None:
+    """None were made here."""
+    assert lab(Step(lambda: StepRun((), (), (), 0.0))).attempt(Ask(OWN, "steps")).refused == "refused on another rank"
+
+
+@pytest.mark.usefixtures("supply")
+def test_demand_needs_a_batch() -> None:
+    """Which a supply probe brings; the slowest rank's step counts."""
+    own = lab(ranks=Ranks())
+    assert own.demand(1.0) is None
+    own.attempt(Ask(OWN, "supply"))
+    found = own.demand(1.0)
+    assert found is not None
+    assert (found[0].images_per_s, found[1]) == (pytest.approx(200.0), pytest.approx(0.01))
+    own.ranks = Ranks((Rate(50.0, 50.0, 50.0), 0.02))
+    assert own.demand(1.0) == (Rate(50.0, 50.0, 50.0), 0.02)
+
+
+def test_nothing_is_pinned_without_a_cuda_device() -> None:
+    """There is no copy that it could speed up."""
+    own = lab()
+    own.batch = batch()
+    assert not own.pays_to_pin(OWN)
+
+
+@pytest.mark.parametrize(("pinned_s", "pays"), [(0.5, True), (0.97, False), (1.5, False)])
+def test_pinning_must_pay(pinned_s: float, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy from page-locked memory must be clearly faster."""
+    own = lab(ranks=Ranks())
+    own.batch = batch()
+    monkeypatch.setattr(Step, "device", torch.device("cuda"))
+    monkeypatch.setattr(probe, "measure_copies", lambda *_: (1.0, pinned_s))
+    assert own.pays_to_pin(OWN) is pays

@@ -1,0 +1,96 @@
+"""``tune`` in a loop of one's own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from harness.config import TunerConfig
+from harness.runtime.errors import BadSample
+from harness.tuning.library import tune
+
+QUICK = TunerConfig(budget_s=2.0, max_workers=2)
+
+
+class Pairs(Dataset[Any]):
+    """Numbers and their double; sample ``bad`` raises."""
+
+    def __init__(self, length: int = 400, bad: int | None = None) -> None:
+        self.length, self.bad = length, bad
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == self.bad:
+            raise KeyError("no such number")
+        return {"x": torch.full((4,), index / 400), "y": torch.full((1,), index / 200)}
+
+
+class PairsAtOnce(Pairs):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        return [self[index] for index in indices]
+
+
+def test_any_loop_can_tune_its_loader() -> None:
+    """The answer is what DataLoader takes, and nothing that the step changed, and no random number, is used up."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    seen: list[int] = []
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        seen.append(len(batch["x"]))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+        schedule.step()
+
+    before, random = copy.deepcopy((model.state_dict(), schedule.state_dict())), torch.get_rng_state()
+    report = tune(
+        PairsAtOnce(), step, batch_size=16, state=(model, optimizer, schedule), start_method="forkserver", config=QUICK
+    )
+    assert len(seen) > 10 and set(seen) == {16}
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before[0].items())
+    assert schedule.state_dict() == before[1] and not optimizer.state_dict()["state"]
+    assert torch.equal(torch.get_rng_state(), random)
+    loader = DataLoader(Pairs(), shuffle=True, **report.loader_arguments)
+    assert (loader.num_workers, loader.batch_size) == (report.settings.num_workers, 16)
+    assert report.demand is not None and not samples.left_behind()
+
+
+def test_an_error_of_the_data_set_is_told_as_it_is() -> None:
+    """With the type and the text that the data set gave it."""
+    with pytest.raises(BadSample, match="KeyError: 'no such number'"):
+        tune(Pairs(20, bad=7), lambda _: None, batch_size=4, start_method="forkserver", config=QUICK)
+    assert not samples.left_behind()
+
+
+def test_what_cannot_be_put_back_is_refused() -> None:
+    """Before anything is measured."""
+    with pytest.raises(TypeError, match="dict has no state_dict"):
+        tune(Pairs(), lambda _: None, batch_size=4, state=({},), config=QUICK)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_those_of_the_callers_collate(workers: int, tmp_path: Path) -> None:
+    """The step gets what its own loader would give it."""
+    kinds: set[type] = set()
+    tune(
+        Pairs(), lambda batch: kinds.add(type(batch)), batch_size=8, collate_fn=as_tuple, num_workers=workers,
+        start_method="forkserver", config=QUICK,
+    )  # fmt: skip
+    assert kinds == {tuple}
+
+
+def as_tuple(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = default_collate(rows)
+    return whole["x"], whole["y"]

@@ -1,0 +1,319 @@
+"""The tuner's memory: an answer comes back to runs alike, for a while, whole or not at all; one of several tunes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config import Config, Crop, OptimName, Precision, StartMethod
+from harness.runtime import signals
+from harness.runtime.errors import Interrupted
+from harness.runtime.limits import Limits
+from harness.tuning import memory
+from harness.tuning.memory import Memory, fingerprint
+
+LIMITS = Limits(cores=4.0, memory_bytes=2**30, shm_bytes=2**30, open_files=1024)
+DAY_S = 24 * 3600.0
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Memory:
+    return Memory({"cores": 4, "ranks": (1, 1)}, tmp_path / "tuning")
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What was warned of so far."""
+    caplog.set_level(logging.WARNING, memory.LOGGER)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_what_was_kept_is_recalled_by_runs_alike(one: Memory, tmp_path: Path) -> None:
+    """Another run with the same fingerprint has the answer, whatever the order of its keys; another fingerprint has not."""
+    one.keep({"num_workers": 3, "rates": [1.5, 2.5]})
+    assert Memory({"ranks": [1, 1], "cores": 4}, tmp_path / "tuning").recall() == {"num_workers": 3, "rates": [1.5, 2.5]}
+    assert Memory({"ranks": [1, 1], "cores": 8}, tmp_path / "tuning").recall() is None
+
+
+def test_a_later_answer_takes_the_place_of_an_earlier_one(one: Memory) -> None:
+    """There is one answer, in one file, and nothing half-written beside it."""
+    one.keep({"num_workers": 3})
+    one.keep({"num_workers": 4})
+    assert one.recall() == {"num_workers": 4}
+    assert list(one.path.parent.iterdir()) == [one.path]
+
+
+def test_an_answer_can_be_forgotten(one: Memory) -> None:
+    """After ``forget`` there is none; to forget twice is no error."""
+    one.keep({"num_workers": 3})
+    one.forget()
+    one.forget()
+    assert one.recall() is None
+
+
+@pytest.mark.parametrize(("days", "there"), [(29.9, True), (30.1, False), (-30.1, False)])
+def test_an_answer_is_good_for_thirty_days(one: Memory, days: float, there: bool) -> None:
+    """An older one is not taken, nor one from a future that only a wrong clock can have seen."""
+    one.keep({"num_workers": 3})
+    assert (one.recall(lambda: time.time() + days * DAY_S) is not None) == there
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b'{"format": 1, "fing', id="cut off"),
+        pytest.param(b"\xff\xfe\x00", id="no text"),
+        pytest.param(b"[]", id="a list"),
+        pytest.param(b"[" * 100_000, id="too deep"),
+        pytest.param(b"{}", id="nothing in it"),
+        pytest.param(
+            b'{"format": 1, "fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": "now", "answer": {}}', id="time"
+        ),
+        pytest.param(
+            b'{"format": 1, "fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": SOON, "answer": 3}', id="answer"
+        ),
+    ],
+)
+def test_a_damaged_file_is_removed_with_one_warning(one: Memory, content: bytes, warnings: Callable[[], list[str]]) -> None:
+    """What cannot be read is no answer, now or later."""
+    one.path.parent.mkdir()
+    one.path.write_bytes(content.replace(b"SOON", str(time.time()).encode()))
+    assert one.recall() is None
+    assert one.recall() is None
+    assert warnings() == [f"{one.path}: damaged, so that this run tunes anew"]
+    assert not one.path.exists()
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"format": 2, "answer": None}, {"fingerprint": {"cores": 8}}])
+def test_another_format_or_fingerprint_is_left_alone(
+    one: Memory, change: dict[str, Any], warnings: Callable[[], list[str]]
+) -> None:
+    """A file of another version of the program, or of another fingerprint, is neither taken nor removed."""
+    one.keep({"num_workers": 3})
+    one.path.write_text(json.dumps(json.loads(one.path.read_text()) | change))
+    assert one.recall() is None
+    assert one.path.exists() and not warnings()
+
+
+def test_a_cache_that_cannot_be_used_is_one_warning(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    """With a file where the folder should be, all goes on, without a memory."""
+    (tmp_path / "file").write_text("")
+    lost = Memory({}, tmp_path / "file" / "tuning")
+    with lost.held():
+        assert lost.recall() is None
+        lost.keep({"num_workers": 3})
+        lost.forget()
+    assert warnings() == [f"{lost.path.parent}: Not a directory; tuning is not remembered; set WELLFED_CACHE"]
+
+
+def test_the_memory_lies_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a folder of its own it is below the one that WELLFED_CACHE names."""
+    monkeypatch.setenv("WELLFED_CACHE", str(tmp_path))
+    Memory({}).keep({})
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "tuning"]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from harness.tuning.memory import Memory
+one = Memory({"cores": 4, "ranks": (1, 1)}, Path(sys.argv[1]))
+with one.held():
+    print("held", flush=True)
+    sys.stdin.readline()
+    one.keep({"num_workers": 7})
+"""
+
+
+@contextmanager
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another run, in the block and tuning until it is sent a line."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def on_third_look(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Call ``act`` when this process has found the lock taken twice."""
+    looks = iter(range(10_000))
+    monkeypatch.setattr(memory, "_POLL_S", 0.001)
+    monkeypatch.setattr(signals, "check", lambda: act() if next(looks) == 2 else None)
+
+
+def test_of_two_runs_one_tunes_and_the_other_recalls(
+    one: Memory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who comes second says that it waits for the first, and finds its answer."""
+    with holder(one.path.parent) as first:
+        on_third_look(monkeypatch, lambda: first.communicate("go on\n"))
+        with one.held():
+            assert first.returncode == 0
+            assert one.recall() == {"num_workers": 7}
+    assert capsys.readouterr().out == "waiting for another run that tunes the same\n"
+
+
+def test_a_holder_that_died_frees_the_block(one: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was killed while it tuned leaves the others neither locked out nor with an answer."""
+    with holder(one.path.parent) as first:
+        on_third_look(monkeypatch, first.kill)
+        with one.held():
+            assert one.recall() is None
+
+
+def test_a_run_does_not_wait_for_ever(one: Memory, warnings: Callable[[], list[str]]) -> None:
+    """After its time it says so and goes on beside the other, whose lock stays."""
+    other = Memory(one.fingerprint, one.path.parent)
+    with one.held():
+        for _ in range(2):
+            with other.held(wait_s=0.0):
+                pass
+    assert warnings() == 2 * [f"{one.path.with_suffix('.lock')}: still held by another run after 0 s; this one tunes too"]
+
+
+def test_the_block_is_free_again_after_an_error(one: Memory, warnings: Callable[[], list[str]]) -> None:
+    """A search that failed does not keep others out."""
+    with pytest.raises(ZeroDivisionError), one.held():
+        print(1 / 0)
+    with Memory(one.fingerprint, one.path.parent).held(wait_s=0.0):
+        assert not warnings()
+
+
+def test_a_worker_that_was_forked_inside_does_not_keep_the_block(one: Memory, warnings: Callable[[], list[str]]) -> None:
+    """The lock goes with the block, though a process that began in it still has the file."""
+    lock = one.path.with_suffix(".lock")
+    with one.held():
+        own = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == str(lock)]
+        forked = os.dup(*own)
+    with Memory(one.fingerprint, one.path.parent).held(wait_s=0.0):
+        assert not warnings()
+    os.close(forked)
+
+
+def test_a_signal_ends_the_wait(one: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while another run tunes is seen."""
+
+    def interrupted() -> None:
+        raise Interrupted(2)
+
+    with one.held():
+        on_third_look(monkeypatch, interrupted)
+        with pytest.raises(Interrupted), Memory(one.fingerprint, one.path.parent).held():
+            pass
+
+
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is looked at once."""
+    monkeypatch.setattr(memory, "environment", lambda device_name: {"device": device_name, "usable_cores": 9.0})
+
+
+def of(changes: Mapping[str, object] | None = None, **other: Any) -> dict[str, Any]:
+    """The fingerprint of a run with these settings changed, by dotted name."""
+    config = Config()
+    for name, value in (changes or {}).items():
+        group, _, setting = name.rpartition(".")
+        setattr(operator.attrgetter(group)(config) if group else config, setting, value)
+    facts = {"data_identity": {"images": 10}, "limits": LIMITS, "world_size": 4, "local_size": 2, "device_name": "cpu"}
+    return fingerprint(config, **(facts | other))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"seed": 5}, id="seed"),
+        pytest.param({"optim.lr": 0.3, "trainer.epochs": 3, "schedule.gamma": 0.5}, id="how long and how fast it learns"),
+        pytest.param({"loader.num_workers": 3, "loader.prefetch_factor": 5, "loader.pin_memory": True}, id="what is searched"),
+        pytest.param({"loader.persistent_workers": False, "loader.val.num_workers": 2}, id="what the user set of it"),
+        pytest.param({"run.name": "other", "data.mirror": "http://127.0.0.1", "data.root": "other"}, id="names"),
+        pytest.param({"tuner.fresh": True}, id="whether to look it up"),
+    ],
+)
+@pytest.mark.usefixtures("fixed")
+def test_what_changes_no_cost_is_not_in_the_fingerprint(changes: dict[str, object]) -> None:
+    """Runs of a sweep over these tune once."""
+    assert of(changes) == of()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data.image_size", 96),
+        ("augment.hflip", 0.1),
+        ("augment.crop", Crop.center),
+        ("loader.batch_size", 32),
+        ("loader.start_method", StartMethod.spawn),
+        ("model.name", "resnet18"),
+        ("optim.name", OptimName.adamw),
+        ("trainer.precision", Precision.bf16),
+        ("trainer.channels_last", True),
+        ("trainer.compile", True),
+        ("trainer.accumulate_steps", 2),
+        ("tuner.budget_s", 7.0),
+    ],
+)
+@pytest.mark.usefixtures("fixed")
+def test_settings_that_change_a_cost_change_the_fingerprint(name: str, value: object) -> None:
+    """What a sample or a step costs, and how it is searched for, count."""
+    assert of({name: value}) != of()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"data_identity": {"images": 11}}, id="data"),
+        pytest.param({"limits": replace(LIMITS, cores=2.0)}, id="cores"),
+        pytest.param({"world_size": 8}, id="ranks"),
+        pytest.param({"local_size": 4}, id="ranks of a node"),
+        pytest.param({"device_name": "H100"}, id="device"),
+    ],
+)
+@pytest.mark.usefixtures("fixed")
+def test_the_machine_and_the_data_change_the_fingerprint(other: dict[str, Any]) -> None:
+    """An answer is one machine's, one data set's, and one number of ranks'."""
+    assert of(**other) != of()
+
+
+@pytest.mark.usefixtures("fixed")
+def test_free_memory_is_not_in_the_fingerprint() -> None:
+    """What changes from minute to minute would never be found again."""
+    assert of(limits=replace(LIMITS, memory_bytes=1, shm_bytes=1, files_open=9)) == of()
+
+
+def test_the_fingerprint_of_this_machine() -> None:
+    """It has versions and hardware, stays from one look to the next, and can be stored."""
+    found = of()
+    assert found == of() == json.loads(json.dumps(found))
+    assert {"torch", "torchvision", "python", "wellfed", "cpu", "ram_bytes"} <= found["machine"].keys()
+    assert found["machine"]["usable_cores"] == 4.0
+    assert found["packages"].keys() == {"numpy", "pillow"}
+
+
+def test_another_code_of_the_data_path_is_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of every module that a sample goes through count; those of the loop do not."""
+    for room in ("data", "feed", "training"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "a.py").write_text("1")
+    monkeypatch.setattr(memory, "__file__", str(tmp_path / "tuning" / "memory.py"))
+    digests = [memory._sources()]
+    for room in ("data", "feed", "training"):
+        (tmp_path / room / "a.py").write_text("2")
+        digests.append(memory._sources())
+    assert digests[0] != digests[1] != digests[2] == digests[3]

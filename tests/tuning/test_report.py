@@ -1,0 +1,272 @@
+"""What tuning tells: that it can be typed, run, read, stored and recalled."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import samples
+import torch
+from reports import OPEN, rate, report, trial, workers
+from torch.utils.data import DataLoader
+
+from harness.config import Config
+from harness.feed.interface import FeedSettings, train_settings, val_settings
+from harness.runtime.limits import Limits
+from harness.tuning.report import Side, TuningReport
+from harness.watch.board import Board
+
+LIMITS = Limits(8.0, 2**30, None, 1024)
+
+
+class Pages:
+    """A board that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    def text(self, tag: str, markdown: str) -> None:
+        self.given[tag] = markdown
+
+    def image(self, tag: str, png: bytes, width: int, height: int) -> None:
+        self.given[tag] = png, width, height
+
+
+@pytest.mark.parametrize(
+    ("settings", "val", "expected"),
+    [
+        pytest.param(
+            workers(3), samples.settings(3, batch_size=64),
+            "loader.num_workers=3 loader.prefetch_factor=2 loader.pin_memory=false loader.persistent_workers=true",
+            id="workers",
+        ),
+        pytest.param(
+            samples.settings(0), samples.settings(0), "loader.num_workers=0 loader.pin_memory=false", id="no workers"
+        ),
+        pytest.param(
+            samples.settings(2, prefetch_factor=5), samples.settings(1, batch_size=9, prefetch_factor=7),
+            "loader.num_workers=2 loader.prefetch_factor=5 loader.pin_memory=false loader.persistent_workers=false "
+            "loader.val.batch_size=9 loader.val.num_workers=1 loader.val.prefetch_factor=7", id="validation of its own",
+        ),
+    ],
+)  # fmt: skip
+def test_the_override_gives_the_choice(
+    composed: Callable[..., Config], settings: FeedSettings, val: FeedSettings, expected: str
+) -> None:
+    """Typed on the command line it gives the very settings that were chosen, for training and validation."""
+    override = report(settings=settings, val=val).override
+    assert override == expected
+    loader = composed(
+        *override.split(), f"loader.batch_size={settings.batch_size}", f"loader.timeout_s={settings.timeout_s}"
+    ).loader
+    assert train_settings(loader, LIMITS, pinnable=True) == settings
+    assert val_settings(loader, settings) == val
+
+
+def test_the_override_names_another_form_of_the_feed() -> None:
+    """The form is left out where it is the default alone."""
+    settings = dataclasses.replace(workers(3), backend="threads")
+    val = dataclasses.replace(samples.settings(3, batch_size=64), backend="threads")
+    assert report(settings=settings, val=val).override.split()[-1] == "loader.backend=threads"
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than some machines have cores
+@pytest.mark.parametrize("settings", [workers(3), samples.settings(0)], ids=["workers", "no workers"])
+def test_the_torch_line_is_python(settings: FeedSettings) -> None:
+    """It builds a DataLoader with the settings that were chosen."""
+    line = report(settings=settings).dataloader
+    loader: DataLoader[Any] = eval(line, {"DataLoader": DataLoader, "dataset": torch.arange(100)})
+    names = ("batch_size", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers")
+    assert [getattr(loader, name) for name in names] == [getattr(settings, name) for name in names]
+
+
+def test_the_user_reads_the_outcome(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before and after, the sentence, both ways to get it again, what was refused and why, and the notes."""
+    own = report()
+    own.show()
+    assert capsys.readouterr().out.splitlines() == [
+        "tuner=auto: 4 measurements in 9.2 s",
+        "        images/s  waiting  memory  setting",
+        "before  240 ±5%   62%      210 MB  num_workers=1 pin_memory=false prefetch_factor=2",
+        "after   620 ±5%   1%       1.6 GB  num_workers=3 pin_memory=false prefetch_factor=2",
+        "Training gets 620 images/s instead of 240.",
+        f"the same without tuning: {own.override}",
+        f"the same with torch alone: {own.dataloader}",
+        "refused num_workers=8 pin_memory=false prefetch_factor=2: worker 7 exited: /dev/shm is full",
+        "note: pin_memory has no use without an accelerator",
+    ]
+
+
+def test_what_was_not_measured_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    """A search without steps says that its rates are the loader's alone, and has no waiting."""
+    report(search="grid", demand=None, before=Side(workers(1), None, None, None)).show()
+    shown = capsys.readouterr().out.splitlines()
+    assert "images/s (loader alone)" in shown[1]
+    assert shown[2].split()[:4] == ["before", "-", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "title"),
+    [
+        ({"complete": False}, "tuner=auto: 4 measurements in 9.2 s, ended by tuner.budget_s"),
+        ({"reused": True, "seconds": 0.3}, "tuner=auto: remembered from an earlier run, 0.3 s"),
+    ],
+    ids=["budget", "remembered"],
+)
+def test_the_title_says_how_the_answer_came(changes: dict[str, Any], title: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A search that was cut short, and an answer that was remembered, are told."""
+    report(**changes).show()
+    assert capsys.readouterr().out.splitlines()[0] == title
+
+
+def test_the_summary_is_for_the_report() -> None:
+    """Plain values; what was not measured is None."""
+    assert report(before=Side(workers(1), None, None, None)).summary() == {
+        "seconds": 9.23,
+        "chosen": "num_workers=3 pin_memory=false prefetch_factor=2",
+        "reused": False,
+        "before_images_per_s": None,
+        "after_images_per_s": 620.0,
+        "sentence": "Training gets 620 images/s instead of 240.",
+        "bound": "model",
+    }
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        pytest.param(report(), id="open interval"),
+        pytest.param(report(0, demand=None, ceiling=None, bound=None, trials=(), notes=()), id="nothing measured"),
+        pytest.param(report(after=Side(workers(3), OPEN, None, None)), id="open interval of a side"),
+        pytest.param(report(settings=dataclasses.replace(workers(3), backend="threads")), id="another form"),
+    ],
+)
+def test_an_answer_can_be_recalled(original: TuningReport) -> None:
+    """Through JSON and back it is the same, limits' sources too."""
+    recalled = TuningReport.from_plain(json.loads(json.dumps(original.to_plain(), allow_nan=False)))
+    assert recalled == original
+    assert recalled.limits.sources == original.limits.sources
+
+
+@pytest.mark.parametrize("damage", [{"search": None, "extra": 1}, {"settings": {"num_workers": 1}}], ids=["unknown", "missing"])
+def test_an_answer_of_another_version_is_refused(damage: dict[str, Any]) -> None:
+    """Fields that this version does not know, or lacks, are an error and no guess."""
+    with pytest.raises(TypeError):
+        TuningReport.from_plain(report().to_plain() | damage)
+
+
+def test_everything_is_written(tmp_path: Path) -> None:
+    """tuning.json is strict JSON and holds all that is needed to recall the answer, and the two lines to type."""
+    own = report()
+    own.write(tmp_path)
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(constant)
+
+    written = json.loads((tmp_path / "tuning.json").read_text(), parse_constant=refuse)
+    assert (written.pop("override"), written.pop("dataloader")) == (own.override, own.dataloader)
+    assert TuningReport.from_plain(written) == own
+    assert written["trials"][0]["rate"] == {"images_per_s": 55.0, "low": 0.0, "high": None}
+
+
+def test_a_full_disk_costs_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, no half-made file, and the run goes on."""
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with caplog.at_level(logging.WARNING):
+        report().publish(tmp_path, None)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/tuning.json: No space left on device; the run goes on without it"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_publishing_goes_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The console, tuning.json, and TensorBoard's text and images."""
+    pages, own = Pages(), report()
+    own.publish(tmp_path, pages)  # type: ignore[arg-type]
+    assert own.sentence in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["tuning.json"]
+    assert pages.given["tuning"] == own.markdown()
+    assert pages.given["tuning/supply"][1:] == (640, 360)
+
+
+def test_a_rank_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without folder and board there is no file."""
+    monkeypatch.chdir(tmp_path)
+    report().publish(None, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_board_takes_the_pages(tmp_path: Path) -> None:
+    """Text and image fit the event file."""
+    with Board(tmp_path, tensorboard=True) as board:
+        report().publish(None, board)
+        assert board.dropped == 0
+
+
+def rows(html: str) -> list[list[str]]:
+    """The cells of all table rows."""
+    return [[cell.split("</")[0] for cell in row.replace("<th>", "<td>").split("<td>")[1:]] for row in html.split("<tr>")[1:]]
+
+
+def as_page(own: TuningReport) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its sanitizer's own
+        from tensorboard.plugin_util import markdown_to_safe_html
+
+    return str(markdown_to_safe_html(own.markdown()))
+
+
+def row_of(table: Sequence[Sequence[str]], first: str) -> list[str]:
+    return next(list(row) for row in table if row[0] == first)
+
+
+def test_the_page_has_everything() -> None:
+    """As TensorBoard shows it: the sentence first, sides, all trials, both lines as code, limits and their origin."""
+    own = report()
+    page = as_page(own)
+    table = rows(page)
+    assert page.startswith(f"<p><strong>{own.sentence}</strong></p>")
+    assert row_of(table, "before")[1:3] == ["240 ±5%", "62%"]
+    tried = [row for row in table if row[0].startswith("num_workers=")]
+    assert [(row[1], row[2], row[-1]) for row in tried] == [
+        ("supply", "55", ""),
+        ("supply", "700 ±5%", "chosen"),
+        ("steps", "620 ±5%", "chosen"),
+        ("supply", "-", "refused: worker 7 exited: /dev/shm is full"),
+    ]
+    assert f"<pre><code>{own.override}\n</code></pre>" in page
+    assert f"<pre><code>{own.dataloader}\n</code></pre>" in page
+    assert "<li>pin_memory has no use without an accelerator</li>" in page
+    assert row_of(table, "cores") == ["cores", "2", "quota in cpu.max"]
+    assert row_of(table, "shared memory")[1] == "-"
+
+
+def test_text_from_outside_is_only_text_on_the_page() -> None:
+    """A file's name in a reason neither breaks the table nor becomes markup, an image that is fetched least of all."""
+    reason = "a|b *c* [d](http://e) <img src=http://f> `g` h\ni"
+    page = as_page(report(trials=(trial(8, None, refused=reason),), notes=(reason,)))
+    shown = "a|b *c* [d](http://e) &lt;img src=http://f&gt; `g` h\\ni"
+    assert rows(page)[-6][-1] == f"refused: {shown}"
+    assert f"<li>{shown}</li>" in page
+
+
+def test_an_open_interval_is_not_shown_as_one() -> None:
+    """The mean stands alone where a single block was seen."""
+    assert "inf" not in as_page(report(before=Side(workers(1), OPEN, None, None), demand=rate(1.0)))
+    assert math.isinf(OPEN.high)
