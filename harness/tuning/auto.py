@@ -48,7 +48,7 @@ class Auto:
 
     def _supply(self, settings: FeedSettings) -> Asking:
         if settings.num_workers not in self.known.points(settings.backend) or not self.known.of("supply", settings):
-            self.known.note((yield Ask(settings, "supply", target=MET * self.problem.demand.images_per_s)))
+            self.known.note((yield Ask(settings, "supply", target=MET * self.known.demand())))
 
     def _steps(self, settings: FeedSettings) -> Asking:
         self.known.note((yield Ask(settings, "steps", limit_s=1.2)))
@@ -106,7 +106,7 @@ class Auto:
 
     def _next(self, form: str) -> int | None:
         """The number of workers that tells most, or None where enough is known."""
-        points, goal = self.known.points(form), MET * self.problem.demand.images_per_s
+        points, goal = self.known.points(form), MET * self.known.demand()
         met = min((n for n, rate in points.items() if rate >= goal), default=None)
         short = max((n for n, rate in points.items() if 0 < rate < goal and (met is None or n < met)), default=0)
         if met is not None:
@@ -117,7 +117,7 @@ class Auto:
             return None
         if not short:
             return 1 if 1 not in points else None
-        grown = math.ceil(short * HEADROOM * self.problem.demand.images_per_s / points[short])
+        grown = math.ceil(short * HEADROOM * self.known.demand() / points[short])
         full = math.ceil(min(self.known.filling(form), most))
         return min(most, max(short + 1, min(grown, 2 * short, full)))
 
@@ -125,7 +125,7 @@ class Auto:
         """Where demand is not met, the number of workers at which linear growth would reach what the most of them gave."""
         points = self.known.points(form)
         best = max(points.values())
-        if not best or best >= MET * self.problem.demand.images_per_s:
+        if not best or best >= MET * self.known.demand():
             return None
         knee = math.ceil(best * (1 - GAIN) * self.known.costs[form].wall_s - 0.05)
         good = min(n for n, rate in points.items() if rate >= (1 - GAIN) * best)
@@ -149,7 +149,7 @@ class Auto:
         points = {n: rate for n, rate in self.known.points(form).items() if rate > 0}
         if not points:
             return []
-        goal = min(MET * self.problem.demand.images_per_s, (1 - GAIN) * max(points.values()))
+        goal = min(MET * self.known.demand(), (1 - GAIN) * max(points.values()))
         return [min(n for n, rate in points.items() if rate >= goal)]
 
     def _near_roofline(self, form: str) -> list[int]:
@@ -166,7 +166,7 @@ class Auto:
         supply = self.known.supply(settings)
         if settings.num_workers == 0 or supply is None:
             return settings
-        surplus = max(1.02, supply.images_per_s / self.problem.demand.images_per_s)
+        surplus = max(1.02, supply.images_per_s / self.known.demand())
         exponential = math.log((surplus - 1) / QUEUE_EMPTY + 1) / math.log(surplus) - 1
         variation = self.known.costs[settings.backend].variation ** 2 / settings.batch_size
         deep = math.ceil(exponential * variation / 2 / settings.num_workers)
@@ -224,6 +224,7 @@ class Auto:
             settings=chosen,
             before=known.delivered(own),
             after=known.delivered(chosen),
+            demand=known.demand(),
             waits=(known.wait(own), known.wait(chosen)),
             bound=bound,
             reason=self._reason(chosen, bound),

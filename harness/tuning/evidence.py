@@ -109,13 +109,18 @@ class Evidence:
         """What steps get: as measured with real ones, all runs together; else predicted from supply and demand."""
         if runs := self.of("steps", settings):
             return _pooled(runs)
-        supply, demand = self.supply(settings), self.problem.demand.images_per_s
+        supply, demand = self.supply(settings), self.demand()
         if supply is None:
             return None
         if settings.num_workers == 0 and not self.problem.overlaps:
             return exactly(1 / (1 / demand + 1 / supply.images_per_s))
         reach = min(demand, self.roofline(settings.backend))
         return Rate(*(min(value, reach) for value in (supply.images_per_s, supply.low, supply.high)))
+
+    def demand(self) -> float:
+        """Images/s that the step takes: as measured with a batch at hand, or more where a loader has delivered more."""
+        delivered = [t.rate.images_per_s for t in self.of("steps") if t.rate]
+        return max([self.problem.demand.images_per_s, *delivered])
 
     def worth(self, settings: FeedSettings) -> float | None:
         """What tells two settings apart, in images/s.
@@ -126,7 +131,7 @@ class Evidence:
         got, wait = self.delivered(settings), self.wait(settings)
         if got is None or wait is None or self.crowded(settings.backend):
             return None if got is None else got.images_per_s
-        return self.problem.demand.images_per_s * (1 - wait)
+        return self.demand() * (1 - wait)
 
     def at_most(self, settings: FeedSettings) -> float:
         """What ``settings`` deliver, or at most, where only a sample's cost is known; 0 where they are refused."""
@@ -141,11 +146,11 @@ class Evidence:
         if runs:
             return sum(runs) / len(runs)
         got = self.delivered(settings)
-        return None if got is None else max(0.0, 1 - got.images_per_s / self.problem.demand.images_per_s)
+        return None if got is None else max(0.0, 1 - got.images_per_s / self.demand())
 
     def reachable(self) -> float:
         """The most that any setting can deliver: the step's own speed, or what the processors allow."""
-        return min(self.problem.demand.images_per_s, max(map(self.roofline, self.costs), default=math.inf))
+        return min(self.demand(), max(map(self.roofline, self.costs), default=math.inf))
 
     def roofline(self, form: str) -> float:
         """Images/s at which loading and step together fill all processors."""
@@ -175,7 +180,7 @@ class Evidence:
     def met(self, settings: FeedSettings) -> bool:
         """Whether supply was measured to exceed demand."""
         supply = self.supply(settings)
-        return supply is not None and supply.images_per_s >= MET * self.problem.demand.images_per_s
+        return supply is not None and supply.images_per_s >= MET * self.demand()
 
     def cheapest_good(self) -> FeedSettings:
         """The cheapest setting that delivers as much as the best, and as the user's own, within the tolerances.
@@ -196,14 +201,21 @@ class Evidence:
         got, cost = self.delivered(chosen), self.costs.get(chosen.backend)
         if got is None or cost is None:
             return "unknown"
-        if got.images_per_s >= 0.97 * self.problem.demand.images_per_s:
+        if got.images_per_s >= 0.97 * self.demand():
             return "model"
-        if self.crowded(chosen.backend):
+        if got.images_per_s * (cost.cpu_s + self.problem.step_cpu_s) >= BUSY * self.problem.cores:
             return "processor"
         if chosen.num_workers >= self.most(chosen.backend):
             return "workers" if self.problem.fits(with_workers(chosen, chosen.num_workers + 1)) is None else "memory"
-        probes = [t.cost for t in self.of("supply") if t.cost and t.settings.num_workers >= chosen.num_workers]
-        return "storage" if any(each.cpu_s < 0.5 * each.wall_s for each in (cost, *probes)) else "transport"
+        if self._starved(chosen.backend, cost):
+            probes = [t.cost for t in self.of("supply") if t.cost and t.settings.num_workers >= chosen.num_workers]
+            return "storage" if any(each.cpu_s < 0.5 * each.wall_s for each in (cost, *probes)) else "transport"
+        return "processor" if self.crowded(chosen.backend) else "transport"
+
+    def _starved(self, form: str, cost: SampleCost) -> bool:
+        """Whether the loader alone gives too little, with processors to spare."""
+        best = max(self.points(form).values(), default=0.0)
+        return best < MET * self.demand() and best * cost.cpu_s < BUSY * self.problem.cores
 
 
 def exactly(images_per_s: float) -> Rate:

@@ -41,6 +41,14 @@ class Rate:
         half = (_T95[len(count) - 2] if len(count) - 2 < len(_T95) else 1.96) * error
         return cls(mean, max(0.0, mean - half), mean + half)
 
+    @classmethod
+    def typical(cls, images: Sequence[float], seconds: Sequence[float]) -> Rate:
+        """The median block's rate, and the interval that order statistics give it: a few slow blocks change nothing."""
+        rates = np.sort(np.asarray(images, float) / np.asarray(seconds, float))
+        n = len(rates)
+        beyond = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))  # blocks on each side that lie outside of it
+        return cls(float(np.median(rates)), float(rates[beyond]), float(rates[n - 1 - beyond]))
+
     @property
     def half_width(self) -> float:
         """Half of the interval as a fraction of the mean."""

@@ -65,11 +65,11 @@ class Lab:
         return min((trial for trial, _ in outcomes), key=lambda t: t.rate.images_per_s if t.rate else -1.0)
 
     def demand(self, limit_s: float) -> tuple[Rate, float] | None:
-        """Images/s that the step takes on the slowest rank, and its processor seconds per image; None without any batch."""
+        """Images/s of the median step on the slowest rank, and its processor seconds per image; None without any batch."""
         if self.batch is None:
             return None
         run = self.trainee.demand(self.batch, limit_s)
-        found: list[tuple[Rate, float]] = self.ranks.gathered((_rate(run), run.cpu_s / sum(run.images)))
+        found: list[tuple[Rate, float]] = self.ranks.gathered((Rate.typical(run.images, run.seconds), run.cpu_s / sum(run.images)))
         return min(found, key=lambda rank: rank[0].images_per_s)
 
     def pays_to_pin(self, own: FeedSettings) -> bool:

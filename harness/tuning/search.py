@@ -39,6 +39,7 @@ class Choice:
         settings: the choice.
         before: what the user's own setting delivers, measured or predicted; None where neither could be had.
         after: what the choice delivers.
+        demand: images/s that the step takes, as far as the search has learned; None where it did not look.
         waits: the share of the time that steps wait for data, before and after.
         bound: what limits the feed now.
         reason: the second half of the report's sentence: why this choice.
@@ -48,6 +49,7 @@ class Choice:
     settings: FeedSettings
     before: Rate | None
     after: Rate | None
+    demand: float | None = None
     waits: tuple[float | None, float | None] = (None, None)
     bound: str | None = None
     reason: str = ""

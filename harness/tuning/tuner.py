@@ -125,9 +125,10 @@ class _Session:
 
     def report(self, own: FeedSettings, choice: Choice, seconds: float) -> TuningReport:
         """Everything that the session found."""
-        lab, ceiling = self.lab, None
-        if self.demand is not None and choice.before is not None:
-            ceiling = max(1.0, self.demand.images_per_s / choice.before.images_per_s)
+        lab, ceiling, demand = self.lab, None, self.demand
+        if demand is not None and choice.demand is not None and choice.before is not None:
+            demand = Rate(*(max(value, choice.demand) for value in (demand.images_per_s, demand.low, demand.high)))
+            ceiling = max(1.0, choice.demand / choice.before.images_per_s)
         val = lab.probes.val_settings(choice.settings)
         sizes = lab.batch_bytes(choice.settings), lab.batch_bytes(val)
         fitting = capacity.beside(choice.settings, val, *sizes, lab.worker_bytes, lab.limits)
@@ -137,10 +138,10 @@ class _Session:
             val=fitting,
             before=Side(own, choice.before, choice.waits[0], lab.memory_bytes(own)),
             after=Side(choice.settings, choice.after, choice.waits[1], lab.memory_bytes(choice.settings)),
-            demand=self.demand,
+            demand=demand,
             ceiling=ceiling,
             bound=choice.bound,
-            sentence=_sentence(own, choice, self.demand, ceiling),
+            sentence=_sentence(own, choice, ceiling),
             trials=tuple(self.trials),
             limits=lab.limits,
             notes=self._notes(val, fitting),
@@ -161,11 +162,11 @@ class _Session:
         return tuple(notes)
 
 
-def _sentence(own: FeedSettings, choice: Choice, demand: Rate | None, ceiling: float | None) -> str:
+def _sentence(own: FeedSettings, choice: Choice, ceiling: float | None) -> str:
     """What bounds the feed, what was chosen, and why."""
-    if demand is None or choice.before is None or choice.after is None or ceiling is None:
+    if choice.demand is None or choice.before is None or choice.after is None or ceiling is None:
         return f"{choice.settings} was chosen: {choice.reason}."
-    takes, gets = f"{demand.images_per_s:.0f} images/s", f"{choice.before.images_per_s:.0f}"
+    takes, gets = f"{choice.demand:.0f} images/s", f"{choice.before.images_per_s:.0f}"
     if choice.settings == own and choice.bound == "model":
         return f"Nothing to gain: the model takes {takes} and {own} delivers {gets} (ceiling {ceiling:.1f}x); {choice.reason}."
     kept = "stays" if choice.settings == own else f"delivers {gets}; {choice.settings} delivers {choice.after.images_per_s:.0f}"
