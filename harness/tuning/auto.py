@@ -10,13 +10,12 @@ import math
 from collections.abc import Generator, Sequence
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.evidence import MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem
+from harness.tuning.evidence import GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem, saturated
 from harness.tuning.figures import Trial
 from harness.tuning.search import Ask, Choice, Search, with_workers
 
 HEADROOM = 1.15  # supply over demand that a prediction aims at
 KEEPS_UP = 0.98  # delivered over what can be reached with which there is nothing to gain
-GAIN = 0.03  # more workers that give less than this are not worth having
 QUEUE_EMPTY = 0.01  # share of the time in which the queue may be empty
 MAX_PREFETCH = 16
 _PROBE_S, _STEPS_S = 1.8, 2.0  # what one more measurement is likely to cost
@@ -113,7 +112,7 @@ class Auto:
             guess = math.ceil(met * goal / points[met] - 0.05)
             return None if met - short <= 1 or guess >= met else max(guess, short + 1)
         most = self.known.most(form)
-        if _saturated(points) or short >= most:
+        if saturated(points) or short >= most:
             return None
         if not short:
             return 1 if 1 not in points else None
@@ -176,7 +175,7 @@ class Auto:
     def _settle(self, finalists: Sequence[FeedSettings]) -> Asking:
         """Real steps on the finalists in turn, there and back, until the best is known or too little time is left."""
         left = [s for s in finalists if self.known.steady(s.backend) and not self.known.refused(s)]
-        for turn in range(4):
+        for turn in range(3):
             if left in ([], [self.problem.own]):
                 return
             for settings in left if turn % 2 == 0 else left[::-1]:
@@ -242,8 +241,3 @@ class Auto:
         what = "keeps the model busy" if bound == "model" else "delivers what can be had"
         return f"{each}; num_workers={chosen.num_workers} is the least that {what}"
 
-
-def _saturated(points: dict[int, float]) -> bool:
-    """Whether the last workers that were added gave nothing."""
-    counts = sorted(n for n, rate in points.items() if rate > 0)
-    return len(counts) > 1 and points[counts[-1]] < (1 + GAIN) * max(points[n] for n in counts[:-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from harness.feed.interface import FeedSettings
@@ -16,9 +16,12 @@ from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.search import cost_of, with_workers
 
 MET = 1.05  # supply over demand with which a measured setting feeds the model
+GAIN = 0.03  # more workers that give less than this are not worth having
 TOLERANCE = 0.02  # a cheaper setting may deliver so much less than the best
 OWN_TOLERANCE = 0.01  # and so much less than the user's own
 STEADY_BATCH_S = 0.4  # a worker's batch that takes longer makes steps come in bursts that short runs cannot judge
+_UNEVEN = 2.0  # standard deviation of a sample's time over its mean from which few samples make the mean
+_LONG_WAIT = 0.15  # of the time
 BUSY = 0.8  # share of the cores above which workers and step are in each other's way
 
 
@@ -66,8 +69,9 @@ class Evidence:
         self.trials.append(trial)
         cost, form = trial.cost, trial.settings.backend
         if cost is not None:
-            alone = dataclasses.replace(cost, wall_s=self._alone(cost, trial.settings.num_workers))
-            if form not in self.costs or alone.wall_s < self.costs[form].wall_s:
+            wall_s = self._alone(cost, trial.settings.num_workers) / self._luck(trial)
+            alone = dataclasses.replace(cost, wall_s=wall_s)
+            if form not in self.costs or alone.wall_s < self.costs[form].wall_s or self._luck(trial) != 1.0:
                 self.costs[form] = alone
 
     def _alone(self, cost: SampleCost, workers: int) -> float:
@@ -93,15 +97,28 @@ class Evidence:
         points: dict[int, float] = {}
         for trial in self.trials:
             if trial.kind == "supply" and trial.settings.backend == form:
-                rate = trial.rate.images_per_s if trial.rate else 0.0
+                rate = trial.rate.images_per_s * self._luck(trial) if trial.rate else 0.0
                 points[trial.settings.num_workers] = max(rate, points.get(trial.settings.num_workers, 0.0))
         return points
 
+    def _luck(self, trial: Trial) -> float:
+        """What a supply probe's rate is to be multiplied by for the slow samples that it happened to meet.
+
+        Where a few samples in a hundred take most of the time, one probe may see many or none of them; what a sample takes on
+        average is better known from all probes together.
+        """
+        probes = [t for t in self.of("supply") if t.settings.backend == trial.settings.backend and t.cost]
+        images = sum(t.images for t in probes)
+        mean = sum(t.cost.wall_s * t.images for t in probes if t.cost) / images if images else 0.0
+        square = sum(t.cost.wall_s**2 * (1 + t.cost.variation**2) * t.images for t in probes if t.cost) / max(1, images)
+        uneven = square - mean**2 > (_UNEVEN * mean) ** 2
+        return trial.cost.wall_s / mean if uneven and trial.cost else 1.0
+
     def supply(self, settings: FeedSettings) -> Rate | None:
         """What the loader alone gives, as measured; without workers what one sample's cost predicts."""
-        found = [t.rate for t in self.of("supply", settings) if t.rate]
+        found = [(t.rate, self._luck(t)) for t in self.of("supply", settings) if t.rate]
         if found:
-            return max(found, key=lambda rate: rate.images_per_s)
+            return max((_times(rate, luck) for rate, luck in found), key=lambda rate: rate.images_per_s)
         cost = self.costs.get(settings.backend)
         return exactly(1 / cost.wall_s) if cost and settings.num_workers == 0 else None
 
@@ -125,11 +142,11 @@ class Evidence:
     def worth(self, settings: FeedSettings) -> float | None:
         """What tells two settings apart, in images/s.
 
-        Where steps and workers fight for the processors it is what steps get; else what they would get by their waits, because
-        then the steps' own time is the same noise under every setting.
+        Where steps and workers fight for the processors, or steps wait long, it is what steps get; else what they would get by
+        their waits, because then the steps' own time is the same noise under every setting.
         """
         got, wait = self.delivered(settings), self.wait(settings)
-        if got is None or wait is None or self.crowded(settings.backend):
+        if got is None or wait is None or wait > _LONG_WAIT or self.crowded(settings.backend):
             return None if got is None else got.images_per_s
         return self.demand() * (1 - wait)
 
@@ -153,9 +170,14 @@ class Evidence:
         return min(self.demand(), max(map(self.roofline, self.costs), default=math.inf))
 
     def roofline(self, form: str) -> float:
-        """Images/s at which loading and step together fill all processors."""
+        """Images/s at which loading, receiving and step together fill all processors."""
+        each = self._busy_s(form)
+        return self.problem.cores / each if each else math.inf
+
+    def _busy_s(self, form: str) -> float:
+        """Processor seconds that an image costs in all; 0 where that is not known."""
         cost = self.costs.get(form)
-        return self.problem.cores / (cost.cpu_s + self.problem.step_cpu_s) if cost and cost.cpu_s > 0 else math.inf
+        return cost.cpu_s + cost.receive_s + self.problem.step_cpu_s if cost else 0.0
 
     def crowded(self, form: str) -> bool:
         """Whether loading beside the step needs nearly all processors."""
@@ -203,9 +225,9 @@ class Evidence:
             return "unknown"
         if got.images_per_s >= 0.97 * self.demand():
             return "model"
-        if got.images_per_s * (cost.cpu_s + self.problem.step_cpu_s) >= BUSY * self.problem.cores:
+        if got.images_per_s >= BUSY * self.roofline(chosen.backend):
             return "processor"
-        if chosen.num_workers >= self.most(chosen.backend):
+        if chosen.num_workers >= self.most(chosen.backend) and not saturated(self.points(chosen.backend)):
             return "workers" if self.problem.fits(with_workers(chosen, chosen.num_workers + 1)) is None else "memory"
         if self._starved(chosen.backend, cost):
             probes = [t.cost for t in self.of("supply") if t.cost and t.settings.num_workers >= chosen.num_workers]
@@ -215,12 +237,22 @@ class Evidence:
     def _starved(self, form: str, cost: SampleCost) -> bool:
         """Whether the loader alone gives too little, with processors to spare."""
         best = max(self.points(form).values(), default=0.0)
-        return best < MET * self.demand() and best * cost.cpu_s < BUSY * self.problem.cores
+        return best < MET * self.demand() and best * (cost.cpu_s + cost.receive_s) < BUSY * self.problem.cores
+
+
+def saturated(points: Mapping[int, float]) -> bool:
+    """Whether the last workers that were added gave nothing, by supply by number of workers."""
+    counts = sorted(n for n, rate in points.items() if rate > 0)
+    return len(counts) > 1 and points[counts[-1]] < (1 + GAIN) * max(points[n] for n in counts[:-1])
 
 
 def exactly(images_per_s: float) -> Rate:
     """A rate that was computed and has no interval."""
     return Rate(images_per_s, images_per_s, images_per_s)
+
+
+def _times(rate: Rate, factor: float) -> Rate:
+    return Rate(*(value * factor for value in (rate.images_per_s, rate.low, rate.high)))
 
 
 def _pooled(runs: Iterable[Trial]) -> Rate:

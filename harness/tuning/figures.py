@@ -60,14 +60,19 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class SampleCost:
-    """What one sample costs inside a worker: seconds of wall and of processor time, and the spread of the former.
+    """What one sample costs.
 
-    ``variation`` is the standard deviation of the wall time over its mean.
+    Attributes:
+        wall_s: seconds inside a worker.
+        cpu_s: of these, seconds on a processor.
+        variation: standard deviation of ``wall_s`` over its mean.
+        receive_s: processor seconds of the process that takes the batches.
     """
 
     wall_s: float
     cpu_s: float
     variation: float
+    receive_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ class Lab:
         if self.batch is None:
             return None
         run = self.trainee.demand(self.batch, limit_s)
-        found: list[tuple[Rate, float]] = self.ranks.gathered((Rate.typical(run.images, run.seconds), run.cpu_s / sum(run.images)))
+        own = Rate.typical(run.images, run.seconds), run.cpu_s / sum(run.images)
+        found: list[tuple[Rate, float]] = self.ranks.gathered(own)
         return min(found, key=lambda rank: rank[0].images_per_s)
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
@@ -111,8 +112,8 @@ class Lab:
         if not run.images:
             raise LoaderError("refused on another rank")
         wait = sum(run.waits_s) / sum(run.seconds)
-        memory = self.memory_bytes(ask.settings)
-        return Trial(ask.settings, "steps", _rate(run), sum(run.images), wait_fraction=wait, memory_bytes=memory)
+        memory, rate = self.memory_bytes(ask.settings), _rate(run, max(1, ask.settings.num_workers))
+        return Trial(ask.settings, "steps", rate, sum(run.images), wait_fraction=wait, memory_bytes=memory)
 
     def _passes(self, ask: Ask) -> Trial:
         settings = self._patient(ask.settings)
@@ -132,8 +133,10 @@ class Lab:
         return dataclasses.replace(settings, timeout_s=self.timeout_s)
 
 
-def _rate(run: StepRun) -> Rate:
-    """The rate of consecutive steps, its interval from ten blocks of them."""
-    size = max(1, -(-len(run.images) // _BLOCKS))
-    blocks = range(0, len(run.images), size)
+def _rate(run: StepRun, cycle: int) -> Rate:
+    """The rate of consecutive steps, in up to ten blocks of whole cycles: batches come in bursts of one from each worker."""
+    cycles = len(run.images) // cycle
+    cycle = cycle if cycles > 1 else 1  # too few: by single steps
+    skip, size = len(run.images) % cycle, cycle * -(-max(1, len(run.images) // cycle) // _BLOCKS)
+    blocks = range(skip, len(run.images), size)
     return Rate.of([sum(run.images[i : i + size]) for i in blocks], [sum(run.seconds[i : i + size]) for i in blocks])

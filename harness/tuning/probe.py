@@ -23,6 +23,7 @@ STUCK_S = 10.0  # without a single sample for so long, the workers hang
 _QUEUE_S = 1.0  # so long the queue may take to fill before the window opens all the same
 _SHORTEST_S = 0.4  # a window that is shorter tells nothing
 _PRECISE = 0.05  # half of the interval over the mean with which a probe is done
+_VAGUE, _LONGER = 0.2, 3.0  # one that is still so wide at the limit is given so many times the limit
 _BLOCKS = 10
 
 Clock = Callable[[], float]
@@ -53,8 +54,9 @@ def measure_supply(
     """Take batches from ``feed`` as fast as it gives them, and count samples in its workers; closes the feed.
 
     A worker's batches may take seconds each, and come in bursts: counting batches here would say nothing in a short time.
-    The window opens when every worker has moved and the queue is full, closes after ``limit_s``, at an interval of 5 %, or when
-    the interval lies on one side of ``target``, and the clock is read before any worker is ended. All ranks stop together.
+    The window opens when every worker has moved and the queue is full. It closes with the first batch at an interval of 5 %,
+    at one that lies on one side of ``target``, or after ``limit_s``, three of them if the interval is over 20 % (uneven
+    samples). The clock is read before any worker is ended. All ranks stop together.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -121,6 +123,7 @@ class _Meter:
     limit_s: float
     target: float | None
     points: list[tuple[float, Work]] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)  # of this process, at each point
     batches: int = 0
     last: HostBatch | None = None
     began: float | None = None  # when every worker had moved
@@ -149,6 +152,7 @@ class _Meter:
             return False
         if not self.points or at - self.points[-1][0] >= min(0.02, self.limit_s / _BLOCKS):
             self.points.append((at, work))
+            self.cpu_s.append(time.process_time())
         return self._enough(at - self.points[0][0])
 
     def _enough(self, elapsed_s: float) -> bool:
@@ -157,7 +161,8 @@ class _Meter:
             return False
         rate = self.rate()
         decided = self.target is not None and not rate.low <= self.target <= rate.high
-        return decided or rate.half_width <= _PRECISE or elapsed_s >= self.limit_s
+        limit_s = self.limit_s * (_LONGER if rate.half_width > _VAGUE else 1.0)
+        return self.batches > 0 and (decided or rate.half_width <= _PRECISE or elapsed_s >= limit_s)
 
     def rate(self) -> Rate:
         """Images/s over the window; the interval is that of ten blocks, and no less than what its ends cut in two."""
@@ -181,7 +186,8 @@ class _Meter:
         wall = (last.wall_s - first.wall_s) / count
         square = (last.wall_sq_s2 - first.wall_sq_s2) / count
         variation = math.sqrt(max(0.0, square - wall**2)) / wall
-        cost = SampleCost(wall, (last.cpu_s - first.cpu_s) / count, variation)
+        receive = (self.cpu_s[-1] - self.cpu_s[0]) / count
+        cost = SampleCost(wall, (last.cpu_s - first.cpu_s) / count, variation, receive)
         return Supply(self.rate(), count, cost, worker_bytes, _owned(self.last))
 
 

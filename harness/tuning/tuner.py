@@ -169,9 +169,9 @@ def _sentence(own: FeedSettings, choice: Choice, ceiling: float | None) -> str:
     takes, gets = f"{choice.demand:.0f} images/s", f"{choice.before.images_per_s:.0f}"
     if choice.settings == own and choice.bound == "model":
         return f"Nothing to gain: the model takes {takes} and {own} delivers {gets} (ceiling {ceiling:.1f}x); {choice.reason}."
-    kept = "stays" if choice.settings == own else f"delivers {gets}; {choice.settings} delivers {choice.after.images_per_s:.0f}"
+    kept = "and stays" if choice.settings == own else f"{choice.settings} {choice.after.images_per_s:.0f}"
     limit = _BOUNDS.get(choice.bound or "", "it is not known what limits the feed")
-    return f"The model takes {takes}, {own} {kept}; {limit}: {choice.reason}."
+    return f"The model takes {takes}, {own} delivers {gets}, {kept}; {limit}: {choice.reason}."
 
 
 _BOUNDS = {
