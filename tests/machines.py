@@ -58,6 +58,11 @@ class Machine:
         together = self.cores / (self.cpu_s / self.form_speed[s.backend] + self.step_cpu_s)
         return min(self.demand, self.supply(s), together)
 
+    def times(self, mean_s: float) -> tuple[tuple[float, int], ...]:
+        """One sample in a hundred takes so long that the variation is as said."""
+        slow_s = mean_s * (1 + self.variation * math.sqrt(99))
+        return (mean_s * (1 - self.variation / math.sqrt(99)), 990), (slow_s, 10)
+
     def answer(self, ask: Ask) -> Trial:
         self.asked.append(ask)
         steps = ask.kind == "steps"
@@ -66,7 +71,8 @@ class Machine:
         exact = self.delivered(ask.settings) if steps else self.supply(ask.settings)
         rate = exact * self.random.gauss(1.0, self.noise)
         slowed = max(1.0, ask.settings.num_workers / self.wall_s / self.loaded(ask.settings)) if ask.settings.num_workers else 1
-        cost = SampleCost(self.wall_s / self.form_speed[ask.settings.backend] * slowed, self.cpu_s, self.variation)
+        wall_s = self.wall_s / self.form_speed[ask.settings.backend] * slowed
+        cost = SampleCost(wall_s, self.cpu_s, self.variation, times=self.times(wall_s))
         wait = max(0.0, 1 - exact / self.demand)
         interval = Rate(rate, rate * 0.97, rate * 1.03)
         if steps:

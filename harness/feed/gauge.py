@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _FIGURES = 4  # samples, wall seconds, their squares, processor seconds
+_BINS = 128  # of wall times, four to a doubling: from a microsecond to over an hour
+_PER_DOUBLING, _SHORTEST_S = 4, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class Work:
         wall_s: sum of the samples' wall times in seconds.
         wall_sq_s2: sum of their squares.
         cpu_s: sum of the processor seconds of the threads that made them.
+        bins: how many samples took how long; ``times_since`` says it in seconds.
     """
 
     samples: int
@@ -27,6 +31,12 @@ class Work:
     wall_s: float
     wall_sq_s2: float
     cpu_s: float
+    bins: tuple[int, ...]
+
+    def times_since(self, before: Work) -> tuple[tuple[float, int], ...]:
+        """(seconds, samples) for the samples that were done after ``before``; the seconds are within 10 %."""
+        counts = enumerate(now - then for now, then in zip(self.bins, before.bins, strict=True))
+        return tuple((_SHORTEST_S * 2 ** ((i + 0.5) / _PER_DOUBLING), count) for i, count in counts if count > 0)
 
 
 class Gauge:
@@ -44,21 +54,23 @@ class Gauge:
     """
 
     def __init__(self, slots: int) -> None:
-        self._hold(torch.zeros(max(1, slots), _FIGURES, dtype=torch.float64).share_memory_())
+        self._hold(torch.zeros(max(1, slots), _FIGURES + _BINS, dtype=torch.float64).share_memory_())
 
     def add(self, slot: int, wall_s: float, cpu_s: float) -> None:
         """Count one sample of worker ``slot`` that took so many seconds."""
-        cells, first = self._cells, _FIGURES * slot
+        cells, first = self._cells, (_FIGURES + _BINS) * slot
         cells[first] += 1.0
         cells[first + 1] += wall_s
         cells[first + 2] += wall_s * wall_s
         cells[first + 3] += cpu_s
+        place = int(_PER_DOUBLING * math.log2(max(wall_s, _SHORTEST_S) / _SHORTEST_S))
+        cells[first + _FIGURES + min(place, _BINS - 1)] += 1.0
 
     def read(self) -> Work:
         """The totals over all slots, now."""
         rows = self._rows.clone()
-        samples, wall_s, wall_sq_s2, cpu_s = rows.sum(dim=0).tolist()
-        return Work(int(samples), int((rows[:, 0] > 0).sum()), wall_s, wall_sq_s2, cpu_s)
+        samples, wall_s, wall_sq_s2, cpu_s, *bins = rows.sum(dim=0).tolist()
+        return Work(int(samples), int((rows[:, 0] > 0).sum()), wall_s, wall_sq_s2, cpu_s, tuple(map(int, bins)))
 
     def __getstate__(self) -> Tensor:
         return self._rows

@@ -10,14 +10,13 @@ import math
 from collections.abc import Generator, Sequence
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.evidence import GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem, saturated
+from harness.tuning.evidence import DEPTHS, GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem, saturated
 from harness.tuning.figures import Trial
 from harness.tuning.search import Ask, Choice, Search, with_workers
 
 HEADROOM = 1.15  # supply over demand that a prediction aims at
 KEEPS_UP = 0.98  # delivered over what can be reached with which there is nothing to gain
-QUEUE_EMPTY = 0.01  # share of the time in which the queue may be empty
-MAX_PREFETCH = 16
+QUEUE_EMPTY = 0.01  # share of the images that may be lost for want of batches in flight
 _PROBE_S, _STEPS_S = 1.8, 2.0  # what one more measurement is likely to cost
 
 Asking = Generator[Ask, Trial, None]
@@ -34,6 +33,9 @@ class Auto:
         """Ask for what has to be measured, and return the choice."""
         own, known = self.problem.own, self.known
         known.note(self.problem.first)
+        if known.uneven(own.backend):
+            yield from self._uneven()
+            return self._choice(known.cheapest_on_paper(own.backend))
         if self._may_keep_up():
             yield from self._steps(own)
             if self._keeps_up(own):
@@ -47,7 +49,8 @@ class Auto:
 
     def _supply(self, settings: FeedSettings) -> Asking:
         if settings.num_workers not in self.known.points(settings.backend) or not self.known.of("supply", settings):
-            self.known.note((yield Ask(settings, "supply", target=MET * self.known.demand())))
+            target = None if self.known.uneven(settings.backend) else MET * self.known.demand()
+            self.known.note((yield Ask(settings, "supply", target=target)))
 
     def _steps(self, settings: FeedSettings) -> Asking:
         self.known.note((yield Ask(settings, "steps", limit_s=1.2)))
@@ -55,6 +58,14 @@ class Auto:
     def _has(self, seconds: float) -> bool:
         """Whether so much of the budget is left."""
         return self.problem.budget_s - sum(trial.seconds for trial in self.known.trials[1:]) >= seconds
+
+    def _uneven(self) -> Asking:
+        """Probe what looks best on paper, to know the samples' times better, until it stays the same."""
+        for _ in range(3):
+            looked = self.known.cheapest_on_paper(self.problem.own.backend)
+            if looked.num_workers in (0, *self.known.points(looked.backend)) or not self._has(3 * _PROBE_S):
+                return
+            yield from self._supply(looked)
 
     # Nothing to gain?
 
@@ -157,19 +168,13 @@ class Auto:
         return sorted({min(most, max(1, n)) for n in (alone - 1, alone, alone + 1)})
 
     def _deep_enough(self, settings: FeedSettings) -> FeedSettings:
-        """``settings`` with batches enough in flight for the spread of the samples' times, and no fewer than the user's.
-
-        A queue of K batches that is filled h times as fast as it is drained stands empty for (h-1)/(h^(K+1)-1) of the time when
-        times are exponential (tf.data's model); regular times need fewer, by half their squared variation (Kingman 1961).
-        """
-        supply = self.known.supply(settings)
-        if settings.num_workers == 0 or supply is None:
+        """``settings`` with batches enough in flight for the spread of the samples' times, and no fewer than the user's."""
+        if settings.num_workers == 0 or not self.known.times(settings.backend):
             return settings
-        surplus = max(1.02, supply.images_per_s / self.known.demand())
-        exponential = math.log((surplus - 1) / QUEUE_EMPTY + 1) / math.log(surplus) - 1
-        variation = self.known.costs[settings.backend].variation ** 2 / settings.batch_size
-        deep = math.ceil(exponential * variation / 2 / settings.num_workers)
-        deeper = dataclasses.replace(settings, prefetch_factor=min(MAX_PREFETCH, max(settings.prefetch_factor or 2, deep)))
+        depths = sorted({settings.prefetch_factor or 2, *DEPTHS})
+        rates = {k: self.known.on_paper(dataclasses.replace(settings, prefetch_factor=k)) for k in depths}
+        deep = min(k for k in depths if rates[k] >= (1 - QUEUE_EMPTY) * max(rates.values()))
+        deeper = dataclasses.replace(settings, prefetch_factor=max(deep, settings.prefetch_factor or 2))
         return deeper if self.problem.fits(deeper) is None else settings
 
     def _settle(self, finalists: Sequence[FeedSettings]) -> Asking:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from harness.feed.interface import FeedSettings
+from harness.tuning import queueing
 from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.search import cost_of, with_workers
 
@@ -20,7 +22,8 @@ GAIN = 0.03  # more workers that give less than this are not worth having
 TOLERANCE = 0.02  # a cheaper setting may deliver so much less than the best
 OWN_TOLERANCE = 0.01  # and so much less than the user's own
 STEADY_BATCH_S = 0.4  # a worker's batch that takes longer makes steps come in bursts that short runs cannot judge
-_UNEVEN = 2.0  # standard deviation of a sample's time over its mean from which few samples make the mean
+_UNEVEN = 0.3  # standard deviation of a batch's time over its mean from which short measurements say little
+DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
 _LONG_WAIT = 0.15  # of the time
 BUSY = 0.8  # share of the cores above which workers and step are in each other's way
 
@@ -69,10 +72,11 @@ class Evidence:
         self.trials.append(trial)
         cost, form = trial.cost, trial.settings.backend
         if cost is not None:
-            wall_s = self._alone(cost, trial.settings.num_workers) / self._luck(trial)
-            alone = dataclasses.replace(cost, wall_s=wall_s)
-            if form not in self.costs or alone.wall_s < self.costs[form].wall_s or self._luck(trial) != 1.0:
+            alone = dataclasses.replace(cost, wall_s=self._alone(cost, trial.settings.num_workers))
+            if form not in self.costs or alone.wall_s < self.costs[form].wall_s:
                 self.costs[form] = alone
+            if self.uneven(form):  # known from all probes together, not from the luckiest
+                self.costs[form] = dataclasses.replace(cost, wall_s=self._moments(form)[0])
 
     def _alone(self, cost: SampleCost, workers: int) -> float:
         """A sample's wall seconds without the other workers, who took each other's processors if all of them were busy."""
@@ -97,33 +101,59 @@ class Evidence:
         points: dict[int, float] = {}
         for trial in self.trials:
             if trial.kind == "supply" and trial.settings.backend == form:
-                rate = trial.rate.images_per_s * self._luck(trial) if trial.rate else 0.0
+                rate = trial.rate.images_per_s if trial.rate else 0.0
                 points[trial.settings.num_workers] = max(rate, points.get(trial.settings.num_workers, 0.0))
         return points
 
-    def _luck(self, trial: Trial) -> float:
-        """What a supply probe's rate is to be multiplied by for the slow samples that it happened to meet.
+    def times(self, form: str) -> list[tuple[float, float]]:
+        """(seconds, samples) over all probes of ``form``."""
+        counts: Counter[float] = Counter()
+        for trial in self.of("supply"):
+            if trial.settings.backend == form and trial.cost:
+                counts.update(dict(trial.cost.times))
+        return [(seconds, float(count)) for seconds, count in sorted(counts.items())]
 
-        Where a few samples in a hundred take most of the time, one probe may see many or none of them; what a sample takes on
-        average is better known from all probes together.
-        """
-        probes = [t for t in self.of("supply") if t.settings.backend == trial.settings.backend and t.cost]
-        images = sum(t.images for t in probes)
-        mean = sum(t.cost.wall_s * t.images for t in probes if t.cost) / images if images else 0.0
-        square = sum(t.cost.wall_s**2 * (1 + t.cost.variation**2) * t.images for t in probes if t.cost) / max(1, images)
-        uneven = square - mean**2 > (_UNEVEN * mean) ** 2
-        return trial.cost.wall_s / mean if uneven and trial.cost else 1.0
+    def _moments(self, form: str) -> tuple[float, float]:
+        """Mean and variance of a sample's seconds over all probes of ``form``; zeros before the first."""
+        times = self.times(form)
+        samples = sum(count for _, count in times)
+        mean = sum(seconds * count for seconds, count in times) / samples if samples else 0.0
+        return mean, sum((seconds - mean) ** 2 * count for seconds, count in times) / samples if samples else 0.0
+
+    def uneven(self, form: str) -> bool:
+        """Whether few samples take so long that even whole batches differ much."""
+        mean, variance = self._moments(form)
+        return variance > self.problem.own.batch_size * (_UNEVEN * mean) ** 2
+
+    def on_paper(self, settings: FeedSettings) -> float:
+        """Images/s that steps get by the times of all samples seen so far, batches being in order."""
+        size, cost, workers = settings.batch_size, self.costs[settings.backend], settings.num_workers
+        if workers == 0:
+            return 1 / (1 / self.problem.demand.images_per_s + cost.wall_s)
+        crowding = max(1.0, workers * cost.cpu_s / cost.wall_s / self.problem.cores)
+        batches = crowding * queueing.batch_times(self.times(settings.backend), size)
+        return size * queueing.delivered(batches, workers, settings.prefetch_factor or 1, size / self.problem.demand.images_per_s)
+
+    def cheapest_on_paper(self, form: str) -> FeedSettings:
+        """The cheapest setting that on paper delivers as much as the best, and as the user's own, within the tolerances."""
+        own, base = self.problem.own, self.base(form)
+        tried = [own, with_workers(base, 0)]
+        tried += [with_workers(base, n, depth) for n in range(1, self.most(form) + 1) for depth in DEPTHS]
+        rates = {s: self.on_paper(s) for s in tried if not self.refused(s)}
+        return self._cheapest(rates)
 
     def supply(self, settings: FeedSettings) -> Rate | None:
         """What the loader alone gives, as measured; without workers what one sample's cost predicts."""
-        found = [(t.rate, self._luck(t)) for t in self.of("supply", settings) if t.rate]
+        found = [t.rate for t in self.of("supply", settings) if t.rate]
         if found:
-            return max((_times(rate, luck) for rate, luck in found), key=lambda rate: rate.images_per_s)
+            return max(found, key=lambda rate: rate.images_per_s)
         cost = self.costs.get(settings.backend)
         return exactly(1 / cost.wall_s) if cost and settings.num_workers == 0 else None
 
     def delivered(self, settings: FeedSettings) -> Rate | None:
         """What steps get: as measured with real ones, all runs together; else predicted from supply and demand."""
+        if self.uneven(settings.backend):
+            return exactly(self.on_paper(settings))
         if runs := self.of("steps", settings):
             return _pooled(runs)
         supply, demand = self.supply(settings), self.demand()
@@ -195,9 +225,10 @@ class Evidence:
         return next((n for n in range(top, 1, -1) if self.problem.fits(with_workers(base, n)) is None), 1)
 
     def steady(self, form: str) -> bool:
-        """Whether a worker's batches come often enough for a short run of steps to judge."""
+        """Whether a worker's batches come often and evenly enough for a short run of steps to judge."""
         cost = self.costs.get(form)
-        return cost is not None and cost.wall_s * self.problem.own.batch_size <= STEADY_BATCH_S
+        often = cost is not None and cost.wall_s * self.problem.own.batch_size <= STEADY_BATCH_S
+        return often and not self.uneven(form)
 
     def met(self, settings: FeedSettings) -> bool:
         """Whether supply was measured to exceed demand."""
@@ -209,10 +240,12 @@ class Evidence:
 
         Where real steps were run, only settings that were tried with them count.
         """
-        own = self.problem.own
         failed = {t.settings for t in self.trials if t.refused}
         known = dict.fromkeys(t.settings for t in self.of("steps") or self.of("supply") if t.settings not in failed)
-        rates = {s: worth for s in known if (worth := self.worth(s)) is not None}
+        return self._cheapest({s: worth for s in known if (worth := self.worth(s)) is not None})
+
+    def _cheapest(self, rates: Mapping[FeedSettings, float]) -> FeedSettings:
+        own = self.problem.own
         if not rates:
             return own
         floor = max((1 - TOLERANCE) * max(rates.values()), (1 - OWN_TOLERANCE) * rates.get(own, 0.0))
@@ -249,10 +282,6 @@ def saturated(points: Mapping[int, float]) -> bool:
 def exactly(images_per_s: float) -> Rate:
     """A rate that was computed and has no interval."""
     return Rate(images_per_s, images_per_s, images_per_s)
-
-
-def _times(rate: Rate, factor: float) -> Rate:
-    return Rate(*(value * factor for value in (rate.images_per_s, rate.low, rate.high)))
 
 
 def _pooled(runs: Iterable[Trial]) -> Rate:

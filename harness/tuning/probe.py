@@ -187,7 +187,7 @@ class _Meter:
         square = (last.wall_sq_s2 - first.wall_sq_s2) / count
         variation = math.sqrt(max(0.0, square - wall**2)) / wall
         receive = (self.cpu_s[-1] - self.cpu_s[0]) / count
-        cost = SampleCost(wall, (last.cpu_s - first.cpu_s) / count, variation, receive)
+        cost = SampleCost(wall, (last.cpu_s - first.cpu_s) / count, variation, receive, last.times_since(first))
         return Supply(self.rate(), count, cost, worker_bytes, _owned(self.last))
 
 

@@ -260,12 +260,16 @@ def _rate(value: Mapping[str, Any] | None) -> Rate | None:
     return None if value is None else Rate(**{**value, "high": math.inf if value["high"] is None else value["high"]})
 
 
+def _cost(value: Mapping[str, Any] | None) -> SampleCost | None:
+    return None if value is None else SampleCost(**{**value, "times": tuple((s, count) for s, count in value["times"])})
+
+
 def _rebuilt(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a side or a trial, with dataclasses again where they had them."""
     build: dict[str, Callable[[Any], Any]] = {
         "settings": lambda value: FeedSettings(**value),
         "images_per_s": _rate,
         "rate": _rate,
-        "cost": lambda value: None if value is None else SampleCost(**value),
+        "cost": _cost,
     }
     return {name: build[name](value) if name in build else value for name, value in fields.items()}

@@ -1,0 +1,148 @@
+"""Tuning as a stage of a run: measured once, recalled after, without a trace in what is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import reports
+import torch
+
+from harness.config import Config
+from harness.data import datasets
+from harness.feed.forms import Feeds
+from harness.runtime import seeding
+from harness.runtime.distributed import World
+from harness.runtime.limits import Limits
+from harness.training.state import TrainState, make_state
+from harness.training.step import Step
+from harness.training.trial import StepTrials
+from harness.tuning import stage
+from harness.tuning.report import TuningReport
+from harness.tuning.stage import Tuned, tuned
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
+Composed = Callable[..., Config]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own."""
+    monkeypatch.setenv("WELLFED_CACHE", str(tmp_path))
+    return tmp_path / "tuning"
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A search that chooses three workers at once; grows by one whenever it runs."""
+    ran: list[int] = []
+
+    def search(*_: object) -> TuningReport:
+        ran.append(len(ran))
+        return reports.report(3, seconds=9.0)
+
+    monkeypatch.setattr(stage, "tune", search)
+    return ran
+
+
+def run(composed: Composed, *overrides: str, limits: Limits = LIMITS) -> Tuned:
+    """The stage of a run on the digits."""
+    config = composed("data=digits", "loader.autotune=true", *overrides)
+    splits = datasets.load(config.data, config.augment, config.seed)
+    state = make_state(config, len(splits.classes), ALONE, 10)
+    trainee = StepTrials(Step(state, config, ALONE), config, ALONE)
+    return tuned(Feeds(splits, config, ALONE), trainee, config, limits, ALONE)
+
+
+def test_a_sweep_tunes_once(composed: Composed, searches: list[int]) -> None:
+    """Eight jobs that differ in learning rate and seed and in the user's own loader settings: one search, one answer."""
+    jobs = [run(composed, f"optim.lr={0.1 * i}", f"seed={i}", f"loader.num_workers={i % 3}") for i in range(1, 9)]
+    assert len(searches) == 1
+    assert [job.report.reused for job in jobs] == [False] + [True] * 7
+    assert {job.report.settings.num_workers for job in jobs} == {3}
+    assert all(job.report.seconds < 9 and "tuner.fresh=true" in job.report.notes[0] for job in jobs[1:])
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["loader.batch_size=32", "data.image_size=16", "model.name=resnet18", "trainer.precision=bf16", "augment.crop=center"],
+)
+def test_what_changes_the_costs_is_tuned_anew(composed: Composed, searches: list[int], change: str) -> None:
+    """The remembered answer is of another kind of run."""
+    run(composed)
+    run(composed, change)
+    assert len(searches) == 2
+
+
+def test_fresh_forgets(composed: Composed, searches: list[int]) -> None:
+    """tuner.fresh=true tunes anew and remembers that."""
+    run(composed)
+    assert not run(composed, "tuner.fresh=true").report.reused
+    assert run(composed).report.reused and len(searches) == 2
+
+
+def test_what_does_not_fit_today_is_tuned_anew(composed: Composed, searches: list[int]) -> None:
+    """Less shared memory than when it was found."""
+    run(composed)
+    assert not run(composed, limits=dataclasses.replace(LIMITS, shm_bytes=10)).report.reused
+    assert len(searches) == 2
+
+
+def test_the_timeout_is_the_users_own(composed: Composed, searches: list[int]) -> None:
+    """What is never tuned comes from this run's settings."""
+    run(composed)
+    report = run(composed, "loader.timeout_s=7").report
+    assert (report.settings.timeout_s, report.val.timeout_s) == (7.0, 7.0)
+
+
+def test_an_answer_of_another_version_is_not_used(composed: Composed, searches: list[int], cache: Path) -> None:
+    """It cannot be read as a report: tuned anew."""
+    run(composed)
+    (file,) = cache.glob("*.json")
+    file.write_text(file.read_text().replace('"wait_fraction"', '"waiting"'))
+    assert not run(composed).report.reused
+
+
+def test_an_answer_that_does_not_hold_is_forgotten(composed: Composed, searches: list[int], cache: Path) -> None:
+    """Once the first training steps have shown that; an answer that was just found stays."""
+    for expected in (1, 0):
+        job = run(composed)
+        if job.follow.on_miss is not None:
+            job.follow.on_miss()
+        assert len(list(cache.glob("*.json"))) == expected
+
+
+def digest(state: TrainState) -> str:
+    """Of weights, buffers, optimizer, schedule, scaler, counters and all random states."""
+    return hashlib.sha256(b"".join(_parts(state.to_dict({}, ())))).hexdigest()
+
+
+def _parts(value: object) -> Iterator[bytes]:
+    if isinstance(value, torch.Tensor):
+        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"none"
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield repr(key).encode()
+            yield from _parts(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _parts(item)
+    else:
+        yield repr(value).encode()
+
+
+def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: None) -> None:
+    """A real search with the real step: one hash of weights, buffers, optimizer and random states before and after."""
+    config = composed("data=digits", "loader.autotune=true", "tuner.budget_s=4", "tuner.max_workers=2", "loader.num_workers=1")
+    seeding.seed_everything(3)
+    splits = datasets.load(config.data, config.augment, config.seed)
+    state = make_state(config, len(splits.classes), ALONE, 10)
+    step, before = Step(state, config, ALONE), digest(state)
+    report = tuned(Feeds(splits, config, ALONE), StepTrials(step, config, ALONE), config, LIMITS, ALONE).report
+    assert digest(state) == before
+    assert report.demand is not None and any(trial.kind == "steps" for trial in report.trials)
+    assert step.read().loss is None
