@@ -17,5 +17,8 @@ Who may import whom, kept by import-linter (a lower line never imports a higher 
     runtime             ranks, randomness, signals, limits, the run's folder, the ways to end
     config              every setting; with train.py the only module that knows Hydra
 
-For a loop of your own: ``harness.feed.prefetcher.DataPrefetcher`` and ``harness.watch.clock.StepClock``.
+Tuning knows the step by a protocol (``harness.tuning.figures.Trainee``), which training satisfies and train.py passes on.
+
+For a loop of your own: ``harness.feed.prefetcher.DataPrefetcher``, ``harness.watch.clock.StepClock`` and
+``harness.tuning.library.tune``.
 """

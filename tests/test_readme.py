@@ -12,20 +12,26 @@ import pytest
 from harness.config import Config
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 COMMANDS = re.findall(r"`((?:python|torchrun) .*?train\.py[^`]*)`", README)
 
 
 def test_the_example_for_a_loop_of_ones_own_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The Python block runs as it stands and prints its figures."""
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    exec(compile(block, "README.md", "exec"), {})
+    exec(compile(BLOCKS[0], "README.md", "exec"), {})
     assert re.search(r"\d+ images/s, waiting for data \d+% of the time", capsys.readouterr().out)
 
 
-def test_the_example_changes_few_lines() -> None:
-    """At most ten lines of the example are ours."""
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(re.findall(r"^.*(?:harness|clock|DataPrefetcher|batches).*$", block, re.M)) <= 10
+def test_the_example_that_tunes_runs(capsys: pytest.CaptureFixture[str], kept_globals: None) -> None:
+    """As it stands, and ends with a sentence about what the model takes."""
+    exec(compile(BLOCKS[1], "README.md", "exec"), {})
+    assert "the model takes" in capsys.readouterr().out.splitlines()[-1].lower()
+
+
+@pytest.mark.parametrize(("block", "ours"), [(0, "harness|clock|DataPrefetcher|batches"), (1, "harness|report|train_step")])
+def test_the_examples_change_few_lines(block: int, ours: str) -> None:
+    """At most ten lines of each are ours."""
+    assert 0 < len(re.findall(rf"^.*(?:{ours}).*$", BLOCKS[block], re.M)) <= 10
 
 
 @pytest.mark.parametrize("command", COMMANDS)

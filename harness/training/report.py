@@ -90,6 +90,7 @@ class Reporter:
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
             "skipped_updates": outcome.skipped,
             "pauses_s": dict(total.pauses_s),
+            "turns_ms": [{"val": val_ms, "train": train_ms} for val_ms, train_ms in outcome.turns_ms] or None,
             "loader": engine.feed.settings,
             "tuning": self.tuning,
             "verdict": judge(total, autotuned=self.tuning is not None),

@@ -245,4 +245,3 @@ class Auto:
             return f"{each}; nothing cheaper does as well, and nothing is faster"
         what = "keeps the model busy" if bound == "model" else "delivers what can be had"
         return f"{each}; num_workers={chosen.num_workers} is the least that {what}"
-

@@ -23,6 +23,7 @@ TOLERANCE = 0.02  # a cheaper setting may deliver so much less than the best
 OWN_TOLERANCE = 0.01  # and so much less than the user's own
 STEADY_BATCH_S = 0.4  # a worker's batch that takes longer makes steps come in bursts that short runs cannot judge
 _UNEVEN = 0.3  # standard deviation of a batch's time over its mean from which short measurements say little
+_UNEVEN_S = 0.01
 DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
 _LONG_WAIT = 0.15  # of the time
 BUSY = 0.8  # share of the cores above which workers and step are in each other's way
@@ -93,8 +94,11 @@ class Evidence:
         return any(t.refused for t in self.trials if t.settings == settings) or self.problem.fits(settings) is not None
 
     def base(self, form: str) -> FeedSettings:
-        """The user's settings in ``form``, pinned if that pays."""
-        return dataclasses.replace(self.problem.own, backend=form, pin_memory=self.problem.pin_memory)
+        """The user's settings in ``form``, pinned if that pays, with as many batches in flight as fit with one worker."""
+        base = dataclasses.replace(self.problem.own, backend=form, pin_memory=self.problem.pin_memory)
+        depth = base.prefetch_factor or 2
+        fitting = (k for k in range(depth, 1, -1) if self.problem.fits(with_workers(base, 1, k)) is None)
+        return dataclasses.replace(base, prefetch_factor=next(fitting, 1)) if base.num_workers else base
 
     def points(self, form: str) -> dict[int, float]:
         """Measured supply in images/s by number of workers; 0 where a setting was refused."""
@@ -121,9 +125,10 @@ class Evidence:
         return mean, sum((seconds - mean) ** 2 * count for seconds, count in times) / samples if samples else 0.0
 
     def uneven(self, form: str) -> bool:
-        """Whether few samples take so long that even whole batches differ much."""
+        """Whether few samples take so long that even whole batches differ much, and by more than handing them over takes."""
         mean, variance = self._moments(form)
-        return variance > self.problem.own.batch_size * (_UNEVEN * mean) ** 2
+        size = self.problem.own.batch_size
+        return size * variance > max(_UNEVEN * size * mean, _UNEVEN_S) ** 2
 
     def on_paper(self, settings: FeedSettings) -> float:
         """Images/s that steps get by the times of all samples seen so far, batches being in order."""
@@ -132,7 +137,9 @@ class Evidence:
             return 1 / (1 / self.problem.demand.images_per_s + cost.wall_s)
         crowding = max(1.0, workers * cost.cpu_s / cost.wall_s / self.problem.cores)
         batches = crowding * queueing.batch_times(self.times(settings.backend), size)
-        return size * queueing.delivered(batches, workers, settings.prefetch_factor or 1, size / self.problem.demand.images_per_s)
+        return size * queueing.delivered(
+            batches, workers, settings.prefetch_factor or 1, size / self.problem.demand.images_per_s
+        )
 
     def cheapest_on_paper(self, form: str) -> FeedSettings:
         """The cheapest setting that on paper delivers as much as the best, and as the user's own, within the tolerances."""

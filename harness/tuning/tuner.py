@@ -93,8 +93,7 @@ class _Session:
         """Calibrate, measure demand, and let ``Auto`` search."""
         first = self._calibrate(own)
         if first is None or (found := self.lab.demand(_DEMAND_S)) is None:
-            _log.warning("tuning could not measure any setting, the loader stays as it was: %s", self.trials[-1].refused)
-            return Choice(own, None, None, bound="unknown", reason="no setting could be measured", complete=False)
+            return self._unmeasured(own)
         self.demand, step_cpu_s = found
         self.rows.add(("", "", "", "demand", str(self.demand), "", "", "steps on one batch that is at hand"))
         lab = self.lab
@@ -109,9 +108,18 @@ class _Session:
             pin_memory=lab.pays_to_pin(own),
             overlaps=lab.trainee.device.type == "cuda",
             fits=lambda settings: lab.ranks.agreed(lab.refusal(settings)),
-            budget_s=self.config.budget_s - (time.perf_counter() - begin),
+            budget_s=lab.ranks.agreed(self.config.budget_s - (time.perf_counter() - begin)),
         )
         return self.follow(Auto(problem).run())
+
+    def _unmeasured(self, own: FeedSettings) -> Choice:
+        """The user's setting, or no workers where not even one fits into memory."""
+        symptom = self.trials[-1].refused
+        if self.lab.ranks.agreed(self.lab.refusal(own)) is None:
+            _log.warning("tuning could not measure any setting, the loader stays as it was: %s", symptom)
+            return Choice(own, None, None, bound="unknown", reason="no setting could be measured", complete=False)
+        _log.warning("not even one worker fits, the trainer itself will load: %s", symptom)
+        return Choice(with_workers(own, 0), None, None, bound="memory", reason="not even one worker fits")
 
     def _calibrate(self, own: FeedSettings) -> Trial | None:
         """A supply probe of the user's setting, or of one worker where there are none or they fail; None if both fail."""
@@ -131,7 +139,7 @@ class _Session:
             ceiling = max(1.0, choice.demand / choice.before.images_per_s)
         val = lab.probes.val_settings(choice.settings)
         sizes = lab.batch_bytes(choice.settings), lab.batch_bytes(val)
-        fitting = capacity.beside(choice.settings, val, *sizes, lab.worker_bytes, lab.limits)
+        fitting = lab.ranks.agreed(capacity.beside(choice.settings, val, *sizes, lab.worker_bytes, lab.limits))
         return TuningReport(
             search=self.config.name.name,
             settings=choice.settings,

@@ -151,6 +151,15 @@ def test_what_cannot_be_measured_stays_as_it_is(on: On, caplog: pytest.LogCaptur
     assert "could not measure any setting, the loader stays as it was: a worker died" in caplog.text
 
 
+def test_where_not_one_worker_fits_the_trainer_loads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Batches larger than the shared memory: refused before they run, and no workers are the answer."""
+    monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**9)
+    report = real(samples.Noise(40), 3)
+    assert report.settings == samples.settings(0)
+    assert (report.bound, [trial.seconds for trial in report.trials]) == ("memory", [0.0, 0.0])
+    assert "not even one worker fits, the trainer itself will load" in caplog.text
+
+
 def test_the_validation_feed_fits_beside_the_training_feed(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both do not, the validation feed gets less, and the report says so."""
     monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**6)
