@@ -48,6 +48,7 @@ class PacedTrainee:
     """A step that is ``step_s`` seconds of waiting, as the host has it with a device: of known speed, and at no cost."""
 
     device = torch.device("cpu")  # batches stay where they are
+    overlaps = False
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s

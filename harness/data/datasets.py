@@ -52,7 +52,7 @@ class ImageDataset:
             pixels = decode(image, self.where(index), self.options) if isinstance(image, bytes) else image
             self.transform(pixels, sample_rng(self.seed, epoch, index), out)
             return label
-        except BadSample:
+        except (BadSample, MemoryError):  # no sample's fault
             raise
         except Exception as error:  # a StopIteration that got out would end a worker's epoch in silence
             raise BadSample(self.where(index), f"{type(error).__name__}: {error}") from error

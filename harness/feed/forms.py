@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -65,22 +66,34 @@ class Feeds:
         return self._make(self.splits.val, order, settings)
 
     def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
-        """A feed like the training feed, but without an end, over samples that no probe has asked for before.
+        """A feed like the training feed, but without an end or short batches, over samples that no probe has asked for before.
 
         Args:
             settings: how its batches are made.
             gauge: is told what its workers do; nothing is where the batches are on the device already.
-            again: from the first sample on that a probe has asked for, and round those that probes have.
+            again: round the samples of the last ``saw``, which can be read.
         """
-        return self._make(self.splits.train, ProbeOrder(self._train_order(), self._cursor, again), settings, gauge)
+        if not again:
+            self._cursor.begin = self._cursor.asked
+        return self._make(self.splits.train, ProbeOrder(self._probe_order(), self._cursor, again), settings, gauge)
+
+    def saw(self, batches: int) -> None:
+        """Note that the last probe that was made has given so many batches."""
+        self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
 
     def probed(self) -> float:
-        """How many times probes have read the training set so far: 0.2 is a fifth of it."""
-        return self._cursor.asked / len(self._train_order())
+        """How many times probes have asked for the training set so far: 0.2 is a fifth of it."""
+        return self._cursor.asked / len(self._probe_order())
 
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Bytes of one batch's tensors: uint8 images, int64 labels and indices."""
         return settings.batch_size * (3 * self.splits.train.image_size**2 + 8 + 8)
+
+    def _probe_order(self) -> Order:
+        """As in training, without an epoch's short batch, whose step would be another."""
+        order = self._train_order()
+        full = dataclasses.replace(order, drop_last=True)
+        return full if len(full) else order
 
     def _train_order(self) -> Order:
         loader, length = self.config.loader, len(self.splits.train)

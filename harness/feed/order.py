@@ -61,9 +61,17 @@ class Order:
 
 @dataclass(slots=True)
 class Cursor:
-    """How many batches have been asked for by all probes of a run together."""
+    """How far the probes of a run are.
+
+    Attributes:
+        asked: batches that all probes together have asked for.
+        begin: where the last probe that moves on began.
+        seen: the batches that ``again`` goes round: those that such a probe has given.
+    """
 
     asked: int = 0
+    begin: int = 0
+    seen: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class ProbeOrder:
     Probes that share a cursor never ask for the same sample before the whole set has been asked for.
 
     Attributes:
-        again: begin with the first that was asked for, go round what was asked for so far, and leave the cursor alone.
+        again: go round what the cursor has seen, and leave it alone.
     """
 
     order: Order
@@ -94,7 +102,7 @@ class ProbeOrder:
 
     def _positions(self) -> Iterator[int]:
         if self.again:
-            yield from itertools.cycle(range(self.cursor.asked or len(self.order)))
+            yield from itertools.cycle(self.cursor.seen)
         while True:
             self.cursor.asked += 1
             yield self.cursor.asked - 1

@@ -191,6 +191,7 @@ class ProcessFeed:
     def _end(self) -> None:
         """Kill the workers, then drop torch's iterator: in the other order it waits up to 5 s for each that is busy."""
         if self._workers:
+            _stop_pinning(self._pass)
             _kill(self._workers)
             # torch sets this event when it is dropped; a worker that was killed in a look at it took its lock along
             self._pass._workers_done_event = threading.Event()  # type: ignore[union-attr]
@@ -263,6 +264,8 @@ class _Batches(Dataset[HostBatch]):
                 labels[row] = self.dataset.fill(epoch, index, pixels[row])
             except BadSample as error:
                 errors.append((error.where, error.reason))
+            except MemoryError:  # no sample's fault
+                raise
             except Exception as error:  # as text: one that cannot be pickled would never arrive (pytorch #142884)
                 errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors))
@@ -294,6 +297,15 @@ def _as_it_is(batch: HostBatch) -> HostBatch:
 def enter_worker(worker: int) -> None:
     """Prepare worker number ``worker`` in its own process."""
     workers.enter_worker()
+
+
+def _stop_pinning(batches: object) -> None:
+    """End torch's thread that pins batches, while the workers that it reads from are alive: it cannot bear their death."""
+    done, thread = (getattr(batches, f"_pin_memory_thread{name}", None) for name in ("_done_event", ""))
+    if done is not None and thread is not None:
+        done.set()
+        batches._worker_result_queue.put((None, None))  # type: ignore[attr-defined]  # wakes it
+        thread.join(timeout=1.0)
 
 
 def _kill(running: list[BaseProcess]) -> None:

@@ -31,6 +31,7 @@ class Snapshot:
     def __init__(self, parts: Iterable[Any], device: torch.device) -> None:
         self._device, self._random = device, random_state(device)
         self._modes: list[tuple[nn.Module, bool]] = []
+        self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._optimizers: list[tuple[Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]] = []
         self._scalers: list[tuple[GradScaler, dict[str, Any]]] = []
@@ -44,6 +45,7 @@ class Snapshot:
         """Note what restores ``part``'s structure; its tensors, whose values are to be copied."""
         if isinstance(part, nn.Module):
             self._modes += [(module, module.training) for module in part.modules()]
+            self._buffers += [(module, dict(module._buffers)) for module in part.modules()]  # some put new ones in their place
             self._grads += [(parameter, parameter.grad) for parameter in part.parameters()]
             yield from (*part.parameters(), *part.buffers())
             yield from (parameter.grad for parameter in part.parameters() if parameter.grad is not None)
@@ -66,6 +68,9 @@ class Snapshot:
         """Put everything back; may be called once."""
         for parameter, grad in self._grads:
             parameter.grad = grad
+        for owner, buffers in self._buffers:
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
         for optimizer, state, groups in self._optimizers:
             optimizer.state.clear()
             optimizer.state.update(state)

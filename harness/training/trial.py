@@ -14,6 +14,7 @@ from harness.config import Config
 from harness.feed.interface import Feed, HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import signals
+from harness.runtime.device import synchronize
 from harness.runtime.distributed import World
 from harness.runtime.snapshot import Snapshot
 from harness.training.step import Step, device_batches
@@ -47,6 +48,11 @@ class StepTrials:
     def device(self) -> torch.device:
         """Where the network runs."""
         return self._world.device
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a thread loads beside the step even without workers."""
+        return self.device.type == "cuda" and self._config.loader.device_prefetch
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -133,7 +139,7 @@ class StepTrials:
             if self._world.size > 1:  # at most doubled: the first batches may only have been the ones in store
                 block_s = sum(seconds for _, seconds, _ in done[-block:])
                 block = max(1, int(min(2 * block, _AGREE_S * block / block_s, most - len(done))))
-        _synchronize(self.device)
+        synchronize(self.device)
         if done:
             images, seconds, wait = done[-1]
             done[-1] = images, seconds + self._now() - end, wait
@@ -154,7 +160,7 @@ class StepTrials:
         for _ in range(steps):
             self._train(images, labels, warm_up)
         self._step.forget()
-        _synchronize(self.device)
+        synchronize(self.device)
         return self._now() - begin
 
     def _train(self, images: Tensor, labels: Tensor, update: bool = False) -> None:
@@ -199,11 +205,3 @@ class _Source:
                     raise
                 self.error, self._stand_in = error, self._make_stand_in()
         return self._stand_in
-
-
-def _synchronize(device: torch.device) -> None:
-    """Wait for the device; on the CPU, steps are through when they return."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

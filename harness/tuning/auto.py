@@ -32,7 +32,8 @@ class Auto:
     def run(self) -> Search:
         """Ask for what has to be measured, and return the choice."""
         own, known = self.problem.own, self.known
-        known.note(self.problem.first)
+        for trial in self.problem.calibration:
+            known.note(trial)
         if known.uneven(own.backend):
             yield from self._uneven()
             return self._choice(known.cheapest_on_paper(own.backend))
@@ -57,7 +58,8 @@ class Auto:
 
     def _has(self, seconds: float) -> bool:
         """Whether so much of the budget is left."""
-        return self.problem.budget_s - sum(trial.seconds for trial in self.known.trials[1:]) >= seconds
+        spent = self.known.trials[len(self.problem.calibration) :]
+        return self.problem.budget_s - sum(trial.seconds for trial in spent) >= seconds
 
     def _uneven(self) -> Asking:
         """Probe what looks best on paper, to know the samples' times better, until it stays the same."""
@@ -181,7 +183,7 @@ class Auto:
         """Real steps on the finalists in turn, there and back, until the best is known or too little time is left."""
         left = [s for s in finalists if self.known.steady(s.backend) and not self.known.refused(s)]
         for turn in range(3):
-            if left in ([], [self.problem.own]):
+            if left in ([], [self.problem.own]) or not self._has(2 * _STEPS_S):
                 return
             for settings in left if turn % 2 == 0 else left[::-1]:
                 if not self._has(_STEPS_S):
@@ -241,6 +243,8 @@ class Auto:
             return "no worker could be measured"
         on_processor = min(1.0, cost.cpu_s / cost.wall_s)
         each = f"a sample takes a worker {cost.wall_s * 1e3:.2g} ms, {on_processor:.0%} of it on a processor"
+        if not self._has(0.0):
+            return f"{each}; the time was over before more could be tried (tuner.budget_s)"
         if chosen == self.problem.own:
             return f"{each}; nothing cheaper does as well, and nothing is faster"
         what = "keeps the model busy" if bound == "model" else "delivers what can be had"

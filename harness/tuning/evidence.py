@@ -35,7 +35,7 @@ class Problem:
 
     Attributes:
         own: the user's own settings.
-        first: the supply probe that calibrates: of ``own``, or of one worker where ``own`` has none.
+        calibration: the probes so far: of ``own``, or of one worker where it has none or failed; the last succeeded.
         forms: the names of the feed's forms, ``own``'s among them.
         demand: images/s that the step takes with a batch at hand, on the slowest rank.
         step_cpu_s: processor seconds of the step per image, in this process.
@@ -48,7 +48,7 @@ class Problem:
     """
 
     own: FeedSettings
-    first: Trial
+    calibration: tuple[Trial, ...]
     forms: tuple[str, ...]
     demand: Rate
     step_cpu_s: float
@@ -143,10 +143,13 @@ class Evidence:
 
     def cheapest_on_paper(self, form: str) -> FeedSettings:
         """The cheapest setting that on paper delivers as much as the best, and as the user's own, within the tolerances."""
-        own, base = self.problem.own, self.base(form)
-        tried = [own, with_workers(base, 0)]
-        tried += [with_workers(base, n, depth) for n in range(1, self.most(form) + 1) for depth in DEPTHS]
-        rates = {s: self.on_paper(s) for s in tried if not self.refused(s)}
+        base, enough = self.base(form), 0.995 * self.problem.demand.images_per_s
+        rates = {s: self.on_paper(s) for s in (self.problem.own, with_workers(base, 0)) if not self.refused(s)}
+        for workers in range(1, self.most(form) + 1):
+            tried = [with_workers(base, workers, depth) for depth in DEPTHS]
+            rates |= {s: self.on_paper(s) for s in tried if not self.refused(s)}
+            if any(rates.get(s, 0.0) >= enough for s in tried):  # more workers can only cost more
+                break
         return self._cheapest(rates)
 
     def supply(self, settings: FeedSettings) -> Rate | None:
@@ -161,15 +164,23 @@ class Evidence:
         """What steps get: as measured with real ones, all runs together; else predicted from supply and demand."""
         if self.uneven(settings.backend):
             return exactly(self.on_paper(settings))
-        if runs := self.of("steps", settings):
-            return _pooled(runs)
-        supply, demand = self.supply(settings), self.demand()
+        runs, supply, demand = self.of("steps", settings), self.supply(settings), self.demand()
+        if runs:
+            return self._not_read_again(settings, _pooled(runs))
         if supply is None:
             return None
         if settings.num_workers == 0 and not self.problem.overlaps:
             return exactly(1 / (1 / demand + 1 / supply.images_per_s))
         reach = min(demand, self.roofline(settings.backend))
         return Rate(*(min(value, reach) for value in (supply.images_per_s, supply.low, supply.high)))
+
+    def _not_read_again(self, settings: FeedSettings, measured: Rate) -> Rate:
+        """``measured``, or what a first reading allows: without workers, steps ran on samples that were read before."""
+        cost = self.costs.get(settings.backend)
+        if settings.num_workers or cost is None or cost.cpu_s > 0.5 * cost.wall_s:
+            return measured
+        beside = 0.0 if self.problem.overlaps else 1 / self.problem.demand.images_per_s
+        return min(measured, exactly(1 / (beside + cost.wall_s)), key=lambda rate: rate.images_per_s)
 
     def demand(self) -> float:
         """Images/s that the step takes: as measured with a batch at hand, or more where a loader has delivered more."""
@@ -245,10 +256,12 @@ class Evidence:
     def cheapest_good(self) -> FeedSettings:
         """The cheapest setting that delivers as much as the best, and as the user's own, within the tolerances.
 
-        Where real steps were run, only settings that were tried with them count.
+        Where real steps were run on others than the user's own, only settings that were tried with them count.
         """
-        failed = {t.settings for t in self.trials if t.refused}
-        known = dict.fromkeys(t.settings for t in self.of("steps") or self.of("supply") if t.settings not in failed)
+        failed, steps = {t.settings for t in self.trials if t.refused}, self.of("steps")
+        ranked = any(t.settings != self.problem.own for t in steps)
+        pool = steps if ranked else [*steps, *self.of("supply")]
+        known = dict.fromkeys(t.settings for t in pool if t.settings not in failed)
         return self._cheapest({s: worth for s in known if (worth := self.worth(s)) is not None})
 
     def _cheapest(self, rates: Mapping[FeedSettings, float]) -> FeedSettings:
@@ -259,7 +272,7 @@ class Evidence:
         return min((s for s in rates if rates[s] >= floor), key=lambda s: (cost_of(s), -rates[s]))
 
     def bottleneck(self, chosen: FeedSettings) -> str:
-        """What keeps ``chosen`` from delivering more: model, processor, memory, workers, storage or transport."""
+        """What keeps ``chosen`` from delivering more: model, processor, memory, workers, refused, storage or transport."""
         got, cost = self.delivered(chosen), self.costs.get(chosen.backend)
         if got is None or cost is None:
             return "unknown"
@@ -268,7 +281,9 @@ class Evidence:
         if got.images_per_s >= BUSY * self.roofline(chosen.backend):
             return "processor"
         if chosen.num_workers >= self.most(chosen.backend) and not saturated(self.points(chosen.backend)):
-            return "workers" if self.problem.fits(with_workers(chosen, chosen.num_workers + 1)) is None else "memory"
+            if chosen.num_workers >= self.problem.most:
+                return "workers"
+            return "refused" if self.problem.fits(with_workers(chosen, chosen.num_workers + 1)) is None else "memory"
         if self._starved(chosen.backend, cost):
             probes = [t.cost for t in self.of("supply") if t.cost and t.settings.num_workers >= chosen.num_workers]
             return "storage" if any(each.cpu_s < 0.5 * each.wall_s for each in (cost, *probes)) else "transport"

@@ -55,7 +55,10 @@ class Rate:
         return (self.high - self.low) / 2 / self.images_per_s if self.images_per_s else math.inf
 
     def __str__(self) -> str:
-        return f"{self.images_per_s:.0f}" + (f" ±{self.half_width:.0%}" if math.isfinite(self.half_width) else "")
+        if self.low == self.high:
+            return f"about {self.images_per_s:.3g}" if self.images_per_s < 100 else f"about {self.images_per_s:.0f}"
+        mean = f"{self.images_per_s:.3g}" if self.images_per_s < 100 else f"{self.images_per_s:.0f}"
+        return mean + (f" ±{self.half_width:.0%}" if math.isfinite(self.half_width) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,11 @@ class Trainee(Protocol):
         """Where the network runs."""
         ...
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether batches are loaded beside the step even without workers."""
+        ...
+
     def kept(self) -> AbstractContextManager[None]:
         """A block at whose end all that steps change is as before: weights, buffers, optimizer, counters, random states."""
         ...
@@ -157,9 +165,13 @@ class Probes(Protocol):
         ...
 
     def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
-        """An endless feed over samples that no probe has asked for, or ``again`` from the first that one has."""
+        """An endless feed over samples that no probe has asked for, or ``again`` round those of the last ``saw``."""
+        ...
+
+    def saw(self, batches: int) -> None:
+        """Note that the last probe that was made has given so many batches: their samples can be read."""
         ...
 
     def probed(self) -> float:
-        """How many times the training set has been read by probes."""
+        """How many times the training set has been asked for by probes."""
         ...

@@ -28,16 +28,15 @@ class Lab:
     Attributes:
         worker_bytes: private memory of one worker, the largest seen.
         batch: a batch of the data set, in memory of its own, once one has been seen.
-        timeout_s: the longest wait of a probe for one batch.
     """
 
     probes: Probes
     trainee: Trainee
     limits: Limits
     ranks: Ranks
-    timeout_s: float
     worker_bytes: int = _WORKER_BYTES
     batch: HostBatch | None = None
+    _sample_s: float = 0.0  # the longest mean of a probe
     _batch_bytes: dict[int, int] = field(default_factory=dict)  # by batch size, where only loading one tells
 
     def attempt(self, ask: Ask) -> Trial:
@@ -55,8 +54,10 @@ class Lab:
             trial = getattr(self, f"_{ask.kind}")(ask)
         except BadSample as error:
             bad, trial = (error.where, error.reason), Trial(ask.settings, kind)
-        except (LoaderError, MemoryError) as error:
-            trial = Trial(ask.settings, kind, refused=str(error) or "out of memory")
+        except MemoryError:
+            trial = Trial(ask.settings, kind, refused="out of memory")
+        except LoaderError as error:
+            trial = Trial(ask.settings, kind, refused=self._symptom(str(error)))
         outcome = dataclasses.replace(trial, seconds=time.perf_counter() - begin), bad
         outcomes: list[tuple[Trial, tuple[str, str] | None]] = self.ranks.gathered(outcome)
         for _, where in outcomes:
@@ -77,9 +78,12 @@ class Lab:
         """Whether page-locked batches reach the device sooner; never without a CUDA device."""
         if self.trainee.device.type != "cuda" or self.batch is None:
             return False
-        pageable_s, pinned_s = probe.measure_copies(self.batch.images, self.trainee.device)
-        fits = self.refusal(dataclasses.replace(own, pin_memory=True)) is None
-        return bool(self.ranks.agreed(fits and pinned_s < (1 - _PIN_GAIN) * pageable_s))
+        pays = self.refusal(dataclasses.replace(own, pin_memory=True)) is None
+        try:
+            pageable_s, pinned_s = probe.measure_copies(self.batch.images, self.trainee.device) if pays else (0.0, 0.0)
+        except RuntimeError:  # no room for page-locked memory
+            pays = False
+        return self.ranks.smallest(float(pays and pinned_s < (1 - _PIN_GAIN) * pageable_s)) > 0
 
     def refusal(self, settings: FeedSettings) -> str | None:
         """Why ``settings`` cannot fit, with the arithmetic, or None."""
@@ -95,15 +99,19 @@ class Lab:
         return needs.memory_bytes
 
     def _supply(self, ask: Ask) -> Trial:
-        gauge = Gauge(ask.settings.num_workers)
+        try:
+            gauge = Gauge(ask.settings.num_workers)
+        except (OSError, RuntimeError) as error:
+            raise LoaderError(f"no shared memory for counting: {error}") from error
         feed = self.probes.probe(self._patient(ask.settings), gauge)
-        found = probe.measure_supply(feed, gauge, self.ranks, limit_s=ask.limit_s, target=ask.target)
+        until = probe.Until(ask.limit_s, ask.target, need_batch=self.batch is None)
+        found = probe.measure_supply(feed, gauge, self.ranks, until)
         self._learn(found)
         memory = self.memory_bytes(ask.settings)
         return Trial(ask.settings, "supply", found.rate, found.images, cost=found.cost, memory_bytes=memory)
 
     def _steps(self, ask: Ask) -> Trial:
-        in_process = ask.settings.num_workers == 0  # these samples a worker has read before: none of them hangs this process
+        in_process = ask.settings.num_workers == 0  # these samples have come from workers: none of them hangs this process
         feed = self.probes.probe(self._patient(ask.settings), again=in_process)
         try:
             run = self.trainee.deliver(feed, ask.settings.num_workers * (ask.settings.prefetch_factor or 0), ask.limit_s)
@@ -121,16 +129,25 @@ class Lab:
         return Trial(ask.settings, "supply", Rate.of([images], [seconds]), images)
 
     def _learn(self, found: probe.Supply) -> None:
-        if found.worker_bytes:
-            largest = found.worker_bytes if self.worker_bytes == _WORKER_BYTES else max(self.worker_bytes, found.worker_bytes)
-            self.worker_bytes = int(-self.ranks.smallest(-largest))
+        seen = int(-self.ranks.smallest(-found.worker_bytes))
+        if seen:
+            self.worker_bytes = seen if self.worker_bytes == _WORKER_BYTES else max(self.worker_bytes, seen)
+        self._sample_s = max(self._sample_s, found.cost.wall_s)
+        if found.batches:
+            self.probes.saw(found.batches)
         if found.batch is not None and self.batch is None:
             self.batch = found.batch
             tensors = (found.batch.images, found.batch.labels, found.batch.indices)
             self._batch_bytes[len(found.batch.labels)] = sum(tensor.nbytes for tensor in tensors)
 
     def _patient(self, settings: FeedSettings) -> FeedSettings:
-        return dataclasses.replace(settings, timeout_s=self.timeout_s)
+        """``settings`` that wait for a batch as long as three take at the slowest that was seen, and some seconds more."""
+        wait_s = 3 * settings.batch_size * self._sample_s if self._sample_s else 2 * probe.STUCK_S
+        return dataclasses.replace(settings, timeout_s=wait_s + probe.STUCK_S)
+
+    def _symptom(self, text: str) -> str:
+        """The text of a LoaderError, less advice on settings that are the probe's own."""
+        return "no batch came: the workers hang, or the storage does" if "loader.timeout_s" in text else text
 
 
 def _rate(run: StepRun, cycle: int) -> Rate:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_all_start_methods, get_start_method
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from harness.config import TunerConfig
 from harness.feed.gauge import Gauge
@@ -18,14 +19,16 @@ from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import Loader, ProcessFeed, enter_worker
 from harness.runtime import limits, signals
-from harness.runtime.errors import BadSample
+from harness.runtime.device import synchronize
+from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.report import TuningReport
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.figures import StepRun
 
 Step = Callable[[Any], object]
-_WARM_UP_STEPS, _DEMAND_STEPS = 3, 40
+_WARM_UP_STEPS, _GROUPS, _GROUP_S, _COPIES = 3, 20, 0.025, 16
+_NO_ROOM = ("No space left", "Too many open files", "Cannot allocate memory", "unable to open shared memory", "MemoryError")
 
 
 def tune(
@@ -34,7 +37,9 @@ def tune(
     *,
     batch_size: int,
     state: Sequence[Any] = (),
+    device: torch.device | str | None = None,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
+    worker_init_fn: Callable[[int], None] | None = None,
     num_workers: int = 0,
     start_method: str | None = None,
     config: TunerConfig | None = None,
@@ -49,7 +54,9 @@ def tune(
         step: takes one batch as the loader gives it, and trains on it.
         batch_size: samples in a batch.
         state: what ``step`` changes: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
+        device: where the step computes; None: where the first network or optimizer of ``state`` has its parameters, or the CPU.
         collate_fn: as the loader's.
+        worker_init_fn: as the loader's.
         num_workers: what the loop uses now: the choice is not slower than that.
         start_method: how workers start; None: as Python does it here.
         config: budget and most workers; None: the defaults.
@@ -57,10 +64,16 @@ def tune(
     Raises:
         BadSample: the data set raised an error.
         RuntimeError: several ranks have been started.
+        TypeError: the data set is not map-style, or a part of ``state`` cannot be put back.
+        ValueError: there are fewer samples than one batch takes.
     """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(f"dataset: {type(dataset).__name__} is not map-style; tune() needs __len__ and __getitem__")
+    if len(dataset) < batch_size:
+        raise ValueError(f"batch_size={batch_size}: the data set has only {len(dataset)} samples")
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise RuntimeError("tune() works in one process; call it in a run of its own, and give its answer to all ranks")
-    start_method = start_method or torch.multiprocessing.get_start_method()
+    method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
     own = FeedSettings(
         batch_size=batch_size,
         num_workers=num_workers,
@@ -68,10 +81,10 @@ def tune(
         prefetch_factor=2 if num_workers else None,
         persistent_workers=num_workers > 0,
         timeout_s=0.0,
-        start_method=start_method,
+        start_method=method,
     )
-    probes = _Probes(dataset, collate_fn)
-    trainee = _Trainee(probes, step, state)
+    probes = _Probes(dataset, collate_fn, worker_init_fn)
+    trainee = _Trainee(probes, step, state, _device_of(state) if device is None else torch.device(device))
     return tune_probes(probes, trainee, own, config or TunerConfig(), limits.measure(), _OneRank())
 
 
@@ -93,10 +106,12 @@ class _Probes:
 
     forms = ("processes",)
 
-    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
+    def __init__(
+        self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any], worker_init_fn: Callable[[int], None] | None
+    ) -> None:
+        self.dataset, self.collate_fn, self.enter = dataset, collate_fn, _Enter(worker_init_fn)
         self.last: Any = None
-        self._cursor, self._length = Cursor(), len(dataset)  # type: ignore[arg-type]
+        self._cursor, self._length = Cursor(), len(dataset)  # type: ignore[arg-type]  # map-style, as was asked
         self._batches = 1
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
@@ -106,9 +121,14 @@ class _Probes:
         return train
 
     def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
-        order = Order(self._length, min(settings.batch_size, self._length), drop_last=True)
+        order = Order(self._length, settings.batch_size, drop_last=True)
         self._batches = len(order)
+        if not again:
+            self._cursor.begin = self._cursor.asked
         return _Feed(self, ProbeOrder(order, self._cursor, again), settings, gauge)
+
+    def saw(self, batches: int) -> None:
+        self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
 
     def probed(self) -> float:
         return self._cursor.asked / self._batches
@@ -131,9 +151,14 @@ class _Feed(ProcessFeed):
                     batch = HostBatch(first, torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
                 yield batch
         except Exception as error:
-            if not (str(error).startswith("Caught ") or self.settings.num_workers == 0):
+            text = f"{error}".strip()
+            if self.settings.num_workers == 0:
+                raise BadSample("the data set", f"{type(error).__name__}: {text}") from error
+            if not text.startswith("Caught "):  # torch's own: a worker died, or no batch came in time
                 raise
-            raise BadSample("the data set", str(error).strip().splitlines()[-1]) from error
+            if any(symptom in text for symptom in _NO_ROOM):
+                raise LoaderError(text.splitlines()[-1]) from error
+            raise BadSample("the data set", text.splitlines()[-1]) from error
 
     def _make_loader(self, wait_s: float) -> Loader:
         s, dataset = self.settings, self._probes.dataset
@@ -148,10 +173,22 @@ class _Feed(ProcessFeed):
             prefetch_factor=s.prefetch_factor,
             persistent_workers=s.persistent_workers,
             timeout=wait_s,
-            worker_init_fn=enter_worker if s.num_workers else None,
+            worker_init_fn=self._probes.enter if s.num_workers else None,
             multiprocessing_context=s.start_method if s.num_workers else None,
             generator=torch.Generator(),
         )
+
+
+class _Enter:
+    """What a worker does first: what keeps it from outliving this process, then what the caller wants."""
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        enter_worker(worker)
+        if self.then is not None:
+            self.then(worker)
 
 
 class _Indices:
@@ -197,13 +234,10 @@ class _GaugedBatches(_Gauged):
 class _Trainee:
     """The caller's step."""
 
-    def __init__(self, probes: _Probes, step: Step, state: Sequence[Any]) -> None:
-        self._probes, self._step, self._state = probes, step, state
+    overlaps = False  # a plain loop loads while its step does not run
 
-    @property
-    def device(self) -> torch.device:
-        networks = (part for part in self._state if isinstance(part, nn.Module))
-        return next((tensor.device for network in networks for tensor in network.parameters()), torch.device("cpu"))
+    def __init__(self, probes: _Probes, step: Step, state: Sequence[Any], device: torch.device) -> None:
+        self._probes, self._step, self._state, self.device = probes, step, state, device
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -217,13 +251,26 @@ class _Trainee:
             snapshot.restore()
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
+        begin, step_s = time.perf_counter(), 0.0
         for _ in range(_WARM_UP_STEPS):
-            self._timed(self._probes.last)
-        begin, cpu, seconds = time.perf_counter(), time.process_time(), list[float]()
-        while len(seconds) < 2 or (len(seconds) < _DEMAND_STEPS and time.perf_counter() - begin < limit_s):
-            seconds.append(self._timed(self._probes.last))
-        steps = len(seconds)
-        return StepRun((len(batch.labels),) * steps, tuple(seconds), (0.0,) * steps, time.process_time() - cpu)
+            step_s = self._group(1)
+        steps = max(1, min(_COPIES, int(_GROUP_S / step_s)))
+        cpu, seconds = time.process_time(), list[float]()
+        while len(seconds) < 2 or (len(seconds) < _GROUPS and time.perf_counter() - begin < limit_s):
+            seconds.append(self._group(steps))
+        groups = len(seconds)
+        cpu_s = time.process_time() - cpu
+        return StepRun((len(batch.labels) * steps,) * groups, tuple(seconds), (0.0,) * groups, cpu_s)
+
+    def _group(self, steps: int) -> float:
+        """The seconds of so many steps on one batch, each on a copy of its own: a step may change what it is given."""
+        copies = [_copy(self._probes.last) for _ in range(steps)]
+        begin = time.perf_counter()
+        for batch in copies:
+            signals.check()
+            self._step(batch)
+        synchronize(self.device)
+        return time.perf_counter() - begin
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
         with contextlib.closing(iter(feed)) as batches:  # type: ignore[type-var]
@@ -241,21 +288,40 @@ class _Trainee:
         done: list[tuple[int, float, float]] = []
         begin = end = time.perf_counter()
         while len(done) < least or ((most is None or len(done) < most) and end - begin < limit_s):
-            batch = next(batches)
+            signals.check()
+            count = len(next(batches).labels)
             wait_s = time.perf_counter() - end
-            self._timed(self._probes.last)
-            done.append((len(batch.labels), time.perf_counter() - end, wait_s))
+            self._step(self._probes.last)
+            done.append((count, time.perf_counter() - end, wait_s))
             end += done[-1][1]
+        synchronize(self.device)
+        if done:
+            count, seconds, wait_s = done[-1]
+            done[-1] = count, seconds + time.perf_counter() - end, wait_s
         return done
 
-    def _timed(self, batch: Any) -> float:
-        """The seconds of one step, to its end on the device."""
-        signals.check()
-        begin = time.perf_counter()
-        self._step(batch)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begin
+
+def _device_of(state: Sequence[Any]) -> torch.device:
+    for part in state:
+        if isinstance(part, nn.Module):
+            groups: list[Any] = [list(part.parameters())]
+        else:
+            groups = [group["params"] for group in part.param_groups] if isinstance(part, Optimizer) else []
+        for parameter in (parameter for group in groups for parameter in group):
+            return torch.device(parameter.device)
+    return torch.device("cpu")
+
+
+def _copy(batch: Any) -> Any:
+    """Nested containers and tensors anew; everything else as it is."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, dict):
+        return type(batch)({key: _copy(part) for key, part in batch.items()})
+    if isinstance(batch, tuple | list):
+        parts = [_copy(part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

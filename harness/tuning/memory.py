@@ -26,7 +26,7 @@ from harness.watch.host import environment
 _FORMAT = 1  # of the file; another number and the answer is not taken
 _MAX_AGE_S = 30 * 24 * 3600.0
 _POLL_S = 0.1
-_SOURCES = ("data", "feed")  # rooms whose code decides what a sample costs
+_SOURCES = ("data", "feed", "tuning")  # rooms whose code decides what a sample costs, and what is chosen
 _SETTINGS = {  # those that decide what a sample or a step costs, besides all of augment and tuner
     "data": ("image_size", "eval_resize", "exif_orientation"),
     "loader": ("backend", "batch_size", "start_method", "device_prefetch"),

@@ -20,6 +20,7 @@ from harness.tuning.figures import Ranks, Rate, SampleCost
 
 POLL_S = 0.05
 STUCK_S = 10.0  # without a single sample for so long, the workers hang
+_START_S = 0.5  # more for each worker that starts
 _QUEUE_S = 1.0  # so long the queue may take to fill before the window opens all the same
 _SHORTEST_S = 0.4  # a window that is shorter tells nothing
 _PRECISE = 0.05  # half of the interval over the mean with which a probe is done
@@ -38,31 +39,40 @@ class Supply:
         images: the samples in the window.
         cost: of one sample.
         worker_bytes: private memory of one worker; 0 without workers.
-        batch: the last batch that came, in memory of its own; None where none came.
+        batches: how many came.
+        batch: the last of them, in memory of its own; None where none came.
     """
 
     rate: Rate
     images: int
     cost: SampleCost
     worker_bytes: int
+    batches: int
     batch: HostBatch | None
 
 
-def measure_supply(
-    feed: Feed, gauge: Gauge, ranks: Ranks, *, limit_s: float, target: float | None = None, now: Clock = time.perf_counter
-) -> Supply:
+@dataclass(frozen=True, slots=True)
+class Until:
+    """When a probe is over: after ``limit_s``, sooner where ``target`` is decided, not before a batch where one is needed."""
+
+    limit_s: float
+    target: float | None = None
+    need_batch: bool = False
+
+
+def measure_supply(feed: Feed, gauge: Gauge, ranks: Ranks, until: Until, now: Clock = time.perf_counter) -> Supply:
     """Take batches from ``feed`` as fast as it gives them, and count samples in its workers; closes the feed.
 
     A worker's batches may take seconds each, and come in bursts: counting batches here would say nothing in a short time.
-    The window opens when every worker has moved and the queue is full. It closes with the first batch at an interval of 5 %,
-    at one that lies on one side of ``target``, or after ``limit_s``, three of them if the interval is over 20 % (uneven
-    samples). The clock is read before any worker is ended. All ranks stop together.
+    The window opens when every worker has moved and the queue is full. It closes at an interval of 5 %, at one that lies on
+    one side of the target, or after the limit, three of them if the interval is over 20 % (uneven samples). The clock is read
+    before any worker is ended. All ranks stop together.
 
     Raises:
         BadSample: a sample cannot be read.
-        LoaderError: a worker died, or none has finished a sample for ten seconds.
+        LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while longer at the start.
     """
-    meter = _Meter(gauge, max(1, feed.settings.num_workers), _queue_length(feed), limit_s, target)
+    meter = _Meter(gauge, max(1, feed.settings.num_workers), _queue_length(feed), until)
     failure: Exception | None = None
     batches, looked = feed.polled(POLL_S), now()
     try:
@@ -120,8 +130,7 @@ class _Meter:
     gauge: Gauge
     workers: int
     queue: int
-    limit_s: float
-    target: float | None
+    until: Until
     points: list[tuple[float, Work]] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)  # of this process, at each point
     batches: int = 0
@@ -138,10 +147,11 @@ class _Meter:
         samples = self.gauge.read().samples
         if self.seen is None or samples > self.seen[1]:
             self.seen = (at, samples)
-        if at - self.seen[0] <= STUCK_S:
+        allowed_s = STUCK_S + (_START_S * self.workers if samples == 0 else 0.0)
+        if at - self.seen[0] <= allowed_s:
             return None
         what = "sample" if samples == 0 else "further sample"
-        return LoaderError(f"no {what} within {STUCK_S:g} s: the workers hang, or the storage does")
+        return LoaderError(f"no {what} within {allowed_s:g} s: the workers hang, or the storage does")
 
     def look(self, at: float) -> bool:
         """Note how far the workers are; whether enough is known."""
@@ -150,19 +160,20 @@ class _Meter:
             self.began = at
         if self.began is None or (self.batches <= self.queue and at - self.began < _QUEUE_S and not self.points):
             return False
-        if not self.points or at - self.points[-1][0] >= min(0.02, self.limit_s / _BLOCKS):
+        if not self.points or at - self.points[-1][0] >= min(0.02, self.until.limit_s / _BLOCKS):
             self.points.append((at, work))
             self.cpu_s.append(time.process_time())
         return self._enough(at - self.points[0][0])
 
     def _enough(self, elapsed_s: float) -> bool:
         none = self.points[0][1].samples == self.points[-1][1].samples  # one may take longer than the limit
-        if elapsed_s < min(_SHORTEST_S, self.limit_s) or len(self.points) < 3 or none:
+        if elapsed_s < min(_SHORTEST_S, self.until.limit_s) or len(self.points) < 3 or none:
             return False
-        rate = self.rate()
-        decided = self.target is not None and not rate.low <= self.target <= rate.high
-        limit_s = self.limit_s * (_LONGER if rate.half_width > _VAGUE else 1.0)
-        return self.batches > 0 and (decided or rate.half_width <= _PRECISE or elapsed_s >= limit_s)
+        rate, target = self.rate(), self.until.target
+        decided = target is not None and not rate.low <= target <= rate.high
+        limit_s = self.until.limit_s * (_LONGER if rate.half_width > _VAGUE else 1.0)
+        known = decided or rate.half_width <= _PRECISE or elapsed_s >= limit_s
+        return known and (self.batches > 0 or not self.until.need_batch)
 
     def rate(self) -> Rate:
         """Images/s over the window; the interval is that of ten blocks, and no less than what its ends cut in two."""
@@ -188,7 +199,7 @@ class _Meter:
         variation = math.sqrt(max(0.0, square - wall**2)) / wall
         receive = (self.cpu_s[-1] - self.cpu_s[0]) / count
         cost = SampleCost(wall, (last.cpu_s - first.cpu_s) / count, variation, receive, last.times_since(first))
-        return Supply(self.rate(), count, cost, worker_bytes, _owned(self.last))
+        return Supply(self.rate(), count, cost, worker_bytes, self.batches, _owned(self.last))
 
 
 def _owned(batch: HostBatch | None) -> HostBatch | None:
@@ -222,7 +233,15 @@ def measure_copies(images: torch.Tensor, device: torch.device, repeats: int = 10
 
     Measured on the device, by events, as its own stream sees it: from pageable memory the driver first copies to a
     page-locked buffer of its own, and the host waits for that.
+
+    Raises:
+        RuntimeError: there is no room for it.
     """
+    with torch.cuda.device(device):
+        return _timed_copies(images, device, repeats)
+
+
+def _timed_copies(images: torch.Tensor, device: torch.device, repeats: int) -> tuple[float, float]:
     pinned, taken = images.pin_memory(), {False: [0.0] * repeats, True: [0.0] * repeats}
     for turn in range(repeats + 2):
         for is_pinned, source in ((False, images), (True, pinned)):

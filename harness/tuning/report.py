@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,16 @@ class TuningReport:
     def loader_arguments(self) -> dict[str, Any]:
         """The choice as keyword arguments of torch's ``DataLoader``."""
         own = self.settings
-        workers = {"prefetch_factor": own.prefetch_factor, "persistent_workers": own.persistent_workers}
+        workers: dict[str, Any] = {"prefetch_factor": own.prefetch_factor, "persistent_workers": own.persistent_workers}
         counts = {"batch_size": own.batch_size, "num_workers": own.num_workers}
+        if own.start_method != get_all_start_methods()[0]:  # the first is what Python does by itself
+            workers["multiprocessing_context"] = own.start_method
         return {**counts, **(workers if own.num_workers else {}), "pin_memory": own.pin_memory}
 
     @property
     def dataloader(self) -> str:
         """The line that gives the same with torch alone."""
-        return f"DataLoader(dataset, shuffle=True, {', '.join(f'{k}={v}' for k, v in self.loader_arguments.items())})"
+        return f"DataLoader(dataset, shuffle=True, {', '.join(f'{k}={v!r}' for k, v in self.loader_arguments.items())})"
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
         """Print it; write ``tuning.json`` into ``folder`` and TensorBoard's pages to ``board``, where there are such."""

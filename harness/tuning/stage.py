@@ -48,14 +48,14 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
     with memory.held() if memory else nullcontext():
         if memory and config.tuner.fresh:
             memory.forget()
-        report = _recalled(world.agreed(memory.recall() if memory else None), own)
-        if report is not None and world.smallest(_fits(report, feeds, limits)) > 0:
+        report = world.agreed(_recalled(memory.recall(), own, feeds, limits) if memory else None)
+        if report is not None:
             report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
         else:
             report = tune(feeds, trainee, own, config.tuner, limits, world)
-            if memory and report.after.images_per_s is not None:
+            if memory and report.complete and report.after.images_per_s is not None:
                 memory.keep({"report": report.to_plain(), "at": time.strftime("%Y-%m-%d %H:%M")})
-    return Tuned(report, Follow(report, _forgetting(memory if report.reused else None)))
+    return Tuned(report, Follow(report, _forgetting(memory)))
 
 
 def _fingerprint(feeds: Feeds, config: Config, limits: Limits, world: World) -> dict[str, Any]:
@@ -63,22 +63,36 @@ def _fingerprint(feeds: Feeds, config: Config, limits: Limits, world: World) -> 
     return fingerprint(config, identity(feeds.splits), limits, world.size, world.local_size, device)
 
 
-def _recalled(answer: dict[str, Any] | None, own: FeedSettings) -> TuningReport | None:
-    """The remembered report, with the settings that are never tuned taken from ``own``; None where there is none to use."""
+def _recalled(answer: dict[str, Any] | None, own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
+    """The remembered report as it holds for this run; None where there is none, or what it chose does not fit today.
+
+    What is never tuned comes from this run's settings, and so does all about the validation feed.
+    """
     try:
         if answer is None:
             return None
         report, at = TuningReport.from_plain(answer["report"]), str(answer["at"])
     except (KeyError, TypeError, ValueError):
         return None
-    notes = (f"found by a run of {at}; tuner.fresh=true tunes anew", *report.notes)
-    settings, val = (dataclasses.replace(s, timeout_s=own.timeout_s) for s in (report.settings, report.val))
-    return dataclasses.replace(report, settings=settings, val=val, notes=notes, reused=True)
+    settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
+    size, worker_bytes = feeds.batch_bytes(settings), _worker_bytes(report, feeds)
+    if capacity.refusal(settings, size, worker_bytes, limits) is not None:
+        return None
+    val = feeds.val_settings(settings)
+    val = capacity.beside(settings, val, size, feeds.batch_bytes(val), worker_bytes, limits)
+    notes = [f"found by a run of {at}; tuner.fresh=true tunes anew"]
+    if own != dataclasses.replace(report.before.settings, timeout_s=own.timeout_s):
+        notes.append(f"before and the ceiling are that run's, which came with {report.before.settings}; yours is {own}")
+    return dataclasses.replace(report, settings=settings, val=val, notes=(*notes, *report.notes), reused=True)
 
 
-def _fits(report: TuningReport, feeds: Feeds, limits: Limits) -> bool:
-    """Whether the remembered settings fit into what is free today."""
-    return capacity.refusal(report.settings, feeds.batch_bytes(report.settings), 0, limits) is None
+def _worker_bytes(report: TuningReport, feeds: Feeds) -> int:
+    """Private memory of one worker as it was measured."""
+    settings = report.settings
+    if not settings.num_workers or report.after.memory_bytes is None:
+        return 0
+    batches = capacity.needs(settings, feeds.batch_bytes(settings), 0).memory_bytes
+    return max(0, report.after.memory_bytes - batches) // settings.num_workers
 
 
 def _forgetting(memory: Memory | None) -> Callable[[], None] | None:

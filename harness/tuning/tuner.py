@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from harness.config import TunerConfig, TunerName
 from harness.feed.interface import FeedSettings
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning import capacity, probe
+from harness.tuning import capacity
 from harness.tuning.auto import Auto
 from harness.tuning.evidence import Problem
 from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
@@ -48,7 +49,8 @@ def tune(
         BadSample: a sample cannot be read.
     """
     begin = time.perf_counter()
-    lab = Lab(probes, trainee, limits, ranks, timeout_s=max(config.budget_s, probe.STUCK_S))
+    own, limits = ranks.agreed(own), _least(limits, ranks)
+    lab = Lab(probes, trainee, limits, ranks)
     title = f"tuning the loader (tuner={config.name.name}, at most {config.budget_s:g} s)"
     with trainee.kept(), live_table(title, _COLUMNS) as rows:
         session = _Session(lab, config, rows)
@@ -91,22 +93,21 @@ class _Session:
 
     def automatic(self, own: FeedSettings, begin: float) -> Choice:
         """Calibrate, measure demand, and let ``Auto`` search."""
-        first = self._calibrate(own)
-        if first is None or (found := self.lab.demand(_DEMAND_S)) is None:
+        if not self._calibrate(own) or (found := self.lab.demand(_DEMAND_S)) is None:
             return self._unmeasured(own)
         self.demand, step_cpu_s = found
         self.rows.add(("", "", "", "demand", str(self.demand), "", "", "steps on one batch that is at hand"))
         lab = self.lab
         problem = Problem(
             own=own,
-            first=first,
+            calibration=tuple(self.trials),
             forms=lab.probes.forms,
             demand=self.demand,
             step_cpu_s=step_cpu_s,
             cores=lab.limits.cores,
             most=self.config.max_workers or max(8, 4 * int(lab.limits.cores)),
             pin_memory=lab.pays_to_pin(own),
-            overlaps=lab.trainee.device.type == "cuda",
+            overlaps=lab.trainee.overlaps,
             fits=lambda settings: lab.ranks.agreed(lab.refusal(settings)),
             budget_s=lab.ranks.agreed(self.config.budget_s - (time.perf_counter() - begin)),
         )
@@ -115,27 +116,27 @@ class _Session:
     def _unmeasured(self, own: FeedSettings) -> Choice:
         """The user's setting, or no workers where not even one fits into memory."""
         symptom = self.trials[-1].refused
-        if self.lab.ranks.agreed(self.lab.refusal(own)) is None:
+        if any(trial.refused and trial.seconds for trial in self.trials):  # it did run, and died or hung
             _log.warning("tuning could not measure any setting, the loader stays as it was: %s", symptom)
             return Choice(own, None, None, bound="unknown", reason="no setting could be measured", complete=False)
         _log.warning("not even one worker fits, the trainer itself will load: %s", symptom)
         return Choice(with_workers(own, 0), None, None, bound="memory", reason="not even one worker fits")
 
-    def _calibrate(self, own: FeedSettings) -> Trial | None:
-        """A supply probe of the user's setting, or of one worker where there are none or they fail; None if both fail."""
+    def _calibrate(self, own: FeedSettings) -> bool:
+        """Probe the supply of the user's setting, or of one worker where there are none or they fail; whether one succeeded."""
         modest = with_workers(own, 1, 1)
         first = own if own.num_workers else with_workers(own, 1)
         for settings in dict.fromkeys((first, modest)):
-            trial = self.attempt(Ask(settings, "supply", limit_s=_FIRST_S))
-            if trial.rate is not None:
-                return trial
-        return None
+            if self.attempt(Ask(settings, "supply", limit_s=_FIRST_S)).rate is not None:
+                return True
+        return False
 
     def report(self, own: FeedSettings, choice: Choice, seconds: float) -> TuningReport:
         """Everything that the session found."""
         lab, ceiling, demand = self.lab, None, self.demand
         if demand is not None and choice.demand is not None and choice.before is not None:
-            demand = Rate(*(max(value, choice.demand) for value in (demand.images_per_s, demand.low, demand.high)))
+            more = choice.demand / demand.images_per_s  # where a loader has delivered more than that
+            demand = Rate(*(value * more for value in (demand.images_per_s, demand.low, demand.high)))
             ceiling = max(1.0, choice.demand / choice.before.images_per_s)
         val = lab.probes.val_settings(choice.settings)
         sizes = lab.batch_bytes(choice.settings), lab.batch_bytes(val)
@@ -161,13 +162,25 @@ class _Session:
     def _notes(self, val: FeedSettings, fitting: FeedSettings) -> tuple[str, ...]:
         read = self.lab.probes.probed()
         notes = [
-            f"probes read {read:.1%} of the training set, no image twice (cold, unless it was in the page cache before)"
+            f"probes asked for {read:.1%} of the training set, workers for no image twice (cold, unless it was cached before)"
             if read <= 1
-            else f"probes read the training set {read:.1f} times: what fits in the page cache was warm"
+            else f"probes asked for the training set {read:.1f} times: what fits in the page cache was warm"
         ]
         if fitting != val:
             notes.append(f"the validation feed gets {fitting} instead of {val}, to fit beside the training feed")
         return tuple(notes)
+
+
+def _least(limits: Limits, ranks: Ranks) -> Limits:
+    """What every rank may use: all of them must come to the same settings."""
+    shm = ranks.smallest(math.inf if limits.shm_bytes is None else float(limits.shm_bytes))
+    return dataclasses.replace(
+        limits,
+        cores=ranks.smallest(limits.cores),
+        memory_bytes=int(ranks.smallest(float(limits.memory_bytes))),
+        shm_bytes=None if shm == math.inf else int(shm),
+        open_files=int(ranks.smallest(float(limits.open_files))),
+    )
 
 
 def _sentence(own: FeedSettings, choice: Choice, ceiling: float | None) -> str:
@@ -189,6 +202,7 @@ _BOUNDS = {
     "transport": "handing batches over is the limit",
     "memory": "memory is the limit (more workers would not fit)",
     "workers": "the number of workers is the limit (tuner.max_workers)",
+    "refused": "what failed with more workers is the limit",
 }
 
 

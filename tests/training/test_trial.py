@@ -369,7 +369,7 @@ def test_the_device_is_waited_for_at_the_ends_alone(monkeypatch: pytest.MonkeyPa
         at.append(len(step.parts))
         hand.time += 4.0
 
-    monkeypatch.setattr(trial, "_synchronize", wait)
+    monkeypatch.setattr(trial, "synchronize", wait)
     run = trials.deliver(slow_feed(hand, 0.375), 3, 2.0)
     assert at == [1, 3, 7]  # behind the first batch, the skipped ones and the measured ones
     assert run.seconds == (0.5, 0.5, 0.5, 4.5)

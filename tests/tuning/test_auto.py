@@ -21,7 +21,7 @@ def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[
            budget_s: float = 30.0) -> Choice:  # fmt: skip
     first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
     problem = Problem(
-        own=own, first=first, forms=tuple(machine.form_speed),
+        own=own, calibration=(first,), forms=tuple(machine.form_speed),
         demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s, cores=machine.cores,
         most=most, pin_memory=False, overlaps=False, fits=fits or (lambda _: None), budget_s=budget_s,
     )  # fmt: skip

@@ -60,6 +60,9 @@ class Feeds:
         self.asked.append((settings, again))
         return self  # type: ignore[return-value]  # only closed
 
+    def saw(self, batches: int) -> None:
+        self.seen = batches
+
     def probed(self) -> float:
         return 0.5
 
@@ -71,6 +74,7 @@ class Step:
     """Steps that take a tenth of a second, half of it waiting; ``delivers`` replaces that."""
 
     device = torch.device("cpu")
+    overlaps = False
 
     def __init__(self, delivers: Callable[[], StepRun] | None = None) -> None:
         self.delivers = delivers or (lambda: StepRun((10,) * 20, (0.1,) * 20, (0.05,) * 20, 1.0))
@@ -93,7 +97,7 @@ def batch() -> HostBatch:
 
 
 def lab(step: Step | None = None, ranks: Ranks | None = None, limits: Limits = PLENTY) -> Lab:
-    return Lab(Feeds(), step or Step(), limits, ranks or Ranks(), timeout_s=30.0)  # type: ignore[arg-type]
+    return Lab(Feeds(), step or Step(), limits, ranks or Ranks())  # type: ignore[arg-type]
 
 
 def asked(lab: Lab) -> list[tuple[FeedSettings, bool]]:
@@ -111,7 +115,7 @@ def fail(error: Exception) -> Callable[[], StepRun]:
 @pytest.fixture
 def supply(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supply probe that finds 200 images/s and workers of 50 MB."""
-    found = probe.Supply(Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, batch())
+    found = probe.Supply(Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, 7, batch())
     monkeypatch.setattr(probe, "measure_supply", lambda *_, **__: found)
 
 
@@ -131,6 +135,7 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     trial = own.attempt(Ask(OWN, "supply"))
     assert (trial.rate, trial.images, trial.kind) == (Rate(200.0, 190.0, 210.0), 300, "supply")
     assert own.worker_bytes == 50 * 10**6 and own.batch is not None
+    assert isinstance(own.probes, Feeds) and own.probes.seen == 7
     assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is None
     assert trial.memory_bytes == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
 

@@ -15,7 +15,7 @@ from harness.feed.interface import Feed, HostBatch
 from harness.runtime import signals
 from harness.runtime.errors import BadSample, Interrupted, LoaderError
 from harness.tuning.figures import Rate
-from harness.tuning.probe import STUCK_S, Supply, measure_passes, measure_supply
+from harness.tuning.probe import STUCK_S, Supply, Until, measure_passes, measure_supply
 
 BATCH = 10
 
@@ -93,17 +93,20 @@ class TimedFeed:
         self.closed += 1
 
 
-def measure(feed: TimedFeed, limit_s: float = 1.5, target: float | None = None, ranks: OneRank | None = None) -> Supply:
+def measure(
+    feed: TimedFeed, limit_s: float = 1.5, target: float | None = None, ranks: OneRank | None = None, need_batch: bool = False
+) -> Supply:
     typed: Feed = feed
-    return measure_supply(typed, feed.gauge, ranks or OneRank(), limit_s=limit_s, target=target, now=feed.now)
+    return measure_supply(typed, feed.gauge, ranks or OneRank(), Until(limit_s, target, need_batch), now=feed.now)
 
 
 def test_samples_are_counted_in_the_workers() -> None:
     """The rate is theirs, although not one batch of theirs may be ready: start-up and end are left out."""
-    feed = TimedFeed(rate=3.0)  # a batch takes a worker over three seconds
+    feed = TimedFeed(rate=2.0)  # a batch takes a worker five seconds
     supply = measure(feed)
-    assert supply.rate.images_per_s == pytest.approx(6.0, rel=0.25)
-    assert supply.rate.low <= 6.0 <= supply.rate.high
+    assert supply.batches == 0
+    assert supply.rate.images_per_s == pytest.approx(4.0, rel=0.25)
+    assert supply.rate.low <= 4.0 <= supply.rate.high
     assert feed.closed == 1
 
 
@@ -129,6 +132,12 @@ def test_a_target_that_is_decided_ends_a_probe(target: float | None, shorter: bo
     assert (len(aimed.polls) < len(plain.polls)) == shorter
 
 
+def test_a_probe_may_have_to_bring_a_batch() -> None:
+    """It then goes on until one has come, however long the figures have been known."""
+    supply = measure(TimedFeed(rate=2.0), need_batch=True)
+    assert supply.batches == 1 and supply.batch is not None
+
+
 def test_the_last_batch_comes_in_memory_of_its_own() -> None:
     """What the tuner keeps for its steps holds no shared memory."""
     batch = measure(TimedFeed(rate=100.0)).batch
@@ -146,7 +155,7 @@ def test_workers_that_hang_are_told(ends_s: float, text: str) -> None:
     with pytest.raises(LoaderError, match=text):
         measure(feed, limit_s=60.0, target=feed.rate * 2)
     assert feed.closed == 1
-    assert feed.clock - 1100.0 < STUCK_S + 2
+    assert feed.clock - 1100.0 < STUCK_S + 3
 
 
 @pytest.mark.parametrize("kind", [BadSample, LoaderError])

@@ -108,12 +108,31 @@ def test_an_answer_of_another_version_is_not_used(composed: Composed, searches: 
 
 
 def test_an_answer_that_does_not_hold_is_forgotten(composed: Composed, searches: list[int], cache: Path) -> None:
-    """Once the first training steps have shown that; an answer that was just found stays."""
-    for expected in (1, 0):
-        job = run(composed)
-        if job.follow.on_miss is not None:
-            job.follow.on_miss()
-        assert len(list(cache.glob("*.json"))) == expected
+    """Once the first training steps have shown that."""
+    job = run(composed)
+    assert len(list(cache.glob("*.json"))) == 1 and job.follow.on_miss is not None
+    job.follow.on_miss()
+    assert not list(cache.glob("*.json"))
+
+
+def test_the_validation_feed_is_this_runs(composed: Composed, searches: list[int]) -> None:
+    """Its settings are derived anew, from what this run says."""
+    run(composed)
+    val = run(composed, "loader.val.batch_size=7", "loader.val.num_workers=1").report.val
+    assert (val.batch_size, val.num_workers) == (7, 1)
+
+
+def test_what_was_before_is_said_to_be_another_runs(composed: Composed, searches: list[int]) -> None:
+    """Where today's own setting differs from the one that was measured."""
+    run(composed)
+    assert any("before and the ceiling are that run's" in note for note in run(composed, "loader.num_workers=2").report.notes)
+
+
+def test_an_incomplete_answer_is_not_remembered(composed: Composed, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """The next run may have more time."""
+    monkeypatch.setattr(stage, "tune", lambda *_: reports.report(3, complete=False))
+    run(composed)
+    assert not list(cache.glob("*.json"))
 
 
 def digest(state: TrainState) -> str:

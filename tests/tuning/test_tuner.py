@@ -52,8 +52,13 @@ class Feeds:
         return dataclasses.replace(train, persistent_workers=False)
 
     def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+        if not again:
+            self.cursor.begin = self.cursor.asked
         order = ProbeOrder(Order(len(self.dataset), settings.batch_size), self.cursor, again)
         return ProcessFeed(self.dataset, order, settings, gauge)
+
+    def saw(self, batches: int) -> None:
+        self.cursor.seen = range(self.cursor.begin, self.cursor.begin + batches)
 
     def probed(self) -> float:
         return self.cursor.asked / (len(self.dataset) // 4)
@@ -63,6 +68,7 @@ class Step:
     """A step that waits, as for a device; counts the blocks in which its state is kept."""
 
     device = CPU
+    overlaps = False
 
     def __init__(self, seconds: float = 0.002) -> None:
         self.seconds, self.open, self.blocks = seconds, 0, 0
