@@ -348,12 +348,16 @@ def imagenet_overrides(folder: Path) -> tuple[str, ...]:
 @pytest.mark.usefixtures("kept_globals")
 @pytest.mark.parametrize("way", ["spawn", "torchrun"])
 def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -> None:
-    """Two gloo ranks leave one folder, one event file and exact evaluation counts on a set that they cannot halve."""
+    """Two gloo ranks leave one folder, one event file and exact evaluation counts on a set that they cannot halve.
+
+    One of the ways is tuned first, by both ranks together.
+    """
     overrides = ["data=digits", "device=cpu", "trainer.epochs=1", "loader.batch_size=32", "loader.num_workers=0", f"dist={way}"]
     if way == "torchrun":
         launcher = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2")
     else:
-        launcher, overrides = (sys.executable,), [*overrides, "dist.nprocs=2"]
+        launcher = (sys.executable,)
+        overrides += ["dist.nprocs=2", "loader.autotune=true", "tuner.budget_s=4", "tuner.max_workers=1"]
     done = subprocess.run(
         command(*overrides, launcher=launcher), cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
     )
@@ -364,6 +368,7 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
     report = json.loads((folder / "report.json").read_text())
     assert (report["ranks"], report["global_batch_size"], report["steps"], report["val_images"]) == (2, 64, 22, 359)
     assert done.stdout.count("top-1 ") == 2
+    assert ((folder / "tuning.json").exists(), "the slowest of 2 ranks" in done.stdout) == (way == "spawn", way == "spawn")
     alone = run_here(composed("data=digits", "mode=evaluate", f"resume={folder}", "device=cpu"), tmp_path / "alone")
     assert (alone["top1"], alone["loss"]) == (report["top1"], pytest.approx(report["loss"]))
 

@@ -166,6 +166,8 @@ class _Session:
             if read <= 1
             else f"probes asked for the training set {read:.1f} times: what fits in the page cache was warm"
         ]
+        if (ranks := len(self.lab.ranks.gathered(None))) > 1:
+            notes.append(f"images/s are those of one rank, the slowest of {ranks} ranks that were measured together")
         if fitting != val:
             notes.append(f"the validation feed gets {fitting} instead of {val}, to fit beside the training feed")
         return tuple(notes)
