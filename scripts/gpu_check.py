@@ -338,7 +338,7 @@ def check_resnet50(o: Options) -> Finding:
         f"trainer.max_steps={steps}", "checkpoint.enabled=false",
     ]  # fmt: skip
     files = ["data=shapes", f"data.root={o.scratch / 'shapes'}", "data.generate.width=500", "data.generate.height=375"]
-    runs = {"fake": ["data=fake"], "untuned": files, "tuned": [*files, "loader.autotune=true"]}
+    runs = {"fake": ["data=fake"], "untuned": files, "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"]}
     train([*files, *common, "trainer.max_steps=1"], o.scratch / "made", 150)  # makes the images
     rows = []
     for turn in range(1 if o.quick else 2):

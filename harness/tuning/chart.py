@@ -173,10 +173,11 @@ def _draw_demand(canvas: _Canvas, scale: Scale, demand: Rate) -> None:
     _, y = scale.at(0, demand.images_per_s)
     canvas.dashes((LEFT, y), (RIGHT, y), DEMAND, 6)
     off = ", beyond this scale" if demand.images_per_s > scale.max_rate else ""
-    low = y > BOTTOM - 24
-    canvas.text(
-        (RIGHT, y - 4 if low else y + 4), f"the step can take {demand.images_per_s:,.0f}{off}", DEMAND, "rd" if low else "ra"
-    )
+    text = f"the step can take {demand.images_per_s:,.0f}{off}"
+    if y > TOP + 24:  # above the line, for what steps get lies below it
+        canvas.text((RIGHT, y - 4), text, DEMAND, "rd")
+    else:
+        canvas.text((RIGHT, y + 4), text, DEMAND, "ra")
 
 
 def _draw_trial(canvas: _Canvas, scale: Scale, trial: Trial) -> None:

@@ -1,0 +1,54 @@
+"""Tuning's measurements that need a CUDA device."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from harness.runtime.device import synchronize
+from harness.runtime.seeding import random_state
+from harness.runtime.snapshot import Snapshot
+from harness.tuning.probe import measure_copies
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+def test_copies_are_timed_on_the_device() -> None:
+    """Both take time, and a batch of ImageNet's size does not come sooner from pageable memory."""
+    pageable_s, pinned_s = measure_copies(torch.zeros(128, 3, 224, 224, dtype=torch.uint8), torch.device("cuda", 0))
+    assert 0 < pinned_s <= 1.2 * pageable_s
+
+
+def test_waiting_for_the_device_costs_no_processor_time() -> None:
+    """The host sleeps while the device works."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    synchronize(device)
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    torch.cuda._sleep(500_000_000)
+    synchronize(device)
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    assert wall_s > 0.05
+    assert cpu_s < 0.5 * wall_s
+
+
+def test_a_snapshot_is_the_hosts_and_goes_back_in_place() -> None:
+    """Weights on the device are as before, at the same address, without a copy there; its random state too."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    network = torch.nn.Linear(1000, 1000).to(device)
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    before, address = network.weight.detach().clone(), network.weight.data_ptr()
+    state = random_state(device)["cuda"]
+    used = torch.cuda.memory_allocated(device)
+    snapshot = Snapshot((network, optimizer), device)
+    assert torch.cuda.memory_allocated(device) == used
+    network(torch.rand(8, 1000, device=device)).sum().backward()
+    optimizer.step()
+    snapshot.restore()
+    assert torch.equal(network.weight, before) and network.weight.data_ptr() == address
+    assert not optimizer.state and network.weight.grad is None
+    assert torch.equal(random_state(device)["cuda"], state)
