@@ -18,6 +18,7 @@ HEADROOM = 1.15  # supply over demand that a prediction aims at
 KEEPS_UP = 0.98  # delivered over what can be reached with which there is nothing to gain
 QUEUE_EMPTY = 0.01  # share of the images that may be lost for want of batches in flight
 _PROBE_S, _STEPS_S = 1.8, 2.0  # what one more measurement is likely to cost
+_TURNS, _TURNS_CROWDED = 3, 4  # of real steps on what is left
 
 Asking = Generator[Ask, Trial, None]
 
@@ -153,8 +154,8 @@ class Auto:
             counts = [*self._sufficient(form), *(self._near_roofline(form) if known.crowded(form) else [])]
             found += [self._deep_enough(with_workers(known.base(form), n)) for n in counts]
             found.append(with_workers(known.base(form), 0))
-        best = max(map(known.at_most, found))
-        return list(dict.fromkeys(s for s in found if s == own or known.at_most(s) >= 0.9 * best))[:5]
+        fair = (0.75 if self._is_crowded() else 0.9) * max(map(known.at_most, found))  # bounds that few reach in a crowd
+        return list(dict.fromkeys(s for s in found if s == own or known.at_most(s) >= fair))[:5]
 
     def _sufficient(self, form: str) -> list[int]:
         """The fewest workers that were measured to meet demand, or else to give nearly what the most of them did."""
@@ -182,7 +183,7 @@ class Auto:
     def _settle(self, finalists: Sequence[FeedSettings]) -> Asking:
         """Real steps on the finalists in turn, there and back, until the best is known or too little time is left."""
         left = [s for s in finalists if self.known.steady(s.backend) and not self.known.refused(s)]
-        for turn in range(3):
+        for turn in range(_TURNS_CROWDED if self._is_crowded() else _TURNS):
             if left in ([], [self.problem.own]) or not self._has(2 * _STEPS_S):
                 return
             for settings in left if turn % 2 == 0 else left[::-1]:
@@ -193,12 +194,20 @@ class Auto:
             left = self._still_open(left, turn)
 
     def _still_open(self, settings: Sequence[FeedSettings], turn: int) -> list[FeedSettings]:
-        """Those that may yet be the choice; none where another turn would hardly change it."""
+        """Those that may yet be the choice; none where another turn would hardly change it.
+
+        Where step and workers fight for the processors, a run may be far off: a single one rules out only what gets less than
+        half, and three have to agree.
+        """
+        noise, once = (2.0, 0.5) if self._is_crowded() else (1.0, 0.1)
         rates = {s: worth for s in settings if self.known.of("steps", s) and (worth := self.known.worth(s))}
         best = max(rates.values(), default=0.0)
-        left = [s for s, rate in rates.items() if rate >= (0.9 if turn == 0 else 0.96) * best]
-        clear = all(abs(rates[s] / best - (1 - TOLERANCE)) > 0.02 / (turn + 1) for s in left)
-        return [] if len(left) < 2 or (turn and clear) else left
+        left = [s for s, rate in rates.items() if rate >= (1 - (noise * 0.04 if turn else once)) * best]
+        clear = all(abs(rates[s] / best - (1 - TOLERANCE)) > noise * 0.02 / (turn + 1) for s in left)
+        return [] if len(left) < 2 or (turn >= noise and clear) else left
+
+    def _is_crowded(self) -> bool:
+        return any(self.known.crowded(form) for form in self.known.costs)
 
     def _confirm(self, chosen: FeedSettings) -> Asking:
         """One step up, and another, where steps still wait for data although supply meets demand."""

@@ -183,9 +183,9 @@ class Evidence:
         return min(measured, exactly(1 / (beside + cost.wall_s)), key=lambda rate: rate.images_per_s)
 
     def demand(self) -> float:
-        """Images/s that the step takes: as measured with a batch at hand, or more where a loader has delivered more."""
-        delivered = [t.rate.images_per_s for t in self.of("steps") if t.rate]
-        return max([self.problem.demand.images_per_s, *delivered])
+        """Images/s that the step takes: as measured with a batch at hand, or more where steps took more while they had one."""
+        working = [t.rate.images_per_s / (1 - min(0.9, t.wait_fraction or 0.0)) for t in self.of("steps") if t.rate]
+        return max([self.problem.demand.images_per_s, *working])
 
     def worth(self, settings: FeedSettings) -> float | None:
         """What tells two settings apart, in images/s.
@@ -307,9 +307,9 @@ def exactly(images_per_s: float) -> Rate:
 
 
 def _pooled(runs: Iterable[Trial]) -> Rate:
-    """The rate over all runs of one setting; its interval spans the runs' own, from three on it is that of their spread."""
+    """The rate over all runs of one setting, from three on of the median one; its interval spans the runs' own, or theirs."""
     found = [(t.images, t.rate) for t in runs if t.rate]
     counts, seconds = [n for n, _ in found], [n / rate.images_per_s for n, rate in found]
     if len(found) > 2:
-        return Rate.of(counts, seconds)
+        return Rate.typical(counts, seconds)
     return Rate(sum(counts) / sum(seconds), min(rate.low for _, rate in found), max(rate.high for _, rate in found))
