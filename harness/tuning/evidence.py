@@ -24,6 +24,7 @@ OWN_TOLERANCE = 0.01  # and so much less than the user's own
 STEADY_BATCH_S = 0.4  # a worker's batch that takes longer makes steps come in bursts that short runs cannot judge
 _UNEVEN = 0.3  # standard deviation of a batch's time over its mean from which short measurements say little
 _UNEVEN_S = 0.01
+SPARE = 1.1  # how much more than demand uneven samples are reckoned to have to meet
 DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
 _LONG_WAIT = 0.15  # of the time
 BUSY = 0.8  # share of the cores above which workers and step are in each other's way
@@ -130,25 +131,27 @@ class Evidence:
         size = self.problem.own.batch_size
         return size * variance > max(_UNEVEN * size * mean, _UNEVEN_S) ** 2
 
-    def on_paper(self, settings: FeedSettings) -> float:
-        """Images/s that steps get by the times of all samples seen so far, batches being in order."""
+    def on_paper(self, settings: FeedSettings, demand: float | None = None) -> float:
+        """Images/s that steps of ``demand`` (None: the measured one) get by the times of all samples seen so far."""
+        demand = demand or self.problem.demand.images_per_s
         size, cost, workers = settings.batch_size, self.costs[settings.backend], settings.num_workers
         if workers == 0:
-            return 1 / (1 / self.problem.demand.images_per_s + cost.wall_s)
+            return 1 / (1 / demand + cost.wall_s)
         crowding = max(1.0, workers * cost.cpu_s / cost.wall_s / self.problem.cores)
         batches = crowding * queueing.batch_times(self.times(settings.backend), size)
-        return size * queueing.delivered(
-            batches, workers, settings.prefetch_factor or 1, size / self.problem.demand.images_per_s
-        )
+        return size * queueing.delivered(batches, workers, settings.prefetch_factor or 1, size / demand)
 
     def cheapest_on_paper(self, form: str) -> FeedSettings:
-        """The cheapest setting that on paper delivers as much as the best, and as the user's own, within the tolerances."""
-        base, enough = self.base(form), 0.995 * self.problem.demand.images_per_s
-        rates = {s: self.on_paper(s) for s in (self.problem.own, with_workers(base, 0)) if not self.refused(s)}
+        """The cheapest setting that on paper delivers as much as the best, and as the user's own, within the tolerances.
+
+        It is for a somewhat faster step: how many samples are slow is known from a few dozen of them at best.
+        """
+        base, demand = self.base(form), SPARE * self.problem.demand.images_per_s
+        rates = {s: self.on_paper(s, demand) for s in (self.problem.own, with_workers(base, 0)) if not self.refused(s)}
         for workers in range(1, self.most(form) + 1):
             tried = [with_workers(base, workers, depth) for depth in DEPTHS]
-            rates |= {s: self.on_paper(s) for s in tried if not self.refused(s)}
-            if any(rates.get(s, 0.0) >= enough for s in tried):  # more workers can only cost more
+            rates |= {s: self.on_paper(s, demand) for s in tried if not self.refused(s)}
+            if any(rates.get(s, 0.0) >= 0.995 * demand for s in tried):  # more workers can only cost more
                 break
         return self._cheapest(rates)
 
