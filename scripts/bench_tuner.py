@@ -165,7 +165,7 @@ def measure_round(
         if results.has(**key):
             continue
         plan.check()
-        images, seconds, refused = deliver(rig, setting, seed, plan.seconds)
+        images, seconds, refused = deliver(rig, setting, seed, max(plan.seconds, rig.workload.seconds))
         rate = images / seconds if images else 0.0
         _tell(f"{name}: {phase} {number}: {setting} {refused or f'{rate:.0f} images/s'}")
         results.add(**key, images_per_s=rate, images=images, seconds=seconds, refused=refused)

@@ -39,6 +39,7 @@ class Workload:
             harness's own training step, which shares the processors with the workers.
         cores: what every strategy is told to have; None: what this machine has.
         shm_mb: size of a /dev/shm of its own; None: the machine's.
+        seconds: least window of a measurement where samples are so uneven that the common one would measure luck.
         changes: the workload that this one varies; only ``auto``'s choice is then of interest.
     """
 
@@ -49,6 +50,7 @@ class Workload:
     step_s: float | None
     cores: int | None = None
     shm_mb: int | None = None
+    seconds: float = 0.0
     changes: str | None = None
 
     @property
@@ -179,7 +181,7 @@ _ALL = (
     Workload("sleep_2", "2 ms of waiting a sample", _sleeper(32, 0.002), 256, 0.150, cores=8),
     Workload("sleep_10", "10 ms of waiting a sample", _sleeper(32, 0.010), 128, 0.178, cores=8),
     Workload("sleep_50", "50 ms of waiting a sample", _sleeper(32, 0.050), 32, 0.142, cores=8),
-    Workload("heavy_tail", "2 ms, every hundredth 0.5 s", _sleeper(32, 0.002, 0.5), 64, 0.114, cores=8),
+    Workload("heavy_tail", "2 ms, every hundredth 0.5 s", _sleeper(32, 0.002, 0.5), 64, 0.114, cores=8, seconds=8.0),
     Workload("slow_disk", "JPEG 80x80 at 64 from a disk of 4 MB/s", throttled_jpegs, 64, 0.032),
     Workload("small_shm", "512x512, 6 MB a batch, /dev/shm of 64 MB", _sleeper(512, 0.008), 8, 0.026, cores=4, shm_mb=64),
     Workload("slow_consumer", "JPEG 80x80 at 64, a step of 0.4 s", small_jpegs, 64, 0.4),
