@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Work:
     wall_s: float
     wall_sq_s2: float
     cpu_s: float
-    bins: tuple[int, ...]
+    bins: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def times_since(self, before: Work) -> tuple[tuple[float, int], ...]:
         """(seconds, samples) for the samples that were done after ``before``; the seconds are within 10 %."""
