@@ -57,7 +57,7 @@ class Lab:
         except MemoryError:
             trial = Trial(ask.settings, kind, refused="out of memory")
         except LoaderError as error:
-            trial = Trial(ask.settings, kind, refused=self._symptom(str(error)))
+            trial = Trial(ask.settings, kind, refused=_symptom(str(error)))
         outcome = dataclasses.replace(trial, seconds=time.perf_counter() - begin), bad
         outcomes: list[tuple[Trial, tuple[str, str] | None]] = self.ranks.gathered(outcome)
         for _, where in outcomes:
@@ -145,9 +145,10 @@ class Lab:
         wait_s = 3 * settings.batch_size * self._sample_s if self._sample_s else 2 * probe.STUCK_S
         return dataclasses.replace(settings, timeout_s=wait_s + probe.STUCK_S)
 
-    def _symptom(self, text: str) -> str:
-        """The text of a LoaderError, less advice on settings that are the probe's own."""
-        return "no batch came: the workers hang, or the storage does" if "loader.timeout_s" in text else text
+
+def _symptom(text: str) -> str:
+    """The text of a LoaderError, less advice on settings that are the probe's own."""
+    return "no batch came: the workers hang, or the storage does" if "loader.timeout_s" in text else text
 
 
 def _rate(run: StepRun, cycle: int) -> Rate:

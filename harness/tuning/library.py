@@ -20,6 +20,7 @@ from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import Loader, ProcessFeed, enter_worker
 from harness.runtime import limits, signals
 from harness.runtime.device import synchronize
+from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.report import TuningReport
@@ -85,20 +86,7 @@ def tune(
     )
     probes = _Probes(dataset, collate_fn, worker_init_fn)
     trainee = _Trainee(probes, step, state, _device_of(state) if device is None else torch.device(device))
-    return tune_probes(probes, trainee, own, config or TunerConfig(), limits.measure(), _OneRank())
-
-
-class _OneRank:
-    """The only rank."""
-
-    def smallest(self, value: float) -> float:
-        return value
-
-    def agreed(self, value: Any) -> Any:
-        return value
-
-    def gathered(self, value: Any) -> list[Any]:
-        return [value]
+    return tune_probes(probes, trainee, own, config or TunerConfig(), limits.measure(), World(0, 1, 0, 1, trainee.device))
 
 
 class _Probes:

@@ -114,8 +114,3 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
     chosen = min(usable, key=lambda t: (-t.rate.images_per_s if t.rate else 0.0, cost_of(t.settings)))
     reason = "it is the fastest of those tried, start-up included; how fast the model is was not looked at"
     return Choice(chosen.settings, trials[0].rate, chosen.rate, reason=reason, complete=not enough())
-
-
-def grid_size(cores: int, pin_choices: Sequence[bool]) -> int:
-    """The most settings that ``grid`` can try."""
-    return 1 + len(pin_choices) * (len(range(0, 2 * cores + 1, 4)) + 6)

@@ -10,7 +10,7 @@ import samples
 
 from harness.feed.interface import FeedSettings
 from harness.tuning.figures import Rate, Trial
-from harness.tuning.search import Choice, cost_of, grid, grid_size, with_workers
+from harness.tuning.search import Choice, cost_of, grid, with_workers
 
 Curve = Callable[[int], float]
 OWN = samples.settings(1)
@@ -61,18 +61,6 @@ def test_the_grid_is_walked_for_each_pin_memory() -> None:
     """What one value of pin_memory found does not shorten the walk for the other."""
     seen, _ = run(lambda n: 100 + n, 4, (False, True), own=samples.settings(99))
     assert [(s.num_workers, s.pin_memory) for s in seen[1:]] == [(n, pin) for pin in (False, True) for n in (0, 4, 8)]
-
-
-@pytest.mark.parametrize("cores", [1, 2, 3, 8, 64])
-def test_the_size_is_an_upper_bound(cores: int) -> None:
-    """No response curve makes the grid longer than grid_size, and one with its peak before the end makes it as long."""
-    lengths = [
-        len(run(lambda n, p=peak: 1000.0 - abs(n - p), cores, (False, True), own=samples.settings(500))[0])  # type: ignore[misc]
-        for peak in range(2 * cores + 2)
-    ]
-    assert max(lengths) <= grid_size(cores, (False, True))
-    if cores > 3:
-        assert max(lengths) == grid_size(cores, (False, True))
 
 
 def test_the_fastest_is_chosen_and_of_equals_the_cheaper() -> None:
