@@ -1,10 +1,11 @@
-"""Train, or evaluate, an image classifier: composes the settings, then wires the rooms in the order of the data."""
+"""Train, evaluate or diagnose an image classifier: composes the settings, then wires the rooms in the order of the data."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
@@ -22,11 +23,12 @@ _failed: list[tuple[Path, BaseException]] = []  # jobs that did not end well
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run: its settings, its folder, and what its command line set."""
+    """One run: its settings, its folder, what its command line set, and when it began on ``time.perf_counter``."""
 
     config: Config
     folder: Path
     overridden: tuple[str, ...]
+    began_s: float = field(default_factory=time.perf_counter)
 
 
 def main_worker(local_rank: int, job: Job) -> None:
@@ -35,38 +37,38 @@ def main_worker(local_rank: int, job: Job) -> None:
     if config.loader.start_method is StartMethod.forkserver:
         workers.start_server(["hydra", "harness.feed.processes", "harness.data.datasets"])  # while torch is imported here
     from harness.data import datasets
+    from harness.diagnose.stage import diagnose
     from harness.feed.forms import Feeds
+    from harness.page import link, report
     from harness.runtime import distributed, limits, seeding
     from harness.training.engine import Engine, Place
-    from harness.training.report import Reporter
+    from harness.training.report import Page, Reporter
     from harness.training.state import make_state, resume
     from harness.training.step import Step
     from harness.training.trial import StepTrials
     from harness.tuning.stage import tuned
     from harness.watch import station
 
-    with (
-        distributed.joined(local_rank, config) as world,
-        folder.logging_to(job.folder, world.rank),
-        station.quiet_ranks(world),
-    ):
+    with distributed.joined(local_rank, config) as world, folder.logging_to(job.folder, world.rank), station.quiet_ranks(world):
         station.refuse_hidden_gpu(config, world)
         seeding.seed_everything(config.seed, config.trainer.deterministic)
         splits = datasets.load(config.data, config.augment, config.seed)
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
         resumed_step = resume(state, config, world, job.folder, splits.classes)
-        with station.watched(config, world, job.folder, resumed_step) as watch:
+        with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
             allowed, step, tuning = limits.measure(world.local_size), Step(state, config, world), None
-            train, val = (own := feeds.settings(allowed)), feeds.val_settings(own)
+            trials, train = StepTrials(step, config, world), feeds.settings(allowed)
+            if config.mode is Mode.diagnose:
+                diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
+                return
+            val = feeds.val_settings(train)
             if config.loader.autotune:
-                stage = tuned(feeds, StepTrials(step, config, world), config, allowed, world)
-                tuning, train, val = stage.report, stage.report.settings, stage.report.val
-                tuning.publish(job.folder if world.is_main else None, watch.board)
-                watch.on_window.append(stage.follow.look)
-            place = Place(job.folder, splits.classes)
-            engine = Engine(config, world, step, feeds.train(train), feeds.val(val), watch, place)
-            with Reporter(config, job.overridden, tuning.summary() if tuning else None).reporting(engine):
+                tuning = tuned(feeds, trials, config, allowed, world).told(watch, job.folder)
+                train, val = tuning.settings, tuning.val
+            engine = Engine(config, world, step, feeds.train(train), feeds.val(val), watch, Place(job.folder, splits.classes))
+            page = Page(link.pinned_link(), report.write_report)
+            with Reporter(config, job.overridden, tuning.summary() if tuning else None, allowed.cores, page).reporting(engine):
                 engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 
 
@@ -82,14 +84,14 @@ def run(index: int, job: Job) -> None:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(composed: DictConfig) -> None:
     """One job as Hydra composed it; each job of a sweep has a process of its own. Errors are kept for ``cli``."""
-    chosen = HydraConfig.get()
-    place = Path(chosen.runtime.output_dir)
+    chosen, began_s = HydraConfig.get(), time.perf_counter()
+    place, sweep = Path(chosen.runtime.output_dir), chosen.mode is RunMode.MULTIRUN
     try:
         signals.check()
-        job = Job(schema.load(composed), place, tuple(chosen.overrides.task))
+        job = Job(schema.load(composed), place, tuple(chosen.overrides.task), began_s if sweep else launch.began_s())
         if folder.is_first_rank():
             print(f"run folder: {printable(os.path.relpath(place))}", flush=True)
-        if chosen.mode is RunMode.MULTIRUN:
+        if sweep:
             launch.run_processes(run, job, 1)
         else:
             run(0, job)

@@ -10,6 +10,7 @@ The rooms, in the order in which the data walks through them::
 Who may import whom, kept by import-linter (a lower line never imports a higher one, neighbours never each other)::
 
     train.py            composes the settings, wires the rooms, tells every error
+    diagnose | page     runs that tell what bounds training | the page that shows a run, as a file and in TensorBoard
     tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
     feed                which sample comes next, samples to batches, batches to the device
     data                where samples lie, bytes to pixels, pixels to a training image

@@ -27,7 +27,7 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the text is one line that names the setting, its value and the way out."""
 
 
-Mode = Enum("Mode", ["train", "evaluate"])
+Mode = Enum("Mode", ["train", "evaluate", "diagnose"])
 Crop = Enum("Crop", ["random_resized", "pad", "center"])
 Backend = Enum("Backend", ["processes"])
 StartMethod = Enum("StartMethod", ["forkserver", "spawn", "fork"])
@@ -253,7 +253,7 @@ class ProfileConfig:
 class Config:
     """A whole run."""
 
-    mode: Mode = setting(Mode.train, "train, or evaluate what model.weights or resume names.")
+    mode: Mode = setting(Mode.train, "train, evaluate what model.weights or resume names, or diagnose what bounds training.")
     seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
     device: str = setting("auto", "auto (cuda, else cpu), cpu, cuda, cuda:N or mps.")
     resume: str | None = setting(
@@ -383,8 +383,12 @@ def _check_together(c: Config) -> None:
          "to null"),
         (c.mode is Mode.evaluate and c.model.weights is None and c.resume is None,
          "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH"),
-        (c.mode is Mode.evaluate and load_.autotune,
-         "loader.autotune=true: has no effect with mode=evaluate; set it to false"),
+        (c.mode is not Mode.train and load_.autotune,
+         f"loader.autotune=true: has no effect with mode={c.mode.name}; set it to false"),
+        (c.mode is Mode.diagnose and c.resume is not None,
+         f"resume={c.resume}: has no effect with mode=diagnose, which trains nothing; set it to null"),
+        (c.mode is Mode.diagnose and c.data.name == "fake",
+         "mode=diagnose: data=fake loads nothing that could be diagnosed; name a data set with data=NAME"),
         (c.data.name == "fake" and load_.autotune,
          "loader.autotune=true: has no effect with data=fake, which loads nothing; set it to false"),
         (c.resume == "auto" and c.run.name is None,
@@ -394,6 +398,8 @@ def _check_together(c: Config) -> None:
          f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits"),
         (c.run.name is not None and not re.fullmatch(r"\w[\w.+=@ -]{0,199}", c.run.name),
          f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning with a letter or digit"),
+        (steps is not None and c.mode is not Mode.train,
+         f"profile.steps={steps}: has no effect with mode={c.mode.name}, which trains nothing; set it to null"),
         (steps is not None and not _is_range(steps),
          f"profile.steps={steps}: write the first and the last step, such as 10-20"),
     )  # fmt: skip

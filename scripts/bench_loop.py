@@ -47,6 +47,7 @@ from harness.training.engine import Engine, Place
 from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch import station
+from harness.watch.stages import StageMeter
 from scripts.measured import Sample, machine, machine_line, markdown, write
 
 CLASSES = 10
@@ -60,6 +61,7 @@ class CachedFeed:
     """A feed whose batches lie ready in memory."""
 
     on_device = False
+    meter: StageMeter | None = None
     worker_pids: tuple[int, ...] = ()
 
     def __init__(self, batches: Sequence[HostBatch], settings: FeedSettings) -> None:
@@ -124,7 +126,7 @@ def harness_engine(config: Config, batches: Sequence[HostBatch], world: World, p
         seeding.seed_everything(config.seed)
         settings = train_settings(config.loader, limits.measure(), pinnable=world.device.type == "cuda")
         state = make_state(config, CLASSES, world, len(batches))
-        with station.watched(config, world, place, None) as watch:
+        with station.watched(config, world, place, time.perf_counter()) as watch:
             feed, val_feed = CachedFeed(batches, settings), CachedFeed(batches[:1], settings)
             step = Step(state, config, world)
             engine = Engine(config, world, step, feed, val_feed, watch, Place(place, tuple(map(str, range(CLASSES)))))

@@ -120,6 +120,7 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
 
         class Endless:
             on_device = False
+            meter = None
             settings = samples.settings(batch_size=4)
 
             def __iter__(self):  # type: ignore[no-untyped-def]

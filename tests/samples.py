@@ -20,6 +20,7 @@ from harness.feed.interface import FeedSettings
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import sample_rng
+from harness.watch.stages import Lap
 
 
 class Noise:
@@ -37,6 +38,26 @@ class Noise:
         """Write one sample into ``out`` and return its label."""
         out[:] = np.frombuffer(sample_rng(0, epoch, index).randbytes(out.size), np.uint8).reshape(out.shape)
         return index % 10
+
+
+class Staged(Noise):
+    """``Noise`` in two stages; sample ``bad`` is refused in the second."""
+
+    stages = ("draw", "label")
+
+    def __init__(self, length: int, bad: int | None = None) -> None:
+        super().__init__(length)
+        self.bad = bad
+
+    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+        label = super().fill(epoch, index, out)
+        if lap is not None:
+            lap("draw")
+        if index == self.bad:
+            refuse()
+        if lap is not None:
+            lap("label")
+        return label
 
 
 class Troubled(Noise):

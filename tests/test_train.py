@@ -366,7 +366,7 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
     assert len(list(folder.glob("events.*"))) == 1
     assert (folder / ".hydra/config.yaml").exists()
     report = json.loads((folder / "report.json").read_text())
-    assert (report["ranks"], report["global_batch_size"], report["steps"], report["val_images"]) == (2, 64, 22, 359)
+    assert (report["world_size"], report["global_batch_size"], report["steps"], report["val_images"]) == (2, 64, 22, 359)
     assert done.stdout.count("top-1 ") == 2
     assert ((folder / "tuning.json").exists(), "the slowest of 2 ranks" in done.stdout) == (way == "spawn", way == "spawn")
     alone = run_here(composed("data=digits", "mode=evaluate", f"resume={folder}", "device=cpu"), tmp_path / "alone")

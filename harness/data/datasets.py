@@ -7,7 +7,6 @@ a test.
 from __future__ import annotations
 
 import difflib
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,12 +16,12 @@ from harness.config import AugmentConfig, ConfigError, DataConfig
 from harness.data import cifar, shapes
 from harness.data.decode import DecodeOptions, decode
 from harness.data.storage import ArraySource, Source, open_folder_splits, split
-from harness.data.transforms import EvalTransform, Pixels, TrainTransform
+from harness.data.transforms import EvalTransform, TrainTransform, Transform
 from harness.runtime.errors import BadSample, DataError
 from harness.runtime.seeding import sample_rng
+from harness.watch.stages import Lap
 
 Opener = Callable[[DataConfig], tuple[Source, Source]]
-Transform = Callable[[Pixels, random.Random, np.ndarray], None]  # pixels of any size to a row of a batch, uint8 [3, S, S]
 
 _SPLIT_SEED = 0  # not the run's: another seed must not move images that a network was trained on into its validation set
 _DIGITS_SPLIT = 0.2
@@ -34,13 +33,16 @@ class ImageDataset:
     def __init__(self, source: Source, transform: Transform, options: DecodeOptions, image_size: int, seed: int) -> None:
         self.source, self.transform, self.options = source, transform, options
         self.image_size, self.seed = image_size, seed
+        self.stages = ("read", "decode", *transform.stages)  # the names that ``fill`` gives its laps, in order
         self.classes, self.labels, self.where = source.classes, source.labels, source.where  # as in ``Source``
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
         """The label of sample ``index``, whose pixels in ``epoch`` go into ``out``, uint8 ``[3, image_size, image_size]``.
+
+        Where there is a ``lap``, it is called at the end of each of the ``stages``.
 
         Raises:
             BadSample: the sample cannot be read, whatever the reason.
@@ -49,8 +51,12 @@ class ImageDataset:
         assert out.dtype == np.uint8 and out.shape == (3, self.image_size, self.image_size)
         try:
             image, label = self.source.read(index)
+            if lap is not None:
+                lap("read")
             pixels = decode(image, self.where(index), self.options) if isinstance(image, bytes) else image
-            self.transform(pixels, sample_rng(self.seed, epoch, index), out)
+            if lap is not None:
+                lap("decode")
+            self.transform(pixels, sample_rng(self.seed, epoch, index), out, lap)
             return label
         except (BadSample, MemoryError):  # no sample's fault
             raise

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from harness.config import LoaderConfig
 from harness.runtime.limits import Limits
+from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
 
 PROCESSES = "processes"  # the form that every data set can be served by
 _TORCH_PREFETCH_FACTOR = 2
@@ -24,12 +25,14 @@ class HostBatch(NamedTuple):
         labels: int64 ``[N]``.
         indices: int64 ``[N]``, the samples' places in the data set.
         errors: where and why, for each sample that could not be read; its pixels are undefined.
+        stamps: when it came where; None for one that nobody had to make.
     """
 
     images: Tensor
     labels: Tensor
     indices: Tensor
     errors: tuple[tuple[str, str], ...] = ()
+    stamps: Stamps | None = None  # the last field: torch pins the fields in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,12 @@ class Feed(Protocol):
     Attributes:
         settings: how the batches are made.
         on_device: whether the images are on the device already, so that nothing is copied.
+        meter: what its workers do; None where they make nothing, or where it cannot be had.
     """
 
     settings: FeedSettings
     on_device: bool
+    meter: StageMeter | None
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -95,7 +100,7 @@ class Feed(Protocol):
 
 
 class FillableDataset(Protocol):
-    """What a feed needs of a data set.
+    """What a feed needs of a data set; one that is a ``StagedDataset`` as well can tell what takes its time.
 
     Attributes:
         image_size: side of an image in pixels.
@@ -108,6 +113,26 @@ class FillableDataset(Protocol):
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
         """Write sample ``index`` of ``epoch`` into ``out`` (uint8 ``[3, S, S]``) and return its label."""
         ...
+
+
+@runtime_checkable
+class StagedDataset(FillableDataset, Protocol):
+    """A data set that times what it does.
+
+    Attributes:
+        stages: the names of what ``fill`` does, in order.
+    """
+
+    stages: tuple[str, ...]
+
+    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+        """As in ``FillableDataset``; where there is a ``lap``, it is called at the end of each stage, with the stage's name."""
+        ...
+
+
+def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
+    """The stages that ``dataset`` names, or ``sample`` where it names none."""
+    return dataset.stages if isinstance(dataset, StagedDataset) else (SAMPLE,)
 
 
 def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> FeedSettings:

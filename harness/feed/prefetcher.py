@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from harness.watch.clock import StepClock
+from harness.watch.marks import named
+from harness.watch.stages import Stamps
 
 Batches = Generator[tuple[Tensor, Tensor], None, None]
 
@@ -38,7 +40,7 @@ class DataPrefetcher:
         std: each channel's standard deviation as fractions of 255.
         dtype: the images' type on the device (float32, bfloat16 or float16).
         channels_last: lay images out as NHWC.
-        clock: is told the two events around each copy, if given.
+        clock: is told the two events around each copy, and when each batch was made, if given.
         ahead: None for what the device wants; False to do without the thread and the side stream.
 
     Attributes:
@@ -116,6 +118,7 @@ class _Ready(NamedTuple):
     labels: Tensor
     copy: tuple[Any, Any] | None
     done: Any
+    stamps: Stamps | None
 
 
 class _Mover:
@@ -149,7 +152,7 @@ class _Mover:
         if self.stream is not None and images.is_cuda:  # the loader's own GPU work may still write to it
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             images.record_stream(self.stream)
-        with self._side():
+        with named("copy"), self._side():
             start = torch.cuda.Event(enable_timing=True) if timed else None
             end = torch.cuda.Event(enable_timing=True) if timed else None
             if start is not None:
@@ -160,7 +163,7 @@ class _Mover:
                 end.record()
             images = self._normalised(images)
             done = self.stream.record_event() if self.stream is not None else None
-        return _Ready(images, labels, None if start is None else (start, end), done)
+        return _Ready(images, labels, None if start is None else (start, end), done, getattr(batch, "stamps", None))
 
     def _normalised(self, images: Tensor) -> Tensor:
         images = images.contiguous(memory_format=self._format)
@@ -200,8 +203,12 @@ def _run_ahead(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> 
 
 
 def _tell(clock: StepClock | None, ready: _Ready) -> None:
-    if clock is not None and ready.copy is not None:
+    if clock is None:
+        return
+    if ready.copy is not None:
         clock.copied(*ready.copy)
+    if ready.stamps is not None:
+        clock.arrived(ready.stamps)
 
 
 class _Pull:

@@ -9,7 +9,8 @@ import time
 import weakref
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +19,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from harness.feed.gauge import Gauge
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch
+from harness.feed.gauge import Gauge, Gauged
+from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, StagedDataset, stages_of
 from harness.feed.order import Order, ProbeOrder
 from harness.runtime import signals, workers
 from harness.runtime.errors import BadSample, LoaderError
+from harness.watch.stages import SAMPLE, START, Laps, StageMeter, StageTimer
 
 _POLL_S = 2.0  # how soon a dead worker, or a signal to the trainer, ends a wait
 
@@ -50,7 +52,10 @@ class ProcessFeed:
         self.order = order
         self._epoch = 0
         self._keys = _Keys(order)
-        self._batches = _Batches(dataset if gauge is None else _Gauged(dataset, gauge))
+        self.meter: StageMeter | None = None
+        with suppress(RuntimeError, OSError):  # no shared memory for it: the feed does without
+            self.meter = StageMeter(stages_of(dataset), settings.num_workers)
+        self._batches = _Batches(dataset if gauge is None else Gauged(dataset, gauge), self.meter)
         self._loader: Loader | None = None
         self._pass: Iterator[HostBatch] | None = None  # torch's iterator of this pass, or of the last with persistent workers
         self._running = False
@@ -247,47 +252,56 @@ class _Keys:
 class _Batches(Dataset[HostBatch]):
     """The data set as a worker sees it: one request in, one whole batch out."""
 
-    def __init__(self, dataset: FillableDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: FillableDataset, meter: StageMeter | None = None) -> None:
+        self.dataset, self.meter = dataset, meter
+        self._staged = dataset if isinstance(dataset, StagedDataset) else None
+        self._timer: StageTimer | None = None  # this worker's, from its first batch on
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, key: Key) -> HostBatch:
         epoch, indices = key
+        timer, count = self._timer or self._new_timer(), len(indices)
+        timers = timer.begin(count)
+        fill = self.dataset.fill if timers is None else partial(self._timed, iter(timers))
         size = self.dataset.image_size
-        images = torch.empty((len(indices), 3, size, size), dtype=torch.uint8)
-        labels = torch.zeros(len(indices), dtype=torch.int64)
-        pixels, errors = images.numpy(), []
+        images = torch.empty((count, 3, size, size), dtype=torch.uint8)
+        pixels, labels, errors = images.numpy(), np.zeros(count, np.int64), []
+        timer.fill()
         for row, index in enumerate(indices.tolist()):
             try:
-                labels[row] = self.dataset.fill(epoch, index, pixels[row])
+                labels[row] = fill(epoch, index, pixels[row])
             except BadSample as error:
                 errors.append((error.where, error.reason))
             except MemoryError:  # no sample's fault
                 raise
             except Exception as error:  # as text: one that cannot be pickled would never arrive (pytorch #142884)
                 errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
-        return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors))
+        stamps = timer.end(count)
+        return HostBatch(images, torch.from_numpy(labels), torch.from_numpy(indices), tuple(errors), stamps)
 
+    def _timed(self, timers: Iterator[Laps | None], epoch: int, index: int, out: np.ndarray) -> int:
+        """As the data set's ``fill``, told to the next of ``timers``."""
+        laps = next(timers)
+        if laps is None:
+            return self.dataset.fill(epoch, index, out)
+        laps.lap(START)
+        try:
+            if self._staged is not None:
+                return self._staged.fill(epoch, index, out, laps.lap)
+            label = self.dataset.fill(epoch, index, out)
+            laps.lap(SAMPLE)
+            return label
+        except Exception:
+            laps.fail()
+            raise
 
-class _Gauged:
-    """A data set that tells ``gauge`` what each of its samples took."""
-
-    def __init__(self, dataset: FillableDataset, gauge: Gauge) -> None:
-        self.dataset, self.gauge, self.image_size = dataset, gauge, dataset.image_size
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-        """As the data set does; a sample that cannot be read is not counted."""
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
-        label = self.dataset.fill(epoch, index, out)
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
+    def _new_timer(self) -> StageTimer:
         worker = get_worker_info()
-        self.gauge.add(worker.id if worker else 0, wall_s, cpu_s)
-        return label
+        slot = worker.id if worker and self.meter else 0
+        self._timer = (self.meter or StageMeter(stages_of(self.dataset), 0)).timer(slot)
+        return self._timer
 
 
 def _as_it_is(batch: HostBatch) -> HostBatch:

@@ -8,6 +8,7 @@ import torch
 
 from harness.feed.interface import FeedSettings, HostBatch
 from harness.feed.order import Order, ProbeOrder
+from harness.watch.stages import StageMeter
 
 
 class SyntheticFeed:
@@ -17,6 +18,7 @@ class SyntheticFeed:
     """
 
     on_device = True
+    meter: StageMeter | None = None  # nothing is made
     worker_pids: tuple[int, ...] = ()
 
     def __init__(

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 _Figure = tuple[float, str]  # how much, and where that is said
+_DENIED = (psutil.Error, OSError, RuntimeError)  # what psutil raises where /proc is missing, or hides something
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Limits:
         memory_bytes: memory that can still be taken before something is killed, divided over the ranks of this node.
         shm_bytes: free shared memory, divided over the ranks of this node; None where there is no /dev/shm.
         open_files: file descriptors that one process may hold.
-        files_open: file descriptors that this process holds already.
+        files_open: file descriptors that this process holds already; 0 where it may not be asked.
         sources: by name of the figures above, where each was read, in words.
     """
 
@@ -40,15 +41,14 @@ class Limits:
 
 def measure(local_ranks: int = 1, root: Path = Path("/")) -> Limits:
     """The limits of one of ``local_ranks`` equal ranks, read under ``root`` (the file system's, or a test's)."""
-    groups, process, shm = _cgroups(root), psutil.Process(), root / "dev/shm"
+    groups, shm = control_groups(root), root / "dev/shm"
     # srun binds each of its tasks to cores of its own: where the ranks are its tasks, affinity is one rank's already. Under a
     # launcher that is one task, or in a batch script, which is no step of srun, all ranks share what this process sees.
     tasks = _slurm("STEP_TASKS_PER_NODE") or 1
     together = math.ceil(local_ranks / tasks)
     ranks = together * tasks
     cores, cores_from = min(_cores(groups, together, ranks), key=itemgetter(0))
-    left: list[_Figure] = [(psutil.virtual_memory().available, "free and cache (MemAvailable)"), *map(_memory_left, groups)]
-    left += _slurm_memory(ranks * process.memory_info().rss)
+    left = [_machine_memory(), *map(_memory_left, groups), *_slurm_memory(ranks)]
     memory, memory_from = _over(ranks, min(left, key=itemgetter(0)))
     free = _over(ranks, (shutil.disk_usage(shm).free, f"free in {shm}")) if shm.is_dir() else None
     return Limits(
@@ -56,7 +56,7 @@ def measure(local_ranks: int = 1, root: Path = Path("/")) -> Limits:
         memory_bytes=max(0, int(memory)),
         shm_bytes=None if free is None else int(free[0]),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        files_open=process.num_fds(),
+        files_open=_files_open(),
         sources={
             "cores": cores_from,
             "memory_bytes": memory_from,
@@ -83,12 +83,15 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
         yield _over(ranks, _quota(folder))
 
 
-def _slurm_memory(used_bytes: int) -> Iterator[_Figure]:
-    """What the job may take on this node less ``used_bytes``; Slurm may count without a control group."""
+def _slurm_memory(ranks: int) -> Iterator[_Figure]:
+    """What the job may take on this node less what ``ranks`` like this one have; Slurm may count without a control group."""
+    granted: list[_Figure] = []
     if node := _slurm("MEM_PER_NODE"):
-        yield node * 2**20 - used_bytes, "SLURM_MEM_PER_NODE"
+        granted.append((node * 2**20, "SLURM_MEM_PER_NODE"))
     if (each := _slurm("MEM_PER_CPU")) and (cores := _slurm("CPUS_ON_NODE")):
-        yield each * cores * 2**20 - used_bytes, "SLURM_MEM_PER_CPU"
+        granted.append((each * cores * 2**20, "SLURM_MEM_PER_CPU"))
+    for total, source in granted:
+        yield total - ranks * psutil.Process().memory_info().rss, source
 
 
 def _slurm(name: str) -> int | None:
@@ -97,13 +100,13 @@ def _slurm(name: str) -> int | None:
     return int(match[1]) or None if match else None
 
 
-def _cgroups(root: Path) -> list[Path]:
-    """The folders of this process's control groups and all their ancestors, of version 1 and 2.
+def control_groups(root: Path = Path("/")) -> list[Path]:
+    """The folders of this process's control groups and all their ancestors, of version 1 and 2, each group before its parent.
 
     In a container the groups' names may be the host's and lie nowhere below the mount; its own group is then the mount itself.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()  # a name is any bytes
     except OSError:
         return []
     found: list[Path] = []
@@ -118,13 +121,27 @@ def _cgroups(root: Path) -> list[Path]:
 
 
 def _quota(folder: Path) -> _Figure:
-    two = _words(folder / "cpu.max")
+    two = words(folder / "cpu.max")
     if len(two) == 2 and two[0] != "max":
         return int(two[0]) / int(two[1]), f"quota in {folder / 'cpu.max'}"
-    quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
+    quota, period = words(folder / "cpu.cfs_quota_us"), words(folder / "cpu.cfs_period_us")
     if quota and period and int(quota[0]) > 0:
         return int(quota[0]) / int(period[0]), f"quota in {folder / 'cpu.cfs_quota_us'}"
     return math.inf, "no quota"
+
+
+def _machine_memory() -> _Figure:
+    try:
+        return psutil.virtual_memory().available, "free and cache (MemAvailable)"
+    except _DENIED:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "free (sysconf)"
+
+
+def _files_open() -> int:
+    try:
+        return psutil.Process().num_fds()
+    except _DENIED:
+        return 0
 
 
 def _memory_left(folder: Path) -> _Figure:
@@ -132,15 +149,16 @@ def _memory_left(folder: Path) -> _Figure:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit, used = _words(folder / limit_name), _words(folder / used_name)
+        limit, used = words(folder / limit_name), words(folder / used_name)
         if limit and used and limit[0] != "max":
-            stat = _words(folder / "memory.stat")
+            stat = words(folder / "memory.stat")
             cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))  # given back before any kill
             return int(limit[0]) - max(0, int(used[0]) - cache), f"limit less use in {folder / limit_name}"
     return math.inf, "no limit"
 
 
-def _words(path: Path) -> list[str]:
+def words(path: Path) -> list[str]:
+    """The words of a small file of the kernel's; none where it cannot be read."""
     try:
         return path.read_text().split()
     except OSError:

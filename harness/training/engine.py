@@ -21,10 +21,13 @@ from harness.training import checkpoint
 from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
 from harness.training.step import Step, device_batches
-from harness.watch.board import Figure, timings
+from harness.watch.board import Figure, stages, timings
 from harness.watch.console import progress, say
+from harness.watch.marks import named
+from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
 from harness.watch.tags import Tag
+from harness.watch.verdict import RankFigures
 
 _LEAD_S = 1.5  # workers that start now have batches ready by then
 
@@ -40,12 +43,14 @@ class Outcome:
         evaluation: the last one, if there was one.
         skipped: updates left out for a non-finite gradient.
         turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for that epoch's.
+        ranks: every rank's figures at the end of a completed run of several.
     """
 
     status: str = "failed"
     evaluation: Evaluation | None = None
     skipped: int = 0
     turns_ms: list[tuple[float, float]] = field(default_factory=list)
+    ranks: tuple[RankFigures, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,9 @@ class Engine:
         self.train_batches = device_batches(feed, config, world.device, watch.clock)
         self.val_batches = device_batches(val_feed, config, world.device)
         self.steps_per_epoch = math.ceil(len(feed) / config.trainer.accumulate_steps)
-        self._trace = Trace(config.profile.steps if world.is_main else None, place.folder)
+        self._worked: StageTotals | None = None  # by the feed's workers up to the window before
+        self._looked_s = time.perf_counter()
+        self._trace = Trace(config.profile.steps if world.is_main else None, place.folder, watch.clock.pause)
 
     def fit(self) -> Outcome:
         """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error ends the run."""
@@ -123,6 +130,8 @@ class Engine:
                     self._save(evaluation)
                 if last:
                     break
+            if self.world.size > 1:
+                self.outcome.ranks = tuple(self.world.gathered(self._own_figures()))
             self.outcome.status = "completed"
         return self.outcome
 
@@ -141,7 +150,7 @@ class Engine:
         if following is not None:
             self.train_batches.close()  # it is through; only then can the feed begin anew
             self.feed.prime(following)
-        with self.watch.clock.pause("evaluate"):
+        with self.watch.clock.pause("evaluate"), named("evaluate"):
             self.world.copy_from_first(self.state.network.buffers())  # each rank has norms' statistics of its own
             result = evaluate(self.state.network, self.val_batches, self.world, self.step.autocast)
             self.val_batches.close()
@@ -184,7 +193,8 @@ class Engine:
                 left -= parts
                 bar.advance(1)
                 if self.state.step % self.config.watch.window_steps == 0 or not self._steps_left(left):
-                    self._close_window(epoch)
+                    with named("close window"):
+                        self._close_window(epoch)
                 elif self.world.size == 1:
                     signals.check()
         self.epoch_open = left > 0
@@ -193,14 +203,14 @@ class Engine:
 
     def _one_step(self, batches: DataPrefetcher, parts: int) -> None:
         clock, images_seen = self.watch.clock, 0
-        self._trace.before(self.state.step)
-        for part in range(parts):
-            with clock.waiting():
-                images, labels = next(batches)
-            with clock.computing():
-                self.step(images, labels, part=part, parts=parts)
-            images_seen += len(labels)
-        clock.step(images_seen)
+        with self._trace.step(self.state.step + 1):
+            for part in range(parts):
+                with clock.waiting(), named("wait for data"):
+                    images, labels = next(batches)
+                with clock.computing():
+                    self.step(images, labels, part=part, parts=parts)
+                images_seen += len(labels)
+            clock.step(images_seen)
 
     def _close_window(self, epoch: int) -> None:
         """Log the window. Here, and only here, a training step waits for the device and for the other ranks."""
@@ -212,10 +222,11 @@ class Engine:
         self.outcome.skipped += figures.skipped
         values: dict[str, Figure] = {Tag.LOSS: figures.loss, Tag.LR: float(self.state.schedule.get_last_lr()[0])}
         if window is not None:
-            values |= timings(window)
+            values |= timings(window) | self._stages()
             if window.images_per_s is not None:
                 values[Tag.IMAGES_PER_S] = window.images_per_s * self.world.size
-        self._write(epoch, values)
+        with self.watch.clock.noted("logging"):
+            self._write(epoch, values)
         if figures.skipped:
             _log.warning("step %d: %d updates skipped, a loss or gradient was not finite", self.state.step, figures.skipped)
         if figures.worst_streak > self.config.trainer.max_nonfinite_steps:
@@ -231,6 +242,26 @@ class Engine:
         if self.watch.board is not None:
             sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
             self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
+
+    def _stages(self) -> dict[str, Figure]:
+        """What the training feed's workers did since the last call."""
+        since_s, self._looked_s = self._looked_s, time.perf_counter()
+        if self.feed.meter is None:
+            return {}
+        before, self._worked = self._worked, self.feed.meter.read()
+        return stages(self._worked.since(before), self.feed.settings.num_workers, self._looked_s - since_s)
+
+    def _own_figures(self) -> RankFigures:
+        """What tells this rank from the others."""
+        total = self.watch.clock.total()
+        host = total.shares.get("host")
+        return RankFigures(
+            rank=self.world.rank,
+            step_ms=total.step_ms.median if total.step_ms else 0.0,
+            data_wait_ms=total.data_wait_ms.median if total.data_wait_ms else 0.0,
+            host_ms=None if host is None or not total.steps else 1e3 * host * total.elapsed_s / total.steps,
+            forward_ms=self.step.forward_ms,
+        )
 
     def _steps_left(self, batches: int) -> int:
         """Steps that ``batches`` are good for and trainer.max_steps allows."""
@@ -256,7 +287,7 @@ class Engine:
         if self.epoch_open:
             say("no checkpoint: trainer.max_steps ended the epoch before its end, and it could not be resumed exactly")
             return
-        with self.watch.clock.pause("checkpoint"):
+        with self.watch.clock.pause("checkpoint"), named("checkpoint"):
             if self.world.is_main:
                 checkpoint.save(
                     self.place.folder / "checkpoints",

@@ -2,40 +2,102 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch._C._profiler import _ExperimentalConfig  # profile() takes one, and torch.profiler does not export it
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from harness.runtime.folder import LOGGER
+from harness.watch import marks
+from harness.watch.console import say
+
+_NOTHING = nullcontext()
+
+_log = logging.getLogger(LOGGER)
 
 
 class Trace:
-    """Records the steps that ``profile.steps`` names into ``trace/`` of the run's folder.
+    """Records the steps that ``profile.steps`` names into ``trace/`` of the run's folder, with the names of ``watch.marks``.
+
+    What the run does between two of these steps is recorded too. Every Python thread is, so that what a prefetcher's thread
+    does can be seen beside the step. The file is named after the steps that are in it: a run may begin or end among those
+    asked for.
 
     Args:
         steps: first and last step, counted from 1, such as ``10-20``; None records nothing.
         folder: the run's folder.
+        pause: keeps the time that the profiler takes to start and to write out of the steps.
     """
 
-    def __init__(self, steps: str | None, folder: Path) -> None:
-        self._first, self._last = (int(n) for n in steps.split("-")) if steps else (0, -1)
-        self._path = folder / "trace" / f"steps-{steps}.json"
+    def __init__(self, steps: str | None, folder: Path, pause: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._first, self._last = (int(n) for n in steps.split("-")) if steps else (1, 0)
+        self._folder, self._pause = folder / "trace", pause
         self._profiler: profile | None = None
+        self._began = self._ended = 0
 
-    def before(self, done: int) -> None:
-        """Start or end the recording; ``done`` steps are done."""
-        if done + 1 == self._first and self._profiler is None:
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self._profiler = profile(activities=activities)
-            self._profiler.start()
-        elif done >= self._last:
-            self.close()
+    def step(self, number: int) -> AbstractContextManager[Any]:
+        """The block of the run's step ``number``, counted from 1."""
+        return self._recorded(number) if self._first <= number <= self._last else _NOTHING
 
     def close(self) -> None:
-        """End the recording and write it, if one runs."""
+        """End the recording and write it, if one runs; say so where none of the steps was trained."""
         if self._profiler is not None:
-            self._profiler.stop()
-            self._path.parent.mkdir(exist_ok=True)
-            self._profiler.export_chrome_trace(str(self._path))
-            self._profiler, self._first = None, 0
+            profiler, self._profiler = self._profiler, None
+            marks.record(None)
+            profiler.stop()
+            self._write(profiler)
+        elif self._first <= self._last and not self._began:
+            _log.warning("profile.steps=%d-%d: none of these steps was trained, there is no trace", self._first, self._last)
+        self._last = 0
+
+    @contextmanager
+    def _recorded(self, number: int) -> Iterator[None]:
+        if self._profiler is None:
+            with self._pause("profile"):
+                self._start(number)
+        self._ended = number
+        with marks.named(f"step {number}"):
+            yield
+        if number == self._last:
+            with self._pause("profile"):
+                self.close()
+
+    def _start(self, number: int) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would complain that there is no GPU
+        self._profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+        self._profiler.start()
+        self._began = number
+        marks.record(record_function)
+
+    def _write(self, profiler: profile) -> None:
+        """Write the trace, whole or not at all; a full disk costs the trace and not the run."""
+        path = self._folder / f"steps-{self._began}-{self._ended}.json"
+        temporary = path.with_name(f".{path.name}")
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(temporary))
+            if not _is_whole(temporary):  # the exporter raises nothing when it cannot write
+                raise OSError("the file is not whole; free some space")
+            os.replace(temporary, path)
+        except OSError as error:
+            _log.warning("profile.steps: no trace in %s: %s", os.path.relpath(path), error)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        else:
+            say(f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in https://ui.perfetto.dev")
+
+
+def _is_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-min(64, path.stat().st_size), os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,12 +15,21 @@ from harness.config import Config, Mode, walk
 from harness.runtime.errors import described
 from harness.training.engine import Engine
 from harness.watch.console import say
-from harness.watch.figures import Spread
+from harness.watch.figures import Spread, Window
+from harness.watch.goodput import Goodput
 from harness.watch.host import environment
+from harness.watch.stages import GROUPS, StageTotals
 from harness.watch.tags import Tag
-from harness.watch.verdict import judge
+from harness.watch.verdict import Evidence, Verdict, judge
 
 _HPARAMS = ("loader.batch_size", "model.name", "optim.lr", "trainer.precision")  # few: the page opens with five columns
+
+
+class Page(NamedTuple):
+    """The page of a run: its address while the run goes on, for whoever starts TensorBoard, and what writes it at the end."""
+
+    link: str
+    write: Callable[[Path], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +40,22 @@ class Reporter:
         config: the run's settings.
         overridden: what the command line set, such as ``loader.num_workers=2``: each is a column of the HParams page.
         tuning: what a search did, as plain values: seconds, chosen, before and after; None where there was none.
+        cores: what this rank may use.
+        page: is written once ``report.json`` is.
     """
 
     config: Config
     overridden: tuple[str, ...]
     tuning: Mapping[str, Any] | None
+    cores: float
+    page: Page
 
     @contextmanager
     def reporting(self, engine: Engine) -> Iterator[None]:
         """Report on ``engine`` at the end of the block, however it ends."""
         error: BaseException | None = None
+        if self.config.mode is Mode.train and self.config.watch.tensorboard:
+            say(f"watch it: tensorboard --logdir {os.path.relpath(_root(engine.place.folder))}, then {self.page.link}")
         try:
             yield
         except BaseException as caught:
@@ -57,14 +72,17 @@ class Reporter:
         if error is not None:
             known = described(error)
             report["error"] = known[0] if known else f"{type(error).__name__}: {error}"
+        verdict: Verdict = report["verdict"]
         board.report(report)
-        board.text("verdict", report["verdict"].sentence)
+        board.text("verdict", "\n".join([f"**{verdict.sentence}**\n", *(f"- {fact}" for fact in verdict.evidence)]))
         results = {
             "hparam/top1": outcome.evaluation.top1 if outcome.evaluation else None,
             "hparam/images_per_s": report.get("images_per_s"),
             "hparam/stall_fraction": report.get("stall_fraction"),
+            "hparam/goodput": report["goodput"].fraction if "goodput" in report else None,
         }
         board.hparams(self._hparams(engine), results)
+        self.page.write(engine.place.folder)
         if outcome.status == "completed":
             self._close(engine, report)
 
@@ -72,35 +90,67 @@ class Reporter:
         """``report.json`` as plain values; what this device cannot give is absent."""
         total, outcome, world = engine.watch.clock.total(), engine.outcome, engine.world
         sampled = engine.watch.sampler.means() if engine.watch.sampler else {}
+        worked = engine.feed.meter.read() if engine.feed.meter is not None else None
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
         found: dict[str, Any] = {
             "status": outcome.status,
             "epochs": engine.state.epoch,
             "steps": engine.state.step,
-            "ranks": world.size,
+            "world_size": world.size,
             "global_batch_size": self.config.loader.batch_size * world.size * self.config.trainer.accumulate_steps,
             "images_per_s": total.images_per_s * world.size if total.images_per_s is not None else None,
             "step_ms": total.step_ms,
             "data_wait_ms": total.data_wait_ms,
             "copy_ms": total.copy_ms,
             "compute_ms": total.compute_ms,
+            "gap_ms": total.gap_ms,
+            "exposed_copy_ms": total.exposed_copy_ms,
+            "starved_ms": total.starved_ms,
+            "host_ms": total.host_ms,
+            "launch_ms": total.launch_ms,
+            "shares": dict(total.shares) or None,
+            "wait_parts": dict(total.wait_parts) or None,
+            "host_parts_s": dict(total.host_parts_s) or None,
             "data_wait_fraction": total.data_wait_fraction,
             "stall_fraction": total.stall_fraction,
             "stall_basis": total.stall_basis,
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
             "skipped_updates": outcome.skipped,
+            "sampled": sampled or None,
+            "ranks": outcome.ranks or None,
             "pauses_s": dict(total.pauses_s),
+            "goodput": engine.watch.course.goodput(total),
             "turns_ms": [{"val": val_ms, "train": train_ms} for val_ms, train_ms in outcome.turns_ms] or None,
             "loader": engine.feed.settings,
             "tuning": self.tuning,
-            "verdict": judge(total, autotuned=self.tuning is not None),
+            "verdict": judge(self._evidence(engine, total, worked, sampled)),
             "environment": environment(device),
+            "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
         }
+        if worked is not None and worked.samples:
+            found |= _workers(worked, engine.feed.settings.num_workers, total)
         if outcome.evaluation is not None:
             evaluation = outcome.evaluation
             found |= {"top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss}
             found["val_images"] = evaluation.images
         return {key: value for key, value in found.items() if value is not None}
+
+    def _evidence(self, engine: Engine, total: Window, worked: StageTotals | None, sampled: Mapping[str, float]) -> Evidence:
+        trainer = self.config.trainer
+        return Evidence(
+            window=total,
+            stages=worked,
+            settings=engine.feed.settings,
+            cores=self.cores,
+            device=engine.world.device.type,
+            sampled=sampled,
+            autotuned=self.tuning is not None,
+            ranks=engine.outcome.ranks,
+            precision=trainer.precision.name,
+            compiled=trainer.compile,
+            channels_last=trainer.channels_last,
+            window_steps=self.config.watch.window_steps,
+        )
 
     def _hparams(self, engine: Engine) -> dict[str, Any]:
         values = {path: value for path, value, _ in walk(self.config)}
@@ -121,11 +171,14 @@ class Reporter:
         if "step_ms" in report:
             say(f"speed          {report['images_per_s']:.0f} images/s while training, {_spread(report['step_ms'])} a step")
             say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
+        if "goodput" in report:
+            say(f"goodput        {_goodput(report['goodput'])}")
         if self.config.mode is Mode.train:
             say(f"loader         {engine.feed.settings}{self._gain()}")
             say(f"verdict        {report['verdict'].sentence}")
         say(f"run folder     {os.path.relpath(folder)}")
-        say(f"look at it     tensorboard --logdir {os.path.relpath(_root(folder))}")
+        page, root = os.path.relpath(folder / "report.html"), os.path.relpath(_root(folder))
+        say(f"look at it     {page}, or tensorboard --logdir {root}")
 
     def _gain(self) -> str:
         if self.tuning is None:
@@ -136,6 +189,28 @@ class Reporter:
 
 def _spread(spread: Spread) -> str:
     return f"{spread.median:.1f} ms (p95 {spread.p95:.1f}, max {spread.max:.1f})"
+
+
+def _goodput(goodput: Goodput) -> str:
+    """The share of the wall time that went to training steps, and the three largest parts of the rest."""
+    rest = ", ".join(f"{part.name.replace('_', ' ')} {part.s:.1f} s" for part in goodput.rest[:3])
+    return f"{goodput.fraction:.0%} of {goodput.wall_s:.1f} s in training steps; {rest}"
+
+
+def _workers(worked: StageTotals, workers: int, total: Window) -> dict[str, Any]:
+    """What the training feed's workers did in the whole run, by stage."""
+    seconds = total.elapsed_s + (total.first_step_s or 0.0) + sum(total.pauses_s.values())
+    each = [
+        {
+            "name": name,
+            "group": GROUPS.get(name, "augment"),
+            "wall_ms": 1e3 * cost.wall_s / worked.samples,
+            "cpu_ms": 1e3 * cost.cpu_s / worked.samples,
+        }
+        for name, cost in worked.stages.items()
+    ]
+    busy = min(1.0, worked.busy_s / (max(1, workers) * seconds)) if seconds > 0 else None
+    return {"stages": each, "workers": {"samples": worked.samples, "busy_fraction": busy}}
 
 
 def _root(folder: Path) -> Path:

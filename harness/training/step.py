@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime.distributed import World
 from harness.training.state import TrainState
 from harness.watch.clock import StepClock
+from harness.watch.marks import named
 
 DTYPES = {Precision.fp32: torch.float32, Precision.fp16: torch.float16, Precision.bf16: torch.bfloat16}
 
@@ -62,18 +64,27 @@ class Step:
         self._found_inf: list[Tensor] = []
         self._streak = 0
         state.optimizer.register_step_pre_hook(self._note_found_inf)
+        alone = world.size == 1 or world.device.type != "cpu" or config.trainer.compile
+        self._forward = None if alone else _ForwardTimer(state.network)
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
         """Train on one of the ``parts`` batches of an update; the last one makes the update."""
         last = part == parts - 1
         quiet = isinstance(self.model, DistributedDataParallel) and not last
         with self.model.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
-            with self.autocast():
+            with self.autocast(), named("forward"):
                 loss = F.cross_entropy(self.model(images), labels, label_smoothing=self._smoothing)
-            self.state.scaler.scale(loss / parts if parts > 1 else loss).backward()
+            with named("backward"):
+                self.state.scaler.scale(loss / parts if parts > 1 else loss).backward()
         self._losses.append(loss.detach())
         if last:
-            self._update()
+            with named("update"):
+                self._update()
+
+    @property
+    def forward_ms(self) -> float | None:
+        """Mean time of the network's own forward pass in training, where several ranks train on CPUs; else None."""
+        return None if self._forward is None else self._forward.mean_ms()
 
     def read(self) -> StepFigures:
         """The figures since the last call. The host waits here for the device: call it once a window, not once a step."""
@@ -116,6 +127,27 @@ class Step:
         found = getattr(optimizer, "found_inf", None)  # set by the scaler for the time of the step: 0.0 or 1.0
         if found is not None:
             self._found_inf.append(found)
+
+
+class _ForwardTimer:
+    """Times ``network`` inside DDP: without what the ranks wait for each other, so that a slow one stands out."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._began_s = self._seconds = 0.0
+        self._passes = 0
+        network.register_forward_pre_hook(self._begin)
+        network.register_forward_hook(self._end)
+
+    def mean_ms(self) -> float | None:
+        return 1e3 * self._seconds / self._passes if self._passes else None
+
+    def _begin(self, network: nn.Module, images: Any) -> None:
+        self._began_s = time.perf_counter()
+
+    def _end(self, network: nn.Module, images: Any, logits: Any) -> None:
+        if network.training:
+            self._seconds += time.perf_counter() - self._began_s
+            self._passes += 1
 
 
 def device_batches(feed: Iterable[Any], config: Config, device: torch.device, clock: StepClock | None = None) -> DataPrefetcher:

@@ -128,6 +128,7 @@ class _Feed(ProcessFeed):
     def __init__(self, probes: _Probes, order: ProbeOrder, settings: FeedSettings, gauge: Gauge | None) -> None:
         super().__init__(probes.dataset, order, settings)  # type: ignore[arg-type]  # never filled from
         self._probes, self._gauge = probes, gauge
+        self.meter = None
 
     def _polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
         size = self.settings.batch_size

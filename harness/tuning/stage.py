@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from harness.tuning.memory import Memory, fingerprint
 from harness.tuning.report import TuningReport
 from harness.tuning.tuner import tune
 from harness.watch.console import say
+from harness.watch.station import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,13 @@ class Tuned:
 
     report: TuningReport
     follow: Follow
+
+    def told(self, watch: Watch, folder: Path) -> TuningReport:
+        """The report, once it is printed, written by the first rank, and given to ``watch`` to be checked."""
+        self.report.publish(folder if watch.board else None, watch.board)
+        watch.on_window.append(self.follow.look)
+        watch.course.mark("tuning")
+        return self.report
 
 
 def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world: World) -> Tuned:

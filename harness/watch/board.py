@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from harness.runtime.folder import LOGGER
 from harness.watch.figures import Spread, Window
+from harness.watch.stages import StageTotals
 from harness.watch.tags import Tag
 
 Figure = float | Spread | None
@@ -176,9 +177,22 @@ def timings(window: Window) -> dict[str, Figure]:
         Tag.DATA_WAIT_MS: window.data_wait_ms,
         Tag.COPY_MS: window.copy_ms,
         Tag.COMPUTE_MS: window.compute_ms,
+        Tag.GAP_MS: window.gap_ms,
+        Tag.EXPOSED_COPY_MS: window.exposed_copy_ms,
+        Tag.STARVED_MS: window.starved_ms,
+        Tag.HOST_MS: window.host_ms,
+        Tag.LAUNCH_MS: window.launch_ms,
         Tag.STALL_FRACTION: window.stall_fraction,
         Tag.DATA_WAIT_FRACTION: window.data_wait_fraction,
     }
+
+
+def stages(totals: StageTotals, workers: int, seconds: float) -> dict[str, Figure]:
+    """Wall milliseconds per sample of each stage, and how busy so many ``workers`` were in so many ``seconds``."""
+    if not totals.samples or seconds <= 0:
+        return {}
+    each = {f"stages/{name}_ms": 1e3 * cost.wall_s / totals.samples for name, cost in totals.stages.items()}
+    return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / (max(1, workers) * seconds))}
 
 
 def _hparam(value: Any) -> str | int | float:

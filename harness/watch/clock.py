@@ -5,18 +5,22 @@ Light: feeds and workers import this file, and torch is touched only where a clo
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from copy import deepcopy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.watch.figures import Ledger, Window
-from harness.watch.timeline import Timeline, TimingEvent
+from harness.watch.figures import Ledger, Window, add_all
+from harness.watch.timeline import Events, Timeline, TimingEvent
 
 if TYPE_CHECKING:
     import torch
+
+    from harness.watch.stages import Stamps
 
 Batch = TypeVar("Batch")
 _END: Any = object()
@@ -27,22 +31,24 @@ class StepClock:
 
     The loop puts ``waiting()`` around ``next()`` on its feed and ``computing()`` around forward to optimizer step, and
     calls ``step`` at the end of each; or it lets ``watch`` do all three. No step synchronises: on CUDA ``computing()``
-    records two events from a ring of ``slots`` pairs, which are read some steps later, once they have come; where no pair
-    is free the block goes unmeasured. Over the ``computing()`` blocks i on the device's time line::
+    records three events out of a ring, which are read some steps later, once they have come; where none are free the block
+    goes unmeasured. On the device's time line, over the ``computing()`` blocks i::
 
-        gap_i   = start of compute i - end of compute i-1          (after a pause not known, and left out)
-        stall_i = min(gap_i, exposed_copy_i + data_wait_i)
-        stall_fraction = sum(stall_i) / sum(gap_i + compute_i)
+        gap_i          = end of compute i-1 to start of compute i  (after a pause not known, and left out)
+        exposed_copy_i = the part of gap_i in which a batch's copy ran that the host had asked the feed for
+        starved_i      = the part of the rest in which the host was blocked on the feed
+        host_i         = what is left of gap_i: launches, garbage collection, logging, whatever the loop does
+        stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
 
-    where exposed_copy_i is the part of the gap in which a batch's copy ran, and data_wait_i the host time blocked on the
-    feed between the two blocks. It errs to the high side: a wait counts as if all of it lay inside the gap. Without device
-    events the stall is ``data_wait_fraction``. A step's device figures may fall into the window after its own.
+    A wait while the device has queued work is no stall, and work between two steps is no stall. Without device events the
+    stall is ``data_wait_fraction``, and on a CPU host is what is neither data wait nor computing. A step's device figures
+    may fall into the window after its own.
 
     Args:
         device: where the network runs.
         slots: the number of ``computing()`` blocks that the host may be ahead of the device.
         now: a monotonic clock in seconds.
-        event: makes timing events; None: CUDA's on a CUDA device, else none.
+        events: where timing events come from; None: CUDA's on a CUDA device, else none.
     """
 
     def __init__(
@@ -51,24 +57,27 @@ class StepClock:
         *,
         slots: int = 64,
         now: Callable[[], float] = time.perf_counter,
-        event: Callable[[], TimingEvent] | None = None,
+        events: Events | None = None,
     ) -> None:
         kind = str(device).partition(":")[0]
-        stream: Callable[[], Any] = lambda: None
-        if event is None and kind == "cuda":
-            import torch
-
-            event, stream = partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.current_stream, device)
+        events = _cuda_events(device) if events is None and kind == "cuda" else events
         self._now = now
-        self._timeline = Timeline(slots, event, stream) if event else None
-        self._times_compute = kind == "cpu" and not event  # when a call returns, a CPU has done its work; MPS has not
+        self._timeline = Timeline(slots, events, now) if events else None
+        self._times_compute = kind == "cpu" and not events  # when a call returns, a CPU has done its work; MPS has not
         self._ledger, self._closed = Ledger(), Ledger()
         self._mark: float | None = None  # when the running step began; None outside
         self._first = True  # the running step is an epoch's first
-        self._wait_s = self._block_wait_s = self._compute_s = 0.0  # in this step, since its last block, in this step
-        self._in_wait = self._in_compute = False
+        self._wait_s = self._compute_s = 0.0  # in this step
+        self._wait_parts_s: dict[str, float] = {}  # likewise
+        self._host_parts_s: dict[str, float] = {}  # likewise
+        self._stamps: Stamps | None = None  # of the batch that ends the running wait
+        self._in_wait = self._in_compute = self._in_work = False
         self._pause_since: float | None = None
         self._paused_s = 0.0
+        self._gc = _Collections(now)
+        self._gc_mark_s = 0.0  # of its seconds, those before the running step
+        gc.callbacks.append(self._gc)
+        weakref.finalize(self, gc.callbacks.remove, self._gc)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -76,13 +85,22 @@ class StepClock:
         if self._in_wait or self._pause_since is not None:  # a feed and its loop may both tell
             yield
             return
-        self._in_wait, began = True, self._begin()
+        self._in_wait, self._stamps, began, paused_s = True, None, self._begin(), self._paused_s
         try:
             yield
         finally:
-            self._in_wait, waited = False, self._active() - began
-            self._wait_s += waited
-            self._block_wait_s += waited
+            self._in_wait, ended = False, self._active()
+            self._wait_s += ended - began
+            if self._paused_s == paused_s:
+                if self._stamps is not None:
+                    add_all(self._wait_parts_s, _parts(began + paused_s, ended + paused_s, self._stamps))
+                if self._timeline:
+                    self._timeline.waited(began + paused_s, ended + paused_s)
+
+    def arrived(self, stamps: Stamps) -> None:
+        """Take the stamps of the batch that is about to end the running wait; outside of ``waiting()`` they do not count."""
+        if self._in_wait:
+            self._stamps = stamps
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -93,20 +111,41 @@ class StepClock:
         if self._in_compute or self._pause_since is not None:
             yield
             return
-        self._in_compute, began = True, self._begin()
-        wait_s, self._block_wait_s = self._block_wait_s, 0.0
+        self._in_compute, began, whole = True, self._begin(), False
+        if self._timeline:
+            self._timeline.begin(self._ledger, first=self._first)
         try:
-            with self._timeline.block(self._ledger, wait_s=wait_s, first=self._first) if self._timeline else nullcontext():
-                yield
+            yield
+            whole = True
         finally:
+            if self._timeline:
+                self._timeline.end(whole=whole)
             self._in_compute = False
-            if self._times_compute:
-                self._compute_s += self._active() - began
+            self._compute_s += self._active() - began
 
     def copied(self, start: TimingEvent, end: TimingEvent) -> None:
-        """Take the two recorded events around one batch's copy; the caller must not record them again."""
+        """Take the two recorded events around one batch's copy, before the block that computes on that batch.
+
+        The caller must not record them again.
+        """
         if self._timeline and self._pause_since is None:
             self._timeline.copied(start, end)
+
+    @contextmanager
+    def noted(self, name: str) -> Iterator[None]:
+        """Give the host time of work between steps, such as logging, a name of its own in ``Window.host_parts_s``.
+
+        Garbage collections inside do not count: they have a figure of their own.
+        """
+        if self._in_work or self._mark is None or self._pause_since is not None:
+            yield
+            return
+        self._in_work, began = True, self._active() - self._gc.seconds
+        try:
+            yield
+        finally:
+            self._in_work = False
+            add_all(self._host_parts_s, {name: self._active() - self._gc.seconds - began})
 
     def start_epoch(self) -> None:
         """Keep the next step apart as an epoch's first."""
@@ -118,25 +157,19 @@ class StepClock:
         """End a step in which this rank used ``images`` images."""
         if self._pause_since is not None:
             return
-        now, ledger = self._active(), self._ledger
+        now = self._active()
         took, self._mark = now - (now if self._mark is None else self._mark), now
         if self._first:
-            ledger.first_steps += 1
-            ledger.first_s += took
+            self._ledger.first_steps += 1
+            self._ledger.first_s += took
         else:
-            ledger.steps += 1
-            ledger.images += images
-            ledger.elapsed_s += took
-            ledger.wait_s += self._wait_s
-            ledger.host_step.add(took * 1e3)
-            ledger.wait.add(self._wait_s * 1e3)
-            if self._compute_s:
-                ledger.host_compute_s += self._compute_s
-                ledger.compute.add(self._compute_s * 1e3)
-        self._first = False
+            self._count(took, images)
+        self._first, self._gc_mark_s = False, self._gc.seconds
         self._wait_s = self._compute_s = 0.0
+        self._wait_parts_s.clear()
+        self._host_parts_s.clear()
         if self._timeline:
-            self._timeline.step(ledger)
+            self._timeline.step(self._ledger)
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
@@ -151,6 +184,7 @@ class StepClock:
         if self._timeline:
             self._timeline.finish()
         self._pause_since = self._now()
+        collecting, self._gc.thread = self._gc.thread, None
         if self._mark is not None:
             self._ledger.elapsed_s += self._active() - before
             self._mark += self._active() - before
@@ -159,7 +193,8 @@ class StepClock:
         finally:
             took, self._pause_since = self._now() - self._pause_since, None
             self._paused_s += took
-            self._ledger.pauses_s[name] = self._ledger.pauses_s.get(name, 0.0) + took
+            self._gc.thread = collecting
+            add_all(self._ledger.pauses_s, {name: took})
 
     def watch(self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None) -> Iterator[Batch]:
         """Yield one epoch of ``batches``, with the body of the caller's loop as the step.
@@ -198,9 +233,31 @@ class StepClock:
         """The figures of the whole run so far, with those of the open window. Never waits for the device."""
         if self._timeline:
             self._timeline.read(self._ledger)
-        whole = deepcopy(self._closed)
+        whole = Ledger()
+        whole.merge(self._closed)
         whole.merge(self._ledger)
         return whole.window()
+
+    def _count(self, took_s: float, images: int) -> None:
+        """Count a step, but for what the device tells of it."""
+        ledger = self._ledger
+        ledger.steps += 1
+        ledger.images += images
+        ledger.elapsed_s += took_s
+        ledger.wait_s += self._wait_s
+        ledger.gc_s += self._gc.seconds - self._gc_mark_s
+        ledger.host_step.add(1e3 * took_s)
+        ledger.wait.add(1e3 * self._wait_s)
+        add_all(ledger.wait_parts_s, self._wait_parts_s)
+        add_all(ledger.host_parts_s, self._host_parts_s)
+        if not self._compute_s:
+            return
+        if self._timeline:
+            ledger.launch.add(1e3 * self._compute_s)
+        elif self._times_compute:
+            ledger.compute_s += self._compute_s
+            ledger.compute.add(1e3 * self._compute_s)
+            ledger.host.add(1e3 * max(0.0, took_s - self._wait_s - self._compute_s))
 
     def _active(self) -> float:
         """A clock in seconds that stands still in pauses."""
@@ -209,8 +266,46 @@ class StepClock:
     def _begin(self) -> float:
         """The active clock; the running step began now, if none ran."""
         now = self._active()
-        self._mark = now if self._mark is None else self._mark
+        if self._mark is None:
+            self._mark, self._gc_mark_s, self._gc.thread = now, self._gc.seconds, get_ident()
         return now
+
+
+def _cuda_events(device: torch.device | str) -> Events:
+    import torch
+
+    idle = torch.cuda.Stream(device, priority=-1)  # or it might wait in a queue with others' work
+    return Events(partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.current_stream, device), idle)
+
+
+class _Collections:
+    """Adds up the seconds of Python's garbage collections in ``thread``, where that is not None; one of ``gc.callbacks``."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self.thread: int | None = None
+        self._now, self._began = now, 0.0
+
+    def __call__(self, phase: str, info: Mapping[str, int]) -> None:
+        """Take the start or the stop of a collection."""
+        if get_ident() == self.thread:
+            if phase == "start":
+                self._began = self._now()
+            else:
+                self.seconds += self._now() - self._began
+
+
+def _parts(began_s: float, ended_s: float, stamps: Stamps) -> dict[str, float]:
+    """Seconds of a wait by where its batch was at the time."""
+    parts, at_s = {}, began_s
+    for name, until_s in (
+        ("make", stamps.made_s),
+        ("transport", stamps.received_s),
+        ("pin", stamps.pinned_s),
+        ("move", ended_s),
+    ):
+        parts[name], at_s = max(0.0, min(until_s, ended_s) - at_s), max(at_s, min(until_s, ended_s))
+    return parts
 
 
 def _images_in(batch: Any) -> int:

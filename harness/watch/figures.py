@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Number = TypeVar("Number", int, float)
 
 _ERROR = 0.01  # relative error of a quantile
 _LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))  # of the buckets' bounds
@@ -32,18 +34,19 @@ class Sketch:
     __slots__ = ("_counts", "_max")
 
     def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
+        self._counts: dict[int, int] = {}
         self._max = 0.0
 
     def add(self, value_ms: float) -> None:
         """Count one value."""
         clipped = min(max(value_ms, _SMALLEST_MS), _LARGEST_MS)
-        self._counts[math.ceil(math.log(clipped) / _LOG_GROWTH)] += 1
+        bucket = math.ceil(math.log(clipped) / _LOG_GROWTH)
+        self._counts[bucket] = self._counts.get(bucket, 0) + 1
         self._max = max(self._max, value_ms)
 
     def merge(self, other: Sketch) -> None:
         """Count all values of ``other``."""
-        self._counts.update(other._counts)
+        add_all(self._counts, other._counts)
         self._max = max(self._max, other._max)
 
     def spread(self) -> Spread | None:
@@ -51,7 +54,7 @@ class Sketch:
         return Spread(self._quantile(0.5), self._quantile(0.95), self._max) if self._counts else None
 
     def _quantile(self, share: float) -> float:
-        left = math.ceil(share * self._counts.total())
+        left = math.ceil(share * sum(self._counts.values()))
         for bucket in sorted(self._counts):
             left -= self._counts[bucket]
             if left <= 0:
@@ -66,7 +69,7 @@ class Window:
 
     The first step of every epoch is kept apart, because in it workers start, kernels are chosen and networks compiled.
     ``elapsed_s + first_step_s + sum(pauses_s.values())`` is the wall time. A figure that this device cannot give, or that
-    no step has given yet, is None.
+    no step has given yet, is None, and absent from a mapping. ``StepClock`` says what the words mean.
     """
 
     steps: int  # that ended, without first ones
@@ -77,10 +80,21 @@ class Window:
     data_wait_ms: Spread | None  # host time blocked on the feed, per step: harmless while the device has queued work
     copy_ms: Spread | None  # one batch to the device (CUDA only)
     compute_ms: Spread | None  # within ``computing()``, per step: device time on CUDA, host time on CPU, None elsewhere
+    gap_ms: Spread | None  # between two blocks of computing on the device, per step (CUDA only), and its three parts:
+    exposed_copy_ms: Spread | None  # a batch's copy ran that the host had asked for (CUDA only)
+    starved_ms: Spread | None  # the host was blocked on the feed; without device events all of the data wait
+    host_ms: Spread | None  # the rest; on a CPU what is neither data wait nor computing
+    launch_ms: Spread | None  # host time within ``computing()``, per step, where the device has a time line of its own
+    shares: Mapping[str, float]  # of the time by "compute", "starved", "exposed_copy", "host", on the clock of stall_basis:
+    # they sum to 1, but on a device whose computing has no clock there is "starved" alone
+    wait_parts: Mapping[str, float]  # of the data wait, until its batch was made ("make"), received ("transport"), pinned
+    # ("pin") and here ("move"): they sum to 1; empty where no batch told
+    host_parts_s: Mapping[str, float]  # wall time inside the steps by the name of the work, and "gc"
+    gc_s: float  # host time of garbage collections inside the steps
     data_wait_fraction: float | None  # of ``elapsed_s``: an upper bound on the harm
-    stall_fraction: float | None  # of the time, the device having nothing to run for want of data; see ``StepClock``
+    stall_fraction: float | None  # of the time, starved and exposed copy: the device had nothing to run for want of data
     compute_fraction: float | None  # of the time, on the clock that ``stall_basis`` names
-    stall_basis: Literal["host", "device"]  # whether the last two come from the host's clock or from device events
+    stall_basis: Literal["host", "device"]  # whether shares, and what comes of them, are by the host's clock or device events
     first_steps: int  # that ended
     first_step_s: float | None  # wall time of the first steps together, with what lay between two epochs
     pauses_s: Mapping[str, float]  # wall time by name
@@ -105,19 +119,25 @@ class Ledger:
     images: int = 0
     elapsed_s: float = 0.0
     wait_s: float = 0.0
-    host_compute_s: float = 0.0
+    compute_s: float = 0.0  # by the host's clock
+    gc_s: float = 0.0
     first_steps: int = 0
     first_s: float = 0.0
-    device_s: float = 0.0
-    device_compute_s: float = 0.0
-    device_stall_s: float = 0.0
     dropped: int = 0
+    device_s: dict[str, float] = field(default_factory=dict)  # by the same names as ``Window.shares``
+    wait_parts_s: dict[str, float] = field(default_factory=dict)
+    host_parts_s: dict[str, float] = field(default_factory=dict)
     pauses_s: dict[str, float] = field(default_factory=dict)
     host_step: Sketch = field(default_factory=Sketch)
     device_step: Sketch = field(default_factory=Sketch)
     wait: Sketch = field(default_factory=Sketch)
     copy: Sketch = field(default_factory=Sketch)
     compute: Sketch = field(default_factory=Sketch)
+    gap: Sketch = field(default_factory=Sketch)
+    exposed_copy: Sketch = field(default_factory=Sketch)
+    starved: Sketch = field(default_factory=Sketch)
+    host: Sketch = field(default_factory=Sketch)
+    launch: Sketch = field(default_factory=Sketch)
 
     def merge(self, other: Ledger) -> None:
         """Add all that ``other`` holds."""
@@ -126,14 +146,14 @@ class Ledger:
             if isinstance(mine, Sketch):
                 mine.merge(theirs)
             elif isinstance(mine, dict):
-                mine |= {key: mine.get(key, 0.0) + seconds for key, seconds in theirs.items()}
+                add_all(mine, theirs)
             else:
                 setattr(self, name, mine + theirs)
 
     def window(self) -> Window:
         """The figures that these sums make."""
-        wait, stall = _share(self.wait_s, self.elapsed_s), _share(self.device_stall_s, self.device_s)
-        on_device, on_host = _share(self.device_compute_s, self.device_s), _share(self.host_compute_s, self.elapsed_s)
+        on_device = sum(self.device_s.values()) > 0
+        shares = _shares(self.device_s) if on_device else _shares(self._host_s(), self.elapsed_s)
         return Window(
             steps=self.steps,
             images=self.images,
@@ -143,16 +163,40 @@ class Ledger:
             data_wait_ms=self.wait.spread(),
             copy_ms=self.copy.spread(),
             compute_ms=self.compute.spread(),
-            data_wait_fraction=wait,
-            stall_fraction=wait if stall is None else stall,
-            compute_fraction=on_host or None if on_device is None else on_device,
-            stall_basis="host" if stall is None else "device",
+            gap_ms=self.gap.spread(),
+            exposed_copy_ms=self.exposed_copy.spread(),
+            starved_ms=(self.starved if on_device else self.wait).spread(),
+            host_ms=self.host.spread(),
+            launch_ms=self.launch.spread(),
+            shares=shares,
+            wait_parts=_shares(self.wait_parts_s),
+            host_parts_s={**self.host_parts_s, "gc": self.gc_s},
+            gc_s=self.gc_s,
+            data_wait_fraction=min(1.0, self.wait_s / self.elapsed_s) if self.elapsed_s > 0 else None,
+            stall_fraction=shares["starved"] + shares.get("exposed_copy", 0.0) if shares else None,
+            compute_fraction=shares.get("compute"),
+            stall_basis="device" if on_device else "host",
             first_steps=self.first_steps,
             first_step_s=self.first_s if self.first_steps else None,
             pauses_s=dict(self.pauses_s),
             dropped=self.dropped,
         )
 
+    def _host_s(self) -> dict[str, float]:
+        """Seconds of the steps by the host's clock, under the names of ``Window.shares``."""
+        if not self.compute_s:
+            return {"starved": self.wait_s}
+        rest_s = max(0.0, self.elapsed_s - self.wait_s - self.compute_s)
+        return {"compute": self.compute_s, "starved": self.wait_s, "host": rest_s}
 
-def _share(part: float, whole: float) -> float | None:
-    return min(1.0, part / whole) if whole > 0 else None
+
+def add_all(sums: dict[Key, Number], more: Mapping[Key, Number]) -> None:
+    """Add the numbers of ``more`` to those of ``sums`` under the same keys."""
+    for key, number in more.items():
+        sums[key] = sums.get(key, 0) + number
+
+
+def _shares(parts: Mapping[str, float], whole: float | None = None) -> dict[str, float]:
+    """Each part of ``whole``, or of their sum, at most 1; empty where that is nothing."""
+    whole = sum(parts.values()) if whole is None else whole
+    return {name: min(1.0, part / whole) for name, part in parts.items()} if whole > 0 else {}

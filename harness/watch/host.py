@@ -7,7 +7,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Self
@@ -15,40 +15,61 @@ from typing import Self
 import psutil
 
 from harness.runtime import limits
-from harness.watch.device import Source, nvml_sees_gpu
+from harness.watch import pressure
+from harness.watch.device import Figures, Source, nvml_sees_gpu
 from harness.watch.tags import Tag
+from harness.watch.tree import Tree
 
 
 class HostSource(Source):
-    """All cores, memory (neither free nor cache) and local disks of the machine, other people's programs among them.
+    """What the machine does, and what of it this process and its descendants do.
 
-    The cores' and the disks' figures are means since the sample before; the page cache and network file systems are no disks.
+    The machine's figures are all cores, memory (neither free nor cache) and local disks, other people's programs among them;
+    the page cache and network file systems are no disks. Rates are means since the sample before.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._last: dict[Tag, tuple[float, float]] = {}
+    def __init__(self, now: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
+        super().__init__()
+        self._now, self._root = now, root
+        self._tree, self._groups = Tree(proc=root / "proc"), limits.control_groups(root)
+        self._last: dict[Hashable, tuple[float, float]] = {}
         self._reads = {
-            Tag.CPU_FRACTION: self._cpu_fraction,
-            Tag.RAM_USED_BYTES: lambda: float(psutil.virtual_memory().used),
-            Tag.DISK_READ_BYTES_PER_S: self._disk_rate,
+            (Tag.CPU_FRACTION,): self._cpu_fraction,
+            (Tag.RAM_USED_BYTES,): lambda: (float(psutil.virtual_memory().used),),
+            (Tag.DISK_READ_BYTES_PER_S,): self._disk_rate,
+            (Tag.CPU_CORES, Tag.MAJOR_FAULTS_PER_S): lambda: self._rates("processor", self._tree.processor()),
+            (Tag.READ_BYTES_PER_S, Tag.STORAGE_BYTES_PER_S): lambda: self._rates("read", self._tree.read_bytes()),
+            (Tag.THROTTLED_FRACTION,): self._throttled,
+            (Tag.MEMORY_STALL_FRACTION,): self._memory_stall,
         }
 
-    def _cpu_fraction(self) -> float | None:
+    def _cpu_fraction(self) -> Figures:
         times = psutil.cpu_times()
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # both are in user already
-        idle = self._slope(Tag.CPU_FRACTION, total, times.idle + getattr(times, "iowait", 0.0))
-        return None if idle is None else max(0.0, 1 - idle)
+        return _share(self._growth("cores", total, total - times.idle - getattr(times, "iowait", 0.0)))
 
-    def _disk_rate(self) -> float | None:
+    def _disk_rate(self) -> Figures:
         counters = psutil.disk_io_counters()
-        return self._slope(Tag.DISK_READ_BYTES_PER_S, self._now(), float(counters.read_bytes)) if counters else None
+        return self._rates("disks", (counters.read_bytes,) if counters else None)
 
-    def _slope(self, tag: Tag, at: float, value: float) -> float | None:
-        """The growth of ``value`` per unit of ``at`` since the sample before; None on the first."""
-        at_before, before = self._last.get(tag, (at, value))
-        self._last[tag] = at, value
-        return max(0.0, value - before) / (at - at_before) if at > at_before else None
+    def _throttled(self) -> Figures:
+        shares = (self._growth(group, *counts) for group, counts in pressure.throttled(self._groups).items())
+        return _share(max((share for share in shares if share is not None), default=None))
+
+    def _memory_stall(self) -> Figures:
+        path, stalled_s = pressure.memory_stalled(self._groups, self._root)
+        return _share(self._growth(path, self._now(), stalled_s))
+
+    def _rates(self, name: str, totals: Sequence[float] | None) -> Figures:
+        """The growth of each total per second."""
+        now = self._now()
+        return [self._growth((name, place), now, total) for place, total in enumerate(totals or ())]
+
+    def _growth(self, name: Hashable, at: float, value: float) -> float | None:
+        """The growth of ``value`` per unit of ``at`` since the sample before; None on the first, and where it has shrunk."""
+        at_before, before = self._last.get(name, (at, value))
+        self._last[name] = at, value
+        return (value - before) / (at - at_before) if at > at_before and value >= before else None
 
 
 class Sampler:
@@ -87,14 +108,20 @@ class Sampler:
         return {tag: total / count for tag, (total, count) in recent.items()}
 
     def means(self) -> dict[str, float]:
-        """The mean of each figure since the start."""
+        """The mean of each figure since the start; absent where it was lost on the way: what came before speaks for no run."""
+        lost = set[str]().union(*(source.lost for source in self._sources))
         with self._lock:
-            return {tag: total / count for tag, (total, count) in self._whole.items()}
+            return {tag: total / count for tag, (total, count) in self._whole.items() if tag not in lost}
 
     def _run(self) -> None:
         self.look()
         while not self._stop.wait(self._interval_s):
             self.look()
+
+
+def _share(value: float | None) -> Figures:
+    """At most the whole: two counters are not read at the very same moment."""
+    return (value if value is None else min(1.0, value),)
 
 
 def environment(device_name: str | None = None) -> dict[str, object]:
@@ -114,7 +141,7 @@ def environment(device_name: str | None = None) -> dict[str, object]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "usable_cores": limits.measure().cores,
-        "ram_bytes": psutil.virtual_memory().total,
+        "ram_bytes": _ram_bytes(),
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -123,6 +150,13 @@ def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
+        return None
+
+
+def _ram_bytes() -> int | None:
+    try:
+        return int(psutil.virtual_memory().total)
+    except (psutil.Error, OSError, RuntimeError):
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from harness.watch import console
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source, nvml_sees_gpu
+from harness.watch.goodput import Course
 from harness.watch.host import HostSource, Sampler
 
 
@@ -23,23 +25,26 @@ from harness.watch.host import HostSource, Sampler
 class Watch:
     """What a run is watched with; board and sampler are the first rank's alone.
 
-    ``on_window`` are called with the clock whenever a window of steps ends.
+    ``course`` knows where the wall time went; ``on_window`` are called with the clock whenever a window of steps ends.
     """
 
     clock: StepClock
+    course: Course = field(default_factory=lambda: Course(time.perf_counter()))
     board: Board | None = None
     sampler: Sampler | None = None
     on_window: list[Callable[[StepClock], None]] = field(default_factory=list)
 
 
 @contextmanager
-def watched(config: Config, world: World, folder: Path, resumed_step: int | None) -> Iterator[Watch]:
+def watched(config: Config, world: World, folder: Path, began_s: float, resumed_step: int | None = None) -> Iterator[Watch]:
     """The ``Watch`` of a run in ``folder``; its files and threads are closed at the end of the block, whatever ends it.
 
-    ``resumed_step`` is the checkpoint's where the run goes on from one.
+    The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's where the run goes on from
+    one.
     """
     with ExitStack() as stack:
-        watch = Watch(StepClock(world.device))
+        watch = Watch(StepClock(world.device), Course(began_s))
+        watch.course.mark("start")
         if world.is_main:
             board = Board(folder, tensorboard=config.watch.tensorboard, resumed_step=resumed_step)
             watch.board = stack.enter_context(board)

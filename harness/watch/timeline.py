@@ -1,16 +1,27 @@
-"""What the device did between the host's calls, from timing events that are read late and never waited for."""
+"""What the device did between the host's calls, from timing events that are read late and never waited for.
+
+Events give the time between two points of the device; what the host did meanwhile is known by the host's clock. To bring
+the two together takes no synchronisation: beside each block an event is recorded on a stream that nothing else runs on, so
+that the device passes it at once. Should it have been held up all the same, by another thread or a queue that is shared, it
+shows the device's points too early and never too late; so does the point before plus the time since, less what two clocks
+drift apart. The latest of all that is shown is the truth, or next to it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from harness.watch.figures import Ledger
+from harness.watch.figures import Ledger, add_all
+
+Span = tuple[float, float]  # from when to when, in seconds of the host's clock
 
 _LAG = 8  # blocks between an event's recording and the first look at it: by then it has nearly always come
+_SLOWEST = 1 - 1e-4  # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
+_JUMP_S = 1e-3  # beyond the drift: so far from each other the two clocks got as a machine slept, or was set right
 
 
 class TimingEvent(Protocol):
@@ -29,61 +40,94 @@ class TimingEvent(Protocol):
         """Milliseconds from this point to that of ``end_event``; negative where that came first."""
 
 
+class Events(NamedTuple):
+    """Where events come from and go to."""
+
+    make: Callable[[], TimingEvent]
+    stream: Callable[[], Any]  # the one that the network runs on
+    idle: Any  # a stream that nothing else runs on
+
+
 @dataclass(slots=True)
 class _Slot:
-    """Two events around one block of computing, with what the host knew about it."""
+    """Two events around one block of computing and one beside it, with what the host knew about it."""
 
     start: TimingEvent
     end: TimingEvent
-    wait_s: float = 0.0  # blocked on the feed between the block before and this one
+    mark: TimingEvent
+    mark_s: float = 0.0  # the host's clock just before ``mark`` was recorded
+    waits: Sequence[Span] = ()  # blocked on the feed since the block before
+    copies: Sequence[tuple[TimingEvent, TimingEvent]] = ()  # of the batches that it computes on
     first: bool = False  # part of an epoch's first step
     fresh: bool = False  # the block before is not known, so neither is the gap
     ends_step: bool = False
 
+    def passed(self) -> bool:
+        """Whether the device has done the block, the copies for it and the mark."""
+        return self.end.query() and self.mark.query() and all(end.query() for _, end in self.copies)
+
 
 class Timeline:
-    """A ring of ``slots`` event pairs around blocks of computing on ``stream()``; ``StepClock`` says what the figures mean."""
+    """A ring of events around blocks of computing; ``StepClock`` says what the figures mean.
 
-    def __init__(self, slots: int, event: Callable[[], TimingEvent], stream: Callable[[], Any]) -> None:
-        self._stream = stream
-        self._free = [_Slot(event(), event()) for _ in range(slots)]
+    Args:
+        slots: the number of blocks that the host may be ahead of the device.
+        events: makes the events, and says on which streams to record them.
+        now: the host's clock in seconds.
+    """
+
+    def __init__(self, slots: int, events: Events, now: Callable[[], float]) -> None:
+        self._events, self._now = events, now
+        self._free = [_Slot(events.make(), events.make(), events.make()) for _ in range(slots)]
         self._pending: deque[_Slot] = deque()
-        self._copies: deque[tuple[TimingEvent, TimingEvent]] = deque(maxlen=slots)
+        self._running: _Slot | None = None  # of the block that has begun, if it is measured
+        self._waits: deque[Span] = deque(maxlen=slots)  # since the last block
+        self._copies: deque[tuple[TimingEvent, TimingEvent]] = deque(maxlen=slots)  # likewise
         self._previous: _Slot | None = None  # the last slot that was read: the next gap begins at its end
+        self._passed_s = -math.inf  # when the device passed that end, by the host's clock
         self._fresh = True  # the running block will not be measured; between blocks: the next one's gap will not be known
         self._unended = 0  # measured blocks of the running step
-        self._known, self._compute_ms, self._gap_ms = True, 0.0, 0.0  # of the step that is being read
+        self._known = True  # all gaps of the step that is being read, so far
+        self._step_s: dict[str, float] = {}  # of that step
 
-    @contextmanager
-    def block(self, ledger: Ledger, *, wait_s: float, first: bool) -> Iterator[None]:
-        """Measure the block inside; one that raises is left out, one for which the device is too far behind is dropped."""
+    def waited(self, began_s: float, ended_s: float) -> None:
+        """Keep a stretch in which the host was blocked on the feed, for the next block's batch."""
+        self._waits.append((began_s, ended_s))
+
+    def copied(self, start: TimingEvent, end: TimingEvent) -> None:
+        """Keep the two events around the copy of a batch that the next block computes on."""
+        self._copies.append((start, end))
+
+    def begin(self, ledger: Ledger, *, first: bool) -> None:
+        """Begin a block; one for which the device is too far behind is dropped."""
+        waits, copies = tuple(self._waits), tuple(self._copies)
+        self._waits.clear()
+        self._copies.clear()
         if not self._free:
             self.read(ledger)
         if not self._free:
             ledger.dropped += 1
             self._fresh = True
-            yield
             return
-        slot = self._free.pop()
-        slot.wait_s, slot.first, slot.fresh, slot.ends_step = wait_s, first, self._fresh, False
+        slot = self._running = self._free.pop()
+        slot.waits, slot.copies, slot.first, slot.fresh, slot.ends_step = waits, copies, first, self._fresh, False
         self._fresh = False
-        slot.start.record(self._stream())
-        try:
-            yield
-        except BaseException:
-            self._fresh = True
-            raise
-        finally:
-            if self._fresh:
-                self._free.append(slot)
-            else:
-                slot.end.record(self._stream())
-                self._pending.append(slot)
-                self._unended += 1
+        slot.mark_s = self._now()
+        slot.mark.record(self._events.idle)
+        slot.start.record(self._events.stream())
 
-    def copied(self, start: TimingEvent, end: TimingEvent) -> None:
-        """Keep the two events around one batch's copy."""
-        self._copies.append((start, end))
+    def end(self, *, whole: bool) -> None:
+        """End the block; one that is not ``whole`` is left out."""
+        slot, self._running = self._running, None
+        self._fresh |= not whole
+        if slot is None:
+            return
+        if self._fresh:
+            self._free.append(slot)
+            return
+        slot.end.record(self._events.stream())
+        self._pending.append(slot)
+        self._unended += 1
 
     def step(self, ledger: Ledger) -> None:
         """End a step: its blocks' times belong together."""
@@ -100,40 +144,67 @@ class Timeline:
 
     def read(self, ledger: Ledger, keep: int = 0) -> None:
         """Count the blocks that the device has done, but not the newest ``keep``, nor those of the running step."""
-        while len(self._pending) > max(keep, self._unended) and self._pending[0].end.query():
+        while len(self._pending) > max(keep, self._unended) and self._pending[0].passed():
             slot, read = self._pending.popleft(), self._previous
-            self._count(slot, None if slot.fresh else read, ledger)
+            self._count(slot, read, ledger)
             self._previous = slot
             if read is not None:
                 self._free.append(read)
 
     def _count(self, slot: _Slot, previous: _Slot | None, ledger: Ledger) -> None:
-        compute, exposed = slot.start.elapsed_time(slot.end), self._count_copies(slot, previous, ledger)
-        gap = max(0.0, previous.end.elapsed_time(slot.start)) if previous else 0.0
-        if previous and not slot.first:
-            ledger.device_s += (gap + compute) / 1e3
-            ledger.device_compute_s += compute / 1e3
-            ledger.device_stall_s += min(gap / 1e3, exposed / 1e3 + slot.wait_s)
-        self._known &= previous is not None
-        self._compute_ms += compute
-        self._gap_ms += gap
+        gap_s = max(0.0, previous.end.elapsed_time(slot.start)) / 1e3 if previous else 0.0
+        compute_s = slot.start.elapsed_time(slot.end) / 1e3
+        start_s = self._place(slot, gap_s, compute_s)
+        spent_s = {"compute": compute_s, **_explain(slot, previous, (start_s - gap_s, start_s), ledger)}
+        known = previous is not None and not slot.fresh
+        if known and not slot.first:
+            add_all(ledger.device_s, spent_s)
+        self._known &= known
+        add_all(self._step_s, spent_s)
         if slot.ends_step:
             if self._known and not slot.first:
-                ledger.compute.add(self._compute_ms)
-                ledger.device_step.add(self._compute_ms + self._gap_ms)
-            self._known, self._compute_ms, self._gap_ms = True, 0.0, 0.0
+                _count_step(self._step_s, ledger)
+            self._known, self._step_s = True, {}
 
-    def _count_copies(self, slot: _Slot, previous: _Slot | None, ledger: Ledger) -> float:
-        """Count the copies that ended before ``slot`` began; the milliseconds that they ran after ``previous`` ended.
+    def _place(self, slot: _Slot, gap_s: float, compute_s: float) -> float:
+        """When the device began the block of ``slot``, by the host's clock."""
+        shown_s = slot.mark_s + slot.mark.elapsed_time(slot.start) / 1e3
+        start_s = max(shown_s, self._passed_s + gap_s * _SLOWEST)
+        if start_s + compute_s > self._now() + _JUMP_S:  # it cannot be still to come
+            start_s = shown_s
+        self._passed_s = start_s + compute_s * _SLOWEST
+        return start_s
 
-        A block waits for its own batch, so that the copy which made it wait is always among those.
-        """
-        exposed = 0.0
-        while self._copies and (ended := self._copies[0][1]).query() and ended.elapsed_time(slot.start) >= 0:
-            start, end = self._copies.popleft()
-            if not slot.first:
-                ledger.copy.add(start.elapsed_time(end))
-            if previous:
-                began = max(0.0, previous.end.elapsed_time(start))
-                exposed += max(0.0, previous.end.elapsed_time(end) - began)
-        return exposed
+
+def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> dict[str, float]:
+    """Seconds of the ``gap`` between two blocks by what the device had to wait for."""
+    asked_s = slot.waits[0][0] if slot.waits else -math.inf  # a copy before that is ahead of its time, and delays nothing
+    free_s, exposed = max(gap[0], asked_s), []  # copies on one stream come one after the other
+    for start, end in slot.copies:
+        took_ms = start.elapsed_time(end)
+        if not slot.first:
+            ledger.copy.add(took_ms)
+        if previous:
+            began_s = gap[0] + previous.end.elapsed_time(start) / 1e3
+            span = max(free_s, began_s), min(gap[1], began_s + took_ms / 1e3)
+            if span[0] < span[1]:
+                exposed.append(span)
+                free_s = span[1]
+    exposed_s = sum(ended_s - began_s for began_s, ended_s in exposed)
+    starved_s = _overlap(slot.waits, [gap]) - _overlap(slot.waits, exposed)
+    return {"starved": starved_s, "exposed_copy": exposed_s, "host": max(0.0, gap[1] - gap[0] - exposed_s - starved_s)}
+
+
+def _overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
+    """Seconds that lie in one of ``some`` and in one of ``others``; neither of the two overlap among themselves."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in some for b in others)
+
+
+def _count_step(step_s: Mapping[str, float], ledger: Ledger) -> None:
+    compute_s, starved_s, exposed_s, host_s = (step_s[name] for name in ("compute", "starved", "exposed_copy", "host"))
+    gap_s = starved_s + exposed_s + host_s
+    for sketch, seconds in (
+        (ledger.compute, compute_s), (ledger.gap, gap_s), (ledger.device_step, compute_s + gap_s),
+        (ledger.starved, starved_s), (ledger.exposed_copy, exposed_s), (ledger.host, host_s),
+    ):  # fmt: skip
+        sketch.add(1e3 * seconds)

@@ -2,50 +2,309 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
-from harness.watch.figures import Window
+from harness.watch.evidence import THROTTLED, Reckoning
+from harness.watch.evidence import Evidence as Evidence
+from harness.watch.evidence import RankFigures as RankFigures
+from harness.watch.supply import Kind, Supply
+from harness.watch.tags import Tag
+
+Bottleneck = Literal[
+    "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch", "quota", "memory", "host",
+    "rank", "balanced", "unknown",
+]  # fmt: skip
 
 _MIN_STEPS = 10  # fewer say nothing about a run
-_STARVED = 0.10  # MLPerf Storage asks for an accelerator utilisation of 0.90
+_HARM = 0.10  # of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
 _FED = 0.02  # what a stall below this would give back cannot be told from noise
-_BUSY = 0.70  # below, with the data there, the device waits for the host itself
+_PROMPT = 0.05  # of the time: so much Python between two steps is no surprise where steps are short
+_FAULT_S = 1e-4  # the least that a page from a disk costs: one read of an NVMe drive
+_FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device follows the host
+_QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
+_FROM_DISK = 0.5  # share of the bytes read, from which a page cache is said not to hold the files
+_WORTH = 0.01  # of the time: a smaller suspect is not worth a word
+_DEEPEST = 8  # batches in flight for each worker; more have not helped
+_MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
+_NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch"}
+
+_DOING: dict[Kind, str] = {
+    "storage": "reading",
+    "decode": "decoding",
+    "augment": "augmentation",
+    "collate": "putting batches together",
+}
+_CHEAPER: dict[Kind, str] = {
+    "storage": "put the files on a faster disk or keep them in memory",
+    "decode": "store smaller files (shorter side 1.15 to 2 times the crop) or add cores",
+    "augment": "make the augmentation cheaper or add cores",
+    "collate": "make images or batches smaller or add cores",
+}
+_HOST_WORDS = {"gc": "garbage collection"}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What bounds a run."""
+    """What bounds a run.
 
-    bottleneck: Literal["balanced", "data", "compute", "unknown"]  # balanced: some waiting, under 10 %
-    ceiling: float | None  # speed-up if loading were free, 1 / (1 - stall_fraction); None where the stall is not known
-    sentence: str  # the evidence, and what to try next as an override that can be typed
+    Attributes:
+        bottleneck: its kind; balanced: some waiting, under a tenth of the time.
+        ceiling: speed-up if loading were free, 1 / (1 - stall_fraction); None where the stall is not known.
+        sentence: what bounds it, the figures that say so, the ceiling, and what to do.
+        next_step: settings to try, as overrides that can be typed; None where no setting helps.
+        evidence: the figures that it rests on, then the two next suspects.
+    """
 
-
-def judge(figures: Window, *, autotuned: bool) -> Verdict:
-    """What bounds the steps in ``figures``, and what to try: the loader's search only where it is not ``autotuned``."""
-    stall = figures.stall_fraction
-    if stall is None or figures.steps < _MIN_STEPS:
-        few = f"{figures.steps} steps are too few for a verdict: try trainer.max_steps=null for a full epoch"
-        return Verdict("unknown", None, few)
-    ceiling = 1 / max(1 - stall, 1e-3)
-    on_device = figures.stall_basis == "device"
-    evidence = f"{'The device' if on_device else 'Training'} waited for data in {stall:.0%} of the time"
-    if stall > _STARVED:
-        return Verdict("data", ceiling, f"{evidence}; {_cure(ceiling, on_device, autotuned)}")
-    if stall > _FED:
-        return Verdict("balanced", ceiling, f"{evidence}: faster loading could give {ceiling:.2f}x at most")
-    if on_device and figures.compute_fraction is not None and figures.compute_fraction < _BUSY:
-        evidence += f" and computed in {figures.compute_fraction:.0%}; between two steps it waits for Python"
-        return Verdict("unknown", ceiling, f"{evidence} (logging, callbacks): try a larger loader.batch_size")
-    way = "try trainer.precision=bf16 trainer.channels_last=true" if on_device else "try a smaller model or image"
-    return Verdict("compute", ceiling, f"{evidence}; the network's own work sets the pace: {way}")
+    bottleneck: Bottleneck
+    ceiling: float | None
+    sentence: str
+    next_step: str | None
+    evidence: tuple[str, ...]
 
 
-def _cure(ceiling: float, on_device: bool, autotuned: bool) -> str:
-    gain = f"faster loading could give up to {ceiling:.1f}x"
-    if not on_device:
-        gain = f"with loading for free it would be about {ceiling:.1f}x, but both share these cores"
-    if not autotuned:
-        return f"{gain}: try loader.autotune=true"
-    return f"{gain}, and the loader is tuned already: make loading cheaper (smaller files, less augmentation) or add cores"
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """A bottleneck, its figures in words, and what would help: a setting, or something else."""
+
+    bottleneck: Bottleneck
+    cause: str
+    next_step: str | None = None
+    advice: str | None = None
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """What bounds the steps in ``evidence.window``, and what to try."""
+    window = evidence.window
+    if window.stall_fraction is None or window.steps < _MIN_STEPS:
+        few = f"{window.steps} steps are too few for a verdict: let the run go on for longer"
+        return Verdict("unknown", None, few, None, ())
+    r = Reckoning(evidence)
+    found = _straggler(evidence.ranks, evidence.autotuned) or (_unharmed(r) if r.lost < _HARM else _harmed(r))
+    found = _short_of_memory(r, found) or _throttled(r, found) or found
+    return Verdict(found.bottleneck, r.ceiling, _sentence(r, found), found.next_step, _clauses(r, found))
+
+
+def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | None:
+    """The rank that the others wait for, which they do where gradients meet: it has much more to do before that."""
+    if len(ranks) < 2:
+        return None
+    columns = {
+        "waiting for data": ([rank.data_wait_ms for rank in ranks], "look at that rank's storage and cores"),
+        "Python between two steps": (_known([rank.host_ms for rank in ranks]), "look at what else runs on that rank's cores"),
+        "the forward pass": (
+            _known([rank.forward_ms for rank in ranks]),
+            "look whether that rank's device is slower or shared",
+        ),
+    }
+    own_ms = [sum(parts) for parts in zip(*(column for column, _ in columns.values()), strict=True)]
+    slowest = max(range(len(ranks)), key=own_ms.__getitem__)
+    late_ms = _beyond(own_ms, slowest)
+    if late_ms <= _HARM * median(rank.step_ms for rank in ranks):
+        return None
+    what = max(columns, key=lambda name: _beyond(columns[name][0], slowest))
+    cause = f"Rank {ranks[slowest].rank} holds the others up, by {late_ms:.1f} ms a step, most of that {what}"
+    tune = "loader.autotune=true" if what == "waiting for data" and not autotuned else None
+    return _Finding("rank", cause, tune, columns[what][1])
+
+
+def _known(column: list[float | None]) -> list[float]:
+    """``column``, or zeros where a rank cannot tell."""
+    known = [value for value in column if value is not None]
+    return known if len(known) == len(column) else [0.0] * len(column)
+
+
+def _beyond(column: list[float], at: int) -> float:
+    """How far the value at ``at`` lies above the median of the others."""
+    return column[at] - median(column[:at] + column[at + 1 :])
+
+
+def _unharmed(r: Reckoning) -> _Finding:
+    """What sets the pace where next to nothing is lost."""
+    if r.stall >= _FED or r.host >= _PROMPT:
+        return _Finding("balanced", f"Nothing stands out: {_waited(r)}, for Python in {r.host:.0%}")
+    if r.compute is None:
+        apart = f"on {r.evidence.device} the network's own time and Python's cannot be told apart"
+        return _Finding("unknown", f"Loading does not hold the steps up: {_waited(r)}; {apart}")
+    window, e = r.window, r.evidence
+    launch, compute, gap = window.launch_ms, window.compute_ms, window.gap_ms
+    if launch and compute and gap and launch.median >= _FOLLOWS * compute.median and gap.median > _QUEUED_MS:
+        took = f"launching takes {launch.median:.1f} of the {compute.median:.1f} ms that the device spends on a step"
+        faster = f"loader.batch_size={2 * e.settings.batch_size}" if e.compiled else "trainer.compile=true"
+        return _Finding("launch", f"The device waits for Python within the step: {took}", faster)
+    cause = f"The network's own work sets the pace, with {r.compute:.0%} of the time"
+    if e.device != "cuda":
+        return _Finding("compute", cause, advice="a smaller network or image would be faster, or a GPU")
+    steps = ["trainer.precision=bf16"] if e.precision == "fp32" else []
+    steps += [] if e.channels_last else ["trainer.channels_last=true"]
+    steps += [] if steps or e.compiled else ["trainer.compile=true"]
+    return _Finding("compute", cause, " ".join(steps) or None, None if steps else "a smaller network or image would be faster")
+
+
+def _harmed(r: Reckoning) -> _Finding:
+    """What costs the most, of waiting for batches, for copies and for Python."""
+    costs = {_starved: r.starved, _copied: r.copy, _hosted: r.host}
+    return max(costs, key=lambda rule: costs[rule])(r)
+
+
+def _starved(r: Reckoning) -> _Finding:
+    """Batches come too late, because they are made too slowly or because it takes long to get them here.
+
+    Where the workers are too slow, hand-over takes long as well, for want of processors: that is not the cause.
+    """
+    handed = r.parts.get("transport", 0.0) + r.parts.get("pin", 0.0)
+    late = bool(r.parts) and max(handed, r.parts["move"]) > r.parts["make"]
+    if late and (r.supply is None or r.unmade() < r.starved / 2):
+        return _handed_over(r, handed) if handed > r.parts["move"] else _copied(r)
+    supply, tuned = r.supply, r.evidence.autotuned
+    if supply is None:
+        return _Finding("unknown", f"{_waited(r)}; the feed does not say for what", None if tuned else "loader.autotune=true")
+    more, why = (None, "") if tuned else _more(r, supply)
+    took = f"{_DOING[supply.kind]} takes {1e3 * supply.kind_s:.3g} of a worker's {1e3 * supply.wall_s:.3g} ms for a sample"
+    took += f", {supply.stage} most of that" if supply.kind == "augment" else ""
+    if supply.waits:
+        took += f", which is waiting and not work{_where_from(r) if supply.kind == 'storage' else ''}"
+        return _Finding(supply.kind, f"{_waited(r)}: {took}", more, _CHEAPER[supply.kind])
+    if more:
+        return _Finding("workers", f"{_waited(r)}: {why}", more)
+    full = f", and the {r.evidence.cores:g} cores have no room for more workers" if r.room() < 1 + _HARM else ""
+    return _Finding(supply.kind, f"{_waited(r)}: {took}{full}", None, _CHEAPER[supply.kind])
+
+
+def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
+    """More workers, if there are processors for a tenth more images, or more batches in flight; and why."""
+    rate, settings, cores = r.window.images_per_s or 0.0, r.evidence.settings, r.evidence.cores
+    workers, depth, room = settings.num_workers, settings.prefetch_factor or _DEEPEST, r.room()
+    if workers and r.unmade() == 0:
+        uneven = f"{workers} workers would do on average, but their batches come unevenly"
+        return (f"loader.prefetch_factor={2 * depth}", uneven) if depth < _DEEPEST else (None, "")
+    wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(_MOST, int(_MOST_PER_CORE * cores)))
+    if room < 1 + _HARM or wanted <= workers:
+        return None, ""
+    many = "1 worker needs" if workers == 1 else f"{workers} workers need"
+    does = f"{many} {1e3 * supply.wall_s:.3g} ms for a sample each" if workers else "loading has no workers"
+    return f"loader.num_workers={wanted}", f"{does}, and {cores:g} cores have room for more"
+
+
+def _where_from(r: Reckoning) -> str:
+    """Whether what was read came from the disk, as far as that is known."""
+    read, stored = r.sampled(Tag.READ_BYTES_PER_S), r.sampled(Tag.STORAGE_BYTES_PER_S)
+    if not read or stored is None:
+        return ""
+    if stored < _FROM_DISK * read:
+        return "; hardly a byte came from a local disk, so that it is a network's file system, or opening files, that is slow"
+    return f"; {stored / 1e6:.3g} MB/s came from the disk, so that the files were not in the page cache"
+
+
+def _handed_over(r: Reckoning, handed: float) -> _Finding:
+    """Batches that were made wait to be brought into this process, or into page-locked memory."""
+    window, settings, supply = r.window, r.evidence.settings, r.supply
+    cause = f"{_waited(r)}: {handed:.0%} of that for batches that were made but not here yet"
+    cause += f" ({r.parts['transport']:.0%} on the way from a worker, {r.parts['pin']:.0%} into page-locked memory)"
+    waited_s = r.starved / window.images_per_s if window.images_per_s else 0.0  # for an image
+    next_step = None if r.evidence.autotuned else "loader.autotune=true"
+    if settings.num_workers and supply and supply.cpu_s < waited_s:  # making it here is quicker than fetching it
+        next_step = "loader.num_workers=0"
+    return _Finding("transport", cause, next_step, "make images or batches smaller")
+
+
+def _copied(r: Reckoning) -> _Finding:
+    """Batches that are here wait to be brought to the device and normalised."""
+    pageable = r.evidence.device == "cuda" and not r.evidence.settings.pin_memory
+    took = f"copies took {r.copy:.0%} of the time while nothing ran"
+    if (moved := r.parts.get("move", 0.0)) * r.starved > r.copy:
+        took = f"{moved:.0%} of the wait for moving and normalising batches that were here"
+    cause = f"{_waited(r)}: {took}{', from pageable memory' if pageable else ''}"
+    return _Finding("copy", cause, "loader.pin_memory=true" if pageable else None, "make images smaller or steps longer")
+
+
+def _hosted(r: Reckoning) -> _Finding:
+    """Python keeps the device waiting between two steps."""
+    named = sorted(((name, share) for name, share in r.host_parts.items() if share >= _WORTH), key=lambda part: -part[1])
+    rest = r.host - sum(share for _, share in named)
+    shown = [f"{_HOST_WORDS.get(name, name)} {share:.0%}" for name, share in named]
+    shown += [f"what has no name {rest:.0%}"] if rest >= _WORTH else []
+    cause = f"Python held the steps up in {r.host:.0%} of the time: {', '.join(shown)}"
+    name = named[0][0] if named and named[0][1] >= rest else ""
+    if name == "gc":
+        return _Finding("host", cause, advice="keep fewer objects alive, or call gc.freeze() before training")
+    if name == "logging":
+        return _Finding("host", cause, f"watch.window_steps={10 * r.evidence.window_steps}")
+    return _Finding("host", cause, f"loader.batch_size={2 * r.evidence.settings.batch_size}", "do less between two steps")
+
+
+def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
+    """Whether pages that were needed had been given up, where that can have cost time."""
+    stalled, faults = r.sampled(Tag.MEMORY_STALL_FRACTION), r.sampled(Tag.MAJOR_FAULTS_PER_S)
+    mapped = found.bottleneck == "storage"  # files that are mapped fault where they are read
+    if stalled is None and faults is not None and not mapped:
+        stalled = min(1.0, faults * _FAULT_S)
+    if stalled is None or stalled < _HARM or found.bottleneck == "rank" or not _harmful(r):
+        return None
+    settings, fewer = r.evidence.settings, None
+    if settings.num_workers > 1:
+        fewer = f"loader.num_workers={settings.num_workers // 2}"
+    elif (settings.prefetch_factor or 1) > 1:
+        fewer = "loader.prefetch_factor=1"
+    cause = f"Memory is short: work stood still for it in {stalled:.0%} of the time"
+    return _Finding("memory", cause, fewer, "give the run more memory")
+
+
+def _throttled(r: Reckoning, found: _Finding) -> _Finding | None:
+    """Whether the control group's quota takes the processors away that ``found`` lacks."""
+    throttled = r.sampled(Tag.THROTTLED_FRACTION)
+    lacks = found.bottleneck in _NEEDS_CORES or (r.evidence.device == "cpu" and found.bottleneck in ("compute", "balanced"))
+    if throttled is None or throttled < THROTTLED or not lacks or not _harmful(r):
+        return None
+    cause = f"The processor quota stopped this run in {throttled:.0%} of its periods: {r.evidence.cores:.3g} cores are too few"
+    return _Finding("quota", cause, advice="raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)")
+
+
+def _harmful(r: Reckoning) -> bool:
+    """Whether what slows this machine's processors down can slow the steps down: an accelerator that is busy is not harmed."""
+    return r.evidence.device == "cpu" or r.lost >= _HARM
+
+
+def _waited(r: Reckoning) -> str:
+    """How long was waited for data."""
+    if r.window.stall_basis == "device":
+        return f"The device waited for data in {r.stall:.0%} of the time"
+    if r.evidence.device == "cpu":
+        return f"Training waited for data in {r.stall:.0%} of the time"
+    return f"The loop waited for data in {r.stall:.0%} of the time (the device at most as long)"
+
+
+def _sentence(r: Reckoning, found: _Finding) -> str:
+    """Cause, ceiling and way out."""
+    ways = [f"try {found.next_step}"] if found.next_step else []
+    ways += [found.advice] if found.advice else []
+    parts = [found.cause]
+    if r.stall >= _FED:
+        gain = f"faster loading could give {r.ceiling:.3g}x at most"
+        shared = r.evidence.device == "cpu" and r.window.stall_basis == "host"
+        parts.append(f"{gain}, and less where both need the same cores" if shared else gain)
+    return "; ".join(parts) + (f": {', or '.join(ways)}" if ways else "")
+
+
+def _clauses(r: Reckoning, found: _Finding) -> tuple[str, ...]:
+    """The figures, then the two next suspects."""
+    window, supply = r.window, r.supply
+    shares = {"compute": r.compute or 0.0, "starved": r.starved, "exposed copy": r.copy, "host": r.host}
+    clauses = [f"time on the {window.stall_basis}'s clock: {_listed(shares)}"]
+    if r.parts and r.starved >= _WORTH:
+        clauses.append(f"waiting for a batch: {_listed(r.parts)}")
+    if supply:
+        each = f"{1e3 * supply.wall_s:.3g} ms of a worker, {1e3 * supply.cpu_s:.3g} ms of a processor"
+        clauses.append(f"a sample takes {each}: {_listed(supply.parts)}")
+    if r.host >= _WORTH and (named := _listed(r.host_parts)):
+        clauses.append(f"named work between steps: {named}")
+    others = {name: share for name, share in r.suspects().items() if name != found.bottleneck and share >= _WORTH}
+    next_two = sorted(others, key=lambda name: -others[name])[:2]
+    return (*clauses, *(f"next suspect: {name}, {others[name]:.0%} of the time" for name in next_two))
+
+
+def _listed(shares: Mapping[str, float]) -> str:
+    """Shares as text, without those that are next to nothing."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)

@@ -3,7 +3,7 @@
 import builtins
 import pickle
 import random
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from harness.data import datasets
 from harness.data.datasets import FakeDataset, ImageDataset, load
 from harness.data.decode import DecodeOptions
 from harness.data.storage import ArraySource
-from harness.data.transforms import EvalTransform, TrainTransform
+from harness.data.transforms import EvalTransform, TrainTransform, Transform
 from harness.runtime.errors import BadSample, DataError
 
 
@@ -25,8 +25,19 @@ def numbers(count: int = 6, size: int = 12) -> ArraySource:
     return ArraySource(images, np.arange(count) % 3, ["a", "b", "c"], "numbers")
 
 
-def dataset(transform: Callable[..., None] | None = None, source: Any = None, seed: int = 0) -> ImageDataset:
+def dataset(transform: Transform | None = None, source: Any = None, seed: int = 0) -> ImageDataset:
     return ImageDataset(source or numbers(), transform or TrainTransform(8), DecodeOptions(), 8, seed)
+
+
+@dataclass
+class Failing:
+    """A transform that raises."""
+
+    error: BaseException
+    stages = ("fail",)
+
+    def __call__(self, *args: object) -> None:
+        raise self.error
 
 
 def filled(images: ImageDataset | FakeDataset, epoch: int, index: int) -> np.ndarray:
@@ -74,12 +85,8 @@ def test_a_row_of_a_batch_is_filled() -> None:
 @pytest.mark.parametrize("error", [StopIteration(), ValueError("odd"), KeyError("k"), OSError(5, "I/O")])
 def test_every_fault_in_a_sample_is_a_bad_sample(error: Exception) -> None:
     """Whatever a transform raises comes out as one type that names the sample and the original."""
-
-    def fail(*args: object) -> None:
-        raise error
-
     with pytest.raises(BadSample, match=rf"^numbers\[2\]: {type(error).__name__}: ") as caught:
-        filled(dataset(fail), 0, 2)
+        filled(dataset(Failing(error)), 0, 2)
     assert caught.value.__cause__ is error
 
 
@@ -107,12 +114,28 @@ def test_a_bad_sample_keeps_its_reason(tmp_path: Path) -> None:
 
 def test_an_interrupt_passes() -> None:
     """Ctrl-C is no fault of the sample."""
-
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        filled(dataset(interrupt), 0, 0)
+        filled(dataset(Failing(KeyboardInterrupt())), 0, 0)
+
+
+@pytest.mark.parametrize("encoded", [True, False], ids=["files", "arrays"])
+def test_laps_are_told_in_order_and_change_nothing(tmp_path: Path, encoded: bool) -> None:
+    """fill() tells the end of its stages, in the order in which it names them, and gives the same pixels untimed."""
+    if encoded:
+        images = load(DataConfig(name="imagefolder", root=str(tree(tmp_path)), image_size=8), AugmentConfig(), 0).train
+    else:
+        images = dataset()
+    assert isinstance(images, ImageDataset)
+    told: list[str] = []
+    out = np.empty((3, 8, 8), np.uint8)
+    assert images.fill(1, 4, out, told.append) == images.labels[4]
+    assert tuple(told) == images.stages == ("read", "decode", "crop", "resize", "write")
+    assert np.array_equal(out, filled(images, 1, 4))
+
+
+def test_the_stages_of_a_transform_of_one_s_own_are_named() -> None:
+    """Between reading, decoding and the batch come the stages that the transform names."""
+    assert dataset(Failing(ValueError())).stages == ("read", "decode", "fail")
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "imagenet"])

@@ -210,6 +210,21 @@ def test_equal_seeds_give_equal_pixels(crop: Crop) -> None:
     assert torch.equal(before[1], torch.get_rng_state())
 
 
+@pytest.mark.parametrize("kind", ["image", "array", "array of the size"])
+@pytest.mark.parametrize("crop", [*Crop, "eval"], ids=str)
+def test_laps_are_told_in_order_and_change_nothing(crop: Crop | str, kind: str) -> None:
+    """Each transform tells the end of the stages that it names, in order; an array of the right size does without some."""
+    transform = EvalTransform(24) if crop == "eval" else TrainTransform(24, crop=Crop(crop).name)
+    image = photo(24, 24) if kind == "array of the size" else photo(60, 40)
+    pixels = image if kind == "image" else np.asarray(image)
+    told: list[str] = []
+    out = np.empty((3, 24, 24), np.uint8)
+    transform(pixels, random.Random(5), out, told.append)
+    assert np.array_equal(out, applied(transform, pixels, 5))
+    assert told == [stage for stage in transform.stages if stage in told]
+    assert {"write"} <= set(told) and set(transform.stages) - set(told) <= ({"resize", "crop"} if "size" in kind else set())
+
+
 def test_a_decoded_file_is_not_changed() -> None:
     """Transforming a lazily opened image leaves it whole for another use."""
     buffer = io.BytesIO()

@@ -86,6 +86,14 @@ def test_a_probe_fills_its_gauge(feeds: Feeds) -> None:
     assert gauge.read().samples == 8
 
 
+def test_feeds_measure_what_their_workers_do(feeds: Feeds) -> None:
+    """The training and the validation feed have meters of their own."""
+    train, val = feeds.train(SETTINGS), feeds.val(SETTINGS)
+    indices(train)
+    assert train.meter is not None and val.meter is not None
+    assert (train.meter.read().samples, val.meter.read().samples) == (20, 0)
+
+
 def test_the_bytes_of_a_batch_are_its_tensors(feeds: Feeds) -> None:
     """batch_bytes is what one batch's tensors hold."""
     batch = next(iter(feeds.train(SETTINGS)))

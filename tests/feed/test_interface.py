@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, replace
 
 import pytest
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from harness.config import LoaderConfig, StartMethod, ValLoaderConfig
-from harness.feed.interface import FeedSettings, train_settings, val_settings
+from harness.feed.interface import FeedSettings, HostBatch, train_settings, val_settings
 from harness.runtime.limits import Limits
+from harness.watch.stages import Stamps
 
 
 def limits(cores: float) -> Limits:
@@ -82,6 +86,20 @@ def test_validation_has_settings_of_its_own() -> None:
     loader = LoaderConfig(num_workers=3, val=ValLoaderConfig(batch_size=100, num_workers=1, prefetch_factor=4))
     val = val_settings(loader, train(loader))
     assert (val.batch_size, val.num_workers, val.prefetch_factor) == (100, 1, 4)
+
+
+def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own pinning keeps the type and the errors, and stamps the batch after the last tensor."""
+    times = itertools.count(10.0)
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor + next(times))
+    images, labels, indices = torch.zeros(3, 1).unbind()
+    batch = HostBatch(images, labels, indices, (("cats/7.jpg", "empty file"),), Stamps(1.0, 2.0, 3.0, 3.0))
+    pinned = pin_memory(batch)
+    assert type(pinned) is HostBatch
+    assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 12.0]
+    assert pinned.errors == batch.errors
+    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 13.0)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from harness.feed.interface import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
+from harness.watch.clock import StepClock
+from harness.watch.stages import Stamps
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 WAIT_S = 10.0  # for an event that comes at once unless the test fails
@@ -277,6 +281,19 @@ def test_without_being_ahead_nothing_is_asked_early() -> None:
     batches = DataPrefetcher(loader, "cpu", ahead=False)
     for k, _ in enumerate(batches):
         assert loader.asked == k + 1
+
+
+def test_the_clock_hears_when_a_batch_was_made(make: Make) -> None:
+    """A wait for a batch with stamps is divided by them; one for a batch without says nothing."""
+    loader, seen = Loader(host_batches()), time.perf_counter()
+    loader.batches[1] = loader.batches[1]._replace(stamps=Stamps(seen, seen, math.inf, math.inf))  # never received
+    clock = StepClock()
+    batches = make(loader, clock=clock)
+    for _ in range(3):
+        with clock.waiting():
+            next(batches)
+        clock.step(1)
+    assert clock.total().wait_parts == {"make": 0.0, "transport": 1.0, "pin": 0.0, "move": 0.0}
 
 
 @pytest.mark.parametrize("on_device", [True, False])

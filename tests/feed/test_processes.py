@@ -266,10 +266,10 @@ def test_an_early_end_kills_and_leaves_nothing(
     """Ending a pass or the feed leaves no process, descriptor or segment, and does not wait for workers that are busy."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 1000)  # torch waits so long for each
     list(make_feed(1))  # what is opened once
-    before = len(os.listdir("/proc/self/fd"))
     in_second_batch = int(ORDER.indices(0)[5])
     dataset = samples.Troubled(LENGTH, in_second_batch, samples.hang_in_a_segment)
     feed = make_feed(1, dataset, persistent_workers=persistent_workers)
+    before = len(os.listdir("/proc/self/fd"))
     batches = iter(feed)
     next(batches)
     (pid,) = feed.worker_pids
@@ -348,6 +348,82 @@ def test_the_gauge_times_the_sample_alone(make_feed: MakeFeed, monkeypatch: pyte
     with pytest.raises(BadSample):
         list(make_feed(0, samples.Troubled(4, 2, samples.refuse), gauge))
     assert gauge.read() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
+
+
+@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")])
+def test_the_meter_counts_what_each_worker_makes(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
+    """Through two passes with new workers, every sample and batch counts once, and the stages add up to the busy time."""
+    feed = make_feed(num_workers, samples.Staged(LENGTH), start_method=start_method)
+    assert_same(epochs(feed), epochs(make_feed(0)))
+    assert feed.meter is not None
+    totals = feed.meter.read()
+    assert (totals.samples, totals.batches) == (2 * LENGTH, 10)
+    assert list(totals.stages) == ["draw", "label", "collate"]
+    assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
+    assert totals.stages["draw"].wall_s > 0 and totals.stages["draw"].cpu_s > 0
+
+
+def test_a_data_set_without_stages_has_one(make_feed: MakeFeed) -> None:
+    """What a data set does that names no stages is the stage sample."""
+    feed = make_feed(0)
+    list(feed)
+    assert feed.meter is not None
+    assert list(feed.meter.read().stages) == ["sample", "collate"]
+    assert feed.meter.read().stages["sample"].wall_s > 0
+
+
+@pytest.mark.parametrize("dataset", [samples.Staged(8, bad=5), samples.Troubled(8, 5, samples.refuse)], ids=["staged", "plain"])
+def test_the_time_of_a_sample_that_fails_is_not_lost(make_feed: MakeFeed, dataset: samples.Noise) -> None:
+    """A batch with an error in it counts with all its samples and all its time."""
+    feed = make_feed(0, dataset, batch_size=8)
+    with pytest.raises(BadSample):
+        list(feed)
+    assert feed.meter is not None
+    totals = feed.meter.read()
+    assert (totals.samples, totals.batches) == (8, 1)
+    assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
+
+
+def test_gauge_and_meter_go_together(make_feed: MakeFeed) -> None:
+    """A probe's feed, which has a gauge, knows the stages all the same."""
+    gauge = Gauge(1)
+    feed = make_feed(1, samples.Staged(LENGTH), gauge)
+    assert_same(list(feed), list(make_feed(0)))
+    assert feed.meter is not None
+    assert gauge.read().samples == feed.meter.read().samples == LENGTH
+    assert feed.meter.read().stages["draw"].wall_s > 0
+
+
+def test_a_feed_does_without_a_meter_where_there_is_no_memory_for_it(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without shared memory for the meter the batches come all the same, and their stamps with them."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.Tensor.share_memory_", refuse)
+        feed = make_feed(1, samples.Staged(LENGTH))
+    assert feed.meter is None
+    batches = list(feed)
+    assert_same(batches, list(make_feed(0)))
+    assert all(batch.stamps is not None for batch in batches)
+
+
+def test_stamps_follow_a_batch_from_its_worker(make_feed: MakeFeed) -> None:
+    """A batch is begun, made, received and given out in this order, on one clock."""
+    for batch in make_feed(2):
+        now_s, stamps = time.perf_counter(), batch.stamps
+        assert stamps is not None
+        assert stamps.begun_s < stamps.made_s < stamps.received_s == stamps.pinned_s < now_s
+
+
+def test_what_is_made_here_is_received_when_it_is_made(make_feed: MakeFeed) -> None:
+    """Without workers nothing is transported."""
+    stamps = next(iter(make_feed(0))).stamps
+    assert stamps is not None
+    assert stamps.begun_s < stamps.made_s == stamps.received_s == stamps.pinned_s
 
 
 def primed(feed: ProcessFeed, epoch: int, gauge: Gauge) -> ProcessFeed:

@@ -53,6 +53,13 @@ def test_there_is_nothing_to_wait_for() -> None:
     assert feed.worker_pids == ()
 
 
+def test_nothing_is_made_and_so_nothing_is_measured() -> None:
+    """There is no meter, and no batch has stamps."""
+    feed = make()
+    assert feed.meter is None
+    assert next(iter(feed)).stamps is None
+
+
 def test_making_one_leaves_the_global_generators_alone() -> None:
     """The noise comes from a generator of its own."""
 

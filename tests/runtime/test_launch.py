@@ -93,3 +93,22 @@ def alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_process_knows_when_it_began() -> None:
+    """What it says is what a parent that started it saw, to some hundredths of a second."""
+    before_s = time.perf_counter()
+    told = subprocess.run(
+        [sys.executable, "-c", "from harness.runtime import launch; print(launch.began_s())"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert before_s - 0.02 <= float(told.stdout) <= time.perf_counter()
+
+
+@pytest.mark.parametrize("text", ["", "1 (a) b) S 1", None], ids=["empty", "short", "hidden"])
+def test_where_the_system_does_not_say_it_began_now(tmp_path: Path, text: str | None) -> None:
+    """A hidden or unknown /proc costs what went before, never the run."""
+    stat, now_s = tmp_path / "stat", time.perf_counter()
+    if text is not None:
+        stat.write_text(text)
+    assert now_s <= launch.began_s(stat) <= time.perf_counter()

@@ -200,6 +200,33 @@ def test_each_figure_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytes
     assert limits.measure(root=tmp_path / "none").sources["cores"] == "affinity"
 
 
+def test_the_name_of_a_group_is_any_bytes(tmp_path: Path) -> None:
+    """A group whose name is not UTF-8 is found like any other."""
+    folder = os.fsencode(tmp_path) + b"/sys/fs/cgroup/caf\xe9"
+    os.makedirs(folder)
+    Path(os.fsdecode(folder), "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
+    assert limits.measure(root=tmp_path).cores == 1.5
+
+
+@pytest.mark.parametrize(
+    "error", [psutil.AccessDenied(), PermissionError("no"), FileNotFoundError("/proc/meminfo")], ids=lambda e: type(e).__name__
+)
+def test_what_may_not_be_read_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Where psutil may read nothing, the C library says what memory is free, and the open files are not known."""
+
+    def refuse() -> None:
+        raise error
+
+    monkeypatch.setattr(psutil, "virtual_memory", refuse)
+    monkeypatch.setattr(psutil, "Process", refuse)
+    found = limits.measure(root=tmp_path)
+    assert found.memory_bytes > 0
+    assert found.sources["memory_bytes"] == "free (sysconf)"
+    assert (found.cores, found.files_open) == (16, 0)
+
+
 def test_the_real_machine_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine there is at least some core, some memory and one open file."""
     monkeypatch.undo()

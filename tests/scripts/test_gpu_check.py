@@ -1,7 +1,6 @@
 """The GPU check: its parts on the CPU, on a fake CUDA, and what it makes of failures."""
 
 import json
-import threading
 import time
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from harness.feed.prefetcher import DataPrefetcher
-from harness.watch.clock import StepClock
 from scripts import bench_pinned_copy, gpu_check
 from scripts.gpu_check import Finding, Options
 
@@ -69,78 +67,6 @@ def test_right_values_pass_and_wrong_ones_do_not(slow: str, monkeypatch: pytest.
         gpu_check, "DataPrefetcher", lambda *a, **k: ((i + (i.max() == 7), n) for i, n in DataPrefetcher(*a, **k))
     )
     assert gpu_check._wrong_values(cpu, slow) == [f"wrong values where the {slow} is slow"]
-
-
-class Mark:
-    """An event of an ``InOrder`` device."""
-
-    def __init__(self, device: "InOrder") -> None:
-        self.device, self.at = device, 0.0
-
-    def record(self, stream: object = None) -> None:
-        self.at = max(self.device.device_s, self.device.host_s)
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    def elapsed_time(self, end_event: "Mark") -> float:
-        return 1e3 * (end_event.at - self.at)
-
-
-class InOrder:
-    """A device without a thread and a clock that moves when told: work is done at once, in turn, on a time line of its own."""
-
-    def __init__(self) -> None:
-        self.host_s = self.device_s = 0.0
-
-    def event(self) -> Mark:
-        return Mark(self)
-
-    def work(self, seconds: float) -> None:
-        self.device_s = max(self.device_s, self.host_s) + seconds
-
-    def wait(self) -> None:
-        self.host_s = max(self.host_s, self.device_s)
-
-
-@pytest.mark.parametrize(("blind", "problems"), [(False, 0), (True, 1)], ids=["clock", "blind-clock"])
-def test_stalls_are_compared_with_the_differential_method(blind: bool, problems: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that keeps exact time the clock agrees, and a clock that is told of no wait is found out."""
-    device = InOrder()
-
-    def batches(sleep_s: float, count: int, clock: StepClock) -> object:
-        for _ in range(count):
-            device.host_s += sleep_s
-            yield None
-
-    rig = gpu_check.Rig(
-        clock=lambda: StepClock("cpu", event=device.event, now=lambda: 0.0 if blind else device.host_s),
-        batches=batches,  # type: ignore[arg-type]
-        launch=lambda batch: device.work(0.01),
-        wait=device.wait,
-    )
-    monkeypatch.setattr(time, "perf_counter", lambda: device.host_s)
-    found = gpu_check.compare_stalls(rig, 20, tolerance=0.01)
-    assert len(found.problems) == problems
-    # 20 steps of 10 ms; batches of 5 ms wait twice, at the windows' ends, the others always, and there for the device too
-    assert [row["differential"] for row in found.rows] == ["0.048", "0.375", "0.524", "0.756"]
-
-
-def test_the_emulated_device_runs_beside_the_host() -> None:
-    """Launching returns at once, waiting takes the steps' time, and events give it."""
-    rig = gpu_check.emulated_rig(step_s=0.02)
-    before = threading.active_count()
-    begin = time.perf_counter()
-    for _ in range(3):
-        rig.launch(None)
-    launched = time.perf_counter() - begin
-    rig.wait()
-    assert launched < 0.02
-    assert time.perf_counter() - begin >= 0.06
-    assert threading.active_count() == before
 
 
 def test_copies_summarises_both_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

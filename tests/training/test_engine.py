@@ -32,6 +32,7 @@ class Recorded:
     """A feed of ``count`` batches of noise that notes what it is told and asked for."""
 
     on_device = False
+    meter = None
     worker_pids: tuple[int, ...] = ()
     settings = samples.settings()
 

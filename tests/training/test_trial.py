@@ -51,6 +51,7 @@ class Endless:
     """A feed of one batch for ever; ``before`` is told the number of each batch before it is given."""
 
     on_device = False
+    meter = None
     settings = settings(batch_size=4)
 
     def __init__(self, batch: HostBatch, before: Callable[[int], object] = lambda k: None) -> None:

@@ -43,6 +43,7 @@ class TimedFeed:
     """
 
     on_device = False
+    meter = None
     worker_pids = ()
 
     def __init__(self, rate: float, workers: int = 2, start_s: float = 0.5, *, queue_s: float = 0.0,

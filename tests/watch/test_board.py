@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from harness.watch.board import Board, timings
+from harness.watch.board import Board, stages, timings
 from harness.watch.figures import Ledger, Spread, Window
+from harness.watch.stages import StageCost, StageTotals
 from harness.watch.tags import Tag
 
 
@@ -53,9 +54,22 @@ def test_every_figure_of_a_window_has_a_tag() -> None:
     figures = timings(Ledger(steps=1, images=8, elapsed_s=2.0, wait_s=1.0).window())
     assert {str(tag) for tag in figures} == {
         "speed/images_per_s", "time/step_ms", "time/data_wait_ms", "time/copy_ms", "time/compute_ms",
+        "time/gap_ms", "time/exposed_copy_ms", "time/starved_ms", "time/host_ms", "time/launch_ms",
         "stall/data_fraction", "stall/data_wait_fraction",
     }  # fmt: skip
     assert (figures["speed/images_per_s"], figures["stall/data_fraction"], figures["time/copy_ms"]) == (4.0, 0.5, None)
+
+
+def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
+    """Two workers that made batches for 3 of 4 seconds each were busy for three quarters; a sample has its mean."""
+    totals = StageTotals(100, 10, 6.0, {"read": StageCost(1.0, 0.1), "decode": StageCost(4.0, 4.0)})
+    assert stages(totals, 2, 4.0) == {"stages/read_ms": 10.0, "stages/decode_ms": 40.0, Tag.BUSY_FRACTION: 0.75}
+    assert stages(totals, 0, 12.0)[Tag.BUSY_FRACTION] == 0.5
+
+
+def test_workers_that_did_nothing_have_no_stages() -> None:
+    """A window without a sample says nothing."""
+    assert stages(StageTotals(0, 0, 0.0, {}), 2, 4.0) == {}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)

@@ -8,21 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from model_time import Hand, one_step
 
 from harness.watch.clock import StepClock
-
-
-class Hand:
-    """A clock that moves when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
@@ -33,15 +21,6 @@ def hand() -> Hand:
 @pytest.fixture
 def clock(hand: Hand) -> StepClock:
     return StepClock("cpu", now=hand)
-
-
-def one_step(clock: StepClock, hand: Hand, wait_s: float, compute_s: float, rest_s: float = 0.0, images: int = 4) -> None:
-    with clock.waiting():
-        hand.pass_(wait_s)
-    with clock.computing():
-        hand.pass_(compute_s)
-    hand.pass_(rest_s)
-    clock.step(images)
 
 
 def test_a_window_holds_its_steps(clock: StepClock, hand: Hand) -> None:
@@ -64,7 +43,11 @@ def test_a_window_holds_its_steps(clock: StepClock, hand: Hand) -> None:
     assert window.data_wait_ms.max == pytest.approx(30)
     assert window.compute_ms is not None
     assert window.compute_ms.max == pytest.approx(60)
-    assert window.copy_ms is None
+    assert window.shares == pytest.approx({"compute": 0.6, "starved": 0.3, "host": 0.1})
+    assert window.starved_ms == window.data_wait_ms
+    assert window.host_ms is not None
+    assert window.host_ms.max == pytest.approx(10)
+    assert (window.copy_ms, window.gap_ms, window.exposed_copy_ms, window.launch_ms) == (None,) * 4
 
 
 def test_a_window_begins_where_the_last_one_ended(clock: StepClock, hand: Hand) -> None:
@@ -205,7 +188,8 @@ def test_mps_has_no_compute_time(hand: Hand) -> None:
     one_step(clock, hand, 0.1, 0.1)
     one_step(clock, hand, 0.1, 0.1)
     total = clock.total()
-    assert (total.compute_ms, total.compute_fraction, total.stall_basis) == (None, None, "host")
+    assert (total.compute_ms, total.host_ms, total.launch_ms, total.stall_basis) == (None, None, None, "host")
+    assert total.shares == {"starved": pytest.approx(0.5)}
 
 
 def test_all_time_is_accounted_for(hand: Hand) -> None:

@@ -1,11 +1,18 @@
-"""NVML's figures, with a stand-in for the library."""
+"""NVML's figures, with a stand-in for the library, and a real one where there is a GPU."""
 
+import ctypes
+import logging
+import math
 import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import pynvml
 import pytest
+import torch
 
+from harness.runtime.folder import LOGGER
 from harness.watch.device import GpuSource, nvml_sees_gpu
 from harness.watch.tags import Tag
 
@@ -17,17 +24,27 @@ class NVMLError(Exception):
 
 
 class Nvml:
-    """Two GPUs, of which the second is asked for; ``broken`` names the calls that fail."""
+    """Two GPUs, of which the second is asked for; ``broken`` names the calls that fail.
+
+    ``sm_percent`` is what the performance counters say, in the library's own structures; None where there are none, an
+    error's number where reading them fails.
+    """
 
     NVMLError = NVMLError
+    NVML_ERROR_NOT_SUPPORTED = "Not Supported"
+    NVML_GPM_METRIC_SM_UTIL = pynvml.NVML_GPM_METRIC_SM_UTIL
+    NVML_GPM_METRICS_GET_VERSION = pynvml.NVML_GPM_METRICS_GET_VERSION
+    c_nvmlGpmMetricsGet_t = pynvml.c_nvmlGpmMetricsGet_t  # noqa: N815 - the name is the library's
 
-    def __init__(self, broken: tuple[str, ...] = (), count: int = 2, prefix: str = "GPU") -> None:
-        self.broken, self.count, self.prefix = set(broken), count, prefix
-        self.open = 0
+    def __init__(
+        self, broken: tuple[str, ...] = (), count: int = 2, prefix: str = "GPU", sm_percent: float | ctypes.c_uint | None = None
+    ) -> None:
+        self.broken, self.count, self.prefix, self.sm_percent = set(broken), count, prefix, sm_percent
+        self.open, self.taken = 0, 0
 
     def _call(self, name: str) -> None:
         if name in self.broken:
-            raise NVMLError(f"{name} not supported")
+            raise NVMLError("Not Supported")
 
     def nvmlInit(self) -> None:
         self._call("init")
@@ -35,6 +52,7 @@ class Nvml:
 
     def nvmlShutdown(self) -> None:
         self.open -= 1
+        self._call("shutdown")
 
     def nvmlDeviceGetCount(self) -> int:
         self._call("count")
@@ -66,6 +84,54 @@ class Nvml:
         self._call("power")
         return 123_456
 
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:
+        assert handle == "handle 1" and self.prefix == "MIG"
+        return "whole GPU"
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: str) -> int:
+        assert handle == "handle 1" and self.prefix == "MIG"
+        return 4
+
+    def nvmlGpmQueryDeviceSupport(self, device: str) -> SimpleNamespace:
+        self._call("gpm")
+        assert device == ("whole GPU" if self.prefix == "MIG" else "handle 1")
+        return SimpleNamespace(isSupportedDevice=int(self.sm_percent is not None))
+
+    def nvmlGpmSampleAlloc(self) -> object:
+        return ctypes.cast(ctypes.pointer(ctypes.c_int(0)), pynvml.c_nvmlGpmSample_t)
+
+    def nvmlGpmSampleGet(self, device: str, sample: object) -> None:
+        assert self.prefix == "GPU"
+        self._take(sample)
+
+    def nvmlGpmMigSampleGet(self, device: str, instance: int, sample: object) -> None:
+        assert (device, instance, self.prefix) == ("whole GPU", 4, "MIG")
+        self._take(sample)
+
+    def _take(self, sample: object) -> None:
+        self._call("gpm sample")
+        self.taken += 1
+        _number(sample).value = self.taken
+
+    def nvmlGpmMetricsGet(self, asked: pynvml.c_nvmlGpmMetricsGet_t) -> pynvml.c_nvmlGpmMetricsGet_t:
+        assert (asked.version, asked.numMetrics, asked.metrics[0].metricId) == (1, 1, 2)
+        assert (_number(asked.sample1).value, _number(asked.sample2).value) == (self.taken - 1, self.taken)
+        if isinstance(self.sm_percent, ctypes.c_uint):
+            asked.metrics[0].nvmlReturn = self.sm_percent.value
+        else:
+            asked.metrics[0].value = self.sm_percent
+        return asked
+
+
+def _number(sample: object) -> ctypes.c_int:
+    """What the stand-in keeps in a sample: how many were taken before it, with it."""
+    return ctypes.cast(sample, ctypes.POINTER(ctypes.c_int)).contents  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _warnings_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None], None]:
@@ -79,28 +145,65 @@ def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> N
     assert GpuSource(UUID).sample() == expected
 
 
-def test_a_mig_slice_gives_what_it_has(install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture) -> None:
-    """On MIG there is neither utilisation nor power: both are absent, with one warning each, and memory stays."""
+def test_a_mig_instance_gives_what_it_has(install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture) -> None:
+    """On MIG there is neither utilisation nor power: both are absent, with one warning for the two, and memory stays."""
     install(Nvml(broken=("utilization", "power"), prefix="MIG"))
     source = GpuSource(UUID)
     assert [set(source.sample()) for _ in range(3)] == [{Tag.GPU_MEMORY_USED_BYTES}] * 3
-    assert [record.getMessage() for record in caplog.records] == [
-        "no gpu/utilization from here on: utilization not supported",
-        "no gpu/power_w from here on: power not supported",
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["no gpu/utilization, gpu/power_w from here on: Not Supported"]
+
+
+@pytest.mark.parametrize("prefix", ["GPU", "MIG"])
+def test_multiprocessors_are_counted_where_the_gpu_does(install: Callable[[Nvml | None], None], prefix: str) -> None:
+    """From the second sample on there is the mean share at work since the one before, of a MIG instance its own."""
+    nvml = Nvml(prefix=prefix, sm_percent=25.0)
+    install(nvml)
+    source = GpuSource(UUID)
+    assert [source.sample().get(Tag.GPU_SM_UTILIZATION) for _ in range(3)] == [None, 0.25, 0.25]
+    nvml.sm_percent = math.nan
+    assert Tag.GPU_SM_UTILIZATION not in source.sample()
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [Nvml(), Nvml(broken=("gpm",), sm_percent=25.0)],
+    ids=["older GPU", "older driver"],
+)
+def test_without_counters_no_warning_is_due(
+    install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture, nvml: Nvml
+) -> None:
+    """Most GPUs have no such counters: the figure is absent, and the other three are there."""
+    install(nvml)
+    source = GpuSource(UUID)
+    assert [set(source.sample()) for _ in range(2)] == [{Tag.GPU_UTILIZATION, Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}] * 2
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("how", ["sample", "metric"])
+def test_counters_that_fail_are_given_up(
+    install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """An error when the sample is taken, and one that the library puts beside the figure, end this figure alone."""
+    nvml = Nvml(broken=("gpm sample",) if how == "sample" else (), sm_percent=ctypes.c_uint(999))
+    install(nvml)
+    source = GpuSource(UUID)
+    assert [len(source.sample()) for _ in range(3)] == [3, 3, 3]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["no gpu/sm_utilization from here on"]
 
 
 def test_a_figure_that_fails_midway_is_absent_from_then_on(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A driver that falls over costs figures and one warning for each, nothing else."""
+    """A driver that falls over costs figures and one warning, nothing else."""
     nvml = Nvml()
     install(nvml)
     source = GpuSource(UUID)
     assert len(source.sample()) == 3
     nvml.broken = {"utilization", "memory", "power"}
     assert [source.sample(), source.sample()] == [{}, {}]
-    assert len(caplog.records) == 3
+    assert source.lost == {Tag.GPU_UTILIZATION, Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}
+    lost = "gpu/utilization, gpu/memory_used_bytes, gpu/power_w"
+    assert [record.getMessage() for record in caplog.records] == [f"no {lost} from here on: Not Supported"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +233,7 @@ def test_nvml_names_driver_and_gpus(install: Callable[[Nvml | None], None]) -> N
 
 @pytest.mark.parametrize(
     "nvml",
-    [None, Nvml(broken=("init",)), Nvml(broken=("count",)), Nvml(count=0)],
+    [None, Nvml(broken=("init",)), Nvml(broken=("count", "shutdown")), Nvml(count=0)],
     ids=["no package", "no driver", "driver fails", "no GPU"],
 )
 def test_nvml_without_gpus_sees_none(install: Callable[[Nvml | None], None], nvml: Nvml | None) -> None:
@@ -138,3 +241,21 @@ def test_nvml_without_gpus_sees_none(install: Callable[[Nvml | None], None], nvm
     install(nvml)
     assert nvml_sees_gpu() is None
     assert nvml is None or nvml.open == 0
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_can_be_sampled() -> None:
+    """While kernels run, every figure is in its range; Hopper and later count their multiprocessors."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    properties = torch.cuda.get_device_properties(0)
+    source = GpuSource(str(properties.uuid))
+    source.sample()
+    matrix, began = torch.rand(4096, 4096, device="cuda"), time.monotonic()
+    while time.monotonic() - began < 1.5:
+        (matrix @ matrix).sum().item()
+    found = source.sample()
+    assert 0 < found[Tag.GPU_MEMORY_USED_BYTES] <= properties.total_memory * 1.1
+    assert all(0 < found[tag] <= 1 for tag in (Tag.GPU_UTILIZATION, Tag.GPU_SM_UTILIZATION) if tag in found)
+    if properties.major >= 9:
+        assert Tag.GPU_SM_UTILIZATION in found

@@ -75,12 +75,31 @@ def test_an_empty_ledger_has_no_figures() -> None:
         window.first_step_s,
     )
     assert figures == (None,) * 5
+    assert (window.shares, window.wait_parts, window.host_parts_s) == ({}, {}, {"gc": 0.0})
+
+
+def test_device_sums_come_before_the_hosts() -> None:
+    """Where a device told of its time, shares are of that; the host's clock keeps its own figures."""
+    ledger = Ledger(steps=1, elapsed_s=10.0, wait_s=9.0)
+    ledger.wait.add(9000.0)
+    window = ledger.window()
+    assert (window.stall_basis, window.shares, window.stall_fraction) == ("host", {"starved": 0.9}, 0.9)
+    assert window.starved_ms == window.data_wait_ms
+    ledger.device_s = {"compute": 5.0, "starved": 2.0, "exposed_copy": 1.0, "host": 2.0}
+    window = ledger.window()
+    assert window.shares == {"compute": 0.5, "starved": 0.2, "exposed_copy": 0.1, "host": 0.2}
+    assert (window.stall_basis, window.compute_fraction, window.data_wait_fraction) == ("device", 0.5, 0.9)
+    assert window.stall_fraction == pytest.approx(0.3)
+    assert window.starved_ms is None
 
 
 def test_merged_ledgers_count_everything() -> None:
     """Sums add, quantiles are of all values, pauses add by name."""
     one, two = Ledger(steps=1, images=8, elapsed_s=0.5), Ledger(steps=3, images=24, elapsed_s=1.5)
     one.pauses_s, two.pauses_s = {"evaluate": 1.0}, {"evaluate": 2.0, "checkpoint": 0.5}
+    one.device_s, two.device_s = {"compute": 1.0}, {"compute": 2.0, "starved": 1.0}
+    one.wait_parts_s, two.wait_parts_s = {}, {"make": 3.0, "move": 1.0}
+    one.host_parts_s, two.gc_s = {"logging": 0.2}, 0.1
     one.wait.add(1.0)
     for _ in range(3):
         two.wait.add(9.0)
@@ -88,5 +107,8 @@ def test_merged_ledgers_count_everything() -> None:
     window = one.window()
     assert (window.steps, window.images, window.elapsed_s, window.images_per_s) == (4, 32, 2.0, 16.0)
     assert window.pauses_s == {"evaluate": 3.0, "checkpoint": 0.5}
+    assert window.shares == {"compute": 0.75, "starved": 0.25}
+    assert window.wait_parts == {"make": 0.75, "move": 0.25}
+    assert (window.host_parts_s, window.gc_s) == ({"logging": 0.2, "gc": 0.1}, 0.1)
     assert window.data_wait_ms is not None
     assert window.data_wait_ms.median == pytest.approx(9.0, rel=0.01)

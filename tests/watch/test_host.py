@@ -1,6 +1,8 @@
 """The machine's figures, the thread that takes them, and what the machine is."""
 
 import json
+import logging
+import math
 import os
 import socket
 import threading
@@ -14,6 +16,7 @@ import psutil
 import pytest
 
 from harness.watch import host
+from harness.watch.device import Figures, Source
 from harness.watch.host import HostSource, Sampler, environment
 from harness.watch.tags import Tag
 
@@ -21,18 +24,22 @@ Times = namedtuple("Times", "user system idle iowait guest guest_nice")
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A machine whose counters a test sets."""
-    state = SimpleNamespace(times=Times(10.0, 5.0, 80.0, 5.0, 2.0, 0.0), read_bytes=1000, now=10.0)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A machine whose counters a test sets; its ``root`` holds no /proc and no control groups yet."""
+    state = SimpleNamespace(times=Times(10.0, 5.0, 80.0, 5.0, 2.0, 0.0), read_bytes=1000, now=10.0, root=tmp_path)
     monkeypatch.setattr(psutil, "cpu_times", lambda: state.times)
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: SimpleNamespace(read_bytes=state.read_bytes))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(used=7_000_000))
     return state
 
 
+def source_of(machine: SimpleNamespace) -> HostSource:
+    return HostSource(now=lambda: machine.now, root=machine.root)
+
+
 def test_rates_are_since_the_sample_before(machine: SimpleNamespace) -> None:
     """The first sample has no rates; the second has the mean between the two; waiting for a disk is not being busy."""
-    source = HostSource(now=lambda: machine.now)
+    source = source_of(machine)
     assert source.sample() == {Tag.RAM_USED_BYTES: 7_000_000.0}
     machine.times, machine.read_bytes, machine.now = Times(13.0, 6.0, 82.0, 9.0, 4.0, 0.0), 5000, 12.0
     sample = source.sample()
@@ -42,9 +49,74 @@ def test_rates_are_since_the_sample_before(machine: SimpleNamespace) -> None:
 
 def test_no_time_between_two_samples_gives_no_rates(machine: SimpleNamespace) -> None:
     """Two samples within one tick divide nothing by zero."""
-    source = HostSource(now=lambda: machine.now)
+    source = source_of(machine)
     source.sample()
     assert source.sample() == {Tag.RAM_USED_BYTES: 7_000_000.0}
+
+
+def test_all_cores_busy_is_not_more_than_all(machine: SimpleNamespace) -> None:
+    """The kernel may take back time that it had booked as waiting for a disk."""
+    source = source_of(machine)
+    source.sample()
+    machine.times = Times(12.0, 5.0, 80.0, 4.9, 2.0, 0.0)
+    assert source.sample()[Tag.CPU_FRACTION] == 1.0
+
+
+def write_kernel(root: Path, cores_s: float, faults: int, read: tuple[int, int], stalled_us: int, periods: list[str]) -> None:
+    """What a kernel says of this process, in a group "job" with a quota in a group with another one."""
+    ticks = round(cores_s * os.sysconf("SC_CLK_TCK"))
+    pid = os.getpid()
+    files = {
+        "proc/self/cgroup": "0::/pod/job",
+        f"proc/{pid}/stat": f"{pid} (python) R 1 0 0 0 0 0 0 0 {faults} 0 {ticks} 0 0 0",
+        f"proc/{pid}/io": f"rchar: {read[0]}\nread_bytes: {read[1]}",
+        "proc/pressure/memory": "some avg10=0 avg60=0 avg300=0 total=0",
+        "sys/fs/cgroup/pod/job/memory.pressure": f"some avg10=0 avg60=0 avg300=0 total={stalled_us}",
+        "sys/fs/cgroup/pod/job/cpu.stat": periods[0],
+        "sys/fs/cgroup/pod/cpu.stat": periods[1],
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+
+
+def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNamespace) -> None:
+    """Processors, faults, bytes and waiting for memory are per second; throttling is per period, of the group that has most."""
+    write_kernel(
+        machine.root, 3.0, 10, (1000, 500), 2_000_000, ["nr_periods 10 nr_throttled 5", "nr_periods 90 nr_throttled 9"]
+    )
+    source = source_of(machine)
+    assert source.sample() == {Tag.RAM_USED_BYTES: 7_000_000.0}
+    machine.now += 2.0
+    write_kernel(
+        machine.root, 8.0, 14, (9000, 2500), 2_500_000, ["nr_periods 30 nr_throttled 10", "nr_periods 110 nr_throttled 23"]
+    )
+    sample = source.sample()
+    expected = {
+        Tag.CPU_CORES: 2.5, Tag.MAJOR_FAULTS_PER_S: 2.0, Tag.READ_BYTES_PER_S: 4000.0, Tag.STORAGE_BYTES_PER_S: 1000.0,
+        Tag.MEMORY_STALL_FRACTION: 0.25, Tag.THROTTLED_FRACTION: 0.7,
+    }  # fmt: skip
+    assert {tag: sample.get(tag) for tag in expected} == pytest.approx(expected)
+
+
+def test_a_total_that_shrinks_gives_no_rate(machine: SimpleNamespace) -> None:
+    """A descendant that ended as another's child took its part along: no rate this once, and none is negative."""
+    source = source_of(machine)
+    rates = []
+    for cores_s in (3.0, 2.0, 2.5):
+        write_kernel(machine.root, cores_s, 0, (0, 0), 0, ["", ""])
+        rates.append(source.sample().get(Tag.CPU_CORES))
+        machine.now += 1.0
+    assert rates == [None, None, pytest.approx(0.5)]
+
+
+def test_without_a_quota_nothing_is_throttled(machine: SimpleNamespace) -> None:
+    """A group without a quota counts no periods: the figure is absent, not 0."""
+    source = source_of(machine)
+    for _ in range(2):
+        write_kernel(machine.root, 3.0, 0, (0, 0), 0, ["nr_periods 0 nr_throttled 0", "usage_usec 5"])
+        assert Tag.THROTTLED_FRACTION not in source.sample()
+        machine.now += 1.0
 
 
 @pytest.mark.parametrize(
@@ -59,18 +131,35 @@ def test_what_may_not_be_read_is_absent(machine: SimpleNamespace, monkeypatch: p
         raise error
 
     monkeypatch.setattr(psutil, "disk_io_counters", refuse)
-    source = HostSource(now=lambda: machine.now)
+    source = source_of(machine)
     for _ in range(2):
         machine.times = Times(*(value + 1 for value in machine.times))
         sample = source.sample()
     assert set(sample) == {Tag.RAM_USED_BYTES, Tag.CPU_FRACTION}
 
 
+def test_a_file_that_is_missing_is_named_once(machine: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    """What a kernel does not give is one line in the log for each file, at the first sample."""
+    write_kernel(machine.root, 3.0, 0, (0, 0), 0, ["", ""])
+    (machine.root / f"proc/{os.getpid()}/io").unlink()
+    caplog.set_level(logging.INFO, "wellfed")
+    source = source_of(machine)
+    for _ in range(3):
+        source.sample()
+        machine.now += 1.0
+    assert [record.getMessage() for record in caplog.records] == [
+        "no host/own_read_bytes_per_s, host/own_storage_bytes_per_s from here on: "
+        f"[Errno 2] No such file or directory: '{machine.root}/proc/{os.getpid()}/io'"
+    ]
+
+
 def test_a_machine_without_disks_has_no_disk_figure(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container psutil may find no disk at all."""
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
-    source = HostSource(now=lambda: machine.now)
-    assert Tag.DISK_READ_BYTES_PER_S not in source.sample() | source.sample()
+    source = source_of(machine)
+    source.sample()
+    machine.now += 1.0
+    assert Tag.DISK_READ_BYTES_PER_S not in source.sample()
 
 
 def test_this_machine_can_be_sampled() -> None:
@@ -81,18 +170,24 @@ def test_this_machine_can_be_sampled() -> None:
     sample = source.sample()
     assert 0.0 <= sample.get(Tag.CPU_FRACTION, 0.0) <= 1.0
     assert 0 < sample[Tag.RAM_USED_BYTES] < psutil.virtual_memory().total
+    assert sample[Tag.CPU_CORES] >= 0.0
+    assert {Tag.READ_BYTES_PER_S, Tag.MAJOR_FAULTS_PER_S} <= set(sample)
 
 
-class Counting:
-    """Gives 1, 2, 3, ..."""
+class Counting(Source):
+    """Gives 1, 2, 3, ... and then fails."""
 
-    def __init__(self, done: Callable[[], None] = lambda: None) -> None:
-        self.taken, self.done = 0.0, done
+    def __init__(self, done: Callable[[], None] = lambda: None, last: float = math.inf) -> None:
+        super().__init__()
+        self._taken, self._done, self._last = 0.0, done, last
+        self._reads = {(Tag.CPU_CORES,): self._count}
 
-    def sample(self) -> dict[str, float]:
-        self.taken += 1
-        self.done()
-        return {"count": self.taken}
+    def _count(self) -> Figures:
+        if self._taken == self._last:
+            raise OSError("no more")
+        self._taken += 1
+        self._done()
+        return (self._taken,)
 
 
 def test_a_read_is_the_mean_since_the_last_one() -> None:
@@ -100,11 +195,20 @@ def test_a_read_is_the_mean_since_the_last_one() -> None:
     sampler = Sampler([Counting()], 1.0)
     sampler.look()
     sampler.look()
-    assert sampler.read() == {"count": 1.5}
+    assert sampler.read() == {Tag.CPU_CORES: 1.5}
     sampler.look()
-    assert sampler.read() == {"count": 3.0}
+    assert sampler.read() == {Tag.CPU_CORES: 3.0}
     assert sampler.read() == {}
-    assert sampler.means() == {"count": 2.0}
+    assert sampler.means() == {Tag.CPU_CORES: 2.0}
+
+
+def test_a_figure_that_was_lost_has_no_mean_of_the_run() -> None:
+    """What came before is in its window; the run's mean would speak for a time that nobody saw, and is absent."""
+    sampler = Sampler([Counting(last=2)], 1.0)
+    for _ in range(3):
+        sampler.look()
+    assert sampler.read() == {Tag.CPU_CORES: 1.5}
+    assert sampler.means() == {}
 
 
 def test_the_thread_samples_and_ends_at_once() -> None:
@@ -114,7 +218,7 @@ def test_the_thread_samples_and_ends_at_once() -> None:
         assert looked.wait(10)
         began = time.monotonic()
     assert time.monotonic() - began < 5
-    assert sampler.means() == {"count": 1.0}
+    assert sampler.means() == {Tag.CPU_CORES: 1.0}
     assert "watch-sampler" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -126,6 +230,16 @@ def test_the_environment_names_versions_and_no_places() -> None:
     assert socket.gethostname() not in text
     assert os.path.expanduser("~") not in text
     assert None not in found.values()
+
+
+def test_an_environment_without_permissions_leaves_out_what_it_may_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A psutil that may read nothing costs the memory's size, not the report."""
+
+    def refuse() -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "virtual_memory", refuse)
+    assert "ram_bytes" not in environment()
 
 
 def test_a_machine_without_cpuinfo_still_has_a_name(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def test_without_a_gpu_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     """Other ranks have a clock and nothing else; no thread is left behind the block."""
     before = threading.active_count()
-    with station.watched(Config(), World(1, 2, 1, 2, torch.device("cpu")), tmp_path, None) as watch:
+    with station.watched(Config(), World(1, 2, 1, 2, torch.device("cpu")), tmp_path, 0.0) as watch:
         assert (watch.board, watch.sampler) == (None, None)
-    with station.watched(Config(), CPU, tmp_path, None) as watch:
+    with station.watched(Config(), CPU, tmp_path, 0.0) as watch:
         assert watch.board is not None
         assert watch.sampler is not None
     assert threading.active_count() == before

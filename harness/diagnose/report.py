@@ -1,0 +1,152 @@
+"""What a diagnosis tells: the runs, the stages, what changes would give, one sentence, and one line to paste."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config import Config, DistName, Precision
+from harness.diagnose.runs import COLD, DELIVERED, DEMAND, LOADING, WARM, Runs
+from harness.diagnose.whatif import Bound, Facts, WhatIf, rate_in_words
+from harness.feed.interface import FeedSettings
+from harness.runtime.folder import LOGGER
+from harness.tuning.figures import Rate
+from harness.watch.board import Board, plain, write_whole
+from harness.watch.console import say, table
+from harness.watch.stages import AUGMENT, GROUPS, StageTotals
+from harness.watch.verdict import Bottleneck
+
+_log = logging.getLogger(LOGGER)
+
+Table = tuple[str, Sequence[str], list[Sequence[str]]]  # title, columns, rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What bounds training, and what would change it.
+
+    Attributes:
+        bottleneck: the class, as in a run's verdict.
+        ceiling: speed-up if loading were free.
+        measured: whether the ceiling rests on real steps; else what they get is reckoned.
+        sentence: the outcome in words.
+        command: what to type next.
+        settings: the loader's.
+        runs: what was measured.
+        what_ifs: what changes would give, by arithmetic.
+        notes: what was not measured, and why.
+        seconds: what the diagnosis took.
+    """
+
+    bottleneck: Bottleneck
+    ceiling: float
+    measured: bool
+    sentence: str
+    command: str
+    settings: FeedSettings
+    runs: Runs
+    what_ifs: tuple[WhatIf, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def publish(self, folder: Path | None, board: Board | None) -> None:
+        """Print it; write ``diagnosis.json`` into ``folder`` and a text to ``board``, where there are such."""
+        for part in self.tables():
+            table(*part)
+        for note in self.notes:
+            say(f"note: {note}")
+        say(self.sentence)
+        say("next:")
+        say(self.command)
+        if folder is not None:
+            path = folder / "diagnosis.json"
+            try:
+                write_whole(path, (json.dumps(self.to_plain(), indent=1, allow_nan=False) + "\n").encode())
+            except OSError as error:
+                _log.warning("%s: %s; it is printed above", path, error.strerror or error)
+        if board is not None:
+            board.text("diagnosis", self.markdown())
+
+    def tables(self) -> list[Table]:
+        """The stages of a sample, and what changes would give."""
+        found: list[Table] = []
+        if self.runs.stages is not None:
+            rows = [(s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}") for s in stage_rows(self.runs.stages)]
+            title = "a sample in a worker, files as they are"
+            found.append((title, ("stage", "kind", "ms", "of it on a processor"), [*rows]))
+        if self.what_ifs:
+            changes = [(w.change, rate_in_words(w.images_per_s), f"{w.speedup:.2f}x") for w in self.what_ifs]
+            found.append(("what if (arithmetic from the figures above)", ("", "images/s", "speed-up"), [*changes]))
+        return found
+
+    def markdown(self) -> str:
+        """Everything, for TensorBoard's text page."""
+        runs = self.runs
+        rates: list[tuple[str, str, Rate | None]] = [
+            ("G", DEMAND, runs.demand),
+            ("A", DELIVERED, runs.delivered),
+            ("", LOADING, runs.loading.rate),
+            ("P", WARM, runs.warm.rate if runs.warm else None),
+        ]
+        rows: list[Sequence[str]] = [(name, what, str(rate or "-")) for name, what, rate in rates]
+        rows.append(("F", COLD, rate_in_words(runs.fetch.images_per_s) if runs.fetch else "-"))
+        parts = [("runs", ("", "run", "images/s"), rows), *self.tables()]
+        texts = [f"### {title}\n\n{_markdown(columns, cells)}" for title, columns, cells in parts]
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return "\n\n".join(filter(None, [f"**{self.sentence}**", f"```\n{self.command}\n```", *texts, notes]))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Everything as JSON can hold it, without what is not known."""
+        whole = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        whole["stages"] = stage_rows(self.runs.stages) if self.runs.stages else None
+        found: dict[str, Any] = plain({name: value for name, value in whole.items() if value is not None})
+        return found
+
+
+def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
+    """Each stage as ``report.json`` has it: name, group, and milliseconds a sample by the wall clock and on a processor."""
+    return [
+        {
+            "name": name,
+            "group": GROUPS.get(name, AUGMENT),
+            "wall_ms": cost.wall_s / totals.samples * 1e3,
+            "cpu_ms": cost.cpu_s / totals.samples * 1e3,
+        }
+        for name, cost in totals.stages.items()
+    ]
+
+
+def sentence(facts: Facts, found: Bound) -> str:
+    """The outcome in words."""
+    takes, gets = rate_in_words(facts.demand.images_per_s), rate_in_words(facts.got)
+    how = "gets" if facts.delivered else "would get by arithmetic"
+    gain = f"with loading for free it would be {facts.ceiling:.2f}x as fast"
+    cold = ""
+    if facts.fetch_per_s is not None and facts.fetch_per_s < facts.got:
+        cold = f" Files that come cold from storage arrive at {rate_in_words(facts.fetch_per_s)} a second, fewer than that."
+    return f"Bound by {found.bottleneck}: {found.words}. The step could take {takes} images/s and {how} {gets}: {gain}.{cold}"
+
+
+def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, device: str, ranks: int) -> str:
+    """What to type next: the user's own settings, and those that would help most."""
+    words = [word for word in overridden if word.partition("=")[0] != "mode"]
+    trainer = config.trainer
+    more: list[str] = []
+    if bottleneck not in ("compute", "balanced"):
+        more.append("loader.autotune=true")
+    elif device == "cuda":
+        more += ["trainer.precision=bf16"] if trainer.precision is Precision.fp32 else []
+        more += ["trainer.channels_last=true"] if not trainer.channels_last else []
+    kept = [word for word in words if word.partition("=")[0] not in {each.partition("=")[0] for each in more}]
+    launcher = ["torchrun", f"--nproc-per-node={ranks}"] if config.dist.name is DistName.torchrun else ["python"]
+    return shlex.join([*launcher, "train.py", *kept, *more])
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows))

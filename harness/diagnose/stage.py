@@ -1,0 +1,135 @@
+"""``mode=diagnose``: what bounds training, found on the user's own settings in a minute, without training."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from harness.data.datasets import ImageDataset
+from harness.diagnose.fetch import image_sizes
+from harness.diagnose.report import Diagnosis, command, sentence
+from harness.diagnose.runs import BUDGET_S, COLUMNS, WIDTHS, FirstReads, Runs, Session
+from harness.diagnose.whatif import Facts, bound, problem_of, what_ifs
+from harness.feed.forms import Feeds
+from harness.feed.interface import FeedSettings, HostBatch, train_settings
+from harness.runtime.limits import Limits
+from harness.tuning.evidence import Evidence
+from harness.tuning.figures import Trainee
+from harness.tuning.lab import Lab
+from harness.watch.board import Board
+from harness.watch.console import live_table
+from harness.watch.stages import SAMPLE, StageCost, StageTotals
+
+_FEW = 2  # images whose step is tried first: batch normalisation needs more than one
+_REST_S = 5.0  # for what surrounds the runs, and for what is begun in time and ends late
+_LONGEST_STEP_S = 2.0  # of steps that take longer a diagnosis would see too few
+
+
+def diagnose(
+    feeds: Feeds, trainee: Trainee, limits: Limits, overridden: Sequence[str], folder: Path, board: Board | None
+) -> Diagnosis:
+    """What bounds training, measured in a minute at most; printed and written into ``folder`` by the first rank.
+
+    No trace stays: what steps change is put back, random states are as before. What torch.compile takes comes on top.
+
+    Args:
+        feeds: makes the feeds to be measured.
+        trainee: the training step.
+        limits: what this rank may use.
+        overridden: what the user's command line set.
+        folder: the run's.
+        board: TensorBoard, on the first rank alone.
+
+    Raises:
+        BadSample: a sample cannot be read.
+        LoaderError: loading does not work at all.
+    """
+    begin, config, world = time.perf_counter(), feeds.config, feeds.world
+    train = feeds.splits.train
+    assert isinstance(train, ImageDataset), "the settings refuse data that is not loaded"
+    with trainee.kept(), live_table(f"diagnosing (at most {BUDGET_S:g} s, nothing is trained)", COLUMNS, WIDTHS) as rows:
+        size, notes = _batch_size(feeds, trainee)
+        feeds = _with_batches_of(size, feeds)
+        own = world.agreed(train_settings(feeds.config.loader, limits, world.device.type == "cuda"))
+        lab = Lab(probes := FirstReads(feeds), trainee, limits, world, batch=_noise(size, feeds))
+        session = Session(lab, probes, train, rows, begin + BUDGET_S - _REST_S, notes=notes)
+        runs = session.run(own)
+    facts = _facts(runs, own, limits, trainee, train)
+    found = bound(facts)
+    diagnosis = Diagnosis(
+        bottleneck=found.bottleneck,
+        ceiling=facts.ceiling,
+        measured=runs.delivered is not None,
+        sentence=sentence(facts, found),
+        command=command(config, overridden, found.bottleneck, world.device.type, world.local_size),
+        settings=own,
+        runs=runs,
+        what_ifs=tuple(what_ifs(facts)),
+        notes=runs.notes,
+        seconds=time.perf_counter() - begin,
+    )
+    diagnosis.publish(folder if world.is_main else None, board)
+    return diagnosis
+
+
+def _batch_size(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
+    """Images in a batch: the user's, or fewer where a step would take long, as on a CPU, and then a note that says so."""
+    size = feeds.config.loader.batch_size
+    if trainee.device.type == "cuda" or size <= _FEW:
+        return size, []
+    run = trainee.demand(_noise(_FEW, feeds), 0.0)
+    image_s = -feeds.world.smallest(-min(s / n for s, n in zip(run.seconds, run.images, strict=True)))
+    fitting = max(_FEW, int(_LONGEST_STEP_S / image_s))
+    if fitting >= size:
+        return size, []
+    whole_s = f"a step on loader.batch_size={size} would take about {size * image_s:.0f} s"
+    return fitting, [f"measured with batches of {fitting} images: {whole_s}"]
+
+
+def _with_batches_of(size: int, feeds: Feeds) -> Feeds:
+    loader = dataclasses.replace(feeds.config.loader, batch_size=size)
+    return Feeds(feeds.splits, dataclasses.replace(feeds.config, loader=loader), feeds.world)
+
+
+def _noise(count: int, feeds: Feeds) -> HostBatch:
+    """A batch of so many images that nobody had to load: a step takes as long on any pixels."""
+    generator, side = torch.Generator().manual_seed(0), feeds.splits.train.image_size
+    images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(len(feeds.splits.classes), (count,), generator=generator)
+    return HostBatch(images, labels, torch.arange(count))
+
+
+def _facts(runs: Runs, own: FeedSettings, limits: Limits, trainee: Trainee, train: ImageDataset) -> Facts:
+    loading = runs.loading
+    assert loading.cost is not None
+    stages, cost = runs.stages, loading.cost
+    if stages is None:  # no whole batch came: only what single samples took is known
+        whole = StageCost(cost.wall_s * loading.images, cost.cpu_s * loading.images)
+        stages = StageTotals(loading.images, 0, whole.wall_s, {SAMPLE: whole})
+    else:  # with what a batch takes besides its samples
+        wall_s, cpu_s = (sum(each) / stages.samples for each in zip(*stages.stages.values(), strict=True))
+        cost = dataclasses.replace(cost, wall_s=wall_s, cpu_s=cpu_s)
+    facts = Facts(
+        settings=own,
+        cores=limits.cores,
+        cores_from=limits.sources.get("cores", ""),
+        on_cpu=trainee.device.type == "cpu",
+        overlaps=trainee.overlaps,
+        demand=runs.demand,
+        step_cpu_s=runs.step_cpu_s,
+        cost=cost,
+        stages=stages,
+        delivered=runs.delivered,
+        wait_fraction=runs.wait_fraction,
+        fetch_per_s=runs.fetch.images_per_s if runs.fetch else None,
+        copy_per_s=runs.copy_per_s,
+        image_size=train.image_size,
+        sizes=image_sizes(train.source),
+    )
+    known = Evidence(problem_of(facts))
+    known.note(dataclasses.replace(loading, cost=cost))  # less what workers took from each other, where they were many
+    return dataclasses.replace(facts, cost=known.costs[own.backend])

@@ -1,0 +1,267 @@
+"""What bounds training by the figures of the runs, and what changes would give: arithmetic, no clock and no process.
+
+The rates are those of ``harness.tuning.evidence``: the smallest of what the step takes, what the workers give and what the
+processors allow, loading and step together. A change is reckoned by that model with and without it; what real steps got is
+scaled by the ratio, so that what the model leaves out is left out on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.feed.interface import FeedSettings
+from harness.tuning.evidence import Evidence, Problem, exactly
+from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.search import with_workers
+from harness.watch.stages import StageCost, StageTotals
+from harness.watch.supply import Supply, reckon
+from harness.watch.verdict import Bottleneck
+
+FED, HARM = 0.02, 0.10  # of the time: below, nothing can be gained; from there on, MLPerf Storage calls a device starved
+_MODELLED, _CROWDED = 0.85, 0.7  # real steps get less than so much of what the model says: handing over is in the way
+_COPYING = 1.25  # copies alone give less than so many times what steps get: they are what fills the time
+_MORE = 0.9  # workers give less than so much of what could be had: they are too few
+_SHORT_SIDES = (1.15, 2.0)  # of stored images, in sides of the crop: as for evaluation, and with room for random crops
+_SMALLER = 0.9  # of the pixels: otherwise the files are small already
+_TELLING = 0.02  # of a sample's time: less is not worth a row
+_LEAST = 0.001  # of a sample's time is left whatever is taken away
+_DOING: Mapping[str, str] = {
+    "storage": "reading",
+    "decode": "decoding",
+    "augment": "augmentation",
+    "collate": "putting batches together",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the runs found.
+
+    Attributes:
+        settings: the loader's.
+        cores: processors that one rank may use, and where that is said.
+        on_cpu: whether the step runs on the same processors.
+        overlaps: whether loading without workers runs beside the step.
+        demand: G, images/s of the step on batches at hand.
+        step_cpu_s: processor seconds of the step per image.
+        cost: of one sample in a worker that has a processor to itself, with the files as they are.
+        stages: what the workers spent that on.
+        delivered: A, images/s of real steps; None where that was not measured.
+        wait_fraction: share of their time in which they waited for data; None likewise.
+        fetch_per_s: F, files/s from storage; None where that was not measured.
+        copy_per_s: images/s that copies to the device give; None where there are none to make.
+        image_size: side of the crop in pixels.
+        sizes: width and height in pixels of some stored images.
+    """
+
+    settings: FeedSettings
+    cores: float
+    cores_from: str
+    on_cpu: bool
+    overlaps: bool
+    demand: Rate
+    step_cpu_s: float
+    cost: SampleCost
+    stages: StageTotals
+    delivered: Rate | None = None
+    wait_fraction: float | None = None
+    fetch_per_s: float | None = None
+    copy_per_s: float | None = None
+    image_size: int = 0
+    sizes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def got(self) -> float:
+        """Images/s that steps get: as measured, else as the model says."""
+        return self.delivered.images_per_s if self.delivered else self.reckoned
+
+    @property
+    def reckoned(self) -> float:
+        """Images/s that steps get as the model says."""
+        return delivers(self, self.settings, self.cost)
+
+    @property
+    def lost(self) -> float:
+        """The share of the time that loading costs: steps wait for data, and are faster without loading."""
+        lost = 1 - 1 / self.ceiling
+        return lost if self.wait_fraction is None else min(lost, self.wait_fraction)
+
+    @property
+    def ceiling(self) -> float:
+        """Speed-up if loading were free."""
+        return max(1.0, self.demand.images_per_s / self.got)
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One change, and what steps would get then, by arithmetic."""
+
+    change: str
+    images_per_s: float
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What keeps steps from more images: the class, and why in words."""
+
+    bottleneck: Bottleneck
+    words: str
+
+
+def problem_of(facts: Facts) -> Problem:
+    """The facts as ``Evidence`` takes them."""
+    return Problem(
+        own=facts.settings,
+        calibration=(),
+        forms=(facts.settings.backend,),
+        demand=facts.demand,
+        step_cpu_s=facts.step_cpu_s,
+        cores=facts.cores,
+        most=max(1, facts.settings.num_workers),
+        pin_memory=facts.settings.pin_memory,
+        overlaps=facts.overlaps,
+        fits=lambda _: None,
+        budget_s=0.0,
+    )
+
+
+def delivers(facts: Facts, settings: FeedSettings, cost: SampleCost) -> float:
+    """Images/s that steps get by the model, with ``settings`` and samples of ``cost``."""
+    rate = exactly(max(1, settings.num_workers) / cost.wall_s)
+    known = Evidence(problem_of(facts), [Trial(settings, "supply", rate, cost=cost)], {settings.backend: cost})
+    got = known.delivered(settings)
+    assert got is not None
+    return min(got.images_per_s, known.reachable())
+
+
+def reachable(facts: Facts) -> tuple[float, int]:
+    """The most images/s that any number of workers can give to the steps, and that number."""
+    form = facts.settings.backend
+    known = Evidence(problem_of(facts), [], {form: facts.cost})
+    return known.reachable(), max(1, math.ceil(known.reachable() * facts.cost.wall_s - 0.05))
+
+
+def bound(facts: Facts) -> Bound:
+    """What bounds the steps."""
+    taken = "; loading costs it processors rather than waits" if facts.on_cpu and facts.ceiling > 1 + HARM else ""
+    if facts.lost < FED:
+        return Bound("compute", f"the network's own work sets the pace{taken}")
+    if facts.lost < HARM:
+        return Bound("balanced", f"the step waits for data in {facts.lost:.0%} of the time{taken}")
+    most, workers = reachable(facts)
+    crowded = most < facts.demand.images_per_s
+    if facts.got < (_CROWDED if crowded else _MODELLED) * facts.reckoned:
+        if facts.copy_per_s is not None and facts.copy_per_s < _COPYING * facts.got:
+            memory = "page-locked" if facts.settings.pin_memory else "pageable"
+            return Bound("copy", f"copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at most")
+        return Bound("transport", "batches are made in time but reach the step late: handing them over is the limit")
+    supply = _supply(facts)
+    share = f"{_DOING[supply.kind]} takes a worker {supply.kind_s * 1e3:.3g} of {supply.wall_s * 1e3:.3g} ms a sample"
+    if supply.kind == "storage" and supply.waits:
+        return Bound("storage", f"{share}, most of it waiting")
+    if facts.reckoned < _MORE * most and workers > facts.settings.num_workers:
+        have = f"num_workers={facts.settings.num_workers} can give {rate_in_words(facts.reckoned)} images/s"
+        return Bound("workers", f"{have}, num_workers={workers} {rate_in_words(most)}; {share}")
+    return _processors(facts, supply, share, crowded)
+
+
+def _processors(facts: Facts, supply: Supply, share: str, crowded: bool) -> Bound:
+    """The bound where loading has all the processors that it can have."""
+    together = f", and the step shares the {facts.cores:g} cores" if crowded and facts.on_cpu else ""
+    if crowded and facts.cores_from.startswith("quota"):
+        return Bound("quota", f"the {facts.cores:g} cores of the {facts.cores_from} are full; {share}{together}")
+    return Bound(supply.kind, f"{share}{together}")
+
+
+def _supply(facts: Facts) -> Supply:
+    """What the workers' time went for; their number over the cores' is the most that they took from each other."""
+    supply = reckon(facts.stages, max(1.0, facts.settings.num_workers / facts.cores))
+    assert supply is not None, "at least one sample was made"
+    return supply
+
+
+def what_ifs(facts: Facts) -> list[WhatIf]:
+    """What changes would give, the ceiling first."""
+    scale, demand = facts.got / facts.reckoned, facts.demand.images_per_s
+    rows = [WhatIf("loading were free (the ceiling)", max(demand, facts.got), facts.ceiling)]
+    for change, changed, settings, cost in _changes(facts):
+        rate = max(facts.got, min(changed.demand.images_per_s, scale * delivers(changed, settings, cost)))
+        rows.append(WhatIf(change, rate, rate / facts.got))
+    if facts.fetch_per_s is not None:
+        rate = min(facts.got, facts.fetch_per_s)
+        rows.append(WhatIf("every file came cold from storage", rate, rate / facts.got))
+    return rows
+
+
+def _changes(facts: Facts) -> Iterator[tuple[str, Facts, FeedSettings, SampleCost]]:
+    """Each change in words, with the facts, the settings and the cost of a sample under it."""
+    own, cost = facts.settings, facts.cost
+    _, workers = reachable(facts)
+    if workers > own.num_workers:
+        yield f"loader.num_workers={workers}", facts, with_workers(own, workers), cost
+    for more in (1, 2, 4):
+        yield _cores_in_words(more), _with_cores(facts, more), with_workers(own, own.num_workers + more), cost
+    waiting, encoded = _waiting(facts), _share(facts.stages, ("read", "decode"))
+    if waiting > _TELLING:
+        yield "a disk twice as fast", facts, own, _cheaper(cost, StageCost(waiting / 2, 0.0))
+    if encoded.wall_s > _TELLING:
+        yield "decoded images at hand (no reading, no decoding)", facts, own, _cheaper(cost, encoded)
+    for sides in _SHORT_SIDES:
+        kept = kept_pixels(facts.sizes, sides * facts.image_size)
+        if kept < _SMALLER:
+            gone = StageCost((1 - kept) * encoded.wall_s, (1 - kept) * encoded.cpu_s)
+            yield f"files with a short side of {sides * facts.image_size:.0f} pixels", facts, own, _cheaper(cost, gone)
+
+
+def kept_pixels(sizes: Sequence[tuple[int, int]], short: float) -> float:
+    """The share of their pixels that images of ``sizes`` keep when short sides over ``short`` pixels become that; 1 of none."""
+    pixels = sum(width * height for width, height in sizes)
+    kept = sum(width * height * min(1.0, short / min(width, height)) ** 2 for width, height in sizes)
+    return kept / pixels if pixels else 1.0
+
+
+def _share(totals: StageTotals, stages: Sequence[str]) -> StageCost:
+    """The shares of a sample's wall and of its processor time that ``stages`` take together, as far as there are such."""
+    parts, whole = [totals.stages[stage] for stage in stages if stage in totals.stages], totals.stages.values()
+    wall_s, cpu_s = sum(cost.wall_s for cost in whole), sum(cost.cpu_s for cost in whole)
+    return StageCost(
+        sum(part.wall_s for part in parts) / wall_s if wall_s else 0.0,
+        sum(part.cpu_s for part in parts) / cpu_s if cpu_s else 0.0,
+    )
+
+
+def _waiting(facts: Facts) -> float:
+    """The share of a sample's wall time in which reading waits, and not for a processor."""
+    read = facts.stages.stages.get("read", StageCost(0.0, 0.0))
+    wall_s = sum(cost.wall_s for cost in facts.stages.stages.values())
+    return max(0.0, read.wall_s - _supply(facts).crowding * read.cpu_s) / wall_s
+
+
+def _cheaper(cost: SampleCost, gone: StageCost) -> SampleCost:
+    """``cost`` without the shares of its wall and its processor time that are ``gone``."""
+    left = max(_LEAST, 1 - gone.wall_s)
+    times = tuple((seconds * left, count) for seconds, count in cost.times)
+    return dataclasses.replace(cost, wall_s=left * cost.wall_s, cpu_s=max(0.0, 1 - gone.cpu_s) * cost.cpu_s, times=times)
+
+
+def _with_cores(facts: Facts, more: int) -> Facts:
+    """The facts with so many more cores; a step that runs on them too is faster in proportion, at best."""
+    cores = facts.cores + more
+    if not facts.on_cpu:
+        return dataclasses.replace(facts, cores=cores)
+    faster = cores / facts.cores
+    demand = Rate(*(rate * faster for rate in (facts.demand.images_per_s, facts.demand.low, facts.demand.high)))
+    return dataclasses.replace(facts, cores=cores, demand=demand)
+
+
+def rate_in_words(images_per_s: float) -> str:
+    """A rate with three digits or more."""
+    return f"{images_per_s:.3g}" if images_per_s < 100 else f"{images_per_s:.0f}"
+
+
+def _cores_in_words(more: int) -> str:
+    return f"{more} more core{'s' * (more > 1)}, and a worker for each"

@@ -1,0 +1,154 @@
+"""The course of a run from its ``metrics.jsonl``: as many points as a chart can show, with no spike lost."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness.page.shape import number
+
+SPREAD = ("median", "p95", "max")
+PARTS = ("compute", "starved", "exposed_copy", "host")  # of a step
+TAGS = (
+    *(f"time/{name}_ms/{of}" for name in ("step", *PARTS) for of in SPREAD),
+    "speed/images_per_s", "stall/data_fraction", "stages/busy_fraction", "gpu/utilization", "gpu/sm_utilization",
+    "host/own_cpu_cores", "host/throttled_fraction", "host/memory_stall_fraction",
+    "host/own_read_bytes_per_s", "host/own_storage_bytes_per_s",
+)  # fmt: skip
+_TOLD = frozenset(f"time/{part}_ms/{of}" for part in PARTS for of in ("p95", "max"))  # in words, and not drawn
+
+_OF_TYPICAL = 3.0  # a spike is a step that is so many times the typical one
+_OF_USUAL = 2.0  # and so many times the longest that windows usually have
+_MOST_SPIKES = 40
+
+Figures = list[float | None]
+
+
+@dataclass(slots=True)
+class Windows:
+    """The logged windows of steps, one entry per window in every list.
+
+    Attributes:
+        steps: the step after which it was logged.
+        epochs: the epoch it lies in; None where the line does not say.
+        figures: by tag.
+        damaged: lines that could not be read, but for a last one that is still being written.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    epochs: Figures = field(default_factory=list)
+    figures: dict[str, Figures] = field(default_factory=lambda: {tag: [] for tag in TAGS})
+    damaged: int = 0
+
+
+def read_windows(path: Path) -> Windows:
+    """The windows that the file ``path`` has, in the order of their steps.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    lines: list[tuple[int, Figures]] = []
+    windows = Windows()
+    with open(path, "rb") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+                step = line["step"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                windows.damaged += text.endswith(b"\n")
+                continue
+            if number(step) is not None and number(line.get("time/step_ms/median")) is not None:
+                lines.append((int(step), [number(line.get(name)) for name in ("epoch", *TAGS)]))
+    for step, (epoch, *found) in sorted(lines, key=lambda pair: pair[0]):
+        windows.steps.append(step)
+        windows.epochs.append(epoch)
+        for figures, figure in zip(windows.figures.values(), found, strict=True):
+            figures.append(figure)
+    return windows
+
+
+def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
+    """The windows in at most ``buckets`` groups of neighbours, as JSON can hold them; None where there are none.
+
+    ``columns`` gives for every tag the ``mean`` of each group, and its ``low`` and ``high`` where a group is more than one
+    window; ``spikes`` are single steps that stand out, the longest first, each with the group it is ``at``.
+    """
+    count = len(windows.steps)
+    if not count:
+        return None
+    groups = min(count, buckets)
+    edges = [group * count // groups for group in range(groups + 1)]
+    columns = {
+        tag: _column(figures, edges)
+        for tag, figures in windows.figures.items()
+        if tag not in _TOLD and any(figure is not None for figure in figures)
+    }
+    found = spikes(windows)
+    return {
+        "steps": [windows.steps[edge - 1] for edge in edges[1:]],
+        "epochs": [windows.epochs[edge - 1] for edge in edges[1:]],
+        "windows": count,
+        "columns": columns,
+        "spikes": [_told(windows, index) | {"at": bisect_right(edges, index) - 1} for index in found[:_MOST_SPIKES]],
+        "spike_count": len(found),
+    }
+
+
+def latest(windows: Windows) -> dict[str, Any]:
+    """The last window in the words of a report, with None for what it does not say: for a run that has no report yet."""
+    if not windows.steps:
+        return {}
+    last = {tag: figures[-1] for tag, figures in windows.figures.items()}
+    known = {part: ms for part in PARTS if (ms := last[f"time/{part}_ms/median"]) is not None}
+    whole = sum(known.values())
+    return {
+        "steps": windows.steps[-1],
+        "images_per_s": last["speed/images_per_s"],
+        "stall_fraction": last["stall/data_fraction"],
+        "gpu_utilization": last["gpu/utilization"],
+        **{f"{name}_ms": {of: last[f"time/{name}_ms/{of}"] for of in SPREAD} for name in ("step", *PARTS)},
+        "shares": {part: ms / whole for part, ms in known.items()} if whole > 0 else None,
+    }
+
+
+def spikes(windows: Windows) -> list[int]:
+    """The windows whose longest step stands out, the longest first."""
+    longest = windows.figures["time/step_ms/max"]
+    known = [figure for figure in longest if figure is not None]
+    if not known:
+        return []
+    typical = median(figure for figure in windows.figures["time/step_ms/median"] if figure is not None)
+    least = max(_OF_TYPICAL * typical, _OF_USUAL * median(known))
+    over = [(figure, index) for index, figure in enumerate(longest) if figure is not None and figure > least]
+    return [index for _, index in sorted(over, reverse=True)]
+
+
+def _told(windows: Windows, index: int) -> dict[str, Any]:
+    """One spike: between which steps, how long, and the part of a step that made up most of it, if one did."""
+    ms = windows.figures["time/step_ms/max"][index] or 0.0
+    parts = {part: windows.figures[f"time/{part}_ms/max"][index] or 0.0 for part in PARTS}
+    cause = max(parts, key=lambda part: parts[part])
+    before = windows.steps[index - 1] if index else 0
+    told = {"after": before, "step": windows.steps[index], "ms": _short(ms)}
+    return told | ({"cause": cause} if parts[cause] > ms / 2 else {})
+
+
+def _column(figures: Sequence[float | None], edges: Sequence[int]) -> dict[str, Figures]:
+    column: dict[str, Figures] = {"mean": [], "low": [], "high": []}
+    for first, end in pairwise(edges):
+        known = [figure for figure in figures[first:end] if figure is not None]
+        column["mean"].append(_short(sum(known) / len(known)) if known else None)
+        column["low"].append(_short(min(known)) if known else None)
+        column["high"].append(_short(max(known)) if known else None)
+    return column if len(figures) >= len(edges) else {"mean": column["mean"]}
+
+
+def _short(figure: float) -> float:
+    """Four digits are more than a chart shows."""
+    return float(f"{figure:.4g}")

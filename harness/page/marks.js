@@ -1,0 +1,70 @@
+// What the parts of a step are called and how they are painted: each by a colour and a pattern, so that neither is needed alone.
+import { h, path, s } from "./dom.js";
+
+export const PARTS = ["compute", "starved", "exposed_copy", "host"];
+
+export const LABELS = { compute: "compute", starved: "starved", exposed_copy: "exposed copy", host: "host" };
+
+export const MEANINGS = {
+  compute: "the device worked on the step",
+  starved: "the device had nothing to run: no batch was ready",
+  exposed_copy: "the device waited for a batch on its way to it",
+  host: "the device waited for Python: launches, logging, garbage collection",
+};
+
+const SLANTED = "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4";
+const dots = (...places) => places.map((at) => s("circle", { cx: at, cy: at, r: 1.4, class: "ink" }));
+
+const OTHERS = 6; // paints of their own for so many
+const PATTERNS = {
+  compute: () => [],
+  starved: () => path(SLANTED, "stroke"),
+  exposed_copy: () => dots(2, 6),
+  host: () => path("M2,0 v8 M6,0 v8", "stroke"),
+  waiting: () => path(SLANTED, "stroke"),
+  other0: () => [],
+  other1: () => path("M0,4 h8", "stroke"),
+  other2: () => path("M-2,6 l4,4 M0,0 l8,8 M6,-2 l4,4", "stroke"),
+  other3: () => dots(4),
+  other4: () => path("M0,4 h8 M4,0 v8", "stroke"),
+  other5: () => path("M4,0 v4", "stroke"),
+};
+
+// The definitions behind `paint`, once in a document.
+export function patterns() {
+  const square = { width: 8, height: 8, patternUnits: "userSpaceOnUse" };
+  const defined = Object.entries(PATTERNS).map(([name, marks]) =>
+    s("pattern", { id: `paint-${name}`, ...square }, s("rect", { width: 8, height: 8, class: `flat ${name}` }), marks()));
+  return s("svg", { width: 0, height: 0, class: "patterns", "aria-hidden": "true" }, s("defs", {}, defined));
+}
+
+export function paint(name) {
+  return `url(#paint-${name})`;
+}
+
+// The paint of the n-th of things that are no parts of a step.
+export function other(n) {
+  return `other${n % OTHERS}`;
+}
+
+// A sample of 14 by 14 pixels for a legend.
+export function sample(...marks) {
+  return s("svg", { class: "swatch", width: 14, height: 14, "aria-hidden": "true" }, ...marks);
+}
+
+export function swatch(name) {
+  return sample(s("rect", { width: 14, height: 14, rx: 2, fill: paint(name) }));
+}
+
+export function stroke(kind) {
+  return sample(path("M0,7 h14", `line ${kind}`));
+}
+
+// A legend of [sample, name] pairs.
+export function keys(pairs, ...more) {
+  return h("span", { class: "keys" }, pairs.map(([mark, name]) => h("span", {}, mark, name)), ...more);
+}
+
+export function partKeys(parts = PARTS) {
+  return parts.map((part) => [swatch(part), LABELS[part]]);
+}

@@ -1,0 +1,98 @@
+"""The page as a file: ``report.html`` of a run or of a sweep, which needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.page.runs import BUCKETS, find_runs, read_run
+
+ASSETS = Path(__file__).parent
+SCRIPTS = (  # each imports from those before it
+    "dom.js", "format.js", "marks.js", "plot.js", "bars.js", "course.js", "supply.js", "run.js", "sweep.js", "page.js",
+)  # fmt: skip
+STYLE = "page.css"
+_FEWEST_BUCKETS = 60
+
+_log = logging.getLogger("wellfed")  # the run's own, whose name stands in a room that is too heavy to import
+
+
+def write_report(folder: Path) -> None:
+    """Write ``report.html`` of the run in ``folder``, whole or not at all; a page that cannot be made costs a warning alone."""
+    try:
+        write_page(folder / "report.html", [read_run(folder, folder.resolve().name)])
+    except Exception as error:  # the run is over and has its report.json: nothing here may change how it ends
+        _log.warning("%s: %s; the run goes on without it", folder / "report.html", error)
+
+
+def write_sweep(root: Path) -> tuple[Path, int]:
+    """Write ``report.html`` of all runs at and below ``root``; the file, and of how many runs it is.
+
+    Raises:
+        FileNotFoundError: there is no run.
+        OSError: the file cannot be written.
+    """
+    folders = find_runs(root)
+    if not folders:
+        raise FileNotFoundError(f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or a sweep")
+    buckets = max(_FEWEST_BUCKETS, min(BUCKETS, 3 * BUCKETS // len(folders)))  # the page stays below a megabyte
+    path = root / "report.html"
+    write_page(path, [read_run(folder, name, buckets=buckets) for name, folder in folders.items()])
+    return path, len(folders)
+
+
+def write_page(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Write the page of ``runs``, as ``read_run`` gives them, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(page(runs, title=f"Data stalls: {path.parent.resolve().name}"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def page(runs: Sequence[Mapping[str, Any]], title: str) -> str:
+    """The whole page as HTML."""
+    script = bundle()
+    data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # cannot end its element
+    parts = {
+        "title": html.escape(title),
+        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # no other script may run
+        "style": asset(STYLE),
+        "data": data,
+        "script": script,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset("page.html"))
+
+
+def bundle() -> str:
+    """All scripts as one, each in a scope of its own; in TensorBoard they are served as the modules that they are."""
+    return f"const modules = {{}};\n{''.join(map(_scoped, SCRIPTS))}"
+
+
+def _scoped(name: str) -> str:
+    """A script as a function's body that gives its exports."""
+    text = re.sub(r'^import (\{.*\}) from "\./(.*)";$', r'const \1 = modules["\2"];', asset(name), flags=re.M)
+    exports = re.findall(r"^export (?:async )?(?:function|const) (\w+)", text, flags=re.M)
+    body = re.sub(r"^export ", "", text, flags=re.M)
+    return f'modules["{name}"] = (() => {{\n{body}return {{ {", ".join(exports)} }};\n}})();\n'
+
+
+def asset(name: str) -> str:
+    """The text of a file that lies beside this one."""
+    return (ASSETS / name).read_text(encoding="utf-8")

@@ -1,0 +1,112 @@
+"""Run folders, and what the page shows of one: its files, read as they are, with what is missing said in words."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from harness.page.course import Windows, course, latest, read_windows
+from harness.page.shape import REPORT, TUNING, fitted
+
+BUCKETS = 400  # points of a chart that has the page's width
+REPORT_JSON, METRICS_JSONL, TUNING_JSON = "report.json", "metrics.jsonl", "tuning.json"
+FILES = (REPORT_JSON, METRICS_JSONL, TUNING_JSON)
+_CONFIG = ".hydra/config.yaml"
+
+_MOST_RUNS, _MOST_FOLDERS = 1000, 50_000  # looked at below one folder
+_LARGEST_BYTES = 16 * 2**20  # of report.json and tuning.json, which have a few kilobytes
+_CONFIG_CHARACTERS = 32_000
+_WITHOUT_RUNS = ("checkpoints", "trace")
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """The run folders at and below ``root`` by name, at most 1,000: the path from ``root``, in natural order."""
+    found = dict(islice(each_run(root), _MOST_RUNS))
+    return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+
+def each_run(root: Path) -> Iterator[tuple[str, Path]]:
+    """Every run folder as it is found; links to folders are not followed."""
+    for path, folders, files in islice(os.walk(root), _MOST_FOLDERS):
+        if REPORT_JSON in files or METRICS_JSONL in files:
+            yield (os.path.relpath(path, root) if path != str(root) else root.resolve().name), Path(path)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _WITHOUT_RUNS)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """A key by which job 10 comes after job 9."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, Any]:
+    """One run as the page takes it: its files' contents and ``notes`` on what is missing.
+
+    Where there is no report yet, ``report`` has the figures of the ``latest`` window.
+    """
+    notes: list[str] = []
+    windows = _windows(folder / METRICS_JSONL, notes)
+    report = fitted(_json(folder / REPORT_JSON, notes), REPORT)
+    if report is None and not os.path.exists(folder / REPORT_JSON):
+        notes.append(f"{REPORT_JSON} is missing: the run has not ended or was killed; what is shown is what it wrote so far")
+    if report and windows.steps and windows.steps[-1] > report.get("steps", math.inf):
+        notes.append(f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step {windows.steps[-1]}")
+    tuned = os.path.exists(folder / TUNING_JSON)  # Path.exists would raise where it may not look
+    tuning = fitted(_json(folder / TUNING_JSON, notes), TUNING) if tuned else None
+    if tuned and tuning is None and not any(TUNING_JSON in note for note in notes):
+        notes.append(f"{TUNING_JSON} does not hold what the tuner writes")
+    return {
+        "name": name,
+        "report": fitted(latest(windows), REPORT) if report is None else report,
+        "latest": report is None,
+        "tuning": tuning,
+        "course": course(windows, buckets),
+        "config": _config(folder / _CONFIG),
+        "notes": notes,
+    }
+
+
+def _json(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
+    """The object in a file; None, with a note unless it is just not there, where there is none."""
+    if not os.path.exists(path):
+        return None
+    try:
+        if not os.path.isfile(path) or path.stat().st_size > _LARGEST_BYTES:
+            raise ValueError(f"it is not a file of at most {_LARGEST_BYTES >> 20} MiB")
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds no object but {type(value).__name__}")
+        return value
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    except (ValueError, RecursionError) as error:
+        notes.append(f"{path.name} is damaged: {error}")
+    return None
+
+
+def _windows(path: Path, notes: list[str]) -> Windows:
+    if not os.path.isfile(path):
+        notes.append(f"{path.name} is missing: there is no course over time")
+        return Windows()
+    try:
+        windows = read_windows(path)
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return Windows()
+    if windows.damaged:
+        notes.append(f"{path.name} has {windows.damaged} damaged lines, which are left out")
+    if not windows.steps:
+        notes.append(f"{path.name} has no window of steps yet")
+    return windows
+
+
+def _config(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")[:_CONFIG_CHARACTERS]
+    except OSError:
+        return None

@@ -1,0 +1,112 @@
+"""What the tab in TensorBoard asks for: the page's files, the list of runs, one run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from harness.page.report import ASSETS, SCRIPTS, STYLE
+from harness.page.runs import BUCKETS, FILES, each_run, find_runs, read_run
+
+_FEW_BUCKETS = 60  # points of a small chart beside others
+_REMOTE = re.compile(r"\w+://")
+
+App = Callable[[Mapping[str, Any], Callable[..., Any]], Iterable[bytes]]  # WSGI
+Query = Mapping[str, list[str]]
+
+
+def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
+    """Folders by label from ``--logdir``, whose label is empty, or else from ``--logdir_spec=label:path,label:path``."""
+    if logdir:
+        return {"": str(logdir)}
+    found: dict[str, str] = {}
+    for item in filter(None, (spec or "").split(",")):
+        label, colon, path = item.partition(":")
+        if not colon or "/" in label or path.startswith("//"):
+            label = path = item
+        found[label] = path if _REMOTE.match(path) else str(Path(path).expanduser())
+    return found
+
+
+def has_run(folders: Mapping[str, str]) -> bool:
+    """Whether there is a run in one of ``folders``."""
+    return any(next(each_run(Path(path)), None) for path in _local(folders).values())
+
+
+def apps(folders: Mapping[str, str]) -> dict[str, App]:
+    """What is served, by path: the page's files, ``/runs`` with few points of each, and ``/run?name=`` with as many as fit."""
+    files = {f"/{name}": _file(ASSETS / name) for name in ("tab.js", STYLE, *SCRIPTS)}
+    return {**files, "/runs": _answer(partial(_list, folders)), "/run": _answer(partial(_one, folders))}
+
+
+def _local(folders: Mapping[str, str]) -> dict[str, str]:
+    return {label: path for label, path in folders.items() if not _REMOTE.match(path)}
+
+
+def _runs(folders: Mapping[str, str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for label, path in _local(folders).items():
+        found |= {f"{label}/{name}" if label else name: folder for name, folder in find_runs(Path(path)).items()}
+    return found
+
+
+def _list(folders: Mapping[str, str], query: Query) -> str:
+    remote = [path for label, path in folders.items() if label not in _local(folders)]
+    notes = [f"{path} is not on this machine: this page reads run folders on a local disk only" for path in remote]
+    runs = [_run_json(folder, name, _FEW_BUCKETS, _stamps(folder)) for name, folder in _runs(folders).items()]
+    return f'{{"notes": {json.dumps(notes)}, "runs": [{", ".join(runs)}]}}'
+
+
+def _one(folders: Mapping[str, str], query: Query) -> str:
+    name = query.get("name", [""])[0]
+    folder = _runs(folders)[name]  # a name is looked up and never made into a path
+    return _run_json(folder, name, BUCKETS, _stamps(folder))
+
+
+def _stamps(folder: Path) -> tuple[tuple[int, int] | None, ...]:
+    """What changes when one of the run's files does."""
+    return tuple(_stamp(folder / name) for name in FILES)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=1024)
+def _run_json(folder: Path, name: str, buckets: int, stamps: object) -> str:
+    return json.dumps(read_run(folder, name, buckets=buckets), allow_nan=False)
+
+
+def _file(path: Path) -> App:
+    kind = "text/css" if path.suffix == ".css" else "text/javascript"
+    return lambda environ, start: _reply(start, "200 OK", kind, path.read_bytes())
+
+
+def _answer(make: Callable[[Query], str]) -> App:
+    """Serves the JSON that ``make`` gives for a query; what goes wrong is told in the tab and stops nothing else."""
+
+    def app(environ: Mapping[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        try:
+            status, text = "200 OK", make(parse_qs(environ.get("QUERY_STRING", "")))
+        except KeyError as error:
+            status, text = "404 Not Found", json.dumps({"error": f"there is no run {error}"})
+        except Exception as error:
+            status, text = "500 Internal Server Error", json.dumps({"error": f"{type(error).__name__}: {error}"})
+        return _reply(start, status, "application/json", text.encode())
+
+    return app
+
+
+def _reply(start: Callable[..., Any], status: str, kind: str, body: bytes) -> list[bytes]:
+    headers = {"Content-Type": f"{kind}; charset=utf-8", "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+    start(status, [*headers.items(), ("Content-Length", str(len(body)))])
+    return [body]

@@ -1,0 +1,155 @@
+"""What a verdict rests on, and what follows from it by arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from harness.watch.figures import Window
+from harness.watch.stages import StageTotals
+from harness.watch.supply import reckon
+from harness.watch.tags import Tag
+
+_LARGEST_CEILING = 1000.0
+_FULL = 0.9  # of the processors' time: so much in use, some work waits for a processor
+THROTTLED = 0.25  # of the scheduling periods: kubernetes-mixin's CPUThrottlingHigh warns from here on
+
+
+class LoaderSettings(Protocol):
+    """What a verdict asks of a loader's settings; the names are torch's."""
+
+    @property
+    def batch_size(self) -> int:
+        """Images in a batch."""
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes; 0: loading happens in the trainer."""
+
+    @property
+    def prefetch_factor(self) -> int | None:
+        """Batches in flight per worker; None without workers."""
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches are page-locked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """One rank's step: medians in milliseconds, of ``host_ms`` the mean; None where the device cannot tell."""
+
+    rank: int
+    step_ms: float
+    data_wait_ms: float
+    host_ms: float | None
+    forward_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a verdict rests on.
+
+    Attributes:
+        window: the steps' figures, usually the whole run's.
+        stages: what the workers spent their time on; None where the feed does not tell.
+        settings: the loader's.
+        cores: processors that this rank may use.
+        device: cpu, cuda or mps.
+        sampled: the machine's figures by tag, means over the run.
+        autotuned: whether the loader's settings are those of a search.
+        ranks: every rank's figures, where there are several.
+        precision: the network's, by its name in the settings.
+        compiled: whether torch.compile was used.
+        channels_last: whether activations are kept as NHWC.
+        window_steps: steps in one logged window.
+    """
+
+    window: Window
+    stages: StageTotals | None
+    settings: LoaderSettings
+    cores: float
+    device: str
+    sampled: Mapping[str, float]
+    autotuned: bool
+    ranks: tuple[RankFigures, ...] = ()
+    precision: str = "fp32"
+    compiled: bool = False
+    channels_last: bool = False
+    window_steps: int = 10
+
+
+class Reckoning:
+    """``evidence`` as shares of the time, 0..1.
+
+    Attributes:
+        starved: the device had nothing to run and the loop waited for a batch.
+        copy: it waited for a batch's copy.
+        host: it waited for Python between two steps, garbage collections within a step among that.
+        lost: the three together.
+        compute: it ran the network; None where that is not known.
+        parts: what ``starved`` was spent on: make, transport, pin and move; empty where no batch was stamped.
+        host_parts: what ``host`` was spent on, as far as that has a name.
+        supply: what the workers' time went for; None where nothing tells.
+        ceiling: speed-up if loading were free.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        window, shares = evidence.window, evidence.window.shares
+        self.evidence, self.window = evidence, window
+        self.stall = min(1.0, max(0.0, window.stall_fraction or 0.0))
+        self.ceiling = min(_LARGEST_CEILING, 1 / max(1 - self.stall, 1e-9))
+        self.copy = shares.get("exposed_copy", 0.0)
+        self.starved = shares.get("starved", self.stall - self.copy)
+        self.compute = shares.get("compute", window.compute_fraction)
+        elapsed_s = max(window.elapsed_s, 1e-9)
+        self.host_parts = {name: min(1.0, spent_s / elapsed_s) for name, spent_s in window.host_parts_s.items()}
+        # a collection comes when it will: on a CPU's clock that is mostly within computing()
+        self.host = max(shares.get("host", 0.0), self.host_parts.get("gc", 0.0))
+        self.lost = self.starved + self.copy + self.host
+        named = {name: window.wait_parts.get(name, 0.0) for name in ("make", "transport", "pin")}
+        self.parts = {**named, "move": max(0.0, 1 - sum(named.values()))} if window.wait_parts else {}
+        self.supply = reckon(evidence.stages, self._lone_crowding())
+
+    def sampled(self, tag: Tag) -> float | None:
+        """The mean of one of the machine's figures over the run."""
+        return self.evidence.sampled.get(tag)
+
+    def suspects(self) -> dict[str, float]:
+        """The share of the time that each kind of bottleneck held the steps up; compute's is the steps' own."""
+        parts = self.parts or {"make": 1.0}
+        found = {"compute": self.compute or 0.0, "host": self.host}
+        found["copy"] = self.copy + self.starved * parts.get("move", 0.0)
+        found["transport"] = self.starved * (parts.get("transport", 0.0) + parts.get("pin", 0.0))
+        made = self.starved * parts["make"]
+        return found | {kind: made * share for kind, share in (self.supply.parts.items() if self.supply else ())}
+
+    def unmade(self) -> float:
+        """The share of the time that steps would wait for batches if those were here as soon as they are made."""
+        supply, workers = self.supply, self.evidence.settings.num_workers
+        if supply is None or not workers:
+            return self.starved
+        demand = (self.window.images_per_s or 0.0) * self.ceiling
+        return max(0.0, 1 - workers / max(workers, supply.wall_s * demand))
+
+    def room(self) -> float:
+        """How many times as much as its workers the processors could load, beside the step, if that was all that bounds it."""
+        supply, rate, workers = self.supply, self.window.images_per_s, self.evidence.settings.num_workers
+        if supply is None or not rate:
+            return 1.0
+        cores, used = self.evidence.cores, self.sampled(Tag.CPU_CORES)
+        step_cores = 0.0  # where the device is another one and nothing was sampled
+        if used is not None:
+            step_cores = max(0.0, min(used, cores) - supply.cpu_s * rate)
+        elif self.evidence.device == "cpu":
+            step_cores = cores * (self.compute or 0.0)
+        return supply.rate_of(cores, step_cores / rate) / max(rate, workers / supply.wall_s)
+
+    def _lone_crowding(self) -> float | None:
+        """The most that the processors can have been crowded; None where they were full."""
+        used, machine = self.sampled(Tag.CPU_CORES), self.sampled(Tag.CPU_FRACTION)
+        shares = [share for share in (used and used / self.evidence.cores, machine) if share is not None]
+        if max(shares, default=0.0) >= _FULL or (self.sampled(Tag.THROTTLED_FRACTION) or 0.0) >= THROTTLED:
+            return None
+        return 1.0 if shares else max(1.0, (self.evidence.settings.num_workers + 1) / self.evidence.cores)

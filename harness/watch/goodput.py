@@ -1,0 +1,66 @@
+"""Where the wall time of a run went, from the command to its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from harness.watch.figures import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Seconds that went to something else than training steps on the device."""
+
+    name: str
+    s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """How much of the wall time the device was busy with training steps.
+
+    Attributes:
+        fraction: ``busy_s`` of ``wall_s``, 0..1.
+        busy_s: the device's (on a CPU: the host's) seconds within ``computing()``, but for the first step of each epoch.
+        wall_s: from the start of the command to this figure.
+        rest: what took the rest, the largest part first; with ``busy_s`` they sum to ``wall_s``.
+    """
+
+    fraction: float
+    busy_s: float
+    wall_s: float
+    rest: tuple[Part, ...]
+
+
+class Course:
+    """Wall time since ``began_s``, a time of the clock ``now``, by what it went to."""
+
+    def __init__(self, began_s: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self._began_s, self._now = began_s, now
+        self._marked_s = began_s
+        self._spent_s: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """Book the time since the last mark, or since the beginning, under ``name``."""
+        marked_s, self._marked_s = self._marked_s, self._now()
+        self._spent_s[name] = self._spent_s.get(name, 0.0) + self._marked_s - marked_s
+
+    def goodput(self, figures: Window) -> Goodput | None:
+        """What ``figures`` of the whole run and the marks come to; None where the device's own time is not known."""
+        busy = figures.shares.get("compute")
+        wall_s = self._now() - self._began_s
+        if busy is None or wall_s <= 0:
+            return None
+        busy_s = min(busy * figures.elapsed_s, wall_s)
+        spent = {**self._spent_s, **_steps(figures)}
+        spent["other"] = wall_s - busy_s - sum(spent.values())  # making feeds, printing, closing
+        parts = sorted((Part(name, s) for name, s in spent.items() if s > 0), key=lambda part: -part.s)
+        return Goodput(busy_s / wall_s, busy_s, wall_s, tuple(parts))
+
+
+def _steps(figures: Window) -> Mapping[str, float]:
+    """Seconds of the training loop in which no step computed."""
+    shares = {name: share * figures.elapsed_s for name, share in figures.shares.items() if name != "compute"}
+    return {**shares, "first_steps": figures.first_step_s or 0.0, **figures.pauses_s}

@@ -1,0 +1,225 @@
+"""The step clock's stall beside the differential method's, which runs the same steps again on batches that are there at once.
+
+The share of the time that loading costs is then ``1 - t_cached / t_real`` (Mohan et al., VLDB 2021). It needs a second run,
+and no events: whatever the clock makes of its own, this must come out too. The loads are sleeps, so that nothing contends.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from harness.watch.clock import StepClock
+from harness.watch.figures import Window
+from harness.watch.timeline import Events
+
+LOADS = (
+    (0.5, 0.0), (0.9, 0.0), (1.1, 0.0), (1.25, 0.0), (1.5, 0.0), (2.0, 0.0), (3.3, 0.0), (10.0, 0.0),
+    (0.0, 1.5), (0.5, 0.5), (0.5, 1.5), (1.5, 0.3),
+)  # fmt: skip
+"""What a load asks beside each step, in steps: of the loader for a batch, and of the loop for work of its own."""
+_ROUNDS = 5  # of which the median counts
+_WINDOW = 20  # steps after which training reads its loss, for which the host waits for the device
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """Asynchronous steps that a ``StepClock`` can time.
+
+    Attributes:
+        clock: makes a clock for the device.
+        batches: gives a number of batches, each so many seconds in the making, and tells the clock of their copies.
+        launch: starts a step.
+        wait: waits for the steps so far.
+        sleep: sleeps for so many seconds.
+        now: a clock in seconds.
+    """
+
+    clock: Callable[[], StepClock]
+    batches: Callable[[float, int, StepClock], Iterator[Any]]
+    launch: Callable[[Any], object]
+    wait: Callable[[], object]
+    sleep: Callable[[float], object] = time.sleep
+    now: Callable[[], float] = time.perf_counter
+
+
+def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[float, Window]:
+    """Seconds a step by the host's clock, and the step clock's figures; the first step counts in neither."""
+    clock = rig.clock()
+    batches = rig.batches(load_s, steps + 1, clock)
+    clock.start_epoch()
+    begin = 0.0
+    for done in range(steps + 1):
+        if work_s:
+            rig.sleep(work_s)
+        with clock.waiting():
+            batch = next(batches)
+        with clock.computing():
+            rig.launch(batch)
+        clock.step(1)
+        if done % _WINDOW == 0:
+            rig.wait()
+        if done == 0:
+            begin = rig.now()
+    rig.wait()
+    seconds, window = (rig.now() - begin) / steps, clock.close_window()
+    assert window is not None
+    return seconds, window
+
+
+def compare(rig: Rig, steps: int, tolerance: float) -> tuple[str, list[Row], list[str]]:
+    """What both methods say of every load: in a line, as a table, and what is wrong.
+
+    Args:
+        rig: the steps.
+        steps: how many of them an epoch has.
+        tolerance: how far the two may differ, in shares of the time.
+    """
+    timed_epoch(rig, 0.0, 0.0, 5)  # kernels are chosen, the network is compiled
+    step_s = timed_epoch(rig, 0.0, 0.0, steps)[0]
+    rows, problems, worst = [], [], 0.0
+    for load, work in LOADS:
+        epochs = [_both(rig, load * step_s, work * step_s, steps) for _ in range(_ROUNDS)]
+        found = {name: median(epoch[name] for epoch in epochs) for name in epochs[0]}
+        rows.append({"loader / step": load, "loop / step": work, **{name: f"{value:.3f}" for name, value in found.items()}})
+        apart = median(abs(epoch["stall"] - epoch["differential"]) for epoch in epochs)
+        worst = max(worst, apart)
+        if apart > tolerance:
+            problems.append(f"loader / step {load:g}, loop / step {work:g}: they differ by more than {tolerance:g}")
+    return f"step {1e3 * step_s:.2f} ms; clock and differential method differ by up to {worst:.3f}", rows, problems
+
+
+def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float]:
+    """What the clock says of an epoch with loading, and what an epoch without says of it."""
+    cached_s, _ = timed_epoch(rig, 0.0, work_s, steps)
+    real_s, window = timed_epoch(rig, load_s, work_s, steps)
+    assert window.stall_basis == "device" and window.stall_fraction is not None and window.data_wait_fraction is not None
+    return {
+        "step ms": 1e3 * real_s, "data wait": window.data_wait_fraction, **window.shares,
+        "stall": window.stall_fraction, "differential": max(0.0, 1 - cached_s / real_s),
+    }  # fmt: skip
+
+
+class EmulatedStream:
+    """A stream that is a thread: it works off sleeps and events in order, while the host goes on.
+
+    An order begins when it was given or when the one before it has ended, whichever is later, and a sleep ends on time even
+    if the thread is woken late: what a busy machine does to the thread does not add up over the steps.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._orders: queue.SimpleQueue[tuple[float, Callable[[], object]]] = queue.SimpleQueue()
+        self._at = 0.0  # how far it has got, in seconds of the host's clock
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def sleep(self, seconds: float) -> None:
+        """Order a sleep."""
+
+        def until() -> None:
+            self._at += seconds
+            time.sleep(max(0.0, self._at - time.perf_counter()))
+
+        self._order(until)
+
+    def wait_for(self, event: EmulatedEvent) -> None:
+        """Order a wait until another stream has passed an event that is recorded already."""
+        passed = event.passed
+
+        def until() -> None:
+            passed.wait()
+            self._at = max(self._at, event.at)
+
+        self._order(until)
+
+    def mark(self, event: EmulatedEvent) -> None:
+        """Order that an event be passed."""
+        passed = event.passed
+
+        def until() -> None:
+            event.at = self._at
+            passed.set()
+
+        self._order(until)
+
+    def _order(self, what: Callable[[], object]) -> None:
+        self._orders.put((time.perf_counter(), what))
+
+    def _work(self) -> None:
+        while True:
+            given, what = self._orders.get()
+            self._at = max(self._at, given)
+            what()
+
+
+class EmulatedEvent:
+    """What is used of ``torch.cuda.Event``, for an ``EmulatedStream``."""
+
+    def __init__(self) -> None:
+        self.passed, self.at = threading.Event(), 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the point that an ``EmulatedStream`` has reached; a later recording takes the place of an earlier one."""
+        self.passed = threading.Event()
+        stream.mark(self)
+
+    def query(self) -> bool:
+        """Whether the point is passed."""
+        return self.passed.is_set()
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+        self.passed.wait()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds to another event."""
+        return 1e3 * float(end_event.at - self.at)
+
+
+def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
+    """A device whose steps and copies are sleeps of threads, and a loader one batch ahead, as the prefetcher is.
+
+    A batch that takes no loading lies on the device and is not copied.
+    """
+    compute, copy, idle = (EmulatedStream(f"emulated-{name}") for name in ("compute", "copy", "idle"))
+
+    def made(load_s: float) -> tuple[EmulatedEvent, EmulatedEvent] | None:
+        if not load_s:
+            return None
+        time.sleep(load_s)
+        start, end = EmulatedEvent(), EmulatedEvent()
+        start.record(copy)
+        copy.sleep(copy_s)
+        end.record(copy)
+        return start, end
+
+    def batches(load_s: float, count: int, clock: StepClock) -> Iterator[None]:
+        with ThreadPoolExecutor(1) as loader:
+            coming = loader.submit(made, load_s)
+            for left in reversed(range(count)):
+                copied = coming.result()
+                if left:
+                    coming = loader.submit(made, load_s)
+                if copied:
+                    clock.copied(*copied)
+                    compute.wait_for(copied[1])
+                yield None
+
+    def wait() -> None:
+        event = EmulatedEvent()
+        event.record(compute)
+        event.synchronize()
+
+    return Rig(
+        clock=lambda: StepClock("cpu", events=Events(EmulatedEvent, lambda: compute, idle)),
+        batches=batches,
+        launch=lambda batch: compute.sleep(step_s),
+        wait=wait,
+    )

@@ -1,0 +1,76 @@
+"""Control groups with a quota, made for a test where that is permitted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+_BASES = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # versions 1 and 2
+_PERIOD_US = 100_000
+_number = itertools.count()
+
+
+@contextmanager
+def quota(cores: float) -> Iterator[Path]:
+    """A control group that has so many processors' time; skips the test where none may be made."""
+    name = f"wellfed-test-{os.getpid()}-{next(_number)}"
+    group = next(base for base in _BASES if base.exists() or base is _BASES[-1]) / name
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group may be made here: {error}")
+    try:
+        _limit(group, int(cores * _PERIOD_US))
+        yield group
+    finally:
+        _remove(group)
+
+
+def within(group: Path, *command: str) -> list[str]:
+    """``command`` as one that runs in ``group`` with all that it starts."""
+    return ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh", *command]
+
+
+def members(group: Path) -> list[int]:
+    """The processes in ``group``."""
+    return [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
+
+
+def settled(group: Path, limit_s: float) -> list[int]:
+    """The processes that are still in ``group`` after so many seconds; comes back as soon as there are none."""
+    deadline = time.monotonic() + limit_s
+    while (left := members(group)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _limit(group: Path, quota_us: int) -> None:
+    if (group / "cpu.cfs_quota_us").exists():
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+    elif (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+    else:
+        pytest.skip("control groups have no processor controller here")
+
+
+def _remove(group: Path) -> None:
+    """Remove ``group``, and kill what is still in it."""
+    deadline = time.monotonic() + 10
+    while True:
+        for pid in members(group):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            return group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

@@ -1,0 +1,193 @@
+"""The runs of a diagnosis: what is measured in which order, in time, and what is said of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import samples
+import torch
+
+from harness.diagnose.fetch import Fetch, UnmeasuredError
+from harness.diagnose.runs import Runs, Session
+from harness.feed.interface import HostBatch
+from harness.runtime.distributed import World
+from harness.runtime.errors import LoaderError
+from harness.tuning.evidence import exactly
+from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.search import Ask
+from harness.watch.stages import StageMeter
+
+
+@dataclass
+class Rig:
+    """A lab, its probes, its table and a clock, all made up: each measurement takes the seconds that it is given.
+
+    ``steps`` are what rounds of real steps deliver, a text where they are refused; a sample takes a worker ``sample_s``.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    steps: list[float | str] = field(default_factory=lambda: [100.0, 300.0, 200.0])
+    sample_s: float = 0.005
+    loading: str | None = None
+    whole_batches: int = 3
+    fetch: Fetch | UnmeasuredError = field(default_factory=lambda: Fetch(100, 10**6, 0.5, 2))
+    at: float = 0.0
+    did: list[str] = field(default_factory=list)
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = World(0, 1, 0, 1, torch.device("cpu"))
+        self.trainee = SimpleNamespace(device=torch.device("cpu"))
+        self.batch = HostBatch(torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10), torch.arange(10))
+        self.meter, self.warm, self.has_seen = StageMeter(("read",), 1), False, False
+
+    def spend(self, what: str) -> None:
+        self.did.append(what)
+        self.at += self.seconds.get(what, 1.0)
+
+    def demand(self, limit_s: float) -> tuple[Rate, float]:
+        self.spend("G")
+        return exactly(400.0), 0.002
+
+    def attempt(self, ask: Ask) -> Trial:
+        if ask.kind == "steps":
+            self.spend("A")
+            got = self.steps[(self.did.count("A") - 1) % len(self.steps)]
+            if isinstance(got, str):
+                return Trial(ask.settings, "steps", refused=got)
+            return Trial(ask.settings, "steps", exactly(got), images=50, wait_fraction=got / 1000)
+        self.spend("P" if self.warm else "loading")
+        if self.loading and not self.warm:
+            return Trial(ask.settings, "supply", refused=self.loading)
+        self.saw(self.whole_batches)
+        return Trial(ask.settings, "supply", exactly(350.0), 100, cost=SampleCost(self.sample_s, self.sample_s, 0.1))
+
+    def saw(self, batches: int) -> None:
+        self.has_seen = self.has_seen or batches > 0
+
+    def status(self, text: str) -> None:
+        """Nobody looks."""
+
+    def add(self, row: tuple[str, ...]) -> None:
+        self.rows.append(row)
+
+    def fetched(self, paths: object, readers: int, limit_s: float) -> Fetch:
+        self.spend("F")
+        if isinstance(self.fetch, UnmeasuredError):
+            raise self.fetch
+        return self.fetch
+
+    def run(self, workers: int = 2, *, pinned: bool = False) -> Runs:
+        """The whole session, which ends at 60 s."""
+        parts: Any = self
+        nothing: Any = SimpleNamespace(source=())
+        session = Session(parts, parts, nothing, parts, 60.0, now=lambda: self.at, fetch=self.fetched)
+        return session.run(dataclasses.replace(samples.settings(workers, batch_size=10), pin_memory=pinned))
+
+
+def test_the_runs_take_turns() -> None:
+    """Loading as it is, three rounds of G and A, then P and F; rates are the rounds' medians."""
+    rig = Rig()
+    found = rig.run()
+    assert rig.did == ["loading", "G", "A", "G", "A", "G", "A", "P", "F"]
+    assert found.demand.images_per_s == 400.0 and found.step_cpu_s == 0.002
+    assert found.delivered is not None and found.delivered.images_per_s == 200.0 and found.wait_fraction == 0.2
+    assert found.warm is not None and found.fetch == rig.fetch and not found.notes
+    assert [row[0] for row in rig.rows] == ["", "G", "A", "P", "F"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "did"),
+    [
+        pytest.param({"G": 8.0, "A": 12.0}, ["loading", "G", "A", "G", "A", "P", "F"], id="two rounds"),
+        pytest.param({"G": 20.0, "A": 20.0}, ["loading", "G", "A", "P", "F"], id="one round"),
+        pytest.param({"G": 8.0, "A": 47.0}, ["loading", "G", "A", "F"], id="no time for P"),
+        pytest.param({"G": 8.0, "A": 50.0}, ["loading", "G", "A"], id="nor for F"),
+        pytest.param({"G": 58.0}, ["loading", "G"], id="nor for A"),
+    ],
+)
+def test_what_does_not_fit_is_left_out_and_said(seconds: dict[str, float], did: list[str]) -> None:
+    """Slow runs cost rounds first, then P, then F; a note names each figure that is missing."""
+    rig = Rig(seconds)
+    found = rig.run()
+    assert rig.did == did
+    assert rig.at < 62.0
+    missing = [name for name, part in (("A", found.delivered), ("P", found.warm), ("F", found.fetch)) if part is None]
+    assert [note[0] for note in found.notes] == missing
+
+
+def test_batches_that_take_too_long_are_not_waited_for() -> None:
+    """Two workers that need thirty seconds a batch would need more than a minute for the first steps."""
+    found = (rig := Rig(sample_s=3.0, whole_batches=0)).run()
+    assert rig.did == ["loading", "G", "F"]
+    assert found.delivered is None and found.wait_fraction is None
+    assert "A was not measured: the first batches would take" in found.notes[0]
+    assert found.notes[1] == "P was not measured: no whole batch was read before"
+
+
+def test_refused_steps_are_said() -> None:
+    """A worker that dies under real steps ends the rounds, not the diagnosis."""
+    found = (rig := Rig(steps=["a worker died"])).run()
+    assert rig.did == ["loading", "G", "A", "P", "F"]
+    assert found.notes == ("A was not measured: a worker died",)
+
+
+def test_a_later_round_that_fails_leaves_the_earlier_ones() -> None:
+    """Their median stands."""
+    found = Rig(steps=[100.0, "a worker died"]).run()
+    assert found.delivered is not None and found.delivered.images_per_s == 100.0
+    assert found.notes == ("A was not measured: a worker died",)
+
+
+def test_loading_that_does_not_work_ends_it() -> None:
+    """With the symptom, and a way out."""
+    with pytest.raises(
+        LoaderError, match=r"loading does not work with num_workers=2.*: a worker died; try other loader settings"
+    ):
+        Rig(loading="a worker died").run()
+
+
+def test_files_that_stay_in_the_page_cache() -> None:
+    """F is absent, and the note has the reason."""
+    found = Rig(fetch=UnmeasuredError("the page cache could not be emptied")).run()
+    assert found.fetch is None
+    assert found.notes == ("F was not measured: the page cache could not be emptied",)
+
+
+@pytest.mark.parametrize(("workers", "readers"), [(0, 1), (3, 3)])
+def test_cold_files_are_read_as_workers_would(workers: int, readers: int) -> None:
+    """As many at a time as there are workers, one without any."""
+    asked: list[int] = []
+    rig = Rig()
+    real: Callable[..., Fetch] = rig.fetched
+    rig.fetched = lambda paths, count, limit_s: (asked.append(count), real(paths, count, limit_s))[1]  # type: ignore[method-assign]
+    rig.run(workers)
+    assert asked == [readers]
+
+
+@pytest.mark.parametrize(("pinned", "copy_per_s"), [(False, 100.0), (True, 1000.0)])
+def test_copies_are_those_of_the_settings(pinned: bool, copy_per_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten images in 100 ms from pageable memory, in 10 ms from page-locked; without a CUDA device there are none."""
+    monkeypatch.setattr("harness.tuning.probe.measure_copies", lambda images, device: (0.1, 0.01))
+    rig = Rig()
+    assert rig.run().copy_per_s is None
+    rig.trainee.device = torch.device("cuda")
+    assert rig.run(pinned=pinned).copy_per_s == pytest.approx(copy_per_s)
+
+
+def test_copies_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory cannot be page-locked a note says why, and the figure is absent."""
+
+    def refuse(images: torch.Tensor, device: torch.device) -> tuple[float, float]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("harness.tuning.probe.measure_copies", refuse)
+    rig = Rig()
+    rig.trainee.device = torch.device("cuda")
+    found = rig.run()
+    assert found.copy_per_s is None and found.notes == ("copies were not measured: out of memory",)

@@ -1,0 +1,108 @@
+"""A diagnosis as a whole, with the real step, on real files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from harness.config import Config
+from harness.data import datasets
+from harness.diagnose import runs
+from harness.diagnose.report import Diagnosis
+from harness.diagnose.stage import _batch_size, diagnose
+from harness.feed.forms import Feeds
+from harness.feed.interface import HostBatch
+from harness.runtime import seeding
+from harness.runtime.distributed import World
+from harness.runtime.limits import Limits
+from harness.training.state import TrainState, make_state
+from harness.training.step import Step
+from harness.training.trial import StepTrials
+from harness.watch.figures import StepRun
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a fifth of a second, once each."""
+    for name in ("_LOADING_S", "_DEMAND_S", "_STEPS_S", "_WARM_S", "_FETCH_S"):
+        monkeypatch.setattr(runs, name, 0.2)
+    monkeypatch.setattr(runs, "_ROUNDS", 1)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Two classes of twenty files of 120 x 90 pixels."""
+    for i in range(40):
+        folder = tmp_path / "photos" / f"class{i % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((120, 90), 50).convert("RGB").save(folder / f"{i}.jpg")
+    return tmp_path / "photos"
+
+
+def diagnosed(config: Config, folder: Path) -> tuple[Diagnosis, TrainState, dict[str, torch.Tensor]]:
+    """A diagnosis, the state, and the weights as they were."""
+    seeding.seed_everything(3)
+    splits = datasets.load(config.data, config.augment, config.seed)
+    state = make_state(config, len(splits.classes), ALONE, 10)
+    before = {name: tensor.clone() for name, tensor in state.network.state_dict().items()}
+    trials = StepTrials(Step(state, config, ALONE), config, ALONE)
+    return diagnose(Feeds(splits, config, ALONE), trials, LIMITS, ("data=imagefolder",), folder, None), state, before
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.usefixtures("brief", "kept_globals")
+def test_a_folder_of_images(workers: int, photos: Path, tmp_path: Path, composed: Callable[..., Config]) -> None:
+    """Everything is measured and written, the stages are those of image files, and the weights stay."""
+    config = composed(
+        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2", "data.image_size=32",
+        "loader.batch_size=4", f"loader.num_workers={workers}",
+    )  # fmt: skip
+    found, state, before = diagnosed(config, tmp_path)
+    assert found.measured and found.ceiling >= 1
+    assert found.runs.warm is not None and found.runs.stages is not None
+    assert list(found.runs.stages.stages)[:2] == ["read", "decode"]
+    assert found.runs.fetch is not None or "F was not measured" in found.notes[-1]
+    assert any("short side" in row.change for row in found.what_ifs)
+    assert json.loads((tmp_path / "diagnosis.json").read_text())["settings"]["num_workers"] == workers
+    assert state.step == 0 and all(torch.equal(before[name], now) for name, now in state.network.state_dict().items())
+
+
+class Slow:
+    """A step that takes so many seconds an image on ``device``."""
+
+    def __init__(self, image_s: float, device: str) -> None:
+        self.image_s, self.device = image_s, torch.device(device)
+
+    def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
+        count = len(batch.labels)
+        return StepRun((count, count), (count * self.image_s,) * 2, (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("image_s", "device", "size"),
+    [
+        pytest.param(0.01, "cpu", 64, id="fast"),
+        pytest.param(0.25, "cpu", 8, id="eight fit into two seconds"),
+        pytest.param(5.0, "cpu", 2, id="not even one fits"),
+        pytest.param(0.25, "cuda", 64, id="a GPU takes whole batches"),
+    ],
+)
+def test_slow_steps_are_measured_on_fewer_images(
+    image_s: float, device: str, size: int, composed: Callable[..., Config]
+) -> None:
+    """As many as a step of two seconds takes, and a note says so."""
+    config = composed("data=fake", "data.image_size=8")
+    feeds = Feeds(datasets.load(config.data, config.augment, 0), config, ALONE)
+    trainee: Any = Slow(image_s, device)
+    found, notes = _batch_size(feeds, trainee)
+    assert found == size
+    assert [note.startswith(f"measured with batches of {size} images") for note in notes] == [True] * (size < 64)

@@ -1,0 +1,184 @@
+"""What bounds training and what changes would give, on figures that are known exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import samples
+
+from harness.diagnose.whatif import Facts, bound, delivers, kept_pixels, reachable, what_ifs
+from harness.tuning.evidence import exactly
+from harness.tuning.figures import SampleCost
+from harness.watch.stages import SAMPLE, StageCost, StageTotals
+
+
+def facts(
+    workers: int = 1,
+    *,
+    demand: float = 1000.0,
+    delivered: float | None = 200.0,
+    waits: float | None = None,
+    read: tuple[float, float] = (1.0, 1.0),
+    decode: tuple[float, float] = (3.0, 3.0),
+    crop: tuple[float, float] = (1.0, 1.0),
+    collate: tuple[float, float] = (0.0, 0.0),
+    cores: float = 8.0,
+    cores_from: str = "affinity",
+    step_cpu_ms: float = 0.0,
+    on_cpu: bool = False,
+    overlaps: bool = False,
+    fetch_per_s: float | None = None,
+    copy_per_s: float | None = None,
+    sizes: tuple[tuple[int, int], ...] = (),
+) -> Facts:
+    """A machine on which stages take so many (wall, processor) ms a sample."""
+    stages = {"read": read, "decode": decode, "crop": crop, "collate": collate}
+    totals = StageTotals(100, 1, 0.1 * sum(wall for wall, _ in stages.values()), {
+        name: StageCost(wall * 0.1, cpu * 0.1) for name, (wall, cpu) in stages.items()
+    })  # fmt: skip
+    wall_s, cpu_s = (sum(each) / 1e3 for each in zip(*stages.values(), strict=True))
+    return Facts(
+        settings=samples.settings(workers, batch_size=10),
+        cores=cores,
+        cores_from=cores_from,
+        on_cpu=on_cpu,
+        overlaps=overlaps,
+        demand=exactly(demand),
+        step_cpu_s=step_cpu_ms / 1e3,
+        cost=SampleCost(wall_s, cpu_s, 0.0),
+        stages=totals,
+        delivered=None if delivered is None else exactly(delivered),
+        wait_fraction=waits,
+        fetch_per_s=fetch_per_s,
+        copy_per_s=copy_per_s,
+        image_size=100,
+        sizes=sizes,
+    )
+
+
+def given(found: Facts) -> dict[str, float]:
+    """Images/s under each change."""
+    return {row.change: row.images_per_s for row in what_ifs(found)}
+
+
+@pytest.mark.parametrize(
+    ("found", "rate"),
+    [
+        pytest.param(facts(2), 400.0, id="workers over wall"),
+        pytest.param(facts(8, demand=300.0), 300.0, id="the step"),
+        pytest.param(facts(8, cores=2), 400.0, id="processors of loading"),
+        pytest.param(facts(8, cores=2, step_cpu_ms=5.0, on_cpu=True), 200.0, id="processors of loading and step"),
+        pytest.param(facts(0, demand=200.0), 100.0, id="no workers, one after the other"),
+        pytest.param(facts(0, demand=200.0, overlaps=True), 200.0, id="no workers, a thread beside the step"),
+    ],
+)
+def test_the_smallest_bound_is_what_steps_get(found: Facts, rate: float) -> None:
+    """Workers over wall time, processors over processor time, and G, with samples of 5 ms."""
+    assert delivers(found, found.settings, found.cost) == pytest.approx(rate)
+
+
+def test_the_most_that_workers_can_give() -> None:
+    """1000 images/s of 5 ms take five workers; with two cores there are no more than 400."""
+    assert reachable(facts(1)) == (pytest.approx(1000.0), 5)
+    assert reachable(facts(1, cores=2)) == (pytest.approx(400.0), 2)
+
+
+def test_every_change_is_reckoned_exactly() -> None:
+    """One worker, samples of 5 ms of which reading waits 2 and decoding takes 2; a fifth below the model everywhere."""
+    found = facts(1, delivered=160.0, read=(2.0, 0.0), decode=(2.0, 2.0), fetch_per_s=50.0, sizes=((230, 230), (460, 230)))
+    rates = given(found)
+    assert rates == pytest.approx({
+        "loading were free (the ceiling)": 1000.0,
+        "loader.num_workers=5": 0.8 * 1000.0,
+        "1 more core, and a worker for each": 0.8 * 400.0,
+        "2 more cores, and a worker for each": 0.8 * 600.0,
+        "4 more cores, and a worker for each": 0.8 * 1000.0,
+        "a disk twice as fast": 0.8 * 250.0,
+        "decoded images at hand (no reading, no decoding)": 0.8 * 1000.0,
+        "files with a short side of 115 pixels": 0.8 * 500.0,
+        "files with a short side of 200 pixels": 0.8 / (1 + 4 * (200 / 230) ** 2) * 1e3,
+        "every file came cold from storage": 50.0,
+    })  # fmt: skip
+
+
+def test_speedups_are_over_what_steps_get() -> None:
+    """Each row's factor is its rate over the delivered one."""
+    found = facts(1, delivered=160.0)
+    assert all(row.speedup == pytest.approx(row.images_per_s / 160.0) for row in what_ifs(found))
+
+
+def test_more_cores_hasten_a_step_that_runs_on_them() -> None:
+    """Two cores, filled by a step of 10 ms: two more give twice the images; to a device of its own they give nothing."""
+    crowded = facts(2, demand=200.0, delivered=None, cores=2, step_cpu_ms=10.0, on_cpu=True, decode=(0.5, 0.5), crop=(0.1, 0.1))
+    change = "2 more cores, and a worker for each"
+    assert given(crowded)[change] == pytest.approx(2 * crowded.reckoned)
+    device = dataclasses.replace(crowded, on_cpu=False, step_cpu_s=0.0)
+    assert given(device)[change] == pytest.approx(200.0)
+
+
+def test_without_real_steps_the_model_stands_in() -> None:
+    """What steps get is then reckoned, and so is the ceiling."""
+    found = facts(2, delivered=None)
+    assert found.got == pytest.approx(400.0)
+    assert found.ceiling == pytest.approx(2.5)
+
+
+def test_no_change_promises_more_than_the_step_takes() -> None:
+    """Real steps that beat the model do not lift a what-if above G."""
+    assert max(given(facts(4, delivered=950.0)).values()) == pytest.approx(1000.0)
+
+
+def test_no_change_makes_it_slower() -> None:
+    """Where noise lets real steps be faster than steps on batches at hand, nothing is gained and nothing is lost."""
+    slower = [row.change for row in what_ifs(facts(4, demand=300.0, delivered=330.0)) if row.speedup < 1]
+    assert not slower
+
+
+@pytest.mark.parametrize(
+    ("found", "bottleneck"),
+    [
+        pytest.param(facts(1, delivered=990.0), "compute", id="1 % lost"),
+        pytest.param(facts(1, delivered=950.0), "balanced", id="5 % lost"),
+        pytest.param(facts(1, delivered=400.0, waits=0.01), "compute", id="slower steps that do not wait"),
+        pytest.param(facts(1), "workers", id="one worker for five"),
+        pytest.param(facts(8, cores=2, delivered=400.0), "decode", id="processors full, decoding"),
+        pytest.param(facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)), "augment", id="augmentation"),
+        pytest.param(facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), collate=(2.5, 2.5)), "collate", id="collate"),
+        pytest.param(facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"), "quota", id="a quota"),
+        pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
+        pytest.param(facts(5, delivered=500.0), "transport", id="half of what workers make"),
+        pytest.param(facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"),
+        pytest.param(facts(5, delivered=500.0, copy_per_s=5000.0), "transport", id="copies are quick"),
+        pytest.param(facts(0, delivered=160.0), "workers", id="no workers"),
+    ],
+)
+def test_the_bound_is_named(found: Facts, bottleneck: str) -> None:
+    """Each class by the figures that make it."""
+    assert bound(found).bottleneck == bottleneck
+
+
+@pytest.mark.parametrize(("cpu_ms", "bottleneck"), [(5.0, "decode"), (0.5, "storage")])
+def test_a_data_set_that_names_no_stages(cpu_ms: float, bottleneck: str) -> None:
+    """What works is decoding, what waits is storage."""
+    totals = StageTotals(100, 10, 0.5, {SAMPLE: StageCost(0.5, cpu_ms / 10)})
+    cost = SampleCost(5e-3, cpu_ms / 1e3, 0.0)
+    found = dataclasses.replace(facts(8, cores=2, delivered=400.0), stages=totals, cost=cost)
+    slow = (
+        dataclasses.replace(found, cores=8.0, settings=samples.settings(2, batch_size=10)) if bottleneck == "storage" else found
+    )
+    assert bound(slow).bottleneck == bottleneck
+    assert not any("decoded" in row.change or "disk" in row.change for row in what_ifs(found))
+
+
+def test_shared_cores_are_said() -> None:
+    """On a CPU the sentence's second half tells that the step takes its part of the cores."""
+    shared = facts(8, cores=2, delivered=190.0, demand=400.0, step_cpu_ms=5.0, on_cpu=True)
+    assert bound(shared).bottleneck == "decode"
+    assert "the step shares the 2 cores" in bound(shared).words
+
+
+def test_pixels_that_smaller_files_keep() -> None:
+    """By area, and only of images that are larger; nothing is known of none."""
+    assert kept_pixels([(400, 200), (50, 50)], 100) == pytest.approx((80_000 / 4 + 2500) / 82_500)
+    assert kept_pixels([], 100) == 1.0

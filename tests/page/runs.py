@@ -1,0 +1,185 @@
+"""Run folders as the page may find them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SPIKES = {3_330: 900.0, 9_990: 400.0, 10_500: 2_600.0, 19_870: 650.0}  # the window's last step: ms of its longest step
+STAGES = (
+    ("read", "storage", 0.9, 0.12),
+    ("decode", "decode", 5.4, 5.3),
+    ("crop", "augment", 0.4, 0.4),
+    ("collate", "collate", 0.2, 0.2),
+)
+
+
+def spread(median: float, p95: float | None = None, longest: float | None = None) -> dict[str, float]:
+    """A figure of a report."""
+    return {"median": median, "p95": p95 or 1.2 * median, "max": longest or 1.5 * median}
+
+
+def window(step: int, parts: dict[str, float], longest_ms: float | None = None, **figures: float | None) -> dict[str, Any]:
+    """A line of ``metrics.jsonl`` whose steps are made of ``parts`` in ms; one starved step lasts ``longest_ms``."""
+    step_ms = sum(parts.values())
+    line: dict[str, Any] = {"step": step, "epoch": 1 + step // 5_001, "time_s": step * step_ms / 1e3, "train/loss": 1.0}
+    for name, ms in {**parts, "step": step_ms}.items():
+        spread_of = spread(ms, longest=longest_ms if longest_ms and name in ("step", "starved") else None)
+        line |= {f"time/{name}_ms/{of}": value for of, value in spread_of.items()}
+    stalled = (parts.get("starved", 0.0) + parts.get("exposed_copy", 0.0)) / step_ms
+    return line | {"stall/data_fraction": stalled, "speed/images_per_s": 256e3 / step_ms} | figures
+
+
+def parts_of(starved: float, noise: random.Random, *, device: bool) -> dict[str, float]:
+    """A step of about 100 ms of which a share is ``starved``."""
+    wobble = noise.gauss(1.0, 0.03)
+    copy = {"exposed_copy": 1.6 * wobble} if device else {}
+    return {"compute": 96 * (1 - starved), "starved": max(0.1, 96 * starved * wobble), **copy, "host": 2.4 * wobble}
+
+
+def report(*, starved: float = 0.38, device: bool = True, steps: int = 400, **changes: Any) -> dict[str, Any]:
+    """A finished run's ``report.json``; a change of None takes a figure out."""
+    parts = parts_of(starved, random.Random(0), device=device)
+    whole = sum(parts.values())
+    found: dict[str, Any] = {
+        "status": "completed", "epochs": 4, "steps": steps, "world_size": 1, "global_batch_size": 256,
+        "images_per_s": 256e3 / whole, "step_ms": spread(whole, longest=2_600.0), "data_wait_ms": spread(parts["starved"] + 3),
+        **{f"{name}_ms": spread(ms) for name, ms in parts.items()},
+        "shares": {name: ms / whole for name, ms in parts.items()},
+        "wait_parts": {"make": 0.86, "transport": 0.08, "pin": 0.04, "move": 0.02},
+        "host_parts_s": {"gc": 0.31, "logging": 0.84},
+        "stall_fraction": (parts["starved"] + parts.get("exposed_copy", 0)) / whole,
+        "stall_basis": "device" if device else "host",
+        "gpu_utilization": 0.61 if device else None,
+        "stages": [{"name": name, "group": group, "wall_ms": wall, "cpu_ms": cpu} for name, group, wall, cpu in STAGES],
+        "workers": {"samples": 256 * steps, "busy_fraction": 0.97},
+        "goodput": {
+            "fraction": 0.46, "busy_s": 46.0, "wall_s": 100.0,
+            "rest": [{"name": "start", "s": 9.0}, {"name": "tuning", "s": 7.5}, {"name": "starved", "s": 28.0},
+                     {"name": "host", "s": 1.5}, {"name": "evaluate", "s": 5.5}, {"name": "checkpoint", "s": 2.5}],
+        },
+        "loader": {"batch_size": 256, "num_workers": 4, "pin_memory": device, "prefetch_factor": 2, "backend": "processes"},
+        "verdict": {
+            "bottleneck": "decode", "ceiling": 1.64, "next_step": "loader.num_workers=8",
+            "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of processor time a sample, and "
+            "4 workers cannot make 4,100 images/s with it.",
+            "evidence": ["workers were busy in 97% of the time", "decode is 78% of a sample's 6.9 ms",
+                         "next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)"],
+        },
+        "environment": {"python": "3.11.7", "torch": "2.15.0", "device": "NVIDIA H100" if device else "cpu", "ram_bytes": 64e9},
+        "run": {"overrides": ["data=imagefolder", "loader.num_workers=4"], "name": "run"},
+        "top1": 0.764, "loss": 1.02, "val_images": 50_000,
+    }  # fmt: skip
+    found |= changes
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def tuning() -> dict[str, Any]:
+    """A ``tuning.json``: rising supply, one setting refused, the choice confirmed in steps."""
+    settings = [
+        {"num_workers": n, "prefetch_factor": 2 if n else None, "pin_memory": True, "backend": "processes"} for n in range(13)
+    ]
+    rates = {0: 160, 1: 190, 2: 380, 4: 740, 6: 1080, 8: 1390, 10: 1420}
+    rate = {n: {"images_per_s": r, "low": 0.93 * r, "high": 1.07 * r} for n, r in rates.items()}
+    trials = [{"settings": settings[n], "kind": "supply", "rate": found, "refused": None} for n, found in rate.items()]
+    trials.append(
+        {"settings": settings[8], "kind": "steps", "rate": {"images_per_s": 1290, "low": 1265, "high": None}, "refused": None}
+    )
+    trials.append({"settings": settings[12], "kind": "supply", "rate": None, "refused": "worker 11 exited: /dev/shm is full"})
+    return {
+        "search": "auto", "settings": settings[8], "sentence": "Training gets 1,290 images/s instead of 190.",
+        "demand": {"images_per_s": 1310, "low": 1290, "high": 1330}, "trials": trials, "seconds": 7.5, "reused": False,
+    }  # fmt: skip
+
+
+def write(folder: Path, *, report: Any = None, lines: Sequence[Any] = (), tuning: Any = None) -> Path:
+    """Write a run folder; what is None or empty is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in (("report.json", report), ("tuning.json", tuning)):
+        if value is not None:
+            (folder / name).write_text(json.dumps(value))
+    if lines:
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+def long_run(folder: Path, steps: int = 20_000) -> Path:
+    """A run on a GPU with 2,000 windows and ``SPIKES``: four steps that are far longer than all others."""
+    noise = random.Random(1)
+    lines = []
+    for step in range(10, steps + 1, 10):
+        starved = 0.3 + 0.1 * math.sin(step / 1_500)
+        sampled = {
+            "gpu/utilization": 0.65 + noise.gauss(0, 0.05), "host/own_cpu_cores": 4 + noise.gauss(0, 0.2),
+            "stages/busy_fraction": 0.95 + noise.gauss(0, 0.01),
+            "host/throttled_fraction": 0.02,
+            "host/own_read_bytes_per_s": 210e6, "host/own_storage_bytes_per_s": 180e6 * max(0.0, 1 - step / 8_000),
+        }  # fmt: skip
+        lines.append(
+            window(step, parts_of(starved, noise, device=True), SPIKES.get(step), **(sampled if step % 30 == 0 else {}))
+        )
+    ranks = [{"rank": rank, "step_ms": 100.0 + rank, "data_wait_ms": 30.0, "forward_ms": 20.0} for rank in range(2)]
+    return write(folder, report=report(steps=steps, world_size=2, ranks=ranks), lines=lines, tuning=tuning())
+
+
+def cpu_run(folder: Path, steps: int = 400, **changes: Any) -> Path:
+    """A run whose figures come from the host's clock: no GPU, no copy."""
+    noise = random.Random(2)
+    lines = [
+        window(step, parts_of(0.2, noise, device=False), **{"host/own_cpu_cores": 1.9}) for step in range(10, steps + 1, 10)
+    ]
+    return write(folder, report=report(starved=0.2, device=False, steps=steps, **changes), lines=lines)
+
+
+def sweep(root: Path) -> Path:
+    """Six jobs of a sweep over num_workers and the batch size; the last was interrupted and has no accuracy."""
+    for job in range(6):
+        workers, batch = (1, 2, 4)[job % 3], (128, 256)[job // 3]
+        starved, noise = (0.7, 0.4, 0.05)[job % 3], random.Random(job)
+        lines = [
+            window(step, parts_of(starved, noise, device=True), **{"gpu/utilization": 0.9 - starved})
+            for step in range(10, 401, 10)
+        ]
+        found = report(
+            starved=starved,
+            top1=None if job == 5 else 0.70 + 0.01 * job,
+            status="interrupted" if job == 5 else "completed",
+            goodput={
+                "fraction": 0.9 * (1 - starved), "busy_s": 90 * (1 - starved), "wall_s": 100.0,
+                "rest": [{"name": "starved", "s": 90 * starved}, {"name": "start", "s": 10.0}],
+            },
+            verdict={
+                "bottleneck": "compute" if starved < 0.1 else "workers", "ceiling": 1 / (1 - starved),
+                "sentence": f"Job {job}.",
+            },
+            run={"overrides": [f"loader.num_workers={workers}", f"loader.batch_size={batch}"], "name": str(job)},
+            loader={"batch_size": batch, "num_workers": workers, "pin_memory": True, "prefetch_factor": 2},
+        )  # fmt: skip
+        write(root / str(job), report=found, lines=lines)
+    return root
+
+
+def interrupted(folder: Path) -> Path:
+    """A run that still writes, or was killed: no report, and its last line is not whole."""
+    noise = random.Random(3)
+    write(folder, lines=[window(step, parts_of(0.1, noise, device=True)) for step in range(10, 101, 10)])
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 110, "epo')
+    return folder
+
+
+def damaged(folder: Path) -> Path:
+    """Files that hold anything but what they should, markup included."""
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text(
+        '{"status": "completed", "steps": NaN, "shares": [1], "verdict": "</script><script>alert(1)"'
+    )
+    (folder / "tuning.json").write_text('{"trials": {"a": "<img src=x onerror=alert(1)>"}}')
+    (folder / "metrics.jsonl").write_bytes(
+        b'\xff\xfe not json\n[1, 2]\n{"step": "x"}\n' + json.dumps(window(10, {"compute": 5.0})).encode() + b"\n"
+    )
+    return folder

@@ -1,0 +1,289 @@
+"""The page as people see it, in headless Chromium: drawn, steered, silent on the console."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+from urllib.request import urlopen
+
+import pytest
+from page import runs
+from PIL import Image
+from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
+
+from harness.page.link import PINNED, pinned_link
+from harness.page.report import write_report, write_sweep
+from harness.watch.board import Board
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,900",
+)  # fmt: skip
+WAIT_S = 30
+
+T = TypeVar("T")
+
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromium-driver (apt-get install)")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    """One Chromium for all tests, with a profile of its own."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pages of all kinds of runs."""
+    root = tmp_path_factory.mktemp("pages")
+    for make in (runs.long_run, runs.cpu_run, runs.interrupted, runs.damaged):
+        write_report(make(root / make.__name__))
+    write_sweep(runs.sweep(root / "sweep"))
+    return root
+
+
+@pytest.fixture
+def show(browser: webdriver.Chrome, folder: Path) -> Iterator[Callable[..., webdriver.Chrome]]:
+    """Opens a page of a width in light or dark, drawn to its end; the console must have stayed silent."""
+
+    def opened(page: str, width: int = 1280, scheme: str = "light") -> webdriver.Chrome:
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        browser.get((folder / page / "report.html").as_uri())
+        until(browser, lambda: one(browser, ".chart svg"))
+        return browser
+
+    yield opened
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert browser.get_log("browser") == []
+
+
+def until(browser: webdriver.Chrome, condition: Callable[[], T]) -> T:
+    """What ``condition`` gives once it is true."""
+    return WebDriverWait(browser, WAIT_S, 0.05, [WebDriverException]).until(lambda _: condition())
+
+
+def one(browser: webdriver.Chrome, selector: str) -> WebElement:
+    return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def texts(browser: webdriver.Chrome, selector: str) -> list[str]:
+    return [element.text for element in browser.find_elements(By.CSS_SELECTOR, selector)]
+
+
+def colour_at(browser: webdriver.Chrome, script: str) -> tuple[int, ...]:
+    """The colour on the screen where ``script`` says, ``[x, y]`` of the visible part."""
+    x, y = browser.execute_script(script)
+    return Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB").getpixel((int(x), int(y)))  # type: ignore[return-value]
+
+
+MIDDLE_OF_SPIKE = """
+    const bar = document.querySelector(`.run .spike[data-step="%d"] .spike-bar`);
+    bar.closest("svg").scrollIntoView({ block: "center" });
+    const box = bar.getBoundingClientRect();
+    return [box.left + box.width / 2, box.top + 12];
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_spike_of_a_long_run_is_drawn(show: Callable[..., webdriver.Chrome], scheme: str) -> None:
+    """All four marks of 20,000 steps are on the screen in the spikes' colour, within the chart, and named below it."""
+    page = show("long_run", scheme=scheme)
+    marks = page.find_elements(By.CSS_SELECTOR, ".spike")
+    assert {int(mark.get_attribute("data-step") or 0) for mark in marks} == set(runs.SPIKES)
+    expected = {"light": (156, 0, 68), "dark": (255, 134, 176)}[scheme]
+    for step in runs.SPIKES:
+        assert colour_at(page, MIDDLE_OF_SPIKE % step) == expected
+    assert len(texts(page, ".spikes li")) == 4 and "2.60 s in steps 10,491 to 10,500, mostly starved" in texts(
+        page, ".spikes li"
+    )
+
+
+def test_the_slowest_rank_is_named(show: Callable[..., webdriver.Chrome]) -> None:
+    """A run on several ranks has a row for each, and a figure that a rank has not is said to be absent."""
+    page = show("long_run")
+    assert texts(page, "[aria-label=Ranks] tbody th") == ["rank 0", "rank 1 longest step"]
+    assert texts(page, "[aria-label=Ranks] tbody tr:last-child td") == ["101 ms", "30.0 ms", "not available", "20.0 ms"]
+
+
+def test_spikes_can_be_drawn_at_full_height(show: Callable[..., webdriver.Chrome]) -> None:
+    """On request the axis reaches to the longest step, and the marks differ in height as the steps do."""
+    page = show("long_run")
+    one(page, ".spikes button").click()
+    heights = page.execute_script(
+        "return Object.fromEntries([...document.querySelectorAll('.spike')].map((mark) =>"
+        " [mark.dataset.ms, mark.querySelector('.spike-bar').getBoundingClientRect().height]))"
+    )
+    assert heights["900"] / heights["2600"] == pytest.approx(900 / 2600, abs=0.02)
+
+
+@pytest.mark.parametrize("page", ["cpu_run", "interrupted", "damaged"])
+def test_pages_of_all_kinds_are_drawn(show: Callable[..., webdriver.Chrome], page: str) -> None:
+    """What is there is drawn, what is not is said with its reason, and no text of a file became an element."""
+    browser = show(page)
+    said = one(browser, "main").text
+    assert "not available" in said and "undefined" not in said and "NaN" not in said
+    assert browser.execute_script("return document.querySelectorAll('main img, main script').length") == 0
+
+
+def test_a_sweep_is_compared(show: Callable[..., webdriver.Chrome]) -> None:
+    """Six rows with what differs, sorted on request, absent figures last; a click shows a run, a tick takes its chart out."""
+    page = show("sweep")
+    assert texts(page, ".sweep thead th")[-2:] == ["loader.num_workers", "loader.batch_size"]
+    until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, ".multiples svg")) == 6)
+    heading = page.find_element(By.XPATH, "//th/button[text()='top-1']")
+    for _ in range(2):
+        heading.click()
+    assert texts(page, ".sweep tbody th") == ["4", "3", "2", "1", "0", "5"]
+    assert one(page, ".sweep [aria-sort]").get_attribute("aria-sort") == "descending"
+    one(page, "tr[data-run='3'] th button").click()
+    until(page, lambda: texts(page, ".detail h2")[:1] == ["Run 3"])
+    one(page, "tr[data-run='5'] input").click()
+    until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, ".multiples svg")) == 5)
+
+
+def test_a_chart_is_steered_by_keyboard(show: Callable[..., webdriver.Chrome]) -> None:
+    """Tab reaches it, arrows move along it, its words and the tooltip follow, Escape ends it."""
+    page = show("cpu_run")
+    chart = one(page, ".course svg[role=slider]")
+    button = page.find_elements(By.CSS_SELECTOR, "main button, main svg[role=slider]")
+    page.execute_script("arguments[0].focus()", button[button.index(chart) - 1])
+    page.switch_to.active_element.send_keys(Keys.TAB)
+    assert page.switch_to.active_element == chart
+    chart.send_keys(Keys.END, Keys.ARROW_LEFT)
+    assert (chart.get_attribute("aria-valuetext") or "").startswith("up to step 390, epoch 1, compute ")
+    assert one(page, ".tip").is_displayed() and "median step" in one(page, ".tip").text
+    assert page.execute_script("return getComputedStyle(arguments[0]).outlineStyle", chart) == "solid"
+    chart.send_keys(Keys.ESCAPE)
+    assert not one(page, ".tip").is_displayed()
+
+
+def test_the_numbers_behind_a_chart_are_a_table(show: Callable[..., webdriver.Chrome]) -> None:
+    """Opened, it has a row for every group of windows."""
+    page = show("cpu_run")
+    one(page, ".course summary").click()
+    assert len(page.find_elements(By.CSS_SELECTOR, ".course details tbody tr")) == 40
+
+
+def test_the_next_step_is_copied(show: Callable[..., webdriver.Chrome]) -> None:
+    """The button puts it on the clipboard, or selects it where that is not allowed, and says which."""
+    page = show("cpu_run")
+    one(page, ".next button").click()
+    said = until(page, lambda: one(page, ".next [role=status]").text)
+    assert said == "copied" or page.execute_script("return String(getSelection())") == "loader.num_workers=8"
+
+
+@pytest.mark.parametrize("page", ["long_run", "sweep"])
+@pytest.mark.parametrize("width", [1280, 700, 360])
+def test_the_page_fits_its_width(show: Callable[..., webdriver.Chrome], page: str, width: int) -> None:
+    """Nothing makes the page itself scroll sideways."""
+    assert show(page, width=width).execute_script("return document.documentElement.scrollWidth") <= width
+
+
+@contextmanager
+def tensorboard(logdir: Path, *flags: str) -> Iterator[str]:
+    """The address of a TensorBoard on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(logdir),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *flags,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(600):
+                try:
+                    urlopen(f"http://127.0.0.1:{port}/data/plugins_listing", timeout=WAIT_S).close()
+                    break
+                except OSError:
+                    assert server.poll() is None, "TensorBoard did not start"
+                    time.sleep(0.1)  # for a process of its own there is no fake clock
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """A TensorBoard that shows all runs, one of them with an event file."""
+    with Board(folder / "long_run", tensorboard=True) as board:
+        for step in (10, 20, 30):
+            board.scalars(step, dict.fromkeys(PINNED, float(step)))
+    with tensorboard(folder) as found:
+        yield found
+
+
+def look_at_the_tab(browser: webdriver.Chrome, address: str) -> None:
+    """Open the tab, choose the long run and see its spikes."""
+    browser.get_log("browser")
+    browser.get(f"{address}/#data_stalls")
+    browser.switch_to.frame(until(browser, lambda: one(browser, "iframe[src*=data_stalls]")))
+    until(browser, lambda: one(browser, "tr[data-run='long_run'] th button")).click()
+    until(browser, lambda: texts(browser, ".detail h2")[:1] == ["Run long_run"] and one(browser, ".detail .chart svg"))
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".detail .spike")) == 4
+
+
+def no_error(browser: webdriver.Chrome) -> bool:
+    """Whether the console, on which TensorBoard itself warns, has no error."""
+    return [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_the_tab_shows_the_runs(browser: webdriver.Chrome, address: str) -> None:
+    """In a real TensorBoard the tab lists the runs, shows the spikes of one, follows its theme, and causes no error."""
+    look_at_the_tab(browser, address)
+    assert len(texts(browser, "tbody tr[data-run]")) == 10
+    shade = "return getComputedStyle(document.body).backgroundColor"
+    for step, expected in (("remove", "rgb(255, 255, 255)"), ("add", "rgb(20, 24, 29)")):
+        browser.execute_script(f"parent.document.body.classList.{step}('dark-mode')")
+        until(browser, lambda expected=expected: browser.execute_script(shade) == expected)
+    assert no_error(browser)
+
+
+def test_the_link_pins_the_cards(browser: webdriver.Chrome, address: str) -> None:
+    """Opened by the link, TensorBoard shows the cards on top."""
+    browser.get("about:blank")
+    browser.get(pinned_link(int(address.rpartition(":")[2])).replace("localhost", "127.0.0.1"))
+    until(browser, lambda: f"{len(PINNED)} cards" in one(browser, "metrics-pinned-view").text)
+    assert no_error(browser)
+    browser.get("about:blank")
+
+
+@pytest.mark.slow
+def test_the_tab_needs_no_fast_loader(browser: webdriver.Chrome, folder: Path) -> None:
+    """With TensorBoard's older loader it shows the same."""
+    with tensorboard(folder, "--load_fast=false") as found:
+        look_at_the_tab(browser, found)
+        assert no_error(browser)
+        browser.get("about:blank")

@@ -1,0 +1,148 @@
+"""The tab in TensorBoard, as its server asks for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page import runs
+from tensorboard.plugins.base_plugin import TBContext
+
+from harness.page.plugin import StallsPlugin
+from harness.page.serve import logdirs
+
+
+class Flags:
+    """TensorBoard's flags, as far as they matter here."""
+
+    def __init__(self, logdir_spec: str | None = None) -> None:
+        self.logdir_spec = logdir_spec
+
+
+def plugin(logdir: object = None, spec: str | None = None) -> StallsPlugin:
+    return StallsPlugin(TBContext(logdir=None if logdir is None else str(logdir), flags=Flags(spec)))
+
+
+def ask(of: StallsPlugin, route: str, query: str = "") -> tuple[str, dict[str, str], bytes]:
+    """Status, headers and body."""
+    told: dict[str, Any] = {}
+
+    def start(status: str, headers: list[tuple[str, str]]) -> None:
+        told.update(status=status, headers=dict(headers))
+
+    body = b"".join(of.get_plugin_apps()[route]({"QUERY_STRING": query}, start))
+    return told["status"], told["headers"], body
+
+
+def test_it_is_installed_as_a_tab() -> None:
+    """TensorBoard finds it by its entry point."""
+    (found,) = [entry for entry in metadata.entry_points(group="tensorboard_plugins") if entry.name == "data_stalls"]
+    assert found.load() is StallsPlugin
+    assert StallsPlugin(TBContext()).frontend_metadata().tab_name == "Data stalls"
+
+
+def test_runs_are_listed_and_told(tmp_path: Path) -> None:
+    """The list has every run with few points, the run itself as many as a wide chart shows."""
+    runs.long_run(tmp_path / "a/long")
+    runs.cpu_run(tmp_path / "b")
+    here = plugin(tmp_path)
+    listed = json.loads(ask(here, "/runs")[2])
+    assert [(run["name"], len(run["course"]["steps"])) for run in listed["runs"]] == [("a/long", 60), ("b", 40)]
+    status, headers, body = ask(here, "/run", "name=a%2Flong")
+    assert (status, len(json.loads(body)["course"]["steps"])) == ("200 OK", 400)
+    assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == ("application/json; charset=utf-8", "nosniff")
+
+
+def test_a_run_that_goes_on_is_read_anew(tmp_path: Path) -> None:
+    """What a run has written since the last look is shown."""
+    runs.interrupted(tmp_path / "run")
+    here = plugin(tmp_path)
+    before = json.loads(ask(here, "/run", "name=run")[2])
+    runs.write(tmp_path / "run", report=runs.report())
+    after = json.loads(ask(here, "/run", "name=run")[2])
+    assert (before["latest"], after["latest"], after["report"]["status"]) == (True, False, "completed")
+
+
+@pytest.mark.parametrize("name", ["../outside", "..%2Foutside", "/etc", "a/../../outside", "%00", "", "a/."])
+def test_a_name_never_leaves_the_logdir(tmp_path: Path, name: str) -> None:
+    """Only a run that is listed can be asked for."""
+    runs.write(tmp_path / "outside", report={"status": "secret"})
+    runs.write(tmp_path / "logs" / "a", report={})
+    status, _, body = ask(plugin(tmp_path / "logs"), "/run", f"name={name}")
+    assert status == "404 Not Found" and b"secret" not in body
+
+
+@pytest.mark.parametrize("file", ["tab.js", "page.js", "page.css"])
+def test_the_page_is_served(file: str, tmp_path: Path) -> None:
+    """Scripts and style come with a type that browsers run."""
+    status, headers, body = ask(plugin(tmp_path), f"/{file}")
+    assert status == "200 OK" and body and headers["Content-Type"].startswith("text/")
+
+
+def test_the_tab_sleeps_where_there_is_no_run(tmp_path: Path) -> None:
+    """It is active as soon as there is one."""
+    here = plugin(tmp_path)
+    assert not here.is_active()
+    runs.write(tmp_path / "deep/down", report={})
+    assert here.is_active()
+
+
+@pytest.mark.parametrize("logdir", [None, "", "/nowhere/at/all", "gs://bucket/runs", "s3://bucket"])
+def test_any_logdir_is_answered(logdir: str | None) -> None:
+    """No folder, a missing one and a remote one give an empty list; a remote one its reason too."""
+    here = plugin(logdir)
+    status, _, body = ask(here, "/runs")
+    assert (status, here.is_active(), json.loads(body)["runs"]) == ("200 OK", False, [])
+    assert bool(json.loads(body)["notes"]) == ("://" in (logdir or ""))
+
+
+def test_an_error_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody thought of stops neither TensorBoard nor the other tabs."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("never thought of")
+
+    monkeypatch.setattr("harness.page.serve.find_runs", fail)
+    monkeypatch.setattr("harness.page.serve.each_run", fail)
+    here = plugin(tmp_path)
+    status, _, body = ask(here, "/runs")
+    assert (status, json.loads(body)) == ("500 Internal Server Error", {"error": "RuntimeError: never thought of"})
+    assert here.is_active()
+
+
+def test_a_broken_room_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the page's own modules cannot be imported, TensorBoard starts all the same and the tab says why."""
+    monkeypatch.setitem(sys.modules, "harness.page.serve", None)
+    monkeypatch.delattr("harness.page.serve", raising=False)
+    here = plugin(tmp_path)
+    assert here.is_active() and list(here.get_plugin_apps()) == ["/tab.js"]
+    status, headers, body = ask(here, "/tab.js")
+    assert (status, headers["Content-Type"]) == ("200 OK", "text/javascript; charset=utf-8")
+    assert b"export async function render()" in body and b"The page cannot be served: " in body
+
+
+@pytest.mark.parametrize(
+    ("logdir", "spec", "expected"),
+    [
+        pytest.param("/a,b", None, {"": "/a,b"}, id="logdir"),
+        pytest.param("", "x:/a,y:/b", {"x": "/a", "y": "/b"}, id="labels"),
+        pytest.param("", "/a,gs://c/d", {"/a": "/a", "gs://c/d": "gs://c/d"}, id="no-labels"),
+        pytest.param("", "/a:b", {"/a:b": "/a:b"}, id="a-colon-in-a-path"),
+        pytest.param(None, None, {}, id="nothing"),
+    ],
+)
+def test_logdirs_are_read_as_tensorboard_reads_them(logdir: str | None, spec: str | None, expected: dict[str, str]) -> None:
+    """A label is what stands before a colon, and a path stays whole."""
+    assert logdirs(logdir, spec) == expected
+
+
+def test_labels_tell_runs_apart(tmp_path: Path) -> None:
+    """With several folders a run is named after its own."""
+    for label in ("one", "two"):
+        runs.write(tmp_path / label / "0", report={})
+    listed = json.loads(ask(plugin("", f"a:{tmp_path}/one,b:{tmp_path}/two"), "/runs")[2])
+    assert [run["name"] for run in listed["runs"]] == ["a/0", "b/0"]

@@ -1,0 +1,99 @@
+"""Run folders as they may be found: whole, growing, damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from page import runs
+
+from harness.page.runs import find_runs, read_run
+
+
+def test_a_whole_run_has_no_notes(tmp_path: Path) -> None:
+    """Report, course and tuning are there, and nothing is said to be missing."""
+    run = read_run(runs.long_run(tmp_path / "run", steps=100), "run")
+    assert run["report"]["verdict"]["bottleneck"] == "decode" and run["tuning"]["search"] == "auto"
+    assert (len(run["course"]["steps"]), run["latest"], run["notes"]) == (10, False, [])
+
+
+def test_a_growing_run_is_told_by_its_last_window(tmp_path: Path) -> None:
+    """Without a report the page has the latest figures and says so."""
+    run = read_run(runs.interrupted(tmp_path / "run"), "run")
+    assert run["latest"] and run["report"]["steps"] == 100 and run["report"]["images_per_s"] > 0
+    assert [note.split(":")[0] for note in run["notes"]] == ["report.json is missing"]
+
+
+def test_a_report_that_the_run_has_left_behind_is_told(tmp_path: Path) -> None:
+    """A run that went on from a checkpoint has a course beyond its last report."""
+    runs.cpu_run(tmp_path, steps=200)
+    runs.write(tmp_path, report=runs.report(steps=100))
+    run = read_run(tmp_path, "run")
+    assert run["notes"] == ["report.json is of step 100; the run has gone on since, to step 200"]
+
+
+def test_damage_is_named_by_file(tmp_path: Path) -> None:
+    """Each damaged file has its note, and what can be read is shown."""
+    run = read_run(runs.damaged(tmp_path / "run"), "run")
+    notes = " | ".join(run["notes"])
+    for text in ("metrics.jsonl has 2 damaged lines", "report.json is damaged", "tuning.json does not hold"):
+        assert text in notes
+    assert run["course"]["windows"] == 1 and run["tuning"] is None
+
+
+def test_an_empty_folder_is_told(tmp_path: Path) -> None:
+    """Nothing there is nothing shown, without an error."""
+    run = read_run(tmp_path, "run")
+    assert (run["report"], run["course"], run["config"]) == ({}, None, None)
+    assert [note.split(" ")[0] for note in run["notes"]] == ["metrics.jsonl", "report.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        pytest.param("[1, 2]", "it holds no object but list", id="no-object"),
+        pytest.param("[" * 200_000, "recursion", id="nested-too-deep"),
+        pytest.param("{", "Expecting", id="cut-off"),
+        pytest.param(" " * (16 * 2**20 + 1), "not a file of at most 16 MiB", id="too-large"),
+    ],
+)
+def test_any_contents_of_a_report_are_survived(tmp_path: Path, text: str, reason: str) -> None:
+    """A report that cannot be used is a note."""
+    (tmp_path / "report.json").write_text(text)
+    assert any(reason in note for note in read_run(tmp_path, "run")["notes"])
+
+
+def test_a_pipe_in_place_of_a_report_does_not_hang(tmp_path: Path) -> None:
+    """Only plain files are opened."""
+    os.mkfifo(tmp_path / "report.json")
+    assert any("report.json is damaged: it is not a file" in note for note in read_run(tmp_path, "run")["notes"])
+
+
+def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:
+    """Job 10 comes after job 9; checkpoints and hidden folders are not looked into, links not followed."""
+    for name in ("10", "9", "b/c", ".hidden", "9/checkpoints/x"):
+        runs.write(tmp_path / "root" / name, report={})
+    runs.write(tmp_path / "elsewhere", report={})
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
+    assert list(find_runs(tmp_path / "root")) == ["9", "10", "b/c"]
+
+
+def test_a_run_folder_is_its_own_run(tmp_path: Path) -> None:
+    """The root itself is named after its folder."""
+    assert list(find_runs(runs.write(tmp_path / "mine", report={}))) == ["mine"]
+
+
+def test_the_configuration_is_shown_as_it_was_saved(tmp_path: Path) -> None:
+    """What Hydra saved is text for the page."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("seed: 1\n")
+    assert read_run(tmp_path, "run")["config"] == "seed: 1\n"
+
+
+def test_all_that_is_read_can_be_sent(tmp_path: Path) -> None:
+    """No NaN reaches the page, whose reader would refuse it."""
+    runs.write(tmp_path, report={"images_per_s": float("nan"), "shares": {"compute": float("inf"), "host": 1.0}})
+    run = read_run(tmp_path, "run")
+    assert run["report"] == {"shares": {"host": 1.0}} and json.dumps(run, allow_nan=False)

@@ -1,0 +1,152 @@
+"""Runs whose figures fail: they train to the end, and their report leaves out what could not be had."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import psutil
+import pytest
+
+import train
+from harness.config import Config
+from harness.watch import station
+from harness.watch.device import GpuSource, Source
+from harness.watch.host import Sampler
+from harness.watch.tags import Tag
+from harness.watch.tree import Tree
+
+Composed = Callable[..., Config]
+ReportOf = Callable[..., tuple[dict[str, Any], list[str]]]
+GPU_TAGS = {Tag.GPU_UTILIZATION, Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}
+
+pytestmark = pytest.mark.usefixtures("kept_globals")
+
+
+class NVMLError(Exception):
+    """What the stand-in raises, as the library does."""
+
+
+def nvml(refused: tuple[str, ...] = (), fails_at: int | None = None) -> SimpleNamespace:
+    """A library that knows one GPU without performance counters, refuses some calls, and fails from one reading on."""
+    readings = 0
+
+    def answer(name: str, value: object = None) -> Callable[..., object]:
+        def call(*_: object) -> object:
+            nonlocal readings
+            readings += name == "UtilizationRates"
+            if name in refused or (fails_at is not None and readings >= fails_at):
+                raise NVMLError("Not Supported" if name in refused else "GPU is lost")
+            return value
+
+        return call
+
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_ERROR_NOT_SUPPORTED="Not Supported",
+        nvmlInit=lambda: None,
+        nvmlShutdown=answer("Shutdown"),
+        nvmlDeviceGetCount=answer("Count", 1),
+        nvmlDeviceGetHandleByIndex=str,
+        nvmlDeviceGetName=str,
+        nvmlSystemGetDriverVersion=answer("DriverVersion", "570.1"),
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlGpmQueryDeviceSupport=lambda handle: SimpleNamespace(isSupportedDevice=0),
+        nvmlDeviceGetUtilizationRates=answer("UtilizationRates", SimpleNamespace(gpu=40)),
+        nvmlDeviceGetMemoryInfo=answer("MemoryInfo", SimpleNamespace(used=2**30)),
+        nvmlDeviceGetPowerUsage=answer("PowerUsage", 100_000),
+    )
+
+
+@pytest.fixture
+def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReportOf:
+    """A run of two steps that is looked at three times before the first: its report, and what its log says is missing.
+
+    ``gpu`` asks that NVML's figures be taken, though the run is on the CPU.
+    """
+
+    def sampler(gpu: bool, sources: Sequence[Source], interval_s: float) -> Sampler:
+        found = Sampler([*sources, GpuSource("of-the-test")] if gpu else sources, interval_s)
+        for _ in range(3):
+            found.look()
+        return found
+
+    def run(gpu: bool = False) -> tuple[dict[str, Any], list[str]]:
+        monkeypatch.setattr(station, "Sampler", lambda sources, interval_s: sampler(gpu, sources, interval_s))
+        config = composed(
+            "data=digits",
+            "device=cpu",
+            "loader.num_workers=0",
+            "loader.batch_size=8",
+            "trainer.max_steps=2",
+            "trainer.num_threads=1",
+        )
+        train.main_worker(0, train.Job(config, tmp_path, ()))
+        report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+        assert (report["status"], report["steps"]) == ("completed", 2)
+        return report, re.findall(r"\bno (?:gpu/|host/|GPU ).*", (tmp_path / "train.log").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("library", "kept", "line"),
+    [
+        pytest.param(None, set(), "no GPU figures: NVML is not there", id="no NVML"),
+        pytest.param(
+            nvml(fails_at=2), set(),
+            "no gpu/utilization, gpu/memory_used_bytes, gpu/power_w from here on: GPU is lost", id="NVML fails midway",
+        ),
+        pytest.param(
+            nvml(refused=("UtilizationRates", "PowerUsage")), {Tag.GPU_MEMORY_USED_BYTES},
+            "no gpu/utilization, gpu/power_w from here on: Not Supported", id="a MIG instance",
+        ),
+    ],
+)  # fmt: skip
+def test_nvml_costs_its_figures_and_no_more(
+    report_of: ReportOf, monkeypatch: pytest.MonkeyPatch, library: SimpleNamespace | None, kept: set[Tag], line: str
+) -> None:
+    """The run ends as any other, with one line in the log; what the library did not give to the end is in no report."""
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    report, missing = report_of(gpu=True)
+    assert "gpu_utilization" not in report
+    assert GPU_TAGS & set(report["sampled"]) == kept
+    assert Tag.RAM_USED_BYTES in report["sampled"]
+    assert [text[: len(line)] for text in missing if "sm_utilization" not in text] == [line]
+
+
+def test_without_permissions_a_run_has_no_figures_of_the_machine(report_of: ReportOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither psutil nor /proc may be read the run trains all the same; one line in the log names what is lost."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise psutil.AccessDenied(msg="hidden")
+
+    for name in ("cpu_times", "virtual_memory", "disk_io_counters", "Process"):
+        monkeypatch.setattr(psutil, name, refuse)
+    monkeypatch.setattr(Tree, "_read", refuse)
+    report, missing = report_of()
+    tags = (
+        "host/cpu_fraction, host/ram_used_bytes, host/disk_read_bytes_per_s, host/own_cpu_cores, host/major_faults_per_s, "
+        "host/own_read_bytes_per_s, host/own_storage_bytes_per_s"
+    )
+    assert missing[0] == f"no {tags} from here on: hidden"
+    assert not set(tags.split(", ")) & set(report.get("sampled", {}))
+    assert "ram_bytes" not in report["environment"]
+
+
+def test_a_machine_without_proc_trains(report_of: ReportOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where /proc says nothing of processes and of pressure, each missing file is named once, and the other figures stay."""
+    whole = station.HostSource
+    monkeypatch.setattr(station, "HostSource", lambda: whole(root=tmp_path / "empty"))
+    report, missing = report_of()
+    assert Tag.RAM_USED_BYTES in report["sampled"]
+    assert not {tag for tag in report["sampled"] if "own_" in tag or "memory_stall" in tag or "throttled" in tag}
+    assert [text.split(" from here on")[0] for text in missing] == [
+        "no host/own_cpu_cores, host/major_faults_per_s, host/own_read_bytes_per_s, host/own_storage_bytes_per_s",
+        "no host/memory_stall_fraction",
+    ]

@@ -1,0 +1,34 @@
+"""Names in a trace: given where something records, free elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from harness.watch import marks
+
+
+def test_a_recording_is_told_every_name() -> None:
+    """Blocks are handed to the recording in the order in which they begin and end."""
+    told: list[str] = []
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        told.append(f"{name} begins")
+        yield
+        told.append(f"{name} ends")
+
+    marks.record(mark)
+    try:
+        with marks.named("step 1"), marks.named("forward"):
+            pass
+    finally:
+        marks.record(None)
+    assert told == ["step 1 begins", "forward begins", "forward ends", "step 1 ends"]
+
+
+def test_nothing_is_made_where_nothing_records() -> None:
+    """All names share one context that does nothing, also inside itself."""
+    with marks.named("step 1") as first, marks.named("forward") as second:
+        assert first is second is None
+    assert marks.named("step 1") is marks.named("forward")

@@ -1,0 +1,41 @@
+"""Rows in shared memory; that they reach worker processes and leave nothing behind is tested with the gauge."""
+
+from __future__ import annotations
+
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+
+from harness.watch.rows import Rows
+
+
+def test_cells_are_the_rows_one_after_the_other() -> None:
+    """What is written into the cells is read as [rows, columns], as it was at that moment."""
+    rows = Rows(2, 3)
+    rows.cells[4] = 1.5
+    read = rows.read()
+    rows.cells[4] = 2.5
+    assert read.tolist() == [[0.0, 0.0, 0.0], [0.0, 1.5, 0.0]]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_only_shared_memory_takes_shared_memory(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """Where nothing is to be shared, a machine without shared memory will do."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("unable to open shared memory object")
+
+    monkeypatch.setattr("torch.Tensor.share_memory_", refuse)
+    if shared:
+        with pytest.raises(RuntimeError, match="shared memory"):
+            Rows(1, 1)
+    else:
+        assert Rows(1, 1, shared=False).read().tolist() == [[0.0]]
+
+
+def test_it_does_not_travel_as_a_copy() -> None:
+    """Pickled as for a worker and unpickled, it is the same memory."""
+    rows = Rows(1, 1)
+    pickle.loads(ForkingPickler.dumps(rows)).cells[0] = 3.0
+    assert rows.read().item() == 3.0

@@ -1,0 +1,280 @@
+"""Where the workers' time goes: what is exact, what is estimated, and what it may cost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import samples
+
+from harness.watch.stages import AUGMENT, COLLATE, GROUPS, START, StageCost, StageMeter, StageTimer, StageTotals, Stamps
+
+STAGES = ("read", "decode", "crop")
+Sample = Sequence[tuple[float, float]]  # wall and processor seconds of each stage
+
+
+@dataclass
+class Clocks:
+    """A wall clock and a processor clock that stand still between two looks, each of which takes ``look_s``."""
+
+    wall_s: float = 1000.0
+    cpu_s: float = 50.0
+    look_s: float = 0.0
+    looks: int = 0
+
+    def now(self) -> float:
+        self.go(self.look_s, self.look_s)
+        self.looks += 1
+        return self.wall_s
+
+    def cpu_now(self) -> float:
+        self.go(self.look_s, self.look_s)
+        self.looks += 1
+        return self.cpu_s
+
+    def go(self, wall_s: float, cpu_s: float) -> None:
+        self.wall_s += wall_s
+        self.cpu_s += cpu_s
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server() -> None:
+    samples.start_server()
+
+
+def make(timer: StageTimer, clocks: Clocks, batch: Sequence[Sample], collate_s: float = 0.0) -> Stamps:
+    """One batch, whose samples go through all stages and whose allocation computes for ``collate_s``."""
+    timers = timer.begin(len(batch))
+    clocks.go(collate_s, collate_s)
+    timer.fill()
+    for row, sample in enumerate(batch):
+        laps = None if timers is None else timers[row]
+        if laps is not None:
+            laps.lap(START)
+        for stage, cost in zip(STAGES, sample, strict=True):
+            clocks.go(*cost)
+            if laps is not None:
+                laps.lap(stage)
+    return timer.end(len(batch))
+
+
+def assert_adds_up(totals: StageTotals) -> None:
+    assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
+
+
+def walls(totals: StageTotals) -> list[float]:
+    return [cost.wall_s for cost in totals.stages.values()]
+
+
+def test_a_batch_is_divided_exactly(clocks: Clocks) -> None:
+    """Where all samples are timed, wall and processor seconds of every stage and of the batch around them are those it took."""
+    meter = StageMeter(STAGES, 0)
+    batch = [[(0.5, 0.1), (1.0, 1.0), (0.25, 0.25)], [(3.5, 0.3), (2.0, 2.0), (0.25, 0.25)]]
+    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, batch, collate_s=0.125)
+    totals = meter.read()
+    assert (totals.samples, totals.batches, totals.busy_s) == (2, 1, pytest.approx(7.625))
+    expected = {"read": (4.0, 0.4), "decode": (3.0, 3.0), "crop": (0.5, 0.5), COLLATE: (0.125, 0.125)}
+    assert list(totals.stages) == list(expected)
+    assert all(totals.stages[name] == pytest.approx(cost) for name, cost in expected.items())
+
+
+def test_each_batch_is_divided_by_itself_where_all_samples_are_timed(clocks: Clocks) -> None:
+    """A slow read is in the window in which it happened, and leaves no trace in the next."""
+    meter = StageMeter(STAGES, 0)
+    timer = meter.timer(0, clocks.now, clocks.cpu_now)
+    for _ in range(2):
+        make(timer, clocks, [[(9.3, 0.0), (1.1, 1.1), (0.0, 0.0)]] * 4)
+    first = meter.read()
+    make(timer, clocks, [[(0.0, 0.0), (1.3, 0.1), (1.1, 1.1)]] * 4)
+    window = meter.read().since(first)
+    assert walls(window) == pytest.approx([0.0, 5.2, 4.4, 0.0])
+    assert window.stages["decode"].cpu_s == pytest.approx(0.4)
+
+
+def test_nothing_has_been_done_at_first() -> None:
+    """A new meter has all stages, at zero."""
+    totals = StageMeter(STAGES, 2).read()
+    assert totals == StageTotals(0, 0, 0.0, dict.fromkeys((*STAGES, COLLATE), StageCost(0.0, 0.0)))
+
+
+def test_totals_are_those_of_all_workers(clocks: Clocks) -> None:
+    """read() adds the slots up, each divided by its own shares."""
+    meter = StageMeter(STAGES, 3)
+    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
+    make(meter.timer(2, clocks.now, clocks.cpu_now), clocks, [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]] * 2)
+    totals = meter.read()
+    assert (totals.samples, totals.batches, totals.busy_s) == (3, 2, pytest.approx(14.0))
+    assert walls(totals) == pytest.approx([1.0, 5.0, 8.0, 0.0])
+    assert totals.stages["read"].cpu_s == pytest.approx(0.0)
+
+
+def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
+    """The totals of a slot survive its worker; since() leaves out what was there before."""
+    meter = StageMeter(STAGES, 1)
+    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
+    before = meter.read()
+    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(0.0, 0.0), (2.0, 2.0), (0.0, 0.0)]])
+    assert meter.read().busy_s == pytest.approx(4.0)
+    after = meter.read().since(before)
+    assert (after.samples, after.batches, after.busy_s) == (1, 1, pytest.approx(2.0))
+    assert walls(after) == pytest.approx([0.0, 2.0, 0.0, 0.0])
+    assert before.since(None) is before
+
+
+@pytest.mark.parametrize(("ended", "booked"), [((), "read"), (("read",), "decode"), (STAGES, "crop")], ids=str)
+def test_a_sample_that_fails_is_booked_where_it_did(clocks: Clocks, ended: tuple[str, ...], booked: str) -> None:
+    """The time until the error goes to the stage after the last one that ended; at the end, to that one."""
+    meter = StageMeter(STAGES, 0)
+    timer = meter.timer(0, clocks.now, clocks.cpu_now)
+    (laps,) = timer.begin(1) or ()
+    timer.fill()
+    assert laps is not None
+    laps.lap(START)
+    for stage in ended:
+        laps.lap(stage)
+    clocks.go(30.0, 0.0)
+    laps.fail()
+    timer.end(1)
+    totals = meter.read()
+    assert totals.busy_s == pytest.approx(30.0)
+    assert totals.stages[booked].wall_s == pytest.approx(30.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        (["read", "blur"], r"stage 'blur' is not among the data set's stages \('read', 'decode', 'crop'\)"),
+        ([], r"names the stages \('read', 'decode', 'crop'\) and never tells the end of one: call lap\(stage\)"),
+    ],
+    ids=["unknown", "none"],
+)
+def test_a_data_set_must_tell_the_stages_it_names(clocks: Clocks, told: list[str], text: str) -> None:
+    """A stage that was not named, and stages that never end, are errors of the data set's author."""
+    timer = StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now)
+    (laps,) = timer.begin(1) or ()
+    timer.fill()
+    assert laps is not None
+    for stage in [START, *told]:
+        laps.lap(stage)
+    with pytest.raises(ValueError, match=text):
+        timer.end(1)
+
+
+def fed(batches: int, batch: Callable[[int], list[Sample]], look_s: float = 2e-7) -> tuple[StageTotals, Clocks, list[float]]:
+    """The totals after so many batches, with clocks that cost ``look_s``; and the true wall seconds by stage."""
+    clocks, meter = Clocks(look_s=look_s), StageMeter(STAGES, 0)
+    timer, true = meter.timer(0, clocks.now, clocks.cpu_now), [0.0] * len(STAGES)
+    clocks.looks = 0
+    for number in range(batches):
+        made = batch(number)
+        true = [sum(sample[stage][0] for sample in made) + true[stage] for stage in range(len(STAGES))]
+        make(timer, clocks, made)
+    return meter.read(), clocks, true
+
+
+def test_timing_microseconds_costs_a_thousandth() -> None:
+    """With samples of 20 us few are timed: besides two looks a batch, the looks take less than 0.1 % of the work."""
+    sample = [(5e-6, 5e-6), (5e-6, 5e-6), (10e-6, 10e-6)]
+    totals, clocks, _ = fed(1000, lambda _: [sample] * 128)
+    assert totals.samples == 1000 * 128
+    assert_adds_up(totals)
+    assert walls(totals)[:3] == pytest.approx([0.64, 0.64, 1.28], rel=0.01)
+    laps_s = (clocks.looks - 2 * totals.batches) * clocks.look_s
+    assert 1e-4 < laps_s / totals.busy_s < 1e-3
+
+
+def test_all_samples_are_timed_where_they_take_their_time() -> None:
+    """With samples of 10 ms and ordinary clocks the costs of every single one are counted."""
+    slow, other = [(0.5, 0.0), (5e-3, 5e-3), (5e-3, 5e-3)], [(0.0, 0.0), (5e-3, 5e-3), (5e-3, 5e-3)]
+    totals, _, true = fed(50, lambda number: [slow if number % 10 == 7 and row == 3 else other for row in range(8)])
+    assert_adds_up(totals)
+    assert walls(totals)[:3] == pytest.approx(true, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_rare_slow_samples_count_on_average(size: int) -> None:
+    """Where one sample in some is timed, reads of which one in a hundred is slow have their share all the same."""
+    rng = random.Random(5)
+    plain, slow = [(1e-5, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)], [(2e-2, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)]
+    totals, _, true = fed(80_000 // size, lambda _: [slow if rng.random() < 0.01 else plain for _ in range(size)])
+    assert_adds_up(totals)
+    assert walls(totals)[0] == pytest.approx(true[0], rel=0.3)
+
+
+@pytest.mark.parametrize("place", [0, 63])
+def test_no_place_in_a_batch_is_favoured(place: int) -> None:
+    """A stage that is slow only in one row of each batch is found as often as it happens."""
+    plain, slow = [(1e-6, 1e-6), (1e-5, 1e-5), (1e-5, 1e-5)], [(1e-4, 1e-4), (1e-5, 1e-5), (1e-5, 1e-5)]
+    totals, _, true = fed(1000, lambda _: [slow if row == place else plain for row in range(64)], look_s=2e-8)
+    assert walls(totals)[0] == pytest.approx(true[0], rel=0.1)
+
+
+def test_what_warming_up_took_is_not_taken_for_the_rule() -> None:
+    """The first batch decodes slowly, once; those that follow are divided by samples of their own."""
+    cold, warm = [(1e-6, 1e-6), (1e-3, 1e-3), (1e-6, 1e-6)], [(1e-5, 1e-5), (1e-6, 1e-6), (1e-5, 1e-5)]
+    totals, _, true = fed(1000, lambda number: [warm if number else cold] * 64)
+    assert walls(totals)[:3] == pytest.approx(true, rel=0.05)
+
+
+def test_batches_count_before_they_are_divided(clocks: Clocks) -> None:
+    """A reading between two timed batches divides the others like those before them, and the next one puts it right."""
+    clocks.look_s = 1e-6
+    meter = StageMeter(STAGES, 0)
+    timer = meter.timer(0, clocks.now, clocks.cpu_now)
+    sample = [(3e-6, 3e-6), (6e-6, 6e-6), (3e-6, 3e-6)]
+    for _ in range(5):
+        make(timer, clocks, [sample] * 32)
+    totals = meter.read()
+    assert (totals.samples, totals.batches) == (160, 5)
+    assert_adds_up(totals)
+    assert totals.stages["decode"].wall_s == pytest.approx(2 * totals.stages["read"].wall_s)
+
+
+def test_a_window_never_shows_less_than_nothing() -> None:
+    """since() of a stage to which an earlier reading gave too much is zero."""
+    totals = [StageTotals(2, 1, 1.0, {"read": StageCost(wall_s, wall_s)}) for wall_s in (0.75, 0.5)]
+    assert totals[1].since(totals[0]).stages["read"] == (0.0, 0.0)
+
+
+def test_stages_have_groups() -> None:
+    """Reading is storage; every transform, whatever its name, is augmentation."""
+    groups = [GROUPS.get(stage, AUGMENT) for stage in ("read", "decode", "blur", COLLATE, "sample")]
+    assert groups == ["storage", "decode", "augment", "collate", "sample"]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_worker_of_any_start_method_writes_into_the_same_memory(method: str) -> None:
+    """What another process adds is read here, by real clocks."""
+    meter = StageMeter(STAGES, 2)
+    worker = multiprocessing.get_context(method).Process(target=_work, args=(meter,))
+    worker.start()
+    worker.join(30)
+    totals = meter.read()
+    assert (totals.samples, totals.batches) == (1, 1)
+    assert totals.stages["crop"].wall_s > 0 and totals.busy_s > 0
+
+
+def _work(meter: StageMeter) -> None:
+    make(meter.timer(1), Clocks(), [[(0.0, 0.0)] * 3])
+
+
+def test_stamps_tell_when_a_batch_was_made_and_when_it_came(monkeypatch: pytest.MonkeyPatch, clocks: Clocks) -> None:
+    """Made by the worker's clock; received where they are unpickled, pinned where torch asks for it."""
+    stamps = make(StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now), clocks, [[(2.0, 2.0)] * 3])
+    assert stamps == Stamps(begun_s=1000.0, made_s=1006.0, received_s=1006.0, pinned_s=1006.0)
+    monkeypatch.setattr("time.perf_counter", clocks.now)
+    sent = pickle.dumps(stamps)
+    clocks.go(3.0, 0.0)
+    received = pickle.loads(sent)
+    assert received == (1000.0, 1006.0, 1009.0, 1009.0)
+    clocks.go(0.5, 0.0)
+    assert received.pin_memory() == (1000.0, 1006.0, 1009.0, 1009.5)

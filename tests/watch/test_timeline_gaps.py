@@ -1,0 +1,202 @@
+"""What the device waited for, gap by gap, on a GPU in model time."""
+
+import random
+
+import pytest
+from model_time import Gpu, settled, step
+
+from harness.watch.clock import StepClock
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return Gpu()
+
+
+@pytest.fixture
+def clock(gpu: Gpu) -> StepClock:
+    return StepClock("cuda", now=gpu.now, events=gpu.events())
+
+
+def test_a_device_that_waits_for_data_is_stalled(clock: StepClock, gpu: Gpu) -> None:
+    """The feed takes 8 ms and the step 2 ms on an idle device: it stood still for four fifths of the time."""
+    for _ in range(50):
+        step(clock, gpu, wait_s=0.008, launch_s=0.002)
+    total = settled(clock, gpu)
+    assert total.stall_basis == "device"
+    assert total.stall_fraction == pytest.approx(0.8, abs=0.01)
+    assert total.compute_fraction == pytest.approx(0.2, abs=0.01)
+    assert total.step_ms is not None
+    assert total.step_ms.median == pytest.approx(10, rel=0.011)
+
+
+def test_a_wait_that_the_device_does_not_notice_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
+    """While queued work keeps the device busy, the host's wait harms nobody: the data wait is high, the stall nil."""
+    for _ in range(50):
+        step(clock, gpu, wait_s=0.008, compute_s=0.010)
+    total = settled(clock, gpu)
+    assert total.data_wait_fraction == pytest.approx(8 / 9, rel=0.02)
+    assert total.stall_fraction == 0.0
+    assert total.compute_fraction == pytest.approx(1.0)
+    assert total.compute_ms is not None
+    assert total.compute_ms.median == pytest.approx(10, rel=0.011)
+
+
+def test_a_copy_in_the_gap_is_a_stall(clock: StepClock, gpu: Gpu) -> None:
+    """Without waits of the host, the part of the copies that the device had to wait for is the stall."""
+    for _ in range(50):
+        step(clock, gpu, copy_s=0.006, compute_s=0.002, launch_s=0.0)
+        gpu.host = max(gpu.host, gpu.compute_until)
+    total = settled(clock, gpu)
+    assert total.stall_fraction == pytest.approx(0.75, abs=0.01)
+    assert total.copy_ms is not None
+    assert total.copy_ms.median == pytest.approx(6, rel=0.011)
+
+
+def test_a_copy_behind_the_compute_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
+    """A copy one batch ahead, hidden behind the step before, is timed and harms nobody."""
+    ahead = gpu.copy(0.006)
+    for _ in range(50):
+        clock.copied(*ahead)
+        gpu.await_copy(ahead[1])
+        ahead = gpu.copy(0.006)
+        step(clock, gpu, compute_s=0.010)
+        gpu.host = max(gpu.host, gpu.compute_until - 0.005)
+    total = settled(clock, gpu)
+    assert total.copy_ms is not None
+    assert total.copy_ms.max == pytest.approx(6)
+    assert total.stall_fraction == 0.0
+
+
+def test_of_a_copy_only_the_exposed_part_is_a_stall(clock: StepClock, gpu: Gpu) -> None:
+    """A copy that began behind the step before stalls the device only from that step's end on."""
+    copied = gpu.copy(0.008)
+    for _ in range(50):
+        with clock.waiting():
+            clock.copied(*copied)
+        gpu.await_copy(copied[1])
+        with clock.computing():
+            gpu.launch(0.006)
+        copied = gpu.copy(0.008)
+        clock.step(4)
+        gpu.host = max(gpu.host, gpu.compute_until - 0.006)
+    total = settled(clock, gpu)
+    assert total.shares == pytest.approx({"compute": 0.75, "starved": 0, "exposed_copy": 0.25, "host": 0}, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "load_ms", "copy_ms", "expected_ms"),
+    [
+        pytest.param(2, 5, 0, {"starved": 0, "exposed_copy": 0, "host": 0}, id="all behind the compute"),
+        pytest.param(0, 15, 0, {"starved": 5, "exposed_copy": 0, "host": 0}, id="a wait that begins before the gap"),
+        pytest.param(4, 8, 0, {"starved": 2, "exposed_copy": 0, "host": 0}, id="work behind the compute, then a wait"),
+        pytest.param(12, 8, 0, {"starved": 8, "exposed_copy": 0, "host": 2}, id="work into the gap, then a wait"),
+        pytest.param(18, 0, 0, {"starved": 0, "exposed_copy": 0, "host": 8}, id="work alone"),
+        pytest.param(0, 12, 3, {"starved": 2, "exposed_copy": 3, "host": 0}, id="a wait, then a copy in the gap"),
+        pytest.param(0, 8, 5, {"starved": 0, "exposed_copy": 3, "host": 0}, id="a copy that begins before the gap"),
+        pytest.param(13, 7, 5, {"starved": 7, "exposed_copy": 5, "host": 3}, id="work, a wait and a copy"),
+    ],
+)
+def test_every_part_of_a_gap_is_explained(
+    clock: StepClock, gpu: Gpu, host_ms: float, load_ms: float, copy_ms: float, expected_ms: dict[str, float]
+) -> None:
+    """Beside steps of 10 ms the loop works, waits and copies in turn: what the device missed, and why, is known exactly."""
+    for _ in range(200):
+        gpu.host += 1e-3 * host_ms
+        step(clock, gpu, wait_s=1e-3 * load_ms, copy_s=1e-3 * copy_ms, compute_s=0.010, launch_s=0.0)
+        gpu.host = max(gpu.host, gpu.compute_until - 0.010)  # no further ahead than the running step
+    total = settled(clock, gpu)
+    assert total.starved_ms and total.exposed_copy_ms and total.host_ms and total.gap_ms
+    found = {"starved": total.starved_ms, "exposed_copy": total.exposed_copy_ms, "host": total.host_ms}
+    assert {name: spread.max for name, spread in found.items()} == pytest.approx(expected_ms, abs=0.005)
+    assert total.gap_ms.max == pytest.approx(sum(expected_ms.values()), abs=0.005)
+    whole = 10 + sum(expected_ms.values())
+    shares = {name: ms / whole for name, ms in expected_ms.items()} | {"compute": 10 / whole}
+    assert total.shares == pytest.approx(shares, abs=0.001)
+    assert sum(total.shares.values()) == pytest.approx(1)
+    assert total.stall_fraction == pytest.approx(shares["starved"] + shares["exposed_copy"], abs=0.001)
+
+
+@pytest.mark.parametrize(("asked_ms", "exposed_ms"), [(12, 5), (16, 2), (20, 0)], ids=["before", "within", "after"])
+def test_a_copy_delays_from_when_the_host_asks_for_it(clock: StepClock, gpu: Gpu, asked_ms: float, exposed_ms: float) -> None:
+    """A copy that a thread issues at 13 ms, in the gap, costs what is left of it when the loop wants the batch."""
+    for _ in range(100):
+        copied, began = gpu.copy(0.005, at=gpu.host + 0.013), gpu.host
+        gpu.host = began + 1e-3 * asked_ms
+        with clock.waiting():
+            gpu.host = max(gpu.host, began + 0.013)  # handed out when it is on its way
+            clock.copied(*copied)
+        gpu.await_copy(copied[1])
+        with clock.computing():
+            gpu.launch(0.010)
+        clock.step(4)
+        gpu.host = gpu.compute_until - 0.010
+    total = settled(clock, gpu)
+    assert total.exposed_copy_ms
+    assert total.exposed_copy_ms.median == pytest.approx(exposed_ms, rel=0.01, abs=0.005)
+    assert total.shares["starved"] * total.elapsed_s / total.steps == pytest.approx(1e-3 * max(0, 13 - asked_ms), abs=1e-4)
+
+
+def test_two_batches_in_one_block_are_both_waited_for(clock: StepClock, gpu: Gpu) -> None:
+    """A loop that takes two batches for one block of computing is starved in both waits, and not in what lies between."""
+    for _ in range(50):
+        for _ in range(2):
+            with clock.waiting():
+                gpu.host += 0.004
+            gpu.host += 0.001
+        with clock.computing():
+            gpu.launch(0.010)
+        clock.step(8)
+        gpu.host = gpu.compute_until
+    total = settled(clock, gpu)
+    assert total.shares == pytest.approx({"compute": 0.5, "starved": 0.4, "exposed_copy": 0, "host": 0.1}, abs=0.001)
+
+
+def test_python_between_steps_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
+    """A gap in which neither a wait nor a copy lies is the host's own, and is not blamed on the data."""
+    step(clock, gpu, wait_s=30.0, compute_s=0.002)
+    for _ in range(50):
+        step(clock, gpu, compute_s=0.002, launch_s=0.0)
+        gpu.host += 0.008
+    total = settled(clock, gpu)
+    assert total.stall_fraction == 0.0
+    assert total.compute_fraction == pytest.approx(0.25, abs=0.01)
+
+
+def starve(clock: StepClock, gpu: Gpu, steps: int) -> None:
+    """Steps of 10 ms for which the loop works for 5 ms, then waits for 15 ms, 10 ms of them in vain for the device."""
+    for _ in range(steps):
+        gpu.host += 0.005
+        step(clock, gpu, wait_s=0.015, compute_s=0.010, launch_s=0.0)
+
+
+def test_a_mark_that_comes_late_spoils_nothing(clock: StepClock, gpu: Gpu) -> None:
+    """Where most marks are held up, or the host is between reading its clock and recording one, the others tell."""
+    chance = random.Random(0)
+    for _ in range(300):
+        gpu.mark_late_s = chance.choice([0.0, 0.004, 0.2])
+        starve(clock, gpu, 1)
+    total = settled(clock, gpu)
+    assert total.stall_fraction == pytest.approx(0.5, abs=0.001)
+
+
+@pytest.mark.parametrize("drift", [-50e-6, 50e-6], ids=["slow", "fast"])
+def test_clocks_that_drift_apart_spoil_nothing(clock: StepClock, gpu: Gpu, drift: float) -> None:
+    """Within a minute the device's clock is 3 ms off the host's; a mark that comes in time once a second makes up for it."""
+    gpu.rate = 1 + drift
+    for number in range(3000):
+        gpu.mark_late_s = 0.0 if number % 50 == 0 else 0.1
+        starve(clock, gpu, 1)
+    assert settled(clock, gpu).stall_fraction == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0], ids=["back", "ahead"])
+def test_a_clock_that_jumps_is_followed(clock: StepClock, gpu: Gpu, jump_s: float) -> None:
+    """A machine that slept for an hour by one of the two clocks alone has right figures afterwards."""
+    starve(clock, gpu, 100)
+    gpu.jumped_s = jump_s
+    starve(clock, gpu, 100)
+    clock.close_window()
+    starve(clock, gpu, 100)
+    window = clock.close_window()
+    assert window and window.stall_fraction == pytest.approx(0.5, abs=0.01)
