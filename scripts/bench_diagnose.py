@@ -1,0 +1,221 @@
+"""Is a diagnosis right? Its ceiling beside the speed-up that a run has when its loader is replaced by batches at hand.
+
+For each workload, in processes of their own and in turns: ``mode=diagnose``; training by the engine on the real feed; the
+same training on real batches that lie ready in memory. What cached batches gain is the ceiling as it was promised.
+
+    uv run scripts/bench_diagnose.py --rounds 5 --seconds 20 --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from harness.config import CheckpointConfig, Config, DataConfig, LoaderConfig, ModelConfig, TrainerConfig
+from harness.runtime import folder, workers
+from harness.runtime.launch import run_processes
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "bench_diagnose.md"
+CLAIM = 0.10  # the ceiling may be so far from the measured speed-up
+_KINDS = ("diagnose", "real", "cached")
+_WIDTH, _HEIGHT = 1400, 1000
+_CACHED_BATCHES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One measurement, for a process of its own, which writes its figures into ``answer``."""
+
+    kind: str
+    config: Config
+    seconds: float
+    answer: Path
+
+
+def workloads(photos: Path, threads: int | None) -> dict[str, Config]:
+    """The settings of each workload; the second one's files are made by ``make_photos``."""
+    trainer = TrainerConfig(channels_last=True, num_threads=threads)
+    rest: dict[str, Any] = {"checkpoint": CheckpointConfig(enabled=False), "trainer": trainer}
+    loader = LoaderConfig(batch_size=32, num_workers=1)
+    folder_of = DataConfig(name="imagefolder", root=str(photos), split_fraction=0.1, image_size=64)
+    return {
+        "shapes": Config(data=DataConfig(), loader=LoaderConfig(num_workers=1), model=ModelConfig(), **rest),
+        f"{_WIDTH}x{_HEIGHT} JPEGs": Config(data=folder_of, loader=loader, model=ModelConfig(), **rest),
+    }
+
+
+def make_photos(root: Path, count: int) -> None:
+    """Two classes of parts of scikit-learn's two photographs, enlarged, as JPEG files; nothing where they are there."""
+    from sklearn.datasets import load_sample_images
+
+    rng = np.random.default_rng(0)
+    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+    for i in range(count):
+        path = root / f"class{i % len(photos)}" / f"{i:05d}.jpg"
+        width = int(rng.integers(300, 590))
+        height = width * _HEIGHT // _WIDTH
+        left, top = int(rng.integers(640 - width)), int(rng.integers(427 - height))
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = photos[i % len(photos)].crop((left, top, left + width, top + height))
+            part.resize((_WIDTH, _HEIGHT), Image.Resampling.BICUBIC).save(path, quality=90)
+
+
+def measure(_: int, work: Work) -> None:
+    """One measurement, wired as ``train.py`` does it."""
+    workers.start_server(["harness.feed.processes", "harness.data.datasets"])
+    from harness.data import datasets
+    from harness.diagnose.stage import diagnose
+    from harness.feed.forms import Feeds
+    from harness.runtime import distributed, limits, seeding
+    from harness.training.state import make_state
+    from harness.training.step import Step
+    from harness.training.trial import StepTrials
+
+    config = work.config
+    with ExitStack() as stack:
+        world = stack.enter_context(distributed.joined(0, config))
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(folder.logging_to(place))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        seeding.seed_everything(config.seed)
+        splits = datasets.load(config.data, config.augment, config.seed)
+        feeds = Feeds(splits, config, world)
+        state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
+        step, allowed = Step(state, config, world), limits.measure()
+        if work.kind == "diagnose":
+            found = diagnose(feeds, StepTrials(step, config, world), allowed, (), place, None)
+            answer: dict[str, Any] = {"ceiling": found.ceiling, "class": found.bottleneck, "seconds": found.seconds}
+        else:
+            answer = {"images_per_s": trained(work, feeds, step, place)}
+    work.answer.write_text(json.dumps(answer))
+
+
+def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
+    """Images/s of whole epochs by the engine, for at least ``work.seconds``, on the feed or on its first batches again."""
+    from itertools import islice
+
+    from harness.runtime import limits
+    from harness.training.engine import Engine, Place
+    from harness.watch import station
+    from scripts.bench_loop import CachedFeed
+
+    feed: Any = feeds.train(feeds.settings(limits.measure()))
+    if work.kind == "cached":
+        batches = [
+            batch._replace(images=batch.images.clone(), labels=batch.labels.clone(), indices=batch.indices.clone())
+            for batch in islice(feed, _CACHED_BATCHES)
+        ]
+        feed.close()
+        feed = CachedFeed(batches * max(1, len(feed) // len(batches)), feed.settings)
+    val_feed: Any = CachedFeed([], feed.settings)
+    with station.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
+        engine = Engine(work.config, feeds.world, step, feed, val_feed, watch, Place(place, ()))
+        end = time.perf_counter() + work.seconds
+        while time.perf_counter() < end:  # fit() would add evaluations; the claim is about the epochs alone
+            engine._train_epoch(engine.state.epoch)
+        engine.close()
+        rate = watch.clock.total().images_per_s
+    assert rate is not None
+    return rate
+
+
+def compare(name: str, config: Config, rounds: int, seconds: float) -> dict[str, Any]:
+    """All figures of one workload, measured in turns, there and back."""
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
+    for number in range(rounds):
+        for kind in _KINDS if number % 2 == 0 else _KINDS[::-1]:
+            print(f"{name}: {kind}, round {number + 1} of {rounds}", file=sys.stderr)
+            with tempfile.TemporaryDirectory() as place:
+                answer = Path(place) / "answer.json"
+                run_processes(measure, Work(kind, config, seconds, answer), 1)
+                found[kind].append(json.loads(answer.read_text()))
+    return found
+
+
+def row(name: str, config: Config, found: dict[str, Any]) -> dict[str, object]:
+    """One workload's line of the table."""
+    from scripts.measured import Sample
+
+    rates = {kind: [each["images_per_s"] for each in found[kind]] for kind in ("real", "cached")}
+    gains = [cached / real for real, cached in zip(rates["real"], rates["cached"], strict=True)]
+    ceilings = [each["ceiling"] for each in found["diagnose"]]
+    off = statistics.median(ceilings) / statistics.median(gains) - 1
+    classes = [each["class"] for each in found["diagnose"]]
+    return {
+        "workload": f"{name}, {config.data.image_size} px, batch {config.loader.batch_size}",
+        "real images/s": Sample.of(rates["real"]),
+        "cached images/s": Sample.of(rates["cached"]),
+        "speed-up": Sample.of(gains),
+        "ceiling": Sample.of(ceilings),
+        "off": f"{off:+.1%}",
+        "within 10 %": "yes" if abs(off) <= CLAIM else "NO",
+        "classes": ", ".join(f"{classes.count(each)} {each}" for each in dict.fromkeys(classes)),
+        "diagnosis s": Sample.of([each["seconds"] for each in found["diagnose"]]),
+        "n": len(gains),
+    }
+
+
+def show(rows: Sequence[dict[str, object]], seconds: float, load: Sequence[float], threads: int | None) -> str:
+    """The page."""
+    from scripts.measured import machine, machine_line, markdown
+
+    busy = f"{min(load):.1f} to {max(load):.1f}"
+    step = f"on {threads} of torch's threads" if threads else "on as many of torch's threads as there are cores"
+    return f"""# Is a diagnosis right?
+
+Made by `uv run scripts/bench_diagnose.py --write`. {machine_line(machine())}.
+
+{markdown(rows)}
+
+Medians (quartiles) of {rows[0]["n"]} rounds. In each, in processes of their own and in turns, there and back: a diagnosis;
+whole epochs of real training for at least {seconds:g} s; the same on {_CACHED_BATCHES} real batches that lie ready in memory.
+Speed-up: cached over real images/s of one round. Off: median ceiling over median speed-up, less one; the claim is at most
+10 %. The step ran {step}. Load averages between the workloads, this benchmark's own included: {busy}.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Compare a diagnosis' ceiling with the speed-up that cached batches give.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of diagnosis, real and cached training")
+    parser.add_argument("--seconds", type=float, default=20.0, help="least length of a training run")
+    parser.add_argument("--images", type=int, default=600, help="photographs in the folder")
+    parser.add_argument("--threads", type=int, help="torch's threads, as trainer.num_threads; else as many as cores")
+    parser.add_argument("--photos", type=Path, default=Path(tempfile.gettempdir()) / "wellfed-photos", help="their folder")
+    parser.add_argument("--only", help="one workload, by the beginning of its name")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[1])}")
+    a = parser.parse_args(argv)
+    make_photos(a.photos, a.images)
+    rows, load = [], [os.getloadavg()[0]]
+    for name, config in workloads(a.photos, a.threads).items():
+        if name.startswith(a.only or ""):
+            rows.append(row(name, config, compare(name, config, a.rounds, a.seconds)))
+            load.append(os.getloadavg()[0])
+    page = show(rows, a.seconds, load, a.threads)
+    print(page)
+    if a.write:
+        from scripts.measured import write
+
+        write(PAGE, page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

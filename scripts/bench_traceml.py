@@ -1,0 +1,364 @@
+"""TraceML beside this project: what each says of the same planted bottlenecks, and what watching costs a step.
+
+TraceML (``traceml-ai`` on PyPI) is no dependency; uv lays it over the project's environment for this one command:
+
+    uv run --with traceml-ai scripts/bench_traceml.py --write
+
+What they say: for each plant a hand-written loop runs under ``traceml run``, instrumented as its documentation says, and
+``train.py`` runs on the same data, network, batch size and number of workers. Both are quoted word for word.
+
+What they cost: the hand-written loop with next to nothing to do, bare, bare once more (the control), under TraceML, and under
+everything that watches a run of ours. All four live at once, and take turns of a few hundred steps in random order; whoever
+has no turn is stopped (SIGSTOP) with all of its processes, so that each one's threads and helpers cost its own turns alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import psutil
+
+from scripts.measured import Sample, machine, machine_line, markdown, write
+from scripts.traceml_loop import BATCH, GO, PLANTS, Plant
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "traceml.md"
+LOOP = ROOT / "scripts" / "traceml_loop.py"
+STEP_MS = 20.0  # a step that the costs are set against
+COSTS = {"bare": "control: bare again", "traceml": "TraceML", "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl"}
+_RESAMPLES = 10_000
+_PATIENCE_S = 300.0  # for a loop to begin, to take its turn, or to end
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one tool said of one run.
+
+    Attributes:
+        tool: who.
+        plant: what was slow.
+        words: the verdict, word for word.
+        figures: the shares or times that it gave.
+        loop_s: seconds of the training loop.
+        command_s: seconds of the whole command.
+    """
+
+    tool: str
+    plant: str
+    words: str
+    figures: str
+    loop_s: float
+    command_s: float
+
+
+def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
+    """The command line of one run; TraceML's is the one that its documentation gives."""
+    own = ["--side", side, "--plant", plant, "--folder", str(folder), *more]
+    if not side.startswith("traceml"):
+        return [sys.executable, str(LOOP), *own]
+    traceml = shutil.which("traceml", path=str(Path(sys.executable).parent)) or "traceml"
+    return [traceml, "run", str(LOOP), "--logs-dir", str(folder / "logs"), "--run-name", "run", "--args", *own]
+
+
+def environment() -> dict[str, str]:
+    """The processes' environment: one thread each, and this project at hand."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+class RunFailed(Exception):
+    """A run that did not end well; the text holds its last words."""
+
+
+def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
+    """What ``side`` says of one run of ``plant``; TraceML may give up on a busy machine, and is then asked again.
+
+    Raises:
+        RunFailed: the last attempt failed too.
+    """
+    try:
+        return listen_to(side, plant, steps)
+    except RunFailed as error:
+        if attempts == 1:
+            raise
+        print(f"again: {error}", file=sys.stderr)
+        return heard(side, plant, steps, attempts - 1)
+
+
+def listen_to(side: str, plant: str, steps: int) -> Said:
+    """What ``side`` says of one run of ``plant``."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, begin_s = Path(place), time.perf_counter()
+        done = subprocess.run(
+            command(side, plant, folder, "--steps", str(steps)),
+            env=environment(), capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        command_s = time.perf_counter() - begin_s
+        if done.returncode != 0:
+            raise RunFailed(f"{side}, {plant}: exit code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
+        loop_s = json.loads((folder / "loop.json").read_text())["loop_s"]
+        words, figures = _ours(folder) if side == "harness" else _theirs(folder)
+    tool = {"harness": "ours", "traceml": "TraceML", "traceml_log_inside": "TraceML, the log line inside `trace_step`"}[side]
+    return Said(tool, plant, words, figures, loop_s, command_s)
+
+
+def _ours(folder: Path) -> tuple[str, str]:
+    report = json.loads((folder / "report.json").read_text())
+    shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in report["shares"].items())
+    return f"{report['verdict']['bottleneck']}: {report['verdict']['sentence']}", f"{shares} of the time"
+
+
+def _theirs(folder: Path) -> tuple[str, str]:
+    summary = json.loads((folder / "logs" / "run" / "final_summary.json").read_text())
+    text = summary["text"]
+    words = [
+        found[1].strip() for name in ("Verdict", "Why", "Next") if (found := re.search(rf"{name}: (.*?)\s*\|?$", text, re.M))
+    ]
+    evidence = summary["primary_diagnosis"]["evidence"]
+    wanted = ("step_time_ms", "input_wait_ms", "compute_ms", "residual_ms")
+    figures = [
+        f"{key.removesuffix('_ms').replace('_', ' ')} {evidence[key]:.1f}" for key in wanted if evidence.get(key) is not None
+    ]
+    return " ".join(re.sub(r"\s+", " ", word) for word in words), f"{', '.join(figures)} ms a step"
+
+
+class Side:
+    """One loop that waits for its turns, with all of its processes.
+
+    Args:
+        name: what watches it.
+        folder: for its files.
+        block: steps in a turn.
+    """
+
+    def __init__(self, name: str, folder: Path, block: int) -> None:
+        self._name, self._block = name, block
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(folder / f"{name}.socket"))
+        self._server.listen()
+        self._server.settimeout(_PATIENCE_S)
+        more = ("--turns", str(folder / f"{name}.socket"), "--block", str(block), "--steps", str(10**9 // BATCH))
+        with (folder / f"{name}.txt").open("w", encoding="utf-8") as log:
+            self.process = subprocess.Popen(
+                command("bare" if name == "control" else name, "nothing", folder / name, *more),
+                env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        self._line: IO[str] | None = None
+
+    def begin(self) -> None:
+        """Wait until the loop is ready for its first turn, and stop it there."""
+        with self._server.accept()[0] as line:  # its file keeps it open
+            line.settimeout(_PATIENCE_S)
+            self._line = line.makefile("rw", encoding="ascii")
+        self._line.readline()
+        self._stop(True)
+
+    def turn(self) -> tuple[float, float]:
+        """Wall and processor seconds a step, of all of its processes, in a turn."""
+        self._stop(False)
+        cpu_s = self._cpu_s()
+        assert self._line is not None
+        self._line.write(GO)
+        self._line.flush()
+        took_s = float(self._line.readline())
+        spent_s = self._cpu_s() - cpu_s
+        self._stop(True)
+        return took_s / self._block, spent_s / self._block
+
+    def end(self) -> None:
+        """End the loop, and wait for its processes; those that do not end by themselves are killed."""
+        processes = self._processes()
+        self._stop(False)
+        try:
+            if self._line is not None:
+                self._line.write("end\n")
+                self._line.close()
+                self.process.wait(_PATIENCE_S)
+        finally:
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
+            self._server.close()
+
+    def _stop(self, stopped: bool) -> None:
+        for process in self._processes():
+            with suppress(psutil.NoSuchProcess):
+                process.suspend() if stopped else process.resume()
+
+    def _cpu_s(self) -> float:
+        return sum(times.user + times.system for times in (process.cpu_times() for process in self._processes()))
+
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+@contextmanager
+def sides(folder: Path, block: int) -> Iterator[dict[str, Side]]:
+    """All loops, started one after the other; they are ended after the block."""
+    with ExitStack() as stack:
+        found = {}
+        for name in ("bare", "control", "traceml", "clock"):
+            print(f"starting {name}", file=sys.stderr)
+            found[name] = Side(name, folder, block)
+            stack.callback(found[name].end)
+            found[name].begin()
+        yield found
+
+
+def take_turns(rounds: int, block: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and processor seconds a step of every turn, by side; a first round is not counted."""
+    draw = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder, sides(Path(folder), block) as loops:
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+        for number in range(-1, rounds):
+            for name in draw.sample([*loops], len(loops)):
+                took = loops[name].turn()
+                if number >= 0:
+                    found[name].append(took)
+            if number > 0 and number % 20 == 0:
+                print(f"round {number} of {rounds}", file=sys.stderr)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Median of paired differences with its 95 % interval (percentile bootstrap over the pairs, seeded; Efron 1979)."""
+
+    n: int
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
+        """Of ``values[i] - others[i]``."""
+        differences = np.asarray(values) - np.asarray(others)
+        drawn = np.random.Generator(np.random.Philox(0)).integers(len(differences), size=(_RESAMPLES, len(differences)))
+        low, high = np.quantile(np.median(differences[drawn], axis=1), (0.025, 0.975)).tolist()
+        return cls(len(differences), float(np.median(differences)), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:+.0f} [{self.low:+.0f}, {self.high:+.0f}]"
+
+
+def cost_rows(turns: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[str, object]]:
+    """What each side's step takes longer than the bare one."""
+    found: list[dict[str, object]] = []
+    for name, about in COSTS.items():
+        side = "control" if name == "bare" else name
+        wall, cpu = (
+            Difference.of([1e6 * turn[part] for turn in turns[side]], [1e6 * turn[part] for turn in turns["bare"]])
+            for part in (0, 1)
+        )
+        found.append({
+            "watched by": about, "us a step longer": wall, "us of a processor more": cpu,
+            f"of a {STEP_MS:g} ms step": f"{wall.median / STEP_MS / 10:.2f} %", "n": wall.n,
+        })  # fmt: skip
+    return found
+
+
+def said_rows(said: Sequence[Said]) -> list[dict[str, object]]:
+    """What was said, a row for each run."""
+    return [
+        {"planted": one.plant.replace("_", " "), "tool": one.tool, "says": one.words, "figures": one.figures,
+         "loop s": f"{one.loop_s:.0f}", "command s": f"{one.command_s:.0f}"}
+        for one in said
+    ]  # fmt: skip
+
+
+def show(said: Sequence[Said], turns: Mapping[str, Sequence[tuple[float, float]]], steps: int, block: int) -> str:
+    """The page."""
+    bare = Sample.of([1e6 * wall_s for wall_s, _ in turns["bare"]])
+    found = machine() | {"torch_threads": 1}  # the loops', not this process's
+    return f"""# TraceML beside this project
+
+{machine_line(found)}; traceml-ai {metadata.version("traceml-ai")}; load average {os.getloadavg()[0]:.1f} at the end
+
+## What each says
+
+{markdown(said_rows(said))}
+
+One run each of {steps} steps, batch {BATCH}, one worker, on the CPU, so that both have host clocks only. What is slow sleeps:
+{_plants()}. TraceML watches a loop written by hand as its documentation has it, `traceml run` with
+`trace_step` around `zero_grad` to `optimizer.step`; ours is `train.py` with the same data, network and settings, and a board
+that writes the slow line. Quotes are word for word: Verdict, Why and Next of TraceML's summary, `verdict` of our
+`report.json`. Loop: seconds of the training loop, in ours with its start-up and evaluation; command: all, start to exit.
+
+TraceML's step is the wait for input and the traced block: what comes behind the block is in none of its figures. Its averages
+hold the first batch, for which the worker has to start; ours keep an epoch's first step apart.
+
+## What watching costs
+
+{markdown(cost_rows(turns))}
+
+Medians of differences to the bare loop, whose step takes {bare} us: median (quartiles). Pairs are turns of
+{block} steps of the same round, in random order; [95 % interval, percentile bootstrap of {_RESAMPLES}, seed 0]. Whoever has
+no turn is stopped. Processor time is that of all processes of a side, TraceML's aggregator among them. The control says what
+cannot be told apart.
+
+To repeat: `uv run --with traceml-ai scripts/bench_traceml.py --write`.
+"""
+
+
+def _plants() -> str:
+    parts = {"read_s": "a sample's read", "forward_s": "the forward pass", "log_s": "a log line after each step"}
+    told = []
+    for name, plant in PLANTS.items():
+        sleeps = [f"{1e3 * getattr(plant, key):g} ms in {part}" for key, part in parts.items() if getattr(plant, key)]
+        if plant != Plant():
+            told.append(f"{name.replace('_', ' ')}: {' and '.join(sleeps)}")
+    return "; ".join(told)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Compare what TraceML and this project say of planted bottlenecks, and what they cost a step.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run that is to be judged")
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each loop whose cost is measured")
+    parser.add_argument("--block", type=int, default=500, help="steps in a turn")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args(argv)
+    if importlib.util.find_spec("traceml_ai") is None:
+        print(
+            "error: TraceML is not installed here; run it with uv run --with traceml-ai scripts/bench_traceml.py",
+            file=sys.stderr,
+        )
+        return 2
+    said = []
+    for plant in ("slow_read", "slow_step", "slow_logging"):
+        for side in ("traceml", *(["traceml_log_inside"] if plant == "slow_logging" else []), "harness"):
+            print(f"{plant}, {side}", file=sys.stderr)
+            said.append(heard(side, plant, options.steps))
+    page = show(said, take_turns(options.rounds, options.block), options.steps, options.block)
+    print(page)
+    if options.write:
+        write(PAGE, page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

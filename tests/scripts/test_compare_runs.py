@@ -1,0 +1,371 @@
+"""Comparing runs: what the table and the JSON hold, what is not compared, and what the exit code tells a pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from scripts import compare_runs
+from scripts.run_folders import FIGURES
+
+ROOT = Path(__file__).parents[2]
+MakeRun = Callable[..., Path]
+
+
+def tree(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` by dotted name; a None takes the key away."""
+    made = json.loads(json.dumps(base))
+    for path, value in changes.items():
+        *groups, key = path.split(".")
+        place = made
+        for name in groups:
+            place = place[name]
+        place.pop(key) if value is None else place.update({key: value})
+    return made
+
+
+REPORT = {
+    "status": "completed",
+    "steps": 400,
+    "world_size": 1,
+    "images_per_s": 200.0,
+    "step_ms": {"median": 320.0, "p95": 350.0, "max": 500.0},
+    "stall_fraction": 0.10,
+    "stall_basis": "device",
+    "goodput": {"fraction": 0.8, "busy_s": 80.0, "wall_s": 100.0, "rest": []},
+    "top1": 0.91,
+    "loader": {"batch_size": 64, "num_workers": 1, "pin_memory": False, "prefetch_factor": 2},
+    "verdict": {"bottleneck": "decode", "ceiling": 1.11, "sentence": "Decoding holds training up."},
+    "environment": {"torch": "2.15.0", "cpu": "AMD EPYC", "cores": 2},
+}
+SETTINGS = {"run": {"name": None}, "seed": 0, "loader": {"num_workers": None, "batch_size": 64}, "optim": {"lr": 0.1}}
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Makes a run's folder under ``outputs``, with changes to its report and its settings by dotted name."""
+
+    def make(name: str, settings: dict[str, Any] | None = None, **report: Any) -> Path:
+        folder = tmp_path / "outputs" / name
+        (folder / ".hydra").mkdir(parents=True)
+        changes = {key.replace("__", "."): value for key, value in report.items()}
+        (folder / "report.json").write_text(json.dumps(tree(REPORT, changes)))
+        OmegaConf.save(tree(SETTINGS, {"run.name": name, **(settings or {})}), folder / ".hydra" / "config.yaml")
+        return folder
+
+    return make
+
+
+def compare(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple[int, str, list[str]]:
+    """The exit code, what was printed, and the lines on standard error."""
+    code = compare_runs.main([*map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err.splitlines()
+
+
+def cells(said: str) -> list[dict[str, str]]:
+    """The rows of the first table, by column."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.split("\n\n")[0].splitlines()]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def test_runs_are_set_against_the_first_one(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures with ratios or differences, the verdict's class, and the one setting that differs, but not the runs' names."""
+    before = make_run("before")
+    after = make_run(
+        "after", {"loader.num_workers": 2}, images_per_s=300.0, step_ms__median=240.0, stall_fraction=0.02,
+        goodput__fraction=0.9, top1=0.9, verdict__bottleneck="compute", loader__num_workers=2,
+    )  # fmt: skip
+    code, said, errors = compare(capsys, before, after)
+    assert (code, errors) == (0, [])
+    assert cells(said) == [
+        {
+            "run": "before", "steps": "400", "images/s": "200", "step ms": "320", "p95 ms": "350", "stall": "10.0%",
+            "goodput": "80.0%", "top-1": "91.0%", "verdict": "decode", "loader.num_workers": "null", "used.num_workers": "1",
+        },
+        {
+            "run": "after", "steps": "400", "images/s": "300 (1.5x)", "step ms": "240 (0.75x)", "p95 ms": "350 (1x)",
+            "stall": "2.0% (-8.0 points)", "goodput": "90.0% (+10.0 points)", "top-1": "90.0% (-1.0 points)",
+            "verdict": "compute", "loader.num_workers": "2", "used.num_workers": "2",
+        },
+    ]  # fmt: skip
+
+
+def test_what_the_loader_used_is_told_once(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """A column that would repeat a setting that was asked for is left out."""
+    one = make_run("one", {"loader.batch_size": 32}, loader__batch_size=32)
+    said = compare(capsys, one, make_run("two"))[1]
+    assert "loader.batch_size" in said and "used." not in said
+
+
+def test_a_sweep_stands_for_its_jobs_in_order(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Job 10 comes after job 2, and what is no run is passed over."""
+    for job in (10, 2, 0):
+        make_run(f"sweep/{job}", {"optim.lr": job / 10})
+    sweep = make_run("alone").parent / "sweep"
+    (sweep / "notes").mkdir()
+    (sweep / "multirun.yaml").write_text("hydra: {}\n")
+    rows = cells(compare(capsys, sweep)[1])
+    assert [(row["run"], row["optim.lr"]) for row in rows] == [("0", "0.0"), ("2", "0.2"), ("10", "1.0")]
+    rows = cells(compare(capsys, sweep.parent / "alone", sweep)[1])
+    assert [row["run"] for row in rows] == ["alone", "sweep/0", "sweep/2", "sweep/10"]
+
+
+def test_many_settings_have_a_table_of_their_own(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """With more settings than fit beside the figures each has a row, and each run a column."""
+    other = make_run("b", {"seed": 1, "optim.lr": 0.2, "loader.num_workers": 3, "loader.batch_size": 8, "optim.name": "sgd"})
+    tables = compare(capsys, make_run("a"), other)[1].split("\n\n")
+    assert "optim.lr" not in tables[0]
+    rows = cells(tables[1])
+    assert rows[0] == {"setting": "seed", "a": "0", "b": "1"}
+    assert rows[-1] == {"setting": "optim.name", "a": "-", "b": "sgd"}
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_a_run_that_did_not_complete_is_not_compared(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], status: str
+) -> None:
+    """It is listed with its status, its error and its figures, without any ratio; a limit cannot be judged."""
+    whole, broken = make_run("whole"), make_run("broken", status=status, error="the disk is full", images_per_s=20.0)
+    code, said, _ = compare(capsys, whole, broken)
+    row = cells(said)[1]
+    assert code == 0
+    assert (row["status"], row["images/s"], row["stall"]) == (status, "20", "10.0%")
+    assert f"- broken: {status}: the disk is full" in said
+    for pair in ((whole, broken), (broken, whole)):
+        code, _, errors = compare(capsys, *pair, "--fail-beyond", "speed=0.95")
+        assert code == 2
+        assert errors == [f"error: {pair[1].name}: not judged, because broken is {status}; compare completed runs"]
+
+
+def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """A figure that a run lacks is a dash and no ratio, in JSON no key; a limit on it is an error that says which run."""
+    full, bare = make_run("full"), make_run("bare", goodput=None, top1=None)
+    rows = cells(compare(capsys, bare, full)[1])
+    assert (rows[0]["goodput"], rows[1]["goodput"]) == ("-", "80.0%")
+    found = json.loads(compare(capsys, full, bare, "--json")[1])["runs"][1]
+    assert "top1" not in found["figures"] and "goodput_fraction" not in found["against_first"]
+    code, _, errors = compare(capsys, full, bare, "--fail-beyond", "top1=-0.01")
+    assert code == 2
+    assert errors == ["error: bare: top1=-0.01 cannot be judged: the report of bare has no top1; leave the limit out"]
+
+
+def test_stalls_from_different_clocks_are_not_compared(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device's stall beside a host's is noted, and no limit can be judged by it."""
+    pair = make_run("gpu"), make_run("cpu", stall_basis="host")
+    code, said, errors = compare(capsys, *pair, "--fail-beyond", "stall=+0.5")
+    assert cells(said)[1]["stall"] == "10.0%"
+    assert "- stall_basis differs: device (gpu); host (cpu)" in said
+    assert code == 2 and "different clocks" in errors[0]
+
+
+def test_other_machines_and_versions_are_noted(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each difference with the runs that have it, no more than three by name."""
+    runs = [make_run(name, environment__torch="2.16.0" if name == "e" else "2.15.0") for name in "abcde"]
+    said = compare(capsys, *runs)[1]
+    assert "- torch differs: 2.15.0 (a, b, c and 1 more); 2.16.0 (e)" in said
+    assert "cpu differs" not in said
+
+
+@pytest.mark.parametrize(
+    ("limit", "report", "text"),
+    [
+        pytest.param("speed=0.95", {"images_per_s": 189.0}, "images/s 189 against 200 of main: 0.945x, where speed=0.95 allows "
+                     "0.95x at least", id="slower"),
+        pytest.param("step=1.05", {"step_ms__median": 340.0}, "step ms 340 against 320 of main: 1.06x, where step=1.05 allows "
+                     "1.05x at most", id="longer_steps"),
+        pytest.param("p95=1.1", {"step_ms__p95": 400.0}, "p95 ms 400 against 350 of main: 1.14x", id="longer_tail"),
+        pytest.param("stall=+0.05", {"stall_fraction": 0.16}, "stall 16.0% against 10.0% of main: +6.0 points, where "
+                     "stall=+0.05 allows +5.0 points at most", id="more_stall"),
+        pytest.param("goodput=-0.1", {"goodput__fraction": 0.6}, "goodput 60.0% against 80.0% of main: -20.0 points",
+                     id="less_goodput"),
+        pytest.param("top1=-0.01", {"top1": 0.89}, "top-1 89.0% against 91.0% of main: -2.0 points, where top1=-0.01 allows "
+                     "-1.0 points at least", id="less_accurate"),
+        pytest.param("speed=1.1", {"images_per_s": 210.0}, "1.05x, where speed=1.1 allows 1.1x at least", id="too_little_gain"),
+    ],
+)  # fmt: skip
+def test_a_regression_fails(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, report: dict[str, float], text: str
+) -> None:
+    """Exit code 1, and a line that names run, figure, both values and the limit; on the other side of the limit all is well."""
+    main, change = make_run("main"), make_run("change", **report)
+    code, said, errors = compare(capsys, main, change, "--fail-beyond", limit)
+    assert code == 1 and "change" in said
+    assert len(errors) == 1 and errors[0].startswith("regression: change: ") and text in errors[0]
+    same = make_run("same", **({"images_per_s": 230.0} if limit == "speed=1.1" else {}))
+    assert compare(capsys, main, same, "--fail-beyond", limit)[::2] == (0, [])
+
+
+def test_on_the_limit_is_within(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """0.15 - 0.10 is 0.05, whatever floating point says."""
+    pair = make_run("a"), make_run("b", stall_fraction=0.15, top1=0.90, images_per_s=190.0)
+    assert compare(capsys, *pair, "--fail-beyond", "stall=+0.05", "top1=-0.01", "speed=0.95")[::2] == (0, [])
+
+
+def test_every_run_and_every_limit_is_judged(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """A regression is told beside what could not be judged, and wins the exit code; limits may come in several options."""
+    runs = make_run("a"), make_run("b", images_per_s=100.0), make_run("c", stall_fraction=0.5), make_run("d", top1=None)
+    limits = ("--fail-beyond", "speed=0.9", "--fail-beyond", "stall=+0.1", "top1=-0.1")
+    code, _, errors = compare(capsys, *runs, *limits)
+    assert code == 1
+    assert [error.split(": ")[:2] for error in errors] == [["error", "d"], ["regression", "b"], ["regression", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        pytest.param("speed", "speed: write the allowed ratio", id="no_value"),
+        pytest.param("fps=0.9", "fps=0.9: not a limit; write NAME=LIMIT, where the names are speed, step", id="unknown"),
+        pytest.param("speed=95", "speed=95: write the allowed ratio to the first run, such as speed=0.95", id="percent"),
+        pytest.param("speed=-0.05", "speed=-0.05: write the allowed ratio", id="difference_of_no_fraction"),
+        pytest.param("top1=0.9", "top1=0.9: write the allowed difference of two fractions, signed, such as top1=-0.05",
+                     id="absolute"),
+        pytest.param("stall=+5", "stall=+5: write the allowed difference of two fractions, signed, such as stall=+0.05",
+                     id="points"),
+        pytest.param("step=nan", "step=nan: write the allowed ratio to the first run, such as step=1.05", id="nan"),
+    ],
+)  # fmt: skip
+def test_a_limit_that_cannot_be_meant_is_refused(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, text: str
+) -> None:
+    """Exit code 2, and the way to write it."""
+    with pytest.raises(SystemExit) as ended:
+        compare_runs.main([str(make_run("a")), "--fail-beyond", limit])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_one_run_has_nothing_to_be_compared_with(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is shown, but a limit on it would never fail, and is refused."""
+    alone = make_run("alone")
+    assert compare(capsys, alone)[0] == 0
+    code, _, errors = compare(capsys, alone, "--fail-beyond", "speed=0.9")
+    assert code == 2
+    assert errors == ["error: --fail-beyond: alone is the only run; name another one to compare it with"]
+
+
+DAMAGE = [
+    pytest.param(
+        "report.json", None, "report.json: not there; wait for the run's end, or look into its train.log", id="missing"
+    ),
+    pytest.param("report.json", '{"status": "comp', "report.json: damaged: Unterminated string", id="cut_off"),
+    pytest.param("report.json", "[1]", "report.json: damaged: holds no status; leave the run out", id="no_report"),
+    pytest.param("report.json", b"\xff\xfe", "report.json: damaged: 'utf-8' codec can't decode", id="not_text"),
+    pytest.param(".hydra/config.yaml", "a: [1", "config.yaml: damaged: while parsing", id="settings"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "text"), DAMAGE)
+def test_a_damaged_run_is_an_error_beside_the_others(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], file: str, content: str | bytes | None, text: str
+) -> None:
+    """Exit code 2 with the file and the reason, while the other runs are shown all the same."""
+    good, bad = make_run("good"), make_run("bad")
+    if content is None:
+        (bad / file).unlink()
+    else:
+        (bad / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, said, errors = compare(capsys, good, bad)
+    assert code == 2
+    assert len(errors) == 1 and text in errors[0] and os.path.relpath(bad / file) in errors[0]
+    assert [(row["run"], row["status"], row["images/s"]) for row in cells(said)] == [
+        ("good", "completed", "200"),
+        ("bad", "unreadable", "-"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({figure.path[0]: "much" for figure in FIGURES}, id="text"),
+        pytest.param({"environment": [], "loader": 7, "verdict": None, "error": {"a": 1}, "steps": None}, id="shapes"),
+        pytest.param({"images_per_s": float("nan"), "stall_fraction": True}, id="no_numbers"),
+    ],
+)
+def test_odd_reports_are_no_reason_to_break(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+) -> None:
+    """What is not what it should be counts as absent."""
+    pair = make_run("odd", **changes), make_run("good")
+    assert compare(capsys, *pair)[0] == 0
+    assert json.loads(compare(capsys, *pair, "--json")[1])["runs"][1]["run"] == "good"
+
+
+def test_a_name_cannot_drive_the_terminal(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Control characters of a folder's name are printed as escapes, and a bar does not end a cell."""
+    said = compare(capsys, make_run("a\x1b[2J|b"))[1]
+    assert "a\\x1b[2J/b" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        pytest.param(lambda path: None, "no such folder", id="absent"),
+        pytest.param(lambda path: path.touch(), "no such folder", id="file"),
+        pytest.param(lambda path: (path / "notes").mkdir(parents=True), "holds no run", id="no_run"),
+    ],
+)
+def test_a_folder_without_runs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], object], text: str
+) -> None:
+    """Exit code 2 with the folder's name, and nothing on standard output."""
+    make(tmp_path / "typo")
+    code, said, errors = compare(capsys, tmp_path / "typo")
+    assert (code, said) == (2, "")
+    assert errors[0].startswith(f"error: {tmp_path / 'typo'}: {text}")
+
+
+def test_json_holds_what_programs_need(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures under names with their units, changes, the whole verdict, values of settings as they are, and the judgement."""
+    pair = make_run("a"), make_run("b", {"loader.num_workers": 4, "optim.lr": 0.2}, images_per_s=150.0)
+    code, said, _ = compare(capsys, *pair, "--json", "--fail-beyond", "speed=0.9")
+    found = json.loads(said)
+    assert code == 1
+    assert found["runs"][1]["figures"] == {
+        "images_per_s": 150.0, "step_ms_median": 320.0, "step_ms_p95": 350.0, "stall_fraction": 0.1, "goodput_fraction": 0.8,
+        "top1": 0.91,
+    }  # fmt: skip
+    assert found["runs"][1]["against_first"]["images_per_s"] == 0.75
+    assert found["runs"][1]["verdict"]["sentence"] == "Decoding holds training up."
+    assert [run["settings"] for run in found["runs"]] == [
+        {"loader.num_workers": None, "optim.lr": 0.1},
+        {"loader.num_workers": 4, "optim.lr": 0.2},
+    ]
+    assert found["beyond_limits"] == ["b: images/s 150 against 200 of a: 0.75x, where speed=0.9 allows 0.9x at least"]
+    assert found["not_judged"] == []
+
+
+def test_it_starts_without_torch(make_run: MakeRun) -> None:
+    """As a command it answers before torch would be imported."""
+    code = (
+        f"import sys; from scripts.compare_runs import main; main([{str(make_run('a'))!r}]); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "images/s" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_real_runs_are_compared(tmp_path: Path) -> None:
+    """A sweep of two jobs, as a user starts it, is one table with the setting that was swept."""
+    steps = ["loader.batch_size=16", "trainer.max_steps=12", "watch.window_steps=4"]
+    sweep = ["-m", "data=digits", *steps, "run.name=sweep", "loader.num_workers=0,1"]
+    command = [sys.executable, str(ROOT / "train.py"), *sweep]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), "multirun/sweep", "--fail-beyond", "speed=0.0001"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = cells(done.stdout)
+    assert [(row["run"], row["steps"], row["loader.num_workers"]) for row in rows] == [("0", "12", "0"), ("1", "12", "1")]
+    assert all(row[column] != "-" for row in rows for column in ("images/s", "step ms", "p95 ms", "stall", "top-1", "verdict"))
+    assert "x)" in rows[1]["images/s"]
