@@ -34,6 +34,7 @@ CLAIM = 0.10  # the ceiling may be so far from the measured speed-up
 _KINDS = ("diagnose", "real", "cached")
 _WIDTH, _HEIGHT = 1400, 1000
 _CACHED_BATCHES = 8
+_LEAST_STEPS = 100  # of an epoch on cached batches: what surrounds an epoch is not the step's
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,11 @@ def measure(_: int, work: Work) -> None:
         step, allowed = Step(state, config, world), limits.measure()
         if work.kind == "diagnose":
             found = diagnose(feeds, StepTrials(step, config, world), allowed, (), place, None)
-            answer: dict[str, Any] = {"ceiling": found.ceiling, "class": found.bottleneck, "seconds": found.seconds}
+            runs = found.runs
+            answer: dict[str, Any] = {
+                "ceiling": found.ceiling, "class": found.bottleneck, "seconds": found.seconds,
+                "G": runs.demand.images_per_s, "A": runs.delivered.images_per_s if runs.delivered else None,
+            }  # fmt: skip
         else:
             answer = {"images_per_s": trained(work, feeds, step, place)}
     work.answer.write_text(json.dumps(answer))
@@ -121,7 +126,7 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
             for batch in islice(feed, _CACHED_BATCHES)
         ]
         feed.close()
-        feed = CachedFeed(batches * max(1, len(feed) // len(batches)), feed.settings)
+        feed = CachedFeed(batches * max(1, max(_LEAST_STEPS, len(feed)) // len(batches)), feed.settings)
     val_feed: Any = CachedFeed([], feed.settings)
     with station.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
         engine = Engine(work.config, feeds.world, step, feed, val_feed, watch, Place(place, ()))
@@ -159,7 +164,9 @@ def row(name: str, config: Config, found: dict[str, Any]) -> dict[str, object]:
     return {
         "workload": f"{name}, {config.data.image_size} px, batch {config.loader.batch_size}",
         "real images/s": Sample.of(rates["real"]),
+        "A": Sample.of([each["A"] for each in found["diagnose"] if each["A"]]),
         "cached images/s": Sample.of(rates["cached"]),
+        "G": Sample.of([each["G"] for each in found["diagnose"]]),
         "speed-up": Sample.of(gains),
         "ceiling": Sample.of(ceilings),
         "off": f"{off:+.1%}",
@@ -184,8 +191,9 @@ Made by `uv run scripts/bench_diagnose.py --write`. {machine_line(machine())}.
 
 Medians (quartiles) of {rows[0]["n"]} rounds. In each, in processes of their own and in turns, there and back: a diagnosis;
 whole epochs of real training for at least {seconds:g} s; the same on {_CACHED_BATCHES} real batches that lie ready in memory.
-Speed-up: cached over real images/s of one round. Off: median ceiling over median speed-up, less one; the claim is at most
-10 %. The step ran {step}. Load averages between the workloads, this benchmark's own included: {busy}.
+A and G: the diagnosis' own rates of real steps and of steps on a batch at hand. Speed-up: cached over real images/s of one
+round. Off: median ceiling over median speed-up, less one; the claim is at most 10 %. The step ran
+{step}. Load averages between the workloads, this benchmark's own included: {busy}.
 """
 
 

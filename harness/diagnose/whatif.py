@@ -159,7 +159,8 @@ def bound(facts: Facts) -> Bound:
             memory = "page-locked" if facts.settings.pin_memory else "pageable"
             return Bound("copy", f"copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at most")
         return Bound("transport", "batches are made in time but reach the step late: handing them over is the limit")
-    supply = _supply(facts)
+    supply = reckon(facts.stages, max(1.0, facts.settings.num_workers / facts.cores))
+    assert supply is not None, "at least one sample was made"
     share = f"{_DOING[supply.kind]} takes a worker {supply.kind_s * 1e3:.3g} of {supply.wall_s * 1e3:.3g} ms a sample"
     if supply.kind == "storage" and supply.waits:
         return Bound("storage", f"{share}, most of it waiting")
@@ -175,13 +176,6 @@ def _processors(facts: Facts, supply: Supply, share: str, crowded: bool) -> Boun
     if crowded and facts.cores_from.startswith("quota"):
         return Bound("quota", f"the {facts.cores:g} cores of the {facts.cores_from} are full; {share}{together}")
     return Bound(supply.kind, f"{share}{together}")
-
-
-def _supply(facts: Facts) -> Supply:
-    """What the workers' time went for; their number over the cores' is the most that they took from each other."""
-    supply = reckon(facts.stages, max(1.0, facts.settings.num_workers / facts.cores))
-    assert supply is not None, "at least one sample was made"
-    return supply
 
 
 def what_ifs(facts: Facts) -> list[WhatIf]:
@@ -235,10 +229,12 @@ def _share(totals: StageTotals, stages: Sequence[str]) -> StageCost:
 
 
 def _waiting(facts: Facts) -> float:
-    """The share of a sample's wall time in which reading waits, and not for a processor."""
-    read = facts.stages.stages.get("read", StageCost(0.0, 0.0))
-    wall_s = sum(cost.wall_s for cost in facts.stages.stages.values())
-    return max(0.0, read.wall_s - _supply(facts).crowding * read.cpu_s) / wall_s
+    """The share of a sample's wall time in which reading waits, and not for a processor, as the other stages do."""
+    stages = facts.stages.stages
+    read, others = stages.get("read", StageCost(0.0, 0.0)), [cost for name, cost in stages.items() if name != "read"]
+    wall_s, cpu_s = sum(cost.wall_s for cost in others), sum(cost.cpu_s for cost in others)
+    crowding = max(1.0, wall_s / cpu_s) if cpu_s else 1.0
+    return max(0.0, read.wall_s - crowding * read.cpu_s) / (read.wall_s + wall_s)
 
 
 def _cheaper(cost: SampleCost, gone: StageCost) -> SampleCost:

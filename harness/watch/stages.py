@@ -28,7 +28,7 @@ Clock = Callable[[], float]
 Lap = Callable[[str], None]  # called by a data set at the end of each of its stages, with the stage's name
 
 _COUNTS = 3  # samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then processor seconds
-_WALL_BUDGET, _CPU_BUDGET = 6e-4, 3e-4  # of the work, for looks at the wall clock and at the processor clock, a system call
+_WALL_BUDGET, _CPU_BUDGET = 5e-4, 2e-4  # of the work, for looks at the wall clock and at the processor clock, a system call
 _COLD = 3.0  # timing a sample amid work that fills the caches costs 1 to 5 times what it does in a loop of its own, as measured
 _FEW = 16  # samples that make timing a batch worth while, where it has so many
 _MEMORY = 512  # timed samples by which a batch is divided where not all of its own are
@@ -115,10 +115,13 @@ class StageMeter:
 
     Raises:
         RuntimeError, OSError: there is no shared memory to be had.
+        ValueError: two stages have one name, or one has none.
     """
 
     def __init__(self, stages: Sequence[str], workers: int) -> None:
         self.stages = (*stages, COLLATE)
+        if len({START, *self.stages}) <= len(self.stages):
+            raise ValueError(f"stages {self.stages} of a data set: give each a name of its own ({COLLATE!r} is the batch's)")
         self._columns = _COUNTS + 2 * len(self.stages)
         self._rows = Rows(max(1, workers), self._columns, shared=workers > 0)
 

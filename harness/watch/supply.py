@@ -28,7 +28,7 @@ class Supply:
     Attributes:
         wall_s: seconds that a worker takes for a sample.
         cpu_s: processor seconds of these.
-        crowding: how many times its processor time a stage lasts that waits for nothing but a processor; 1 or more.
+        wants_s: ``cpu_s`` and the seconds in which it waited for a processor.
         parts: by kind, the share of ``wall_s``; they sum to 1.
         kind: the largest of them.
         kind_s: its seconds a sample.
@@ -38,7 +38,7 @@ class Supply:
 
     wall_s: float
     cpu_s: float
-    crowding: float
+    wants_s: float
     parts: Mapping[str, float]
     kind: Kind
     kind_s: float
@@ -51,7 +51,7 @@ class Supply:
 
     def rate_of(self, cores: float, step_cpu_s: float) -> float:
         """Images/s that so many processors could load, where the step takes ``step_cpu_s`` of them per image."""
-        return cores / max(self.cpu_s * self.crowding + step_cpu_s, 1e-9)
+        return cores / max(self.wants_s + step_cpu_s, 1e-9)
 
 
 def reckon(totals: StageTotals | None, lone_crowding: float | None) -> Supply | None:
@@ -59,30 +59,33 @@ def reckon(totals: StageTotals | None, lone_crowding: float | None) -> Supply | 
 
     Args:
         totals: of the workers.
-        lone_crowding: the most that ``crowding`` can be where no second stage tells it; None: the processors were full.
+        lone_crowding: how many times its processor time a stage can last for want of a processor, at most, where no second
+            one tells it; None: the processors were full.
     """
     wall_s = sum(cost.wall_s for cost in totals.stages.values()) if totals else 0.0
     if totals is None or totals.samples <= 0 or wall_s <= 0:
         return None
-    crowding = _crowding(totals.stages, lone_crowding)
+    crowding, full = _crowding(totals.stages, lone_crowding), lone_crowding is None
     kinds: dict[Kind, StageCost] = {}
     largest: dict[Kind, str] = {}
     for name, cost in totals.stages.items():
-        kind = _kind(name, _waits(cost, crowding, lone_crowding is None))
+        kind = _kind(name, _waits(cost, crowding, full))
         if cost.wall_s >= totals.stages[largest.setdefault(kind, name)].wall_s:
             largest[kind] = name
         before = kinds.get(kind, StageCost(0.0, 0.0))
         kinds[kind] = StageCost(before.wall_s + cost.wall_s, before.cpu_s + cost.cpu_s)
     top = max(kinds, key=lambda kind: kinds[kind].wall_s)
+    waits = _waits(kinds[top], crowding, full)
+    cpu_s = sum(cost.cpu_s for cost in totals.stages.values())
     return Supply(
         wall_s=wall_s / totals.samples,
-        cpu_s=sum(cost.cpu_s for cost in totals.stages.values()) / totals.samples,
-        crowding=crowding,
+        cpu_s=cpu_s / totals.samples,
+        wants_s=(wall_s if full and not waits else crowding * cpu_s) / totals.samples,
         parts={kind: cost.wall_s / wall_s for kind, cost in kinds.items()},
         kind=top,
         kind_s=kinds[top].wall_s / totals.samples,
         stage=largest[top],
-        waits=_waits(kinds[top], crowding, lone_crowding is None),
+        waits=waits,
     )
 
 

@@ -102,6 +102,12 @@ def test_every_change_is_reckoned_exactly() -> None:
     })  # fmt: skip
 
 
+def test_waiting_for_a_processor_is_not_the_disks() -> None:
+    """Where every stage lasts twice its processor time, reading has nothing that a faster disk would shorten."""
+    crowded = facts(2, read=(2.0, 1.0), decode=(6.0, 3.0), crop=(2.0, 1.0))
+    assert "a disk twice as fast" not in given(crowded)
+
+
 def test_speedups_are_over_what_steps_get() -> None:
     """Each row's factor is its rate over the delivered one."""
     found = facts(1, delivered=160.0)

@@ -106,6 +106,13 @@ def test_nothing_has_been_done_at_first() -> None:
     assert totals == StageTotals(0, 0, 0.0, dict.fromkeys((*STAGES, COLLATE), StageCost(0.0, 0.0)))
 
 
+@pytest.mark.parametrize("stages", [("crop", "crop"), ("read", "collate"), ("read", "")], ids=str)
+def test_each_stage_needs_a_name_of_its_own(stages: tuple[str, ...]) -> None:
+    """Stages that could not be told apart are refused."""
+    with pytest.raises(ValueError, match=r"stages \('.*'collate'\) of a data set: give each a name of its own"):
+        StageMeter(stages, 0)
+
+
 def test_totals_are_those_of_all_workers(clocks: Clocks) -> None:
     """read() adds the slots up, each divided by its own shares."""
     meter = StageMeter(STAGES, 3)

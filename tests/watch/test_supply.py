@@ -71,6 +71,12 @@ def test_processors_bound_the_rate() -> None:
     assert supply({"decode": (8.0, 4.0), "crop": (8.0, 4.0)}).rate_of(2.0, 0.4) == pytest.approx(1.0)
 
 
+def test_full_processors_have_no_room_beside_work() -> None:
+    """Where processors are full, all of the work's time is taken for a wish to have one; waiting leaves them to others."""
+    assert supply({"decode": (8.0, 2.0), "crop": (8.0, 4.0)}, None).rate_of(2.0, 0.4) == pytest.approx(1.0)
+    assert supply({"read": (15.0, 0.1), "crop": (1.0, 0.9)}, None).rate_of(2.0, 0.0) > 10
+
+
 @pytest.mark.parametrize(
     "totals",
     [
