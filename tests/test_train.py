@@ -123,7 +123,9 @@ def test_the_event_file_and_the_lines_hold_the_same_tags(finished: tuple[Path, s
 def test_the_folder_holds_the_run_and_no_more(finished: tuple[Path, str]) -> None:
     """Log, lock, settings, figures, tuning, report and checkpoints are there."""
     names = {path.name for path in finished[0].iterdir() if not path.name.startswith("events.")}
-    assert names == {".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.json", "train.log", "tuning.json"}
+    assert names == {
+        ".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.html", "report.json", "train.log", "tuning.json",
+    }  # fmt: skip
     tuning = json.loads((finished[0] / "tuning.json").read_text())
     assert len(tuning["trials"]) >= 2
 

@@ -118,6 +118,8 @@ class Engine:
                 say(f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs")
                 self.outcome.status = "idle"
                 return self.outcome
+            if self.watch.sampler is not None:
+                self.watch.sampler.restart()
             evaluation = None
             for epoch in range(state.epoch, config.trainer.epochs):
                 last = self._is_last(epoch)

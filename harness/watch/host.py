@@ -78,7 +78,8 @@ class Sampler:
     def __init__(self, sources: Sequence[Source], interval_s: float) -> None:
         self._sources, self._interval_s = sources, interval_s
         self._recent: dict[str, tuple[float, int]] = {}
-        self._whole: dict[str, tuple[float, int]] = {}
+        self._whole: dict[str, tuple[float, int]] = {}  # since the restart
+        self._before: dict[str, tuple[float, int]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-sampler", daemon=True)
@@ -107,11 +108,20 @@ class Sampler:
             recent, self._recent = self._recent, {}
         return {tag: total / count for tag, (total, count) in recent.items()}
 
+    def restart(self) -> None:
+        """Begin the means of the run anew: what came before, imports and tuning, is not what training is like."""
+        with self._lock:
+            self._before, self._whole = self._whole, {}
+
     def means(self) -> dict[str, float]:
-        """The mean of each figure since the start; absent where it was lost on the way: what came before speaks for no run."""
+        """The mean of each figure since the last ``restart``, or before it where no sample came since.
+
+        Absent where it was lost on the way: what came before speaks for no run.
+        """
         lost = set[str]().union(*(source.lost for source in self._sources))
         with self._lock:
-            return {tag: total / count for tag, (total, count) in self._whole.items() if tag not in lost}
+            sums = self._whole or self._before
+            return {tag: total / count for tag, (total, count) in sums.items() if tag not in lost}
 
     def _run(self) -> None:
         self.look()

@@ -202,6 +202,16 @@ def test_a_read_is_the_mean_since_the_last_one() -> None:
     assert sampler.means() == {Tag.CPU_CORES: 2.0}
 
 
+def test_the_means_of_the_run_begin_anew() -> None:
+    """What was seen before the restart counts until there is something newer; the windows go on."""
+    sampler = Sampler([Counting()], 1.0)
+    sampler.look()
+    sampler.restart()
+    assert sampler.means() == {Tag.CPU_CORES: 1.0}
+    sampler.look()
+    assert (sampler.means(), sampler.read()) == ({Tag.CPU_CORES: 2.0}, {Tag.CPU_CORES: 1.5})
+
+
 def test_a_figure_that_was_lost_has_no_mean_of_the_run() -> None:
     """What came before is in its window; the run's mean would speak for a time that nobody saw, and is absent."""
     sampler = Sampler([Counting(last=2)], 1.0)

@@ -1,0 +1,227 @@
+"""Bottlenecks planted into real runs: loading, engine and report are the project's own, the device is often emulated.
+
+    python tests/planted.py --runs 3 --write
+
+plants each of them so many times, in sizes drawn anew, and writes what the runs said to docs/planted.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import control_groups
+import planted_acts as acts
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from planted_data import BATCH, SIDE, Memory, SlowDisk, images
+
+import train
+from harness import config as schema
+from harness.config import Config, ConfigError
+from harness.runtime import distributed
+from scripts.measured import machine, machine_line, markdown, write
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rank_worker(local_rank: int, job: tuple[train.Job, float]) -> None:
+    """A rank of two, of which the one that ``size`` chooses has a slow disk; the steps are real."""
+    run, size = job
+    slow = local_rank == int(size) % 2
+    with patch("harness.data.datasets.load", lambda *_: images(SlowDisk(size / 1e3) if slow else Memory())):
+        train.main_worker(local_rank, run)
+
+
+def here(plant: Plant, size: float, job: train.Job) -> None:
+    """A run in this process."""
+    with plant.act(size):
+        train.main_worker(0, job)
+
+
+def in_ranks(plant: Plant, size: float, job: train.Job) -> None:
+    """A run in two new processes."""
+    distributed.launch(rank_worker, (job, size), job.config)
+
+
+def in_group(plant: Plant, size: float, job: train.Job) -> None:
+    """A run in a new process in a control group of its own; skips the test where none may be made."""
+    with plant.group(size) as group:
+        command = [sys.executable, __file__, "--only", plant.name, "--size", str(size), "--folder", str(job.folder)]
+        env = os.environ | {acts.GROUP: str(group), "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def group_of(controller: str) -> Iterator[Path]:
+    """A new control group of version 1 of ``controller``; skips the test where none may be made."""
+    group = Path("/sys/fs/cgroup") / controller / f"wellfed-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 may be made here: {error}")
+    try:
+        yield group
+    finally:
+        control_groups._remove(group)
+
+
+@contextmanager
+def throttled_disk(megabytes_per_s: float) -> Iterator[Path]:
+    """A control group that reads no more than this from the disk that temporary files are on."""
+    with group_of("blkio") as group:
+        device = os.stat(tempfile.gettempdir()).st_dev
+        limit = f"{os.major(device)}:{os.minor(device)} {round(megabytes_per_s * 1e6)}"
+        try:
+            (group / "blkio.throttle.read_bps_device").write_text(limit)
+        except OSError as error:
+            pytest.skip(f"reads of {tempfile.gettempdir()} cannot be throttled: {error}")
+        yield group
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A bottleneck.
+
+    Attributes:
+        name: what is planted.
+        bottleneck: what the report must say.
+        said: what the sentence must mention.
+        act: plants it in a size, for the time of a block.
+        low: the least size that is drawn.
+        high: the largest; where it is the least, the size is always the same.
+        unit: the size's.
+        overrides: settings.
+        start: how the run is started.
+        group: makes the control group that it is started in, for a size.
+    """
+
+    name: str
+    bottleneck: str
+    said: str
+    act: Callable[[float], AbstractContextManager[None]]
+    low: float
+    high: float
+    unit: str
+    overrides: tuple[str, ...] = ()
+    start: Callable[[Plant, float, train.Job], None] = here
+    group: Callable[[float], AbstractContextManager[Path]] = lambda size: contextlib.nullcontext(Path())
+
+    def draw(self, rng: random.Random) -> float:
+        """A size, evenly on a logarithmic scale."""
+        return self.low * (self.high / self.low) ** rng.random()
+
+    def run(self, size: float, folder: Path) -> dict[str, Any]:
+        """The report of a run with it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.start(self, size, train.Job(composed(*self.overrides), folder, ()))
+        report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+        return report
+
+
+def composed(*overrides: str) -> Config:
+    """Settings of a short run on small images; later ones win."""
+    common = (
+        "data.name=planted", f"data.image_size={SIDE}", "device=cpu", f"loader.batch_size={BATCH}", "loader.num_workers=2",
+        "trainer.epochs=1", "trainer.max_steps=50", "checkpoint.enabled=false", "watch.sample_s=0.2",
+    )  # fmt: skip
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist([*common, *overrides]))
+    assert isinstance(merged, DictConfig)
+    return schema.load(merged)
+
+
+FEW = "trainer.max_steps=25"
+SMALL = ("trainer.max_steps=400", "loader.val.num_workers=0")  # validation's workers would need memory of their own
+ONE = ("loader.num_workers=1",)
+LONG = ("loader.num_workers=0", "trainer.max_steps=15")
+TWO_RANKS = (*ONE, "dist.name=spawn", "dist.nprocs=2", FEW)
+ON_GPU = ("device=cuda", "loader.num_workers=0", "loader.pin_memory=false")
+PLANTS = (
+    Plant("slow disk", "storage", "reading", acts.slow_disk, 25, 80, "ms a read", (FEW,)),
+    Plant("slow disk, async device", "storage", "The device waited", acts.async_slow_disk, 25, 80, "ms a read", (FEW,)),
+    Plant("cold files", "storage", "not in the page cache", acts.cold_files, 20, 80, "MB/s", (FEW,), in_group, throttled_disk),
+    Plant("heavy decode", "decode", "decoding", acts.heavy_decode, 500, 1000, "pixels a side"),
+    Plant("one slow transform", "augment", "blur", acts.slow_transform, 25, 80, "ms a sample", (FEW,)),
+    Plant("slow collate", "collate", "putting batches together", acts.slow_collate, 100, 320, "ms a batch", (FEW,)),
+    Plant("too few workers", "workers", "loader.num_workers=", acts.heavy_decode, 1000, 1000, "pixels a side", (*ONE, FEW)),
+    Plant("huge batches", "transport", "on the way from a worker", acts.huge_batches, 32, 128, "MB a batch"),
+    Plant("pageable copies", "copy", "loader.pin_memory=true", acts.pageable_copies, 32, 128, "MB a batch", ON_GPU),
+    Plant("slow step", "compute", "sets the pace", acts.slow_step, 250, 500, "ms a step", LONG),
+    Plant("slow launches", "launch", "waits for Python", acts.slow_launches, 60, 120, "launches of 4 ms", LONG),
+    Plant("slow rank", "rank", "waiting for data", acts.slow_disk, 25, 80, "ms a read", TWO_RANKS, in_ranks),
+    Plant("quota", "quota", "quota", acts.quota, 0.2, 0.6, "processors", (), in_group, control_groups.quota),
+    Plant("collections", "host", "garbage collection", acts.collections, 200, 800, "thousand objects", (FEW,)),
+    Plant("slow logging", "host", "logging", acts.slow_logging, 100, 300, "ms a window", (FEW, "watch.window_steps=2")),
+    Plant("slow callback", "host", "no name", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
+    Plant("tiny memory", "memory", "Memory is short", acts.tiny_memory, 0.2, 0.4, "of the files in memory", SMALL, in_group,
+          lambda size: group_of("memory")),
+    Plant("nothing", "balanced", "Nothing stands out", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
+)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Plant what is asked for, and show, or write, what the runs said."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="the plants whose names hold this; all if not given")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="of the sizes")
+    parser.add_argument("--write", action="store_true", help="write docs/planted.md")
+    parser.add_argument("--size", type=float, help="of the plant, instead of one that is drawn")
+    parser.add_argument("--folder", type=Path, help="of the one run, which is started right here")
+    a = parser.parse_args(argv)
+    chosen = [plant for plant in PLANTS if (a.only or "") in plant.name]
+    if a.folder:
+        dataclasses.replace(chosen[0], start=here).run(a.size, a.folder)
+        return
+    rng, rows = random.Random(a.seed), []
+    for plant in chosen:
+        rows.append(row(plant, [a.size or plant.draw(rng) for _ in range(a.runs)]))
+        print(f"{' | '.join(rows[-1].values())}", flush=True)
+    text = f"# Planted bottlenecks\n\n{machine_line(machine())}\n\n{a.runs} runs of each, sizes drawn with seed {a.seed}.\n\n"
+    if a.write:
+        write(ROOT / "docs" / "planted.md", f"{text}{markdown(rows)}\n")
+
+
+def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
+    """A line of the table: how many runs of these sizes said what they should, and the last one's sentence."""
+    said: list[dict[str, Any]] = []
+    skipped = ""
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            try:
+                said.append(plant.run(size, Path(folder))["verdict"])
+            except (pytest.skip.Exception, ConfigError) as error:
+                skipped = str(error)
+        if said and said[-1]["bottleneck"] != plant.bottleneck:
+            print(f"{plant.name}, {size:.3g} {plant.unit}: {said[-1]}", file=sys.stderr, flush=True)
+    right = sum(verdict["bottleneck"] == plant.bottleneck and plant.said in verdict["sentence"] for verdict in said)
+    span = f"{plant.low:g} to {plant.high:g}" if plant.high > plant.low else f"{plant.low:g}"
+    return {
+        "planted": plant.name,
+        "size": f"{span} {plant.unit}",
+        "expected": plant.bottleneck,
+        "right": f"{right} of {len(said)}" if said else f"skipped: {skipped}",
+        "what the last one said": said[-1]["sentence"] if said else "",
+    }
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    import planted  # by its name, under which workers find what is planted
+
+    planted.main()

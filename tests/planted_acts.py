@@ -1,0 +1,209 @@
+"""What plants a bottleneck into the run that is started in its block, in a size: data, steps or Python that take their time."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from planted_data import BATCH, SIDE, Blur, ColdFolder, Encoded, Huge, Memory, Paced, SlowDisk, SlowToCollate, images, splits
+
+from harness.data.datasets import Splits
+from harness.data.transforms import TrainTransform
+from harness.feed.prefetcher import _Mover
+from harness.training.engine import Engine
+from harness.training.step import Step, StepFigures
+from harness.watch.board import Board
+from harness.watch.clock import StepClock
+from harness.watch.timeline import Events
+from scripts.differential import EmulatedEvent, EmulatedStream
+
+FILES, FILE_MB = 96, 2
+OWN_MB = 32  # that a run may need beyond what it has after five steps
+GROUP = "PLANTED_GROUP"  # the environment variable that names a run's control group
+
+
+@contextmanager
+def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[None]:
+    """Let every step of a run be ``act``, on a device that normalises its batches itself, and train on ``data``."""
+
+    def step(self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1) -> None:
+        act()
+        self._losses.append(torch.zeros(()))
+        self.state.step += 1
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Step, "__call__", step))
+        stack.enter_context(patch.object(_Mover, "_normalised", lambda self, images: images[:, :, :SIDE, :SIDE].float()))
+        stack.enter_context(patch("harness.data.datasets.load", lambda *_: data or images(Memory())))
+        yield
+
+
+def sleeping(step_s: float, data: Splits | None = None) -> AbstractContextManager[None]:
+    """Steps that take ``step_s`` seconds and no processor."""
+    return stepping(functools.partial(time.sleep, step_s), data)
+
+
+@contextmanager
+def asynchronous(act: Callable[[EmulatedStream], object], data: Splits | None = None) -> Iterator[None]:
+    """Steps on a device that runs beside the host, by its own clock: ``act`` gives it its orders."""
+    device, idle, read = EmulatedStream("device"), EmulatedStream("idle"), Step.read
+    clock = StepClock("cpu", events=Events(EmulatedEvent, lambda: device, idle))
+
+    def waiting_read(self: Step) -> StepFigures:
+        event = EmulatedEvent()
+        event.record(device)
+        event.synchronize()
+        return read(self)
+
+    with (
+        patch("harness.watch.station.StepClock", lambda *_: clock),
+        patch.object(Step, "read", waiting_read),
+        stepping(lambda: act(device), data),
+    ):
+        yield
+
+
+def slow_disk(size: float) -> AbstractContextManager[None]:
+    return sleeping(0.01, images(SlowDisk(size / 1e3)))
+
+
+def async_slow_disk(size: float) -> AbstractContextManager[None]:
+    return asynchronous(lambda device: device.sleep(0.01), images(SlowDisk(size / 1e3)))
+
+
+@contextmanager
+def files(megabytes: float, count: int, cold: bool) -> Iterator[Splits]:
+    """``count`` files that are small images in so many megabytes each, on the disk that temporary files are on."""
+    with tempfile.TemporaryDirectory() as folder:
+        small = Encoded(64).data
+        for i in range(count):
+            path = Path(folder) / "a" / f"{i}.jpg"
+            path.parent.mkdir(exist_ok=True)
+            with path.open("wb") as file:
+                file.write(small + os.urandom(1 << 20) * round(megabytes))
+                file.flush()
+                os.fsync(file.fileno())
+        yield images(ColdFolder(Path(folder), cold))
+
+
+@contextmanager
+def cold_files(size: float) -> Iterator[None]:
+    """Files that come from a disk that this process's control group throttles."""
+    with files(FILE_MB, 12, cold=True) as data, sleeping(0.002, data):
+        join()
+        yield
+
+
+def heavy_decode(size: float) -> AbstractContextManager[None]:
+    return sleeping(0.005, images(Encoded(round(size))))
+
+
+def slow_transform(size: float) -> AbstractContextManager[None]:
+    return sleeping(0.01, images(Memory(), Blur(TrainTransform(SIDE), size / 1e3)))
+
+
+def slow_collate(size: float) -> AbstractContextManager[None]:
+    return sleeping(0.01, splits(SlowToCollate(size / 1e3)))
+
+
+def huge_batches(size: float) -> AbstractContextManager[None]:
+    return sleeping(0.002, splits(Huge(size)))
+
+
+def slow_step(size: float) -> AbstractContextManager[None]:
+    return sleeping(size / 1e3)
+
+
+def balanced(size: float) -> AbstractContextManager[None]:
+    """Loading takes 4 to 8 % longer than a step; ``size`` is the step's time in milliseconds."""
+    return sleeping(size / 1e3, images(Paced(1.06 * size / 1e3 / BATCH)))
+
+
+def collections(size: float) -> AbstractContextManager[None]:
+    """Each step makes the collector go through ``size`` thousand objects."""
+    alive = [[] for _ in range(round(1e3 * size))]  # type: ignore[var-annotated]
+
+    def act(alive: object = alive) -> None:
+        time.sleep(0.005)
+        gc.collect()
+
+    return stepping(act)
+
+
+@contextmanager
+def slow_logging(size: float) -> Iterator[None]:
+    write = Board.scalars
+
+    def slow(self: Board, *args: Any, **named: Any) -> None:
+        time.sleep(size / 1e3)
+        write(self, *args, **named)
+
+    with patch.object(Board, "scalars", slow), sleeping(0.01):
+        yield
+
+
+@contextmanager
+def slow_callback(size: float) -> Iterator[None]:
+    """Something in the loop, beside the step, takes its time."""
+    one_step = Engine._one_step
+
+    def slow(self: Engine, *args: Any) -> None:
+        one_step(self, *args)
+        time.sleep(size / 1e3)
+
+    with patch.object(Engine, "_one_step", slow), asynchronous(lambda device: device.sleep(0.01)):
+        yield
+
+
+def slow_launches(size: float) -> AbstractContextManager[None]:
+    """A step is ``size`` launches of 4 ms, each of them of a kernel that takes a tenth of that."""
+
+    def act(device: EmulatedStream) -> None:
+        for _ in range(round(size)):
+            time.sleep(0.004)
+            device.sleep(0.0004)
+
+    return asynchronous(act)
+
+
+def pageable_copies(size: float) -> AbstractContextManager[None]:
+    return stepping(lambda: None, splits(Huge(size)))
+
+
+@contextmanager
+def tiny_memory(size: float) -> Iterator[None]:
+    """Files of which the page cache holds a share of ``size`` while the run trains, in a control group of its own."""
+    join()
+    one_step, group = Engine._one_step, Path(os.environ[GROUP])
+
+    def squeezing(self: Engine, *args: Any) -> None:
+        one_step(self, *args)
+        if self.state.step == 5:
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.usage_in_bytes").read_text()) - int(stat["total_cache"]) + int(stat["total_shmem"])
+            (group / "memory.limit_in_bytes").write_text(str(used + round((OWN_MB + size * FILES * FILE_MB) * 2**20)))
+        elif self.state.step == self.config.trainer.max_steps:
+            (group / "memory.limit_in_bytes").write_text("-1")
+
+    with files(FILE_MB, FILES, cold=False) as data, patch.object(Engine, "_one_step", squeezing), sleeping(0.002, data):
+        yield
+
+
+def quota(size: float) -> AbstractContextManager[None]:
+    """Decoding in a control group that may use ``size`` processors."""
+    join()
+    return heavy_decode(400)
+
+
+def join() -> None:
+    """Enter the control group that this process was started for, with all that it will start."""
+    (Path(os.environ[GROUP]) / "cgroup.procs").write_text(str(os.getpid()))

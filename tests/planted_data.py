@@ -1,0 +1,151 @@
+"""Data that are slow in one way each, for runs that are to notice it."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from harness.data.datasets import ImageDataset, Splits
+from harness.data.decode import DecodeOptions
+from harness.data.storage import ArraySource, FolderSource, Source
+from harness.data.transforms import EvalTransform, Pixels, TrainTransform, Transform
+from harness.watch.stages import Lap
+
+SIDE = 16  # of an image in pixels, where its size does not matter
+BATCH = 4
+IMAGES = 4096
+OPTIONS = DecodeOptions(False, (255, 255, 255), 10**9)
+
+
+class Memory(ArraySource):
+    """Images in memory."""
+
+    def __init__(self, count: int = IMAGES) -> None:
+        super().__init__(np.zeros((count, SIDE, SIDE, 3), np.uint8), np.zeros(count, np.int64), ["a", "b"], "planted")
+
+
+class SlowDisk(Memory):
+    """Each read sleeps, as one from a disk that is far away."""
+
+    def __init__(self, read_s: float) -> None:
+        super().__init__()
+        self.read_s = read_s
+
+    def read(self, i: int) -> tuple[np.ndarray, int]:
+        time.sleep(self.read_s)
+        return super().read(i)
+
+
+class Paced(Memory):
+    """Each read ends ``read_s`` after the one before, whatever happened in between."""
+
+    def __init__(self, read_s: float) -> None:
+        super().__init__()
+        self.read_s, self.due_s = read_s, 0.0
+
+    def read(self, i: int) -> tuple[np.ndarray, int]:
+        self.due_s = max(self.due_s, time.perf_counter() - self.read_s) + self.read_s
+        time.sleep(max(0.0, self.due_s - time.perf_counter()))
+        return super().read(i)
+
+
+class Encoded(Memory):
+    """JPEGs of ``side`` pixels of noise, all of them the same."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        file = io.BytesIO()
+        noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+        Image.fromarray(noise).save(file, "jpeg", quality=90)
+        self.data = file.getvalue()
+
+    def read(self, i: int) -> tuple[bytes, int]:
+        return self.data, 0
+
+
+class ColdFolder(FolderSource):
+    """Files that leave the page cache before they are read; there are few, which are read again and again."""
+
+    def __init__(self, root: Path, cold: bool) -> None:
+        super().__init__(root)
+        self.files, self.cold = len(self.labels), cold
+        self.labels = np.resize(self.labels, IMAGES)
+
+    def _path(self, i: int) -> bytes:
+        return super()._path(i % self.files)
+
+    def read(self, i: int) -> tuple[bytes, int]:
+        if self.cold:
+            file = os.open(self._path(i), os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+        return super().read(i)
+
+
+class Blur:
+    """A transform, and after it something that takes its time."""
+
+    def __init__(self, before: TrainTransform, blur_s: float) -> None:
+        self.before, self.blur_s = before, blur_s
+        self.stages = (*before.stages, "blur")
+
+    def __call__(self, image: Pixels, rng: random.Random, out: np.ndarray, lap: Lap | None = None) -> None:
+        self.before(image, rng, out, lap)
+        time.sleep(self.blur_s)
+        if lap is not None:
+            lap("blur")
+
+
+class SlowToCollate(ImageDataset):
+    """Says only after a while how much room a batch needs."""
+
+    filling = False
+
+    def __init__(self, collate_s: float) -> None:
+        self.collate_s = collate_s
+        super().__init__(Memory(), TrainTransform(SIDE), OPTIONS, SIDE, 0)
+
+    @property
+    def image_size(self) -> int:
+        if not self.filling:
+            time.sleep(self.collate_s)
+        return SIDE
+
+    @image_size.setter
+    def image_size(self, side: int) -> None: ...
+
+    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+        self.filling = True
+        try:
+            return super().fill(epoch, index, out, lap)
+        finally:
+            self.filling = False
+
+
+class Huge(ImageDataset):
+    """Images that are large, and there at once; ``megabytes`` is what a batch of them takes."""
+
+    def __init__(self, megabytes: float) -> None:
+        side = round((megabytes * 2**20 / 3 / BATCH) ** 0.5)
+        super().__init__(Memory(), TrainTransform(side), OPTIONS, side, 0)
+
+    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+        out[0, 0, 0] = 0
+        return 0
+
+
+def splits(train: ImageDataset) -> Splits:
+    """``train`` beside a small validation set."""
+    val = ImageDataset(Memory(8), EvalTransform(SIDE), OPTIONS, SIDE, 0)
+    return Splits(train, val, ("a", "b"), "planted", "")
+
+
+def images(source: Source, transform: Transform | None = None) -> Splits:
+    """The images of ``source`` as a training set."""
+    return splits(ImageDataset(source, transform or TrainTransform(SIDE), OPTIONS, SIDE, 0))

@@ -1,0 +1,31 @@
+"""Bottlenecks that are planted into real runs are told by name."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from planted import PLANTS, Plant
+
+SEED = random.SystemRandom().randrange(2**32)  # anew in every session: no threshold can be made for a size
+QUICK = ("slow disk", "slow logging")
+
+
+def marked(plant: Plant) -> object:
+    marks = [] if plant.name in QUICK else [pytest.mark.slow]
+    if "device=cuda" in plant.overrides:
+        marks = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+    return pytest.param(plant, id=plant.name, marks=marks)
+
+
+@pytest.mark.parametrize("plant", [marked(plant) for plant in PLANTS])
+def test_the_report_names_what_was_planted(plant: Plant, tmp_path: Path, kept_globals: None) -> None:
+    """The class is right, the sentence holds the figure or the word that matters, and the evidence comes with it."""
+    size = plant.draw(random.Random(f"{SEED} {plant.name}"))
+    report = plant.run(size, tmp_path)
+    verdict, drawn = report["verdict"], f"seed {SEED}: {size:.4g} {plant.unit}: {report['verdict']}"
+    assert verdict["bottleneck"] == plant.bottleneck, drawn
+    assert plant.said in verdict["sentence"], drawn
+    assert verdict["ceiling"] >= 1 and verdict["evidence"], drawn
