@@ -108,6 +108,7 @@ class Engine:
         self.steps_per_epoch = math.ceil(len(feed) / config.trainer.accumulate_steps)
         self._worked: StageTotals | None = None  # by the feed's workers up to the window before
         self._looked_s = time.perf_counter()
+        self._starting = True  # no step has ended yet
         self._trace = Trace(config.profile.steps if world.is_main else None, place.folder, watch.clock.pause)
 
     def fit(self) -> Outcome:
@@ -118,8 +119,6 @@ class Engine:
                 say(f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs")
                 self.outcome.status = "idle"
                 return self.outcome
-            if self.watch.sampler is not None:
-                self.watch.sampler.restart()
             evaluation = None
             for epoch in range(state.epoch, config.trainer.epochs):
                 last = self._is_last(epoch)
@@ -213,6 +212,9 @@ class Engine:
                     self.step(images, labels, part=part, parts=parts)
                 images_seen += len(labels)
             clock.step(images_seen)
+        if self._starting and self.watch.sampler is not None:
+            self.watch.sampler.restart()
+        self._starting = False
 
     def _close_window(self, epoch: int) -> None:
         """Log the window. Here, and only here, a training step waits for the device and for the other ranks."""

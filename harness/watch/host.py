@@ -80,6 +80,7 @@ class Sampler:
         self._recent: dict[str, tuple[float, int]] = {}
         self._whole: dict[str, tuple[float, int]] = {}  # since the restart
         self._before: dict[str, tuple[float, int]] = {}
+        self._spanning = False  # the next sample's rates reach back before the restart
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-sampler", daemon=True)
@@ -97,10 +98,11 @@ class Sampler:
         for source in self._sources:
             found = source.sample()
             with self._lock:
-                for sums in (self._recent, self._whole):
+                for sums in (self._recent, self._before if self._spanning else self._whole):
                     for tag, value in found.items():
                         total, count = sums.get(tag, (0.0, 0))
                         sums[tag] = total + value, count + 1
+        self._spanning = False
 
     def read(self) -> dict[str, float]:
         """The mean of each figure since the last call; absent where no sample came."""
@@ -111,7 +113,7 @@ class Sampler:
     def restart(self) -> None:
         """Begin the means of the run anew: what came before, imports and tuning, is not what training is like."""
         with self._lock:
-            self._before, self._whole = self._whole, {}
+            self._before, self._whole, self._spanning = self._whole, {}, True
 
     def means(self) -> dict[str, float]:
         """The mean of each figure since the last ``restart``, or before it where no sample came since.
