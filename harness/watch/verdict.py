@@ -183,8 +183,9 @@ def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
     wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(_MOST, int(_MOST_PER_CORE * cores)))
     if room < 1 + _HARM or wanted <= workers:
         return None, ""
-    many = "1 worker needs" if workers == 1 else f"{workers} workers need"
-    does = f"{many} {1e3 * supply.wall_s:.3g} ms for a sample each" if workers else "loading has no workers"
+    need = f"{1e3 * supply.wall_s:.3g} ms for a sample"
+    does = f"1 worker needs {need}" if workers == 1 else f"{workers} workers need {need} each"
+    does = does if workers else "loading has no workers"
     return f"loader.num_workers={wanted}", f"{does}, and {cores:g} cores have room for more"
 
 
