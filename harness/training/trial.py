@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -77,15 +78,22 @@ class StepTrials:
                 state.epoch, state.step = counts
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Some 20 groups of steps on ``batch``, which is on the device, warmed up; at least two, however slow.
+        """Some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
 
-        A group is one step, or as many as last 25 ms. ``limit_s`` counts from the end of the first step, which may compile.
+        Its bytes are on the device; each step takes them normalised as in training, for that is the step's work, not the
+        loader's. A group is one step, or as many as last 25 ms. ``limit_s`` counts from the end of the first step, which may
+        compile.
         """
-        images, labels = self._on_device(batch)
-        self._group(images, labels, 1, warm_up=True)
+        images, labels, indices = (part.to(self.device) for part in batch[:3])
+        batches = device_batches(itertools.repeat(HostBatch(images, labels, indices)), self._config, self.device)
+        with contextlib.closing(batches):
+            return self._groups(batches, len(labels), limit_s)
+
+    def _groups(self, batches: DataPrefetcher, size: int, limit_s: float) -> StepRun:
+        self._group(batches, 1, warm_up=True)
         begin = self._now()
         for _ in range(_WARM_UP_STEPS - 1):
-            step_s = self._world.agreed(self._group(images, labels, 1, warm_up=True))
+            step_s = self._world.agreed(self._group(batches, 1, warm_up=True))
             if step_s > limit_s / _WARM_UP_STEPS:
                 break
         steps = max(1, int(_GROUP_S / step_s))
@@ -94,9 +102,9 @@ class StepTrials:
         seconds: list[float] = []
         cpu = time.process_time()
         while len(seconds) < _GROUPS and self._world.agreed(len(seconds) < 2 or self._now() - begin < limit_s):
-            seconds.append(self._group(images, labels, steps))
+            seconds.append(self._group(batches, steps))
         cpu_s, groups = time.process_time() - cpu, len(seconds)
-        return StepRun((len(labels) * steps,) * groups, tuple(seconds), (0.0,) * groups, cpu_s)
+        return StepRun((size * steps,) * groups, tuple(seconds), (0.0,) * groups, cpu_s)
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
         """Steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
@@ -154,10 +162,11 @@ class StepTrials:
         self._step.forget()
         return len(labels), self._now() - end, wait
 
-    def _group(self, images: Tensor, labels: Tensor, steps: int, *, warm_up: bool = False) -> float:
+    def _group(self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False) -> float:
         """The seconds of so many steps; each makes an update while warming up."""
         begin = self._now()
         for _ in range(steps):
+            images, labels = next(batches)
             self._train(images, labels, warm_up)
         self._step.forget()
         synchronize(self.device)

@@ -124,7 +124,7 @@ class Trainee(Protocol):
         ...
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Steps on one batch that stays on the device, warmed up, for at most about ``limit_s`` seconds and at least two."""
+        """Steps on one batch whose bytes stay on the device, warmed up, for at most about ``limit_s`` seconds and at least two."""
         ...
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:

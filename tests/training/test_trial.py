@@ -323,14 +323,15 @@ def test_groups_hold_whole_updates() -> None:
 
 
 def test_a_batch_reaches_the_step_as_in_training() -> None:
-    """Demand's images are normalised, cast and laid out as the engine's, and one tensor serves all steps."""
+    """Demand's images are normalised, cast and laid out as the engine's, anew for each step: that is part of its time."""
     trials, step, _ = timed(2**-4)
     trials._config.trainer.precision, trials._config.trainer.channels_last = Precision.bf16, True
     trials.demand(batch(), 1.0)
     expected = next(device_batches([batch()], trials._config, DEVICE))[0]
     assert torch.equal(step.images[0], expected) and step.images[0].dtype == torch.bfloat16
     assert step.images[0].is_contiguous(memory_format=torch.channels_last)
-    assert len({id(images) for images in step.images}) == 1
+    assert all(torch.equal(images, expected) for images in step.images)
+    assert len({images.data_ptr() for images in step.images}) == len(step.images)
 
 
 def slow_feed(hand: Hand, seconds: float, first_s: float = 16.0) -> Endless:
