@@ -171,9 +171,9 @@ function ranksSection(ranks) {
   const slowest = Math.max(...ranks.map((rank) => rank.step_ms));
   const rows = ranks.map((rank) => [
     [`rank ${rank.rank}`, rank.step_ms === slowest && h("span", { class: "note" }, " longest step")],
-    ...["step_ms", "data_wait_ms", "host_ms", "forward_ms"].map((name) => known(rank[name], ms)),
+    ...["step_ms", "stalled_ms", "host_ms", "forward_ms"].map((name) => known(rank[name], ms)),
   ]);
-  return scrolled("Ranks", table({ columns: ["rank", "step", "wait for data", "host", "forward"], rows }));
+  return scrolled("Ranks", table({ columns: ["rank", "step", "stalled for data", "host", "forward"], rows }));
 }
 
 function settingsSection({ report, config }) {

@@ -30,7 +30,7 @@ REPORT: Mapping[Any, Any] = {
     "stages?": [{"name": str, "group": str, "wall_ms": float, "cpu_ms": float}],
     "workers?": {"samples": float, "busy_fraction?": float},
     "goodput?": {"fraction": float, "busy_s": float, "wall_s": float, "rest": [{"name": str, "s": float}]},
-    "ranks?": [{"rank": float, "step_ms": float, "data_wait_ms": float, "host_ms?": float, "forward_ms?": float}],
+    "ranks?": [{"rank": float, "step_ms": float, "stalled_ms": float, "host_ms?": float, "forward_ms?": float}],
     "loader?": _SETTINGS,
     "environment?": _SETTINGS,
     "run?": {"overrides?": [str], "name?": str},

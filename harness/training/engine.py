@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,7 +151,7 @@ class Engine:
         if following is not None:
             self.train_batches.close()  # it is through; only then can the feed begin anew
             self.feed.prime(following)
-        with self.watch.clock.pause("evaluate"), named("evaluate"):
+        with self._aside("evaluate"):
             self.world.copy_from_first(self.state.network.buffers())  # each rank has norms' statistics of its own
             result = evaluate(self.state.network, self.val_batches, self.world, self.step.autocast)
             self.val_batches.close()
@@ -163,10 +163,17 @@ class Engine:
 
     def close(self) -> None:
         """End the feeds' threads and workers."""
-        self._trace.close()
         for batches, feed in ((self.train_batches, self.feed), (self.val_batches, self.val_feed)):
             batches.close()
             feed.close()
+        self._trace.close()
+
+    @contextmanager
+    def _aside(self, name: str) -> Iterator[None]:
+        """A block whose time and load are not the training's."""
+        sampler = self.watch.sampler
+        with self.watch.clock.pause(name), named(name), sampler.aside() if sampler else nullcontext():
+            yield
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -218,6 +225,7 @@ class Engine:
 
     def _close_window(self, epoch: int) -> None:
         """Log the window. Here, and only here, a training step waits for the device and for the other ranks."""
+        self.watch.clock.settle()
         figures = self.step.read()
         window = self.watch.clock.close_window()
         for look in self.watch.on_window:
@@ -258,12 +266,12 @@ class Engine:
     def _own_figures(self) -> RankFigures:
         """What tells this rank from the others."""
         total = self.watch.clock.total()
-        host = total.shares.get("host")
+        host, mean_ms = total.shares.get("host"), 1e3 * total.elapsed_s / max(1, total.steps)
         return RankFigures(
             rank=self.world.rank,
             step_ms=total.step_ms.median if total.step_ms else 0.0,
-            data_wait_ms=total.data_wait_ms.median if total.data_wait_ms else 0.0,
-            host_ms=None if host is None or not total.steps else 1e3 * host * total.elapsed_s / total.steps,
+            stalled_ms=(total.stall_fraction or 0.0) * mean_ms,
+            host_ms=None if host is None else host * mean_ms,
             forward_ms=self.step.forward_ms,
         )
 
@@ -291,7 +299,7 @@ class Engine:
         if self.epoch_open:
             say("no checkpoint: trainer.max_steps ended the epoch before its end, and it could not be resumed exactly")
             return
-        with self.watch.clock.pause("checkpoint"), named("checkpoint"):
+        with self._aside("checkpoint"):
             if self.world.is_main:
                 checkpoint.save(
                     self.place.folder / "checkpoints",

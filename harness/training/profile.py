@@ -50,7 +50,6 @@ class Trace:
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             marks.record(None)
-            profiler.stop()
             self._write(profiler)
         elif self._first <= self._last and not self._began:
             _log.warning("profile.steps=%d-%d: none of these steps was trained, there is no trace", self._first, self._last)
@@ -60,7 +59,7 @@ class Trace:
     def _recorded(self, number: int) -> Iterator[None]:
         if self._profiler is None:
             with self._pause("profile"):
-                self._start(number)
+                self._begin(number)
         self._ended = number
         with marks.named(f"step {number}"):
             yield
@@ -68,28 +67,37 @@ class Trace:
             with self._pause("profile"):
                 self.close()
 
+    def _begin(self, number: int) -> None:
+        """Start recording; a profiler that cannot costs the trace and not the run."""
+        try:
+            self._start(number)
+        except Exception as error:
+            self._last, self._began = 0, number
+            _log.warning("profile.steps: no trace: %s", error)
+
     def _start(self, number: int) -> None:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         else:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would complain that there is no GPU
-        self._profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
-        self._profiler.start()
-        self._began = number
+        profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+        profiler.start()
+        self._profiler, self._began = profiler, number
         marks.record(record_function)
 
     def _write(self, profiler: profile) -> None:
-        """Write the trace, whole or not at all; a full disk costs the trace and not the run."""
+        """End and write the trace, whole or not at all; a full disk, or a profiler that fails, costs it and not the run."""
         path = self._folder / f"steps-{self._began}-{self._ended}.json"
         temporary = path.with_name(f".{path.name}")
         try:
+            profiler.stop()
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(temporary))
             if not _is_whole(temporary):  # the exporter raises nothing when it cannot write
                 raise OSError("the file is not whole; free some space")
             os.replace(temporary, path)
-        except OSError as error:
+        except Exception as error:
             _log.warning("profile.steps: no trace in %s: %s", os.path.relpath(path), error)
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 
 from harness.config import Config, Mode, walk
 from harness.runtime.errors import described
+from harness.runtime.folder import LOGGER
 from harness.training.engine import Engine
 from harness.watch.console import say
 from harness.watch.figures import Spread, Window
@@ -22,6 +24,7 @@ from harness.watch.stages import GROUPS, StageTotals
 from harness.watch.tags import Tag
 from harness.watch.verdict import Evidence, Verdict, judge
 
+_log = logging.getLogger(LOGGER)
 _HPARAMS = ("loader.batch_size", "model.name", "optim.lr", "trainer.precision")  # few: the page opens with five columns
 
 
@@ -68,12 +71,18 @@ class Reporter:
     def _report(self, engine: Engine, error: BaseException | None) -> None:
         board, outcome = engine.watch.board, engine.outcome
         assert board is not None
-        report = self.figures(engine)
+        try:
+            report = self.figures(engine)
+        except Exception as fault:  # a device that has failed answers nothing more; how the run ended is not up to its report
+            _log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
+            report = {"status": outcome.status, "epochs": engine.state.epoch, "steps": engine.state.step}
         if error is not None:
             known = described(error)
             report["error"] = known[0] if known else f"{type(error).__name__}: {error}"
-        verdict: Verdict = report["verdict"]
         board.report(report)
+        if "verdict" not in report:
+            return
+        verdict: Verdict = report["verdict"]
         board.text("verdict", "\n".join([f"**{verdict.sentence}**\n", *(f"- {fact}" for fact in verdict.evidence)]))
         results = {
             "hparam/top1": outcome.evaluation.top1 if outcome.evaluation else None,

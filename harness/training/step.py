@@ -65,7 +65,7 @@ class Step:
         self._streak = 0
         state.optimizer.register_step_pre_hook(self._note_found_inf)
         alone = world.size == 1 or world.device.type != "cpu" or config.trainer.compile
-        self._forward = None if alone else _ForwardTimer(state.network)
+        self._forward = None if alone else _ForwardTimer(state.network, config.trainer.accumulate_steps)
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
         """Train on one of the ``parts`` batches of an update; the last one makes the update."""
@@ -83,7 +83,7 @@ class Step:
 
     @property
     def forward_ms(self) -> float | None:
-        """Mean time of the network's own forward pass in training, where several ranks train on CPUs; else None."""
+        """Mean time per update of the network's own forward passes, where several ranks train on CPUs; else None."""
         return None if self._forward is None else self._forward.mean_ms()
 
     def read(self) -> StepFigures:
@@ -111,6 +111,8 @@ class Step:
             yield
         finally:
             self._losses, self._found_inf, self._streak = before
+            if self._forward is not None:
+                self._forward.forget()
 
     def _update(self) -> None:
         state, scaler = self.state, self.state.scaler
@@ -130,24 +132,30 @@ class Step:
 
 
 class _ForwardTimer:
-    """Times ``network`` inside DDP: without what the ranks wait for each other, so that a slow one stands out."""
+    """Times ``network`` inside DDP: without what the ranks wait for each other, so that a slow one stands out.
 
-    def __init__(self, network: nn.Module) -> None:
-        self._began_s = self._seconds = 0.0
-        self._passes = 0
+    The first pass, in which memory is taken and kernels are chosen, does not count; an update has ``parts`` passes.
+    """
+
+    def __init__(self, network: nn.Module, parts: int) -> None:
+        self._parts, self._began_s = parts, 0.0
+        self.forget()
         network.register_forward_pre_hook(self._begin)
         network.register_forward_hook(self._end)
 
+    def forget(self) -> None:
+        self._seconds, self._passes = 0.0, -1
+
     def mean_ms(self) -> float | None:
-        return 1e3 * self._seconds / self._passes if self._passes else None
+        return 1e3 * self._seconds * self._parts / self._passes if self._passes > 0 else None
 
     def _begin(self, network: nn.Module, images: Any) -> None:
         self._began_s = time.perf_counter()
 
     def _end(self, network: nn.Module, images: Any, logits: Any) -> None:
         if network.training:
-            self._seconds += time.perf_counter() - self._began_s
             self._passes += 1
+            self._seconds += time.perf_counter() - self._began_s if self._passes else 0.0
 
 
 def device_batches(feed: Iterable[Any], config: Config, device: torch.device, clock: StepClock | None = None) -> DataPrefetcher:

@@ -15,7 +15,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.watch.figures import Ledger, Window, add_all
-from harness.watch.timeline import Events, Timeline, TimingEvent
+from harness.watch.timeline import Copy, Events, Timeline, TimingEvent
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ class StepClock:
     goes unmeasured. On the device's time line, over the ``computing()`` blocks i::
 
         gap_i          = end of compute i-1 to start of compute i  (after a pause not known, and left out)
-        exposed_copy_i = the part of gap_i in which a batch's copy ran that the host had asked the feed for
+        exposed_copy_i = the part of gap_i in which a batch was copied and normalised that the host had asked the feed for
         starved_i      = the part of the rest in which the host was blocked on the feed
         host_i         = what is left of gap_i: launches, garbage collection, logging, whatever the loop does
         stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
@@ -111,7 +111,7 @@ class StepClock:
         if self._in_compute or self._pause_since is not None:
             yield
             return
-        self._in_compute, began, whole = True, self._begin(), False
+        self._in_compute, began, whole = True, self._begin() - self._collected_s(), False
         if self._timeline:
             self._timeline.begin(self._ledger, first=self._first)
         try:
@@ -121,15 +121,16 @@ class StepClock:
             if self._timeline:
                 self._timeline.end(whole=whole)
             self._in_compute = False
-            self._compute_s += self._active() - began
+            self._compute_s += self._active() - self._collected_s() - began
 
-    def copied(self, start: TimingEvent, end: TimingEvent) -> None:
-        """Take the two recorded events around one batch's copy, before the block that computes on that batch.
+    def copied(self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None) -> None:
+        """Take the recorded events around one batch's copy, before the block that computes on that batch.
 
-        The caller must not record them again.
+        ``ready`` is recorded after what else the block waits for, such as normalising on the copy's stream. The caller must
+        not record them again.
         """
         if self._timeline and self._pause_since is None:
-            self._timeline.copied(start, end)
+            self._timeline.copied(Copy(start, end, ready or end))
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
@@ -180,14 +181,11 @@ class StepClock:
         if self._pause_since is not None:
             yield
             return
-        before = self._active()
+        self.settle()
         if self._timeline:
-            self._timeline.finish()
+            self._timeline.forget()
         self._pause_since = self._now()
         collecting, self._gc.thread = self._gc.thread, None
-        if self._mark is not None:
-            self._ledger.elapsed_s += self._active() - before
-            self._mark += self._active() - before
         try:
             yield
         finally:
@@ -195,6 +193,19 @@ class StepClock:
             self._paused_s += took
             self._gc.thread = collecting
             add_all(self._ledger.pauses_s, {name: took})
+
+    def settle(self) -> None:
+        """Let the device finish the steps so far (the host waits for it here), and book that time to them.
+
+        Told where an epoch ends: the next step is kept apart, and the device may have much of this epoch before it.
+        """
+        if self._timeline is None or self._pause_since is not None:
+            return
+        before = self._active()
+        self._timeline.finish()
+        if self._mark is not None:
+            self._ledger.elapsed_s += self._active() - before
+            self._mark += self._active() - before
 
     def watch(self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None) -> Iterator[Batch]:
         """Yield one epoch of ``batches``, with the body of the caller's loop as the step.
@@ -258,6 +269,10 @@ class StepClock:
             ledger.compute_s += self._compute_s
             ledger.compute.add(1e3 * self._compute_s)
             ledger.host.add(1e3 * max(0.0, took_s - self._wait_s - self._compute_s))
+
+    def _collected_s(self) -> float:
+        """Seconds of collections that are no computing: where the host computes; elsewhere the device works on meanwhile."""
+        return self._gc.seconds if self._times_compute else 0.0
 
     def _active(self) -> float:
         """A clock in seconds that stands still in pauses."""

@@ -38,11 +38,14 @@ class LoaderSettings(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """One rank's step: medians in milliseconds, of ``host_ms`` the mean; None where the device cannot tell."""
+    """One rank's step: the median of ``step_ms``, else means, in milliseconds; None where the device cannot tell.
+
+    ``stalled_ms`` is device time idle for want of data, not the host's wait, which is harmless while work is queued.
+    """
 
     rank: int
     step_ms: float
-    data_wait_ms: float
+    stalled_ms: float
     host_ms: float | None
     forward_ms: float | None
 
@@ -86,7 +89,7 @@ class Reckoning:
     Attributes:
         starved: the device had nothing to run and the loop waited for a batch.
         copy: it waited for a batch's copy.
-        host: it waited for Python between two steps, garbage collections within a step among that.
+        host: it waited for Python, on a CPU for garbage collections within a step too.
         lost: the three together.
         compute: it ran the network; None where that is not known.
         parts: what ``starved`` was spent on: make, transport, pin and move; empty where no batch was stamped.
@@ -104,9 +107,9 @@ class Reckoning:
         self.starved = shares.get("starved", self.stall - self.copy)
         self.compute = shares.get("compute", window.compute_fraction)
         elapsed_s = max(window.elapsed_s, 1e-9)
-        self.host_parts = {name: min(1.0, spent_s / elapsed_s) for name, spent_s in window.host_parts_s.items()}
-        # a collection comes when it will: on a CPU's clock that is mostly within computing()
-        self.host = max(shares.get("host", 0.0), self.host_parts.get("gc", 0.0))
+        self.host = shares.get("host", 0.0)
+        # named work that a device did not wait for, because it had steps in store, is no part of it
+        self.host_parts = {name: min(self.host, spent_s / elapsed_s) for name, spent_s in window.host_parts_s.items()}
         self.lost = self.starved + self.copy + self.host
         named = {name: window.wait_parts.get(name, 0.0) for name in ("make", "transport", "pin")}
         self.parts = {**named, "move": max(0.0, 1 - sum(named.values()))} if window.wait_parts else {}

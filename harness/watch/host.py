@@ -7,7 +7,8 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Self
@@ -19,6 +20,8 @@ from harness.watch import pressure
 from harness.watch.device import Figures, Source, nvml_sees_gpu
 from harness.watch.tags import Tag
 from harness.watch.tree import Tree
+
+_LAST_LOOK_S = 5.0  # that the end of a run waits for
 
 
 class HostSource(Source):
@@ -80,7 +83,8 @@ class Sampler:
         self._recent: dict[str, tuple[float, int]] = {}
         self._whole: dict[str, tuple[float, int]] = {}  # since the restart
         self._before: dict[str, tuple[float, int]] = {}
-        self._spanning = False  # the next sample's rates reach back before the restart
+        self._era = self._settled = 0  # of what is looked at; of the last sample, to which the next one's rates reach back
+        self._aside = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-sampler", daemon=True)
@@ -91,18 +95,20 @@ class Sampler:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_LAST_LOOK_S)  # a driver's call may never come back
 
     def look(self) -> None:
         """Take one sample of every source."""
+        era = self._era
         for source in self._sources:
             found = source.sample()
             with self._lock:
-                for sums in (self._recent, self._before if self._spanning else self._whole):
+                is_own = era == self._era == self._settled and not self._aside
+                for sums in (self._recent, self._whole if is_own else self._before):
                     for tag, value in found.items():
                         total, count = sums.get(tag, (0.0, 0))
                         sums[tag] = total + value, count + 1
-        self._spanning = False
+        self._settled = era
 
     def read(self) -> dict[str, float]:
         """The mean of each figure since the last call; absent where no sample came."""
@@ -113,7 +119,20 @@ class Sampler:
     def restart(self) -> None:
         """Begin the means of the run anew: what came before, imports and tuning, is not what training is like."""
         with self._lock:
-            self._before, self._whole, self._spanning = self._whole, {}, True
+            self._before, self._whole = self._whole, {}
+            self._era += 1
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A block, such as an evaluation, that the means of the run leave out."""
+        with self._lock:
+            self._aside = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._aside = False
+                self._era += 1
 
     def means(self) -> dict[str, float]:
         """The mean of each figure since the last ``restart``, or before it where no sample came since.

@@ -43,7 +43,8 @@ def watched(config: Config, world: World, folder: Path, began_s: float, resumed_
     one.
     """
     with ExitStack() as stack:
-        watch = Watch(StepClock(world.device), Course(began_s))
+        slots = max(64, 2 * config.trainer.accumulate_steps)
+        watch = Watch(StepClock(world.device, slots=slots), Course(began_s))
         watch.course.mark("start")
         if world.is_main:
             board = Board(folder, tensorboard=config.watch.tensorboard, resumed_step=resumed_step)

@@ -48,6 +48,14 @@ class Events(NamedTuple):
     idle: Any  # a stream that nothing else runs on
 
 
+class Copy(NamedTuple):
+    """Events of one batch on its way: its copy from start to end, and what else was done to it until it was ready."""
+
+    start: TimingEvent
+    end: TimingEvent
+    ready: TimingEvent
+
+
 @dataclass(slots=True)
 class _Slot:
     """Two events around one block of computing and one beside it, with what the host knew about it."""
@@ -57,14 +65,14 @@ class _Slot:
     mark: TimingEvent
     mark_s: float = 0.0  # the host's clock just before ``mark`` was recorded
     waits: Sequence[Span] = ()  # blocked on the feed since the block before
-    copies: Sequence[tuple[TimingEvent, TimingEvent]] = ()  # of the batches that it computes on
+    copies: Sequence[Copy] = ()  # of the batches that it computes on
     first: bool = False  # part of an epoch's first step
     fresh: bool = False  # the block before is not known, so neither is the gap
     ends_step: bool = False
 
     def passed(self) -> bool:
         """Whether the device has done the block, the copies for it and the mark."""
-        return self.end.query() and self.mark.query() and all(end.query() for _, end in self.copies)
+        return self.end.query() and self.mark.query() and all(copy.ready.query() for copy in self.copies)
 
 
 class Timeline:
@@ -82,7 +90,7 @@ class Timeline:
         self._pending: deque[_Slot] = deque()
         self._running: _Slot | None = None  # of the block that has begun, if it is measured
         self._waits: deque[Span] = deque(maxlen=slots)  # since the last block
-        self._copies: deque[tuple[TimingEvent, TimingEvent]] = deque(maxlen=slots)  # likewise
+        self._copies: deque[Copy] = deque(maxlen=slots)  # likewise
         self._previous: _Slot | None = None  # the last slot that was read: the next gap begins at its end
         self._passed_s = -math.inf  # when the device passed that end, by the host's clock
         self._fresh = True  # the running block will not be measured; between blocks: the next one's gap will not be known
@@ -94,9 +102,9 @@ class Timeline:
         """Keep a stretch in which the host was blocked on the feed, for the next block's batch."""
         self._waits.append((began_s, ended_s))
 
-    def copied(self, start: TimingEvent, end: TimingEvent) -> None:
-        """Keep the two events around the copy of a batch that the next block computes on."""
-        self._copies.append((start, end))
+    def copied(self, copy: Copy) -> None:
+        """Keep the events of a batch that the next block computes on."""
+        self._copies.append(copy)
 
     def begin(self, ledger: Ledger, *, first: bool) -> None:
         """Begin a block; one for which the device is too far behind is dropped."""
@@ -136,11 +144,15 @@ class Timeline:
             self._unended = 0
         self.read(ledger, _LAG)
 
-    def finish(self) -> None:
-        """Wait until the device has done all blocks; the running one, and the gap before the next, go unmeasured."""
+    def forget(self) -> None:
+        """Leave the running block, and the gap before the next, unmeasured."""
         self._fresh = True
-        if self._pending:
-            self._pending[-1].end.synchronize()  # the host waits for the device
+
+    def finish(self) -> None:
+        """Wait until the device has done all that the network's stream was given, blocks that were dropped too."""
+        end = self._events.make()
+        end.record(self._events.stream())
+        end.synchronize()  # the host waits for the device
 
     def read(self, ledger: Ledger, keep: int = 0) -> None:
         """Count the blocks that the device has done, but not the newest ``keep``, nor those of the running step."""
@@ -180,13 +192,12 @@ def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> 
     """Seconds of the ``gap`` between two blocks by what the device had to wait for."""
     asked_s = slot.waits[0][0] if slot.waits else -math.inf  # a copy before that is ahead of its time, and delays nothing
     free_s, exposed = max(gap[0], asked_s), []  # copies on one stream come one after the other
-    for start, end in slot.copies:
-        took_ms = start.elapsed_time(end)
+    for copy in slot.copies:
         if not slot.first:
-            ledger.copy.add(took_ms)
+            ledger.copy.add(copy.start.elapsed_time(copy.end))
         if previous:
-            began_s = gap[0] + previous.end.elapsed_time(start) / 1e3
-            span = max(free_s, began_s), min(gap[1], began_s + took_ms / 1e3)
+            began_s = gap[0] + previous.end.elapsed_time(copy.start) / 1e3
+            span = max(free_s, began_s), min(gap[1], began_s + copy.start.elapsed_time(copy.ready) / 1e3)
             if span[0] < span[1]:
                 exposed.append(span)
                 free_s = span[1]

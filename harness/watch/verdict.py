@@ -25,7 +25,7 @@ _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise w
 _FAULT_S = 1e-4  # the least that a page from a disk costs: one read of an NVMe drive
 _FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device follows the host
 _QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
-_FROM_DISK = 0.5  # share of the bytes read, from which a page cache is said not to hold the files
+_FROM_DISK, _CACHED = 0.5, 0.05  # of the bytes read: from here on the page cache does not hold the files; up to here it does
 _WORTH = 0.01  # of the time: a smaller suspect is not worth a word
 _DEEPEST = 8  # batches in flight for each worker; more have not helped
 _MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
@@ -43,6 +43,8 @@ _CHEAPER: dict[Kind, str] = {
     "augment": "make the augmentation cheaper or add cores",
     "collate": "make images or batches smaller or add cores",
 }
+_WAITING = "waiting for data"
+_MOST_HELD_UP = 0.99  # of a step
 _HOST_WORDS = {"gc": "garbage collection"}
 
 
@@ -73,6 +75,7 @@ class _Finding:
     cause: str
     next_step: str | None = None
     advice: str | None = None
+    held_up: float = 0.0  # the share of the step that another rank's waiting for data cost this one
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -84,6 +87,7 @@ def judge(evidence: Evidence) -> Verdict:
     r = Reckoning(evidence)
     found = _straggler(evidence.ranks, evidence.autotuned) or (_unharmed(r) if r.lost < _HARM else _harmed(r))
     found = _short_of_memory(r, found) or _throttled(r, found) or found
+    r.ceiling = max(r.ceiling, 1 / (1 - found.held_up))
     return Verdict(found.bottleneck, r.ceiling, _sentence(r, found), found.next_step, _clauses(r, found))
 
 
@@ -92,7 +96,7 @@ def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | No
     if len(ranks) < 2:
         return None
     columns = {
-        "waiting for data": ([rank.data_wait_ms for rank in ranks], "look at that rank's storage and cores"),
+        _WAITING: ([rank.stalled_ms for rank in ranks], "look at that rank's storage and cores"),
         "Python between two steps": (_known([rank.host_ms for rank in ranks]), "look at what else runs on that rank's cores"),
         "the forward pass": (
             _known([rank.forward_ms for rank in ranks]),
@@ -101,13 +105,15 @@ def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | No
     }
     own_ms = [sum(parts) for parts in zip(*(column for column, _ in columns.values()), strict=True)]
     slowest = max(range(len(ranks)), key=own_ms.__getitem__)
-    late_ms = _beyond(own_ms, slowest)
-    if late_ms <= _HARM * median(rank.step_ms for rank in ranks):
+    late_ms, step_ms = _beyond(own_ms, slowest), median(rank.step_ms for rank in ranks)
+    if late_ms <= _HARM * step_ms:
         return None
     what = max(columns, key=lambda name: _beyond(columns[name][0], slowest))
     cause = f"Rank {ranks[slowest].rank} holds the others up, by {late_ms:.1f} ms a step, most of that {what}"
-    tune = "loader.autotune=true" if what == "waiting for data" and not autotuned else None
-    return _Finding("rank", cause, tune, columns[what][1])
+    if what != _WAITING:
+        return _Finding("rank", cause, None, columns[what][1])
+    held_up = min(_MOST_HELD_UP, _beyond(columns[what][0], slowest) / max(step_ms, 1e-9))
+    return _Finding("rank", cause, None if autotuned else "loader.autotune=true", columns[what][1], held_up)
 
 
 def _known(column: list[float | None]) -> list[float]:
@@ -194,9 +200,10 @@ def _where_from(r: Reckoning) -> str:
     read, stored = r.sampled(Tag.READ_BYTES_PER_S), r.sampled(Tag.STORAGE_BYTES_PER_S)
     if not read or stored is None:
         return ""
-    if stored < _FROM_DISK * read:
-        return "; hardly a byte came from a local disk, so that it is a network's file system, or opening files, that is slow"
-    return f"; {stored / 1e6:.3g} MB/s came from the disk, so that the files were not in the page cache"
+    if stored < _CACHED * read:
+        return "; hardly a byte came from a disk, so that it is opening files, or a network's file system, that is slow"
+    cold = ", so that the files were not in the page cache" if stored >= _FROM_DISK * read else ""
+    return f"; {stored / 1e6:.3g} of the {read / 1e6:.3g} MB/s came from a disk (or NFS){cold}"
 
 
 def _handed_over(r: Reckoning, handed: float) -> _Finding:
@@ -205,8 +212,9 @@ def _handed_over(r: Reckoning, handed: float) -> _Finding:
     cause = f"{_waited(r)}: {handed:.0%} of that for batches that were made but not here yet"
     cause += f" ({r.parts['transport']:.0%} on the way from a worker, {r.parts['pin']:.0%} into page-locked memory)"
     waited_s = r.starved / window.images_per_s if window.images_per_s else 0.0  # for an image
-    next_step = None if r.evidence.autotuned else "loader.autotune=true"
-    if settings.num_workers and supply and supply.cpu_s < waited_s:  # making it here is quicker than fetching it
+    tuned = r.evidence.autotuned
+    next_step = None if tuned else "loader.autotune=true"
+    if not tuned and settings.num_workers and supply and supply.wall_s < waited_s:  # making it here is quicker than fetching it
         next_step = "loader.num_workers=0"
     return _Finding("transport", cause, next_step, "make images or batches smaller")
 
@@ -282,7 +290,7 @@ def _sentence(r: Reckoning, found: _Finding) -> str:
     ways = [f"try {found.next_step}"] if found.next_step else []
     ways += [found.advice] if found.advice else []
     parts = [found.cause]
-    if r.stall >= _FED:
+    if max(r.stall, found.held_up) >= _FED:
         gain = f"faster loading could give {r.ceiling:.3g}x at most"
         shared = r.evidence.device == "cpu" and r.window.stall_basis == "host"
         parts.append(f"{gain}, and less where both need the same cores" if shared else gain)

@@ -122,7 +122,7 @@ def long_run(folder: Path, steps: int = 20_000) -> Path:
         lines.append(
             window(step, parts_of(starved, noise, device=True), SPIKES.get(step), **(sampled if step % 30 == 0 else {}))
         )
-    ranks = [{"rank": rank, "step_ms": 100.0 + rank, "data_wait_ms": 30.0, "forward_ms": 20.0} for rank in range(2)]
+    ranks = [{"rank": rank, "step_ms": 100.0 + rank, "stalled_ms": 30.0, "forward_ms": 20.0} for rank in range(2)]
     return write(folder, report=report(steps=steps, world_size=2, ranks=ranks), lines=lines, tuning=tuning())
 
 

@@ -119,6 +119,17 @@ def test_garbage_collections_are_timed(clock: StepClock, hand: Hand) -> None:
 
 
 @pytest.mark.usefixtures("slow_gc")
+def test_collections_are_no_computing_on_a_cpu(clock: StepClock, hand: Hand) -> None:
+    """Where the host computes, a collection within a step is Python's time and not the network's."""
+    for _ in range(3):
+        with clock.computing():
+            hand.pass_(0.75)
+            gc.collect(0)
+        clock.step(1)
+    assert clock.total().shares == {"compute": 0.75, "starved": 0.0, "host": 0.25}
+
+
+@pytest.mark.usefixtures("slow_gc")
 def test_garbage_collections_of_other_threads_are_theirs(clock: StepClock, hand: Hand) -> None:
     """A thread that collects beside the loop is not the loop's garbage collection."""
     one_step(clock, hand, 0.0, 1.0)

@@ -213,6 +213,26 @@ def test_the_means_of_the_run_begin_anew() -> None:
     assert (sampler.means(), sampler.read()) == ({Tag.CPU_CORES: 3.0}, {Tag.CPU_CORES: 2.0})
 
 
+def test_the_means_of_the_run_leave_out_what_is_aside() -> None:
+    """Samples in an evaluation, and the first after it, whose rates reach back into it, are in the windows alone."""
+    sampler = Sampler([Counting()], 1.0)
+    sampler.look()
+    with sampler.aside():
+        sampler.look()
+    sampler.look()
+    sampler.look()
+    assert (sampler.means(), sampler.read()) == ({Tag.CPU_CORES: (1 + 4) / 2}, {Tag.CPU_CORES: 2.5})
+
+
+def test_a_restart_during_a_look_is_not_lost() -> None:
+    """A sample that is under way at the restart, and the next one, whose rates reach back before it, do not count."""
+    meanwhile = [lambda: sampler.restart(), lambda: None, lambda: None]
+    sampler = Sampler([Counting(lambda: meanwhile.pop(0)())], 1.0)
+    for _ in range(3):
+        sampler.look()
+    assert sampler.means() == {Tag.CPU_CORES: 3.0}
+
+
 def test_a_figure_that_was_lost_has_no_mean_of_the_run() -> None:
     """What came before is in its window; the run's mean would speak for a time that nobody saw, and is absent."""
     sampler = Sampler([Counting(last=2)], 1.0)

@@ -95,6 +95,30 @@ def test_copies_nobody_computes_on_are_bounded(clock: StepClock, gpu: Gpu) -> No
     assert len(clock._timeline._copies) == 64
 
 
+@pytest.mark.parametrize("steps", [10, 20, 100])
+def test_what_an_epochs_end_leaves_to_the_device_is_its_steps(clock: StepClock, gpu: Gpu, steps: int) -> None:
+    """A host that runs far ahead settles at each epoch's end: images/s are the device's, however short the epochs are."""
+    for _ in range(4):
+        clock.start_epoch()
+        for _ in range(steps):
+            step(clock, gpu, compute_s=0.1)
+        clock.settle()
+    total = clock.total()
+    assert total.images_per_s == pytest.approx(40 * (steps - 1) / steps, rel=0.01)  # the first step's images are left out
+    assert total.elapsed_s + (total.first_step_s or 0.0) == pytest.approx(0.4 * steps, rel=0.01)
+
+
+def test_settling_breaks_no_gap(clock: StepClock, gpu: Gpu) -> None:
+    """A step after settling is measured from the end of the one before."""
+    for _ in range(5):
+        step(clock, gpu, compute_s=0.1)
+        clock.settle()
+        gpu.host += 0.02
+    total = settled(clock, gpu)
+    assert total.gap_ms is not None
+    assert (total.gap_ms.median, total.gap_ms.max) == pytest.approx((20, 20), rel=0.02)
+
+
 def test_a_pause_lets_the_device_finish_and_books_it_to_the_steps(clock: StepClock, gpu: Gpu) -> None:
     """Steps that are still queued when an evaluation begins are not paid for by the evaluation."""
     clock.start_epoch()

@@ -53,6 +53,21 @@ def test_a_copy_in_the_gap_is_a_stall(clock: StepClock, gpu: Gpu) -> None:
     assert total.copy_ms.median == pytest.approx(6, rel=0.011)
 
 
+def test_normalising_behind_the_copy_is_waited_for_as_the_copy_is(clock: StepClock, gpu: Gpu) -> None:
+    """What is done to a batch on its way keeps the device waiting for data, and is no part of the copy's own time."""
+    for _ in range(50):
+        start, end = gpu.copy(0.004)
+        ready = gpu.copy(0.002)[1]
+        clock.copied(start, end, ready)
+        gpu.await_copy(ready)
+        step(clock, gpu, compute_s=0.004, launch_s=0.0)
+        gpu.host = max(gpu.host, gpu.compute_until)
+    total = settled(clock, gpu)
+    assert total.shares == pytest.approx({"compute": 0.4, "starved": 0, "exposed_copy": 0.6, "host": 0}, abs=0.01)
+    assert total.copy_ms is not None
+    assert total.copy_ms.median == pytest.approx(4, rel=0.011)
+
+
 def test_a_copy_behind_the_compute_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
     """A copy one batch ahead, hidden behind the step before, is timed and harms nobody."""
     ahead = gpu.copy(0.006)

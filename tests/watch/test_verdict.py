@@ -71,23 +71,31 @@ def on_cpu(starved: float, **changes: Any) -> Evidence:
     return evidence(starved, window=window, **{"device": "cpu", "cores": 2.0} | changes)
 
 
-def rank(number: int, data_wait_ms: float, host_ms: float | None = 1.0, forward_ms: float | None = 10.0) -> RankFigures:
-    return RankFigures(rank=number, step_ms=40.0, data_wait_ms=data_wait_ms, host_ms=host_ms, forward_ms=forward_ms)
+def rank(number: int, stalled_ms: float, host_ms: float | None = 1.0, forward_ms: float | None = 10.0) -> RankFigures:
+    return RankFigures(rank=number, step_ms=40.0, stalled_ms=stalled_ms, host_ms=host_ms, forward_ms=forward_ms)
 
 
 CASES = [
     pytest.param(
         evidence(0.4, stages=READING, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 5e7}), "storage",
         "The device waited for data in 40% of the time: reading takes 9 of a worker's 12.8 ms for a sample, which is waiting "
-        "and not work; 50 MB/s came from the disk, so that the files were not in the page cache; faster loading could give "
-        "1.67x at most: try loader.num_workers=12, or put the files on a faster disk or keep them in memory",
+        "and not work; 50 of the 60 MB/s came from a disk (or NFS), so that the files were not in the page cache; faster "
+        "loading could give 1.67x at most: try loader.num_workers=12, or put the files on a faster disk or keep them in memory",
         id="cold files",
+    ),
+    pytest.param(
+        evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e7}),
+        "storage",
+        "The device waited for data in 40% of the time: reading takes 9 of a worker's 12.8 ms for a sample, which is waiting "
+        "and not work; 10 of the 60 MB/s came from a disk (or NFS); faster loading could give 1.67x at most: put the files on "
+        "a faster disk or keep them in memory",
+        id="some cold files",
     ),
     pytest.param(
         evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e5}),
         "storage",
         "The device waited for data in 40% of the time: reading takes 9 of a worker's 12.8 ms for a sample, which is waiting "
-        "and not work; hardly a byte came from a local disk, so that it is a network's file system, or opening files, that is "
+        "and not work; hardly a byte came from a disk, so that it is opening files, or a network's file system, that is "
         "slow; faster loading could give 1.67x at most: put the files on a faster disk or keep them in memory",
         id="a network's files, tuned",
     ),
@@ -157,10 +165,15 @@ CASES = [
         id="logging",
     ),
     pytest.param(
-        on_cpu(0.01, host=0.02, window={"host_parts_s": {"gc": 3.0}}), "host",
+        on_cpu(0.01, host=0.3, window={"host_parts_s": {"gc": 3.0}}), "host",
         "Python held the steps up in 30% of the time: garbage collection 30%: keep fewer objects alive, or call gc.freeze() "
         "before training",
-        id="collections within steps",
+        id="collections",
+    ),
+    pytest.param(
+        evidence(0.0, precision="bf16", channels_last=True, compiled=True, window={"host_parts_s": {"gc": 3.0}}), "compute",
+        "The network's own work sets the pace, with 100% of the time: a smaller network or image would be faster",
+        id="collections behind queued work",
     ),
     pytest.param(
         evidence(0.01, host=0.3), "host",
@@ -204,8 +217,8 @@ CASES = [
     ),
     pytest.param(
         on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 1.0), rank(2, 9.0), rank(3, 1.2))), "rank",
-        "Rank 2 holds the others up, by 8.0 ms a step, most of that waiting for data: try "
-        "loader.autotune=true, or look at that rank's storage and cores",
+        "Rank 2 holds the others up, by 8.0 ms a step, most of that waiting for data; faster loading could give 1.25x at most, "
+        "and less where both need the same cores: try loader.autotune=true, or look at that rank's storage and cores",
         id="a rank that waits",
     ),
     pytest.param(
@@ -436,7 +449,7 @@ def drawn(rng: random.Random) -> Evidence:
         sampled={tag: 10 ** rng.uniform(-3, 9) for tag in Tag if rng.random() < 0.3},
         autotuned=rng.random() < 0.5,
         ranks=tuple(
-            RankFigures(rank=i, step_ms=share(), data_wait_ms=share(), host_ms=maybe(share()), forward_ms=maybe(share()))
+            RankFigures(rank=i, step_ms=share(), stalled_ms=share(), host_ms=maybe(share()), forward_ms=maybe(share()))
             for i in range(rng.randrange(4))
         ),
     )  # fmt: skip
