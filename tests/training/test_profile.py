@@ -158,3 +158,20 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 def names_are_made() -> bool:
     """Whether a recording is still told of names."""
     return marks.named("a") is not marks.named("b")
+
+
+@pytest.mark.parametrize("failing", ["start", "stop", "export_chrome_trace"])
+def test_a_profiler_that_fails_costs_the_trace_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
+) -> None:
+    """Whatever a profiler raises is one warning; every step is made, and nothing is left in the folder."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr(torch.profiler.profile, failing, fail)
+    with caplog.at_level(logging.WARNING, "wellfed"):
+        go(Trace("2-3", tmp_path, Pauses()), 1, 4)
+    assert [record.getMessage() for record in caplog.records if "no CUPTI" in record.getMessage()]
+    assert len(caplog.records) == 1
+    assert not list(tmp_path.rglob("*.json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from harness.config import Config, OptimName, Precision
 from harness.runtime.distributed import World
 from harness.training.optim import make_optimizer, make_schedule
 from harness.training.state import TrainState, make_scaler
-from harness.training.step import Step
+from harness.training.step import Step, _ForwardTimer
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -176,3 +177,18 @@ def test_every_precision_learns(precision: Precision) -> None:
         step(images.to(memory_format=torch.channels_last), labels)
         losses.append(step.read().loss or 0.0)
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_forward_pass_is_timed_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass is left out, an update counts all its parts, and what was timed before training is forgotten."""
+    ticks = iter([0.0, 9.0, 10.0, 12.0, 20.0, 26.0, 30.0, 37.0, 40.0, 41.0])  # passes of 9, 2, 6, 7 and 1 seconds
+    monkeypatch.setattr("harness.training.step.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    model = nn.Linear(1, 1)
+    timer = _ForwardTimer(model, 2)
+    means = []
+    for forget in (False, False, False, True, False):
+        if forget:
+            timer.forget()
+        model(torch.zeros(1, 1))
+        means.append(timer.mean_ms())
+    assert means == [None, 4000.0, 8000.0, None, 2000.0]
