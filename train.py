@@ -52,12 +52,12 @@ def main_worker(local_rank: int, job: Job) -> None:
     with distributed.joined(local_rank, config) as world, folder.logging_to(job.folder, world.rank), station.quiet_ranks(world):
         station.refuse_hidden_gpu(config, world)
         seeding.seed_everything(config.seed, config.trainer.deterministic)
-        splits = datasets.load(config.data, config.augment, config.seed)
+        splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
         resumed_step = resume(state, config, world, job.folder, splits.classes)
         with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
-            allowed, step, tuning = limits.measure(world.local_size), Step(state, config, world), None
+            allowed, step, tuning = limits.measure(world.local_size), Step(state, config, world, len(splits.classes)), None
             trials, train = StepTrials(step, config, world), feeds.settings(allowed)
             if config.mode is Mode.diagnose:
                 diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
@@ -67,8 +67,8 @@ def main_worker(local_rank: int, job: Job) -> None:
                 tuning = tuned(feeds, trials, config, allowed, world).told(watch, job.folder)
                 train, val = tuning.settings, tuning.val
             engine = Engine(config, world, step, feeds.train(train), feeds.val(val), watch, Place(job.folder, splits.classes))
-            page = Page(link.pinned_link(), report.write_report)
-            with Reporter(config, job.overridden, tuning.summary() if tuning else None, allowed.cores, page).reporting(engine):
+            page, told = Page(link.pinned_link(), report.write_report), tuning.summary() if tuning else None
+            with Reporter(config, job.overridden, told, allowed.cores, page, splits.cache).reporting(engine):
                 engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 
 
@@ -88,7 +88,7 @@ def main(composed: DictConfig) -> None:
     place, sweep = Path(chosen.runtime.output_dir), chosen.mode is RunMode.MULTIRUN
     try:
         signals.check()
-        job = Job(schema.load(composed), place, tuple(chosen.overrides.task), began_s if sweep else launch.began_s())
+        job = Job(schema.load(composed), place, schema.typed(chosen), began_s if sweep else launch.began_s())
         if folder.is_first_rank():
             print(f"run folder: {printable(os.path.relpath(place))}", flush=True)
         if sweep:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
@@ -29,7 +30,8 @@ class ConfigError(ValueError):
 
 Mode = Enum("Mode", ["train", "evaluate", "diagnose"])
 Crop = Enum("Crop", ["random_resized", "pad", "center"])
-Backend = Enum("Backend", ["processes"])
+Backend = Enum("Backend", ["processes", "threads", "arrays", "auto"])
+DataCache = Enum("DataCache", ["none", "ram", "disk"])
 StartMethod = Enum("StartMethod", ["forkserver", "spawn", "fork"])
 TunerName = Enum("TunerName", ["auto", "grid"])
 OptimName = Enum("OptimName", ["sgd", "adamw"])
@@ -37,6 +39,9 @@ ScheduleName = Enum("ScheduleName", ["constant", "step", "cosine"])
 Precision = Enum("Precision", ["fp32", "fp16", "bf16"])
 DistName = Enum("DistName", ["single", "spawn", "torchrun"])
 DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
+
+
+_CONF = Path(__file__).parents[1] / "conf"
 
 
 def setting(default: Any, text: str, **limits: Any) -> Any:
@@ -87,7 +92,9 @@ class DataConfig:
     md5: str | None = setting(None, "MD5 that the archive must have; null: the publisher's.")
     image_size: int = setting(64, "Side of the square that the network sees, in pixels.", ge=8, le=4096)
     eval_resize: int | None = setting(
-        None, "Shorter side before the centre crop in evaluation, in pixels; null: image_size * 256 / 224.", ge=8
+        None,
+        "Shorter side before the centre crop in evaluation; null: image_size * 256 / 224, unless it is image_size already.",
+        ge=8,
     )
     mean: tuple[float, float, float] = setting(
         (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", ge=0.0, le=1.0, each=3
@@ -103,6 +110,11 @@ class DataConfig:
         (255, 255, 255), "Colour under transparent pixels, red, green, blue.", ge=0, le=255, each=3
     )
     max_pixels: int = setting(178_956_970, "Largest image that is decoded, in pixels.", ge=1)
+    cache: DataCache = setting(DataCache.none, "Keep decoded pixels: none, in ram (this run) or on disk (next ones too).")
+    cache_gb: float | None = setting(None, "Most that the cache takes, in GB; null: half of what is free.", gt=0.0)
+    cache_max_side: int | None = setting(
+        None, "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; null: as they are.", ge=32
+    )
     generate: GenerateConfig = group(GenerateConfig)
 
 
@@ -119,6 +131,16 @@ class AugmentConfig:
     )
     pad: int = setting(4, "Zero pixels added to each side before a pad crop.", ge=0)
     hflip: float = setting(0.5, "Probability of a horizontal flip.", ge=0.0, le=1.0)
+    color_jitter: tuple[float, float, float, float] = setting(
+        (0.0, 0.0, 0.0, 0.0), "Most change of brightness, contrast, saturation and hue; hue at most 0.5.", ge=0.0, each=4
+    )
+    rand_augment: int = setting(0, "RandAugment: operations on each image; 0: none.", ge=0, le=10)
+    rand_augment_magnitude: int = setting(9, "RandAugment: strength, of 31 bins.", ge=0, le=30)
+    random_erasing: float = setting(0.0, "Probability that a rectangle of an image is erased.", ge=0.0, le=1.0)
+    mixup: float = setting(0.0, "Mixup: alpha of the beta distribution; 0: none.", ge=0.0)
+    cutmix: float = setting(
+        0.0, "CutMix: alpha of the beta distribution; 0: none; with mixup each batch gets one of them.", ge=0.0
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,10 +157,12 @@ class LoaderConfig:
     """The feed: how samples become batches."""
 
     autotune: bool = setting(False, "Search the settings below before training, as tuner= says.")
-    backend: Backend = setting(Backend.processes, "Form of the feed.")
+    backend: Backend | None = setting(
+        None, "processes, threads, arrays, or auto: what the tuner finds fastest; null: auto with autotune, else processes."
+    )
     batch_size: int = setting(64, "Images per batch and rank.", ge=1)
     num_workers: int | None = setting(
-        None, "Worker processes per rank, 0 loads in the trainer; null: usable cores per rank less one, at most 8.",
+        None, "Workers (processes or threads) per rank, 0 loads in the trainer; null: usable cores less one, at most 8.",
         ge=0, le=512,
     )  # fmt: skip
     pin_memory: bool | None = setting(None, "Page-locked batches; null: where there is a CUDA device.")
@@ -296,6 +320,15 @@ def load(composed: DictConfig) -> Config:
     return config
 
 
+def typed(chosen: HydraConf) -> tuple[str, ...]:
+    """What the command line asked for: flags that name other folders or files of settings, then the overrides."""
+    places = {source.provider: source.path for source in chosen.runtime.config_sources}
+    flags = {"path": places.get("main"), "name": chosen.job.config_name, "dir": places.get("command-line")}
+    usual = {"path": str(_CONF), "name": "config", "dir": None}
+    other = (f"--config-{name}={value}" for name, value in flags.items() if value != usual[name])
+    return (*other, *chosen.overrides.task)
+
+
 def to_plain(config: Config) -> dict[str, Any]:
     """``config`` as nested dictionaries of plain values, enums by name."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
@@ -372,6 +405,27 @@ def _check_together(c: Config) -> None:
          f"dist.nprocs={c.dist.nprocs}: has an effect with dist=spawn alone; add dist=spawn or set it to null"),
         (c.dist.name is not DistName.single and not load_.drop_last,
          "loader.drop_last=false: ranks would have batches of different sizes; set it to true or use dist=single"),
+        (load_.backend is Backend.auto and not load_.autotune and c.mode is Mode.train,
+         "loader.backend=auto: is what the tuner finds; add loader.autotune=true, or choose processes, threads or arrays"),
+        *(
+            (load_.backend is Backend.arrays and bool(value),
+             f"loader.{name}={_shown(value).lower()}: has no effect with loader.backend=arrays, which has no workers; set it to null")
+            for name, value in (
+                ("num_workers", load_.num_workers), ("prefetch_factor", load_.prefetch_factor),
+                ("persistent_workers", load_.persistent_workers), ("val.num_workers", val.num_workers),
+                ("val.prefetch_factor", val.prefetch_factor),
+            )
+        ),
+        (c.data.cache is DataCache.none and c.data.cache_gb is not None,
+         f"data.cache_gb={c.data.cache_gb}: has no effect with data.cache=none; add data.cache=ram or data.cache=disk"),
+        (c.data.cache is DataCache.none and c.data.cache_max_side is not None,
+         f"data.cache_max_side={c.data.cache_max_side}: has no effect with data.cache=none; add data.cache=ram or disk"),
+        (c.augment.color_jitter[3] > 0.5,
+         f"augment.color_jitter={_shown(c.augment.color_jitter)}: the last number is of the hue, whose circle is 1 long; use "
+         "at most 0.5"),
+        (not c.augment.rand_augment and c.augment.rand_augment_magnitude != plain_augment.rand_augment_magnitude,
+         f"augment.rand_augment_magnitude={c.augment.rand_augment_magnitude}: has no effect without "
+         "augment.rand_augment=2"),
         (c.augment.crop is not Crop.pad and c.augment.pad != plain_augment.pad,
          f"augment.pad={c.augment.pad}: has an effect with augment.crop=pad alone; add augment.crop=pad"),
         (c.optim.nesterov and (c.optim.name is not OptimName.sgd or c.optim.momentum == 0),

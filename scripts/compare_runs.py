@@ -95,7 +95,7 @@ def _why_not(figure: Figure, run: Run, first: Run) -> str:
     for one in (first, run):
         if figure.of(one.report) is None:
             return f"the report of {one.name} has no {figure.key}; leave the limit out"
-    if figure.is_fraction:
+    if figure.is_clocked:
         return f"{first.name} and {run.name} have it from different clocks; leave the limit out"
     return f"{figure.key} of {first.name} is 0; compare with another run"
 
@@ -124,19 +124,19 @@ def table(listed: Sequence[Mapping[str, str]]) -> str:
     return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])
 
 
-def show(runs: Sequence[Run]) -> str:
-    """The comparison as text."""
+def show(runs: Sequence[Run], passed: Sequence[str]) -> str:
+    """The comparison as text; ``passed`` are notes on folders that are no part of it."""
     settings = settings_that_differ(runs)
     beside = settings if len(settings) <= _MOST_COLUMNS else {}
     parts = [table(rows(runs, beside))]
     if settings and not beside:
         parts.append(table([{"setting": key, **values} for key, values in settings.items()]))
-    if told := notes(runs):
+    if told := [*notes(runs), *passed]:
         parts.append("\n".join(f"- {printable(note)}" for note in told))
     return "\n\n".join(parts)
 
 
-def as_json(runs: Sequence[Run], beyond: Sequence[str], untold: Sequence[str]) -> str:
+def as_json(runs: Sequence[Run], passed: Sequence[str], beyond: Sequence[str], untold: Sequence[str]) -> str:
     """The comparison for programs."""
     settings = settings_that_differ(runs)
     listed = []
@@ -153,7 +153,7 @@ def as_json(runs: Sequence[Run], beyond: Sequence[str], untold: Sequence[str]) -
                 "settings": {key: run.settings.get(key) for key in settings if run.report},
             }
         )
-    found = {"runs": listed, "notes": notes(runs), "beyond_limits": beyond, "not_judged": untold}
+    found = {"runs": listed, "notes": [*notes(runs), *passed], "beyond_limits": beyond, "not_judged": untold}
     return json.dumps(found, indent=2, default=str)
 
 
@@ -174,12 +174,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     options = parser.parse_args(argv)
     try:
-        runs = find(options.folders)
+        runs, passed = find(options.folders)
     except (Unusable, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     beyond, untold = judge(runs, options.fail_beyond)
-    print(as_json(runs, beyond, untold) if options.json else show(runs))
+    print(as_json(runs, passed, beyond, untold) if options.json else show(runs, passed))
     unreadable = [f"{run.error}" for run in runs if run.status == "unreadable"]
     for kind, lines in (("error", [*unreadable, *untold]), ("regression", beyond)):
         for line in lines:

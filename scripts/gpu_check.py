@@ -32,6 +32,7 @@ from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch.clock import StepClock
+from scripts import gpu_feeds
 from scripts.bench_loop import make_batches
 from scripts.bench_pinned_copy import Work, overlap, plain_copies
 from scripts.differential import Rig, compare, emulated_rig
@@ -216,10 +217,8 @@ def check_copies(o: Options) -> Finding:
     return Finding(summary, [{key: row.get(key, "") for key in ("way", "done after ms", "GB/s", "hidden")} for row in rows])
 
 
-def check_resnet50(o: Options) -> Finding:
-    """``train.py`` with ResNet-50 (bf16, channels_last, batch 256) on generated JPEGs, untuned and tuned, and on no data."""
-    o.cuda("a CPU takes minutes for a step of ResNet-50")
-    images, steps = (1280, 25) if o.quick else (2560, 100)
+def _resnet50(o: Options, images: int, steps: int) -> tuple[list[str], list[str]]:
+    """Overrides for ResNet-50 (bf16, channels_last, batch 256), and for JPEGs of ImageNet's size, which are made here."""
     common = [
         "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true", "loader.batch_size=256",
         "data.image_size=224", "data.generate.classes=100", f"data.generate.train_images={images}",
@@ -227,8 +226,15 @@ def check_resnet50(o: Options) -> Finding:
         f"trainer.max_steps={steps}", "checkpoint.enabled=false",
     ]  # fmt: skip
     files = ["data=shapes", f"data.root={o.scratch / 'shapes'}", "data.generate.width=500", "data.generate.height=375"]
+    train([*files, *common, "trainer.max_steps=1"], o.scratch / "made", 150)
+    return common, files
+
+
+def check_resnet50(o: Options) -> Finding:
+    """``train.py`` with ResNet-50 (bf16, channels_last, batch 256) on generated JPEGs, untuned and tuned, and on no data."""
+    o.cuda("a CPU takes minutes for a step of ResNet-50")
+    common, files = _resnet50(o, *((1280, 25) if o.quick else (2560, 100)))
     runs = {"fake": ["data=fake"], "untuned": files, "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"]}
-    train([*files, *common, "trainer.max_steps=1"], o.scratch / "made", 150)  # makes the images
     rows = []
     for turn in range(1 if o.quick else 2):
         for name in runs:
@@ -238,14 +244,32 @@ def check_resnet50(o: Options) -> Finding:
     return Finding("images/s: " + ", ".join(f"{name} {value:.0f}" for name, value in rate.items()), rows)
 
 
-def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
-    """``report.json`` of a run of ``train.py``.
+def check_feeds(o: Options) -> Finding:
+    """``train.py`` with ResNet-50 fed by threads and by processes, on ever fewer cores, against a run that loads nothing."""
+    o.cuda("a CPU takes minutes for a step of ResNet-50")
+    common, files = _resnet50(o, *((1280, 25) if o.quick else (2560, 60)))
+    rows = gpu_feeds.cores(train, common, files, o.scratch / "feeds", lambda: o.deadline - time.monotonic())
+    return Finding(gpu_feeds.fewest(rows), rows)
+
+
+def check_launches(o: Options) -> Finding:
+    """Step time of ResNet-50 with 16 decoding threads beside it, eager and compiled."""
+    device = o.cuda("launches are a GPU's")
+    rows = [gpu_feeds.launches(device, o.scratch, compiled) for compiled in (False, True)]
+    slow = [
+        f"{row['network']}: {row['ratio']:.3f} is over {gpu_feeds.BESIDE}" for row in rows if row["ratio"] > gpu_feeds.BESIDE
+    ]
+    return Finding(", ".join(f"{row['network']} {row['ratio']:.3f}" for row in rows) + " times the step alone", rows, slow)
+
+
+def train(overrides: Sequence[str], run_folder: Path, limit_s: float, cores: int | None = None) -> Row:
+    """``report.json`` of a run of ``train.py``, on as many ``cores`` of those that this process may use; None: on all.
 
     Raises:
         RuntimeError: it failed; with its last words.
         subprocess.TimeoutExpired: it took longer than ``limit_s``.
     """
-    done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s)
+    done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s, cores)
     if done.returncode != 0:
         raise RuntimeError(f"train.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
     report: Row = json.loads((run_folder / "report.json").read_text(encoding="utf-8"))
@@ -261,12 +285,13 @@ def _figures(report: Row) -> Row:
     }  # fmt: skip
 
 
-def _run(arguments: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+def _run(arguments: Sequence[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
     """Python with ``arguments`` in the project's folder, where it finds the project without its being installed."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, timeout=limit_s,
-        capture_output=True, text=True, check=False,
+        ["taskset", "-c", allowed, sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths},
+        timeout=limit_s, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -277,6 +302,8 @@ PARTS: dict[str, Callable[[Options], Finding]] = {
     "stall_compiled": check_stall_compiled,
     "copies": check_copies,
     "resnet50": check_resnet50,
+    "launches": check_launches,
+    "feeds": check_feeds,
 }
 
 

@@ -32,6 +32,7 @@ class Figure:
         path: where ``report.json`` holds it.
         higher_is_better: otherwise lower is.
         is_fraction: 0..1 and compared by difference; other figures are compared by ratio.
+        is_clocked: rests on the clock that ``stall_basis`` names, and is compared with figures of the same clock alone.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Figure:
     path: tuple[str, ...]
     higher_is_better: bool
     is_fraction: bool
+    is_clocked: bool = False
 
     @property
     def key(self) -> str:
@@ -72,8 +74,8 @@ FIGURES = (
     Figure("speed", "images/s", ("images_per_s",), True, False),
     Figure("step", "step ms", ("step_ms", "median"), False, False),
     Figure("p95", "p95 ms", ("step_ms", "p95"), False, False),
-    Figure("stall", "stall", ("stall_fraction",), False, True),
-    Figure("goodput", "goodput", ("goodput", "fraction"), True, True),
+    Figure("stall", "stall", ("stall_fraction",), False, True, True),
+    Figure("goodput", "goodput", ("goodput", "fraction"), True, True, True),
     Figure("top1", "top-1", ("top1",), True, True),
 )
 
@@ -99,24 +101,28 @@ class Run:
     def changes(self, first: Run) -> Iterator[tuple[Figure, float]]:
         """Each figure that this run and ``first`` can be compared by, with the change; none unless both completed."""
         if self.status == first.status == "completed":
+            same_clock = self.report.get("stall_basis") == first.report.get("stall_basis")
             for figure in FIGURES:
                 value, reference = figure.of(self.report), figure.of(first.report)
-                same_clock = figure.name != "stall" or self.report.get("stall_basis") == first.report.get("stall_basis")
-                if value is not None and reference is not None and same_clock:
+                if value is not None and reference is not None and (same_clock or not figure.is_clocked):
                     change = figure.change(value, reference)
                     if change is not None:
                         yield figure, change
 
 
-def find(folders: Sequence[Path]) -> list[Run]:
-    """The runs in ``folders``, in the order given; those of one folder by name.
+def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The runs in ``folders``, in the order given, those of one folder by name; and a note for each folder that is passed over.
 
     Raises:
         Unusable: a folder is not there or holds no run.
     """
-    places = [Path(os.path.abspath(place)) for folder in folders for place in _expanded(folder)]
+    found = [Path(os.path.abspath(place)) for folder in folders for place in _expanded(folder)]
+    places = [place for place in found if not _is_diagnosis(place)]
+    passed = [f"{os.path.relpath(place)}: passed over: a diagnosis trains nothing" for place in found if place not in places]
+    if not places:
+        raise Unusable(f"{passed[0]}; name a run's folder, or a sweep's")
     base = os.path.commonpath([place.parent for place in places])
-    return [_read(place, os.path.relpath(place, base)) for place in places]
+    return [_read(place, os.path.relpath(place, base)) for place in places], passed
 
 
 def _expanded(folder: Path) -> list[Path]:
@@ -132,6 +138,11 @@ def _expanded(folder: Path) -> list[Path]:
 
 def _is_run(folder: Path) -> bool:
     return (folder / "report.json").is_file() or (folder / ".hydra").is_dir()
+
+
+def _is_diagnosis(folder: Path) -> bool:
+    """Whether it holds what ``mode=diagnose`` leaves, and no run's report."""
+    return (folder / "diagnosis.json").is_file() and not (folder / "report.json").is_file()
 
 
 def _natural(folder: Path) -> list[str | int]:

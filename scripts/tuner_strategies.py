@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.config import Config, DataConfig, LoaderConfig, ModelConfig, TunerConfig, TunerName
-from harness.data.datasets import ImageDataset, Splits
+from harness.data.datasets import Splits
+from harness.data.images import ImageDataset
 from harness.feed.forms import Feeds
 from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, train_settings
 from harness.runtime import limits

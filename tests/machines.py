@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import samples
 
 from harness.feed.interface import FeedSettings
+from harness.tuning.auto import Auto
+from harness.tuning.evidence import Problem
 from harness.tuning.figures import Rate, SampleCost, Trial
-from harness.tuning.search import Ask
+from harness.tuning.search import Ask, Choice, with_workers
 
 
 def own(num_workers: int) -> FeedSettings:
@@ -25,7 +27,8 @@ class Machine:
     """``cores`` processors, on which a sample takes ``wall_s``, ``cpu_s`` of them busy, and a step ``1 / demand`` an image.
 
     ``ceiling`` is the most that the storage gives, ``handing`` the most that the trainer takes; ``noise`` the relative
-    standard deviation of a measurement; a setting in ``broken`` is refused; ``form_speed`` makes a form so much faster.
+    standard deviation of a measurement; a setting in ``broken`` is refused. ``form_speed`` makes a form so much faster,
+    ``form_ceiling`` is the most that it gives with any number of workers, ``form_slows`` what it leaves of the step's speed.
     """
 
     wall_s: float
@@ -39,6 +42,8 @@ class Machine:
     variation: float = 0.1
     broken: Callable[[FeedSettings], bool] = lambda _: False
     form_speed: dict[str, float] = dataclasses.field(default_factory=lambda: {"processes": 1.0})
+    form_ceiling: dict[str, float] = dataclasses.field(default_factory=dict)
+    form_slows: dict[str, float] = dataclasses.field(default_factory=dict)
     seed: int = 0
     asked: list[Ask] = dataclasses.field(default_factory=list)
 
@@ -50,13 +55,18 @@ class Machine:
 
     def loaded(self, s: FeedSettings) -> float:
         speed = self.form_speed[s.backend]
-        return min(max(1, s.num_workers) * speed / self.wall_s, self.cores * speed / self.cpu_s, self.ceiling)
+        most = min(self.ceiling, self.form_ceiling.get(s.backend, math.inf))
+        return min(max(1, s.num_workers) * speed / self.wall_s, self.cores * speed / self.cpu_s, most)
+
+    def steps(self, s: FeedSettings) -> float:
+        """Images/s of the step beside a feed of ``s`` that it never waits for."""
+        return self.demand * (self.form_slows.get(s.backend, 1.0) if s.num_workers else 1.0)
 
     def delivered(self, s: FeedSettings) -> float:
+        speed = self.form_speed[s.backend]
         if s.num_workers == 0:
-            return 1 / (1 / self.demand + self.wall_s)
-        together = self.cores / (self.cpu_s / self.form_speed[s.backend] + self.step_cpu_s)
-        return min(self.demand, self.supply(s), together)
+            return 1 / (1 / self.demand + 1 / self.loaded(s))
+        return min(self.steps(s), self.supply(s), self.cores / (self.cpu_s / speed + self.step_cpu_s))
 
     def times(self, mean_s: float) -> tuple[tuple[float, int], ...]:
         """One sample in a hundred takes so long that the variation is as said."""
@@ -71,10 +81,32 @@ class Machine:
         exact = self.delivered(ask.settings) if steps else self.supply(ask.settings)
         rate = exact * self.random.gauss(1.0, self.noise)
         slowed = max(1.0, ask.settings.num_workers / self.wall_s / self.loaded(ask.settings)) if ask.settings.num_workers else 1
-        wall_s = self.wall_s / self.form_speed[ask.settings.backend] * slowed
-        cost = SampleCost(wall_s, self.cpu_s, self.variation, times=self.times(wall_s))
-        wait = max(0.0, 1 - exact / self.demand)
+        speed = self.form_speed[ask.settings.backend]
+        wall_s = self.wall_s / speed * slowed
+        cost = SampleCost(wall_s, self.cpu_s / speed, self.variation, times=self.times(wall_s))
+        wait = max(0.0, 1 - exact / self.steps(ask.settings))
         interval = Rate(rate, rate * 0.97, rate * 1.03)
         if steps:
             return Trial(ask.settings, "steps", interval, 1000, 1.5, wait_fraction=wait)
         return Trial(ask.settings, "supply", interval, 1000, 1.5, cost=cost)
+
+
+def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
+           budget_s: float = 30.0) -> Choice:  # fmt: skip
+    """What tuner=auto chooses on ``machine``, before which the user had ``own``."""
+    first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
+    problem = Problem(
+        own=own, calibration=(first,), forms=tuple(machine.form_speed),
+        demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s, cores=machine.cores,
+        most=most, pin_memory=False, overlaps=False, fits=fits or (lambda _: None), budget_s=budget_s,
+    )  # fmt: skip
+    policy = Auto(problem).run()
+    try:
+        ask = next(policy)
+        for _ in range(60):
+            refused = fits and fits(ask.settings)
+            ask = policy.send(Trial(ask.settings, "supply", refused=refused) if refused else machine.answer(ask))
+    except StopIteration as end:
+        choice: Choice = end.value
+        return choice
+    raise AssertionError("the search does not end")

@@ -18,7 +18,7 @@ from planted_data import BATCH, SIDE, Blur, ColdFolder, Encoded, Huge, Memory, P
 
 from harness.data.datasets import Splits
 from harness.data.transforms import TrainTransform
-from harness.feed.prefetcher import _Mover
+from harness.feed.prefetcher import _Normalise
 from harness.training.engine import Engine
 from harness.training.step import Step, StepFigures
 from harness.watch.board import Board
@@ -42,7 +42,7 @@ def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Step, "__call__", step))
-        stack.enter_context(patch.object(_Mover, "_normalised", lambda self, images: images[:, :, :SIDE, :SIDE].float()))
+        stack.enter_context(patch.object(_Normalise, "__call__", lambda self, images: images[:, :, :SIDE, :SIDE].float()))
         stack.enter_context(patch("harness.data.datasets.load", lambda *_: data or images(Memory())))
         yield
 

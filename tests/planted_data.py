@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from harness.data.datasets import ImageDataset, Splits
+from harness.data.datasets import Splits
 from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import EvalTransform, Pixels, TrainTransform, Transform
 from harness.watch.stages import Lap

@@ -9,17 +9,18 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import torch
 
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import FeedSettings, HostBatch
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
-from harness.runtime.seeding import sample_rng
+from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
 
@@ -36,7 +37,8 @@ class Noise:
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
         """Write one sample into ``out`` and return its label."""
-        out[:] = np.frombuffer(sample_rng(0, epoch, index).randbytes(out.size), np.uint8).reshape(out.shape)
+        rng = SampleRng(0, epoch, index)
+        out[:] = np.array([rng.randrange(256) for _ in range(out.size)], np.uint8).reshape(out.shape)
         return index % 10
 
 
@@ -73,8 +75,19 @@ class Troubled(Noise):
         return super().fill(epoch, index, out)
 
 
+class Refused(Noise):
+    """No sample can be read."""
+
+    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+        raise BadSample(f"sample {index}", "refused")
+
+
 def refuse() -> NoReturn:
     raise BadSample("cats/7.jpg", "empty file")
+
+
+def exhaust() -> NoReturn:
+    raise MemoryError("no room")
 
 
 def stop() -> NoReturn:
@@ -121,12 +134,13 @@ def settings(
     persistent_workers: bool = False,
     timeout_s: float = 60.0,
     start_method: str = "forkserver",
+    pin_memory: bool = False,
 ) -> FeedSettings:
     """Settings of a small feed."""
     return FeedSettings(
         batch_size=batch_size,
         num_workers=num_workers,
-        pin_memory=False,
+        pin_memory=pin_memory,
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=persistent_workers and num_workers > 0,
         timeout_s=timeout_s,
@@ -137,6 +151,27 @@ def settings(
 def start_server() -> None:
     """Start the fork server with what workers under pytest import, so that each takes a moment and not seconds."""
     workers.start_server(["pytest", "harness.feed.processes", "harness.data.datasets"])
+
+
+def at_work() -> list[BaseProcess | threading.Thread]:
+    """The worker processes and threads of feeds that are still there."""
+    return [*multiprocessing.active_children(), *(t for t in threading.enumerate() if t.name.startswith("feed-"))]
+
+
+def comes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
+    """Whether ``condition`` holds, at the latest ``within_s`` seconds from now."""
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def assert_same(batches: Sequence[HostBatch], expected: Sequence[HostBatch]) -> None:
+    """Images, labels and indices are bitwise the same."""
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        for tensor, like in zip(batch[:3], other[:3], strict=True):
+            assert torch.equal(tensor, like)
 
 
 def left_behind() -> list[str]:

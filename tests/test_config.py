@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,17 @@ BAD = [
     ("loader.prefetch_factor=0", "loader.prefetch_factor=0: must be >= 1"),
     ("loader.pin_memory=maybe", "loader.pin_memory: Value 'maybe' is not a valid bool"),
     ("loader.backend=carrier_pigeon", "loader.backend: Invalid value 'carrier_pigeon', expected"),
+    ("loader.backend=auto", "loader.backend=auto: is what the tuner finds; add loader.autotune=true"),
+    ("loader.backend=arrays loader.num_workers=2", "loader.num_workers=2: has no effect with loader.backend=arrays"),
+    ("loader.backend=arrays loader.prefetch_factor=2", "loader.prefetch_factor=2: has no effect with loader.backend=arrays"),
+    ("loader.backend=arrays loader.persistent_workers=true", "loader.persistent_workers=true: has no effect with loader.back"),
+    ("loader.backend=arrays loader.val.num_workers=1", "loader.val.num_workers=1: has no effect with loader.backend=arrays"),
+    ("data.cache=tape", "data.cache: Invalid value 'tape', expected one of [none, ram, disk]"),
+    ("data.cache_gb=2", "data.cache_gb=2.0: has no effect with data.cache=none"),
+    ("data.cache_max_side=256", "data.cache_max_side=256: has no effect with data.cache=none"),
+    ("augment.color_jitter=[0.4,0.4,0.4]", "augment.color_jitter=[0.4,0.4,0.4]: takes exactly 4 numbers"),
+    ("augment.color_jitter=[0.4,0.4,0.4,0.6]", "augment.color_jitter=[0.4,0.4,0.4,0.6]: the last number is of the hue"),
+    ("augment.rand_augment_magnitude=3", "augment.rand_augment_magnitude=3: has no effect without augment.rand_augment=2"),
     ("loader=fast", "loader=fast: no such choice; there are: default"),
     ("loader.timeout_s=-1", "loader.timeout_s=-1.0: must be >= 0.0"),
     ("loader.drop_last=false dist=spawn", "loader.drop_last=false: ranks would have batches of different sizes"),
@@ -136,3 +149,16 @@ def test_every_setting_has_a_sentence() -> None:
 def test_config_error_is_a_value_error() -> None:
     """The library's users catch ValueError."""
     assert issubclass(ConfigError, ValueError)
+
+
+def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
+    """Overrides as they were, and before them the flags without which they would mean something else."""
+
+    def chosen(main: str, name: str, **more: str) -> Any:
+        sources = [SimpleNamespace(provider=provider, path=path) for provider, path in {"main": main, **more}.items()]
+        runtime, job = SimpleNamespace(config_sources=sources), SimpleNamespace(config_name=name)
+        return SimpleNamespace(runtime=runtime, job=job, overrides=SimpleNamespace(task=["data=digits"]))
+
+    assert schema.typed(chosen(str(ROOT / "conf"), "config")) == ("data=digits",)
+    found = schema.typed(chosen("/runs/1/.hydra", "other", **{"command-line": "/mine"}))
+    assert found == ("--config-path=/runs/1/.hydra", "--config-name=other", "--config-dir=/mine", "data=digits")

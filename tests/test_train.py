@@ -82,7 +82,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_the_console_tells_what_the_user_came_for(finished: tuple[Path, str]) -> None:
     """Before and after, the way to get it again, accuracy, speed, data wait, verdict, run folder, TensorBoard's command."""
     for text in (
-        "run folder: outputs/first", "tuner=auto: ", "\nbefore  ", "\nafter   ", "the same without tuning: loader.num_workers=",
+        "run folder: outputs/first", "tuner=auto: ", "\nbefore  ", "\nafter   ", "the same without tuning: loader.",
         "the same with torch alone: DataLoader(dataset, ", "top-1 ", "images/s while training",
         "data wait ", "verdict ", "run folder     outputs/first", "tensorboard --logdir outputs",
     ):  # fmt: skip

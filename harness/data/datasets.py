@@ -9,59 +9,25 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
-from harness.config import AugmentConfig, ConfigError, DataConfig
+from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
 from harness.data import cifar, shapes
-from harness.data.decode import DecodeOptions, decode
+from harness.data.cache import PixelCache
+from harness.data.cache_files import Gathered, crop_error, open_caches
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, Source, open_folder_splits, split
-from harness.data.transforms import EvalTransform, TrainTransform, Transform
-from harness.runtime.errors import BadSample, DataError
-from harness.runtime.seeding import sample_rng
-from harness.watch.stages import Lap
+from harness.data.transforms import EvalTransform, TrainTransform
+from harness.runtime.errors import DataError
+from harness.watch.console import say
 
 Opener = Callable[[DataConfig], tuple[Source, Source]]
 
 _SPLIT_SEED = 0  # not the run's: another seed must not move images that a network was trained on into its validation set
 _DIGITS_SPLIT = 0.2
-
-
-class ImageDataset:
-    """A source, decoded and transformed to ``image_size`` pixels; a sample depends on (seed, epoch, index) alone."""
-
-    def __init__(self, source: Source, transform: Transform, options: DecodeOptions, image_size: int, seed: int) -> None:
-        self.source, self.transform, self.options = source, transform, options
-        self.image_size, self.seed = image_size, seed
-        self.stages = ("read", "decode", *transform.stages)  # the names that ``fill`` gives its laps, in order
-        self.classes, self.labels, self.where = source.classes, source.labels, source.where  # as in ``Source``
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
-        """The label of sample ``index``, whose pixels in ``epoch`` go into ``out``, uint8 ``[3, image_size, image_size]``.
-
-        Where there is a ``lap``, it is called at the end of each of the ``stages``.
-
-        Raises:
-            BadSample: the sample cannot be read, whatever the reason.
-        """
-        assert 0 <= index < len(self.source)
-        assert out.dtype == np.uint8 and out.shape == (3, self.image_size, self.image_size)
-        try:
-            image, label = self.source.read(index)
-            if lap is not None:
-                lap("read")
-            pixels = decode(image, self.where(index), self.options) if isinstance(image, bytes) else image
-            if lap is not None:
-                lap("decode")
-            self.transform(pixels, sample_rng(self.seed, epoch, index), out, lap)
-            return label
-        except (BadSample, MemoryError):  # no sample's fault
-            raise
-        except Exception as error:  # a StopIteration that got out would end a worker's epoch in silence
-            raise BadSample(self.where(index), f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +51,12 @@ class Splits:
     classes: tuple[str, ...]
     name: str
     root: str  # empty where the data set has a place of its own
+
+    @property
+    def cache(self) -> PixelCache | None:
+        """Where decoded images of both sets are kept; None where none are."""
+        cache = getattr(self.train, "cache", None)
+        return cache if isinstance(cache, PixelCache) else None
 
 
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
@@ -124,7 +96,8 @@ DATASETS: dict[str, Opener] = {
 }
 FAKE = "fake"  # has no source: load makes it
 
-_FOLDERS = {"root", "split_fraction", "exif_orientation", "background", "max_pixels"}
+_CACHE = {"cache", "cache_gb", "cache_max_side"}  # of what is decoded
+_FOLDERS = {"root", "split_fraction", "exif_orientation", "background", "max_pixels", *_CACHE}
 _ARCHIVE = {"root", "download", "mirror", "md5"}
 _OPTIONAL = _FOLDERS | _ARCHIVE | {"generate"}  # settings that only some data sets have
 _EFFECTIVE = {
@@ -136,8 +109,10 @@ _EFFECTIVE = {
 }
 
 
-def load(data: DataConfig, augment: AugmentConfig, seed: int) -> Splits:
+def load(data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered = lambda value: [value]) -> Splits:
     """The data set that ``data`` names, its training images changed as ``augment`` and ``seed`` say.
+
+    Every rank calls this, with ``gathered``, which gives every rank's value in their order, for a cache that they share.
 
     Raises:
         ConfigError: an unknown name, a setting without effect, or one that is missing.
@@ -152,8 +127,15 @@ def load(data: DataConfig, augment: AugmentConfig, seed: int) -> Splits:
     sources = DATASETS[data.name](data)
     red, green, blue = data.background
     options = DecodeOptions(data.exif_orientation, (red, green, blue), data.max_pixels)
-    train = ImageDataset(sources[0], TrainTransform.from_config(augment, size, data.eval_resize), options, size, seed)
-    val = ImageDataset(sources[1], EvalTransform(size, data.eval_resize), options, size, seed)
+    opened = open_caches(sources, data, options, gathered) if data.cache is not DataCache.none else None
+    caches = opened or (None, None)
+    transform = TrainTransform.from_config(augment, size, data.eval_resize)
+    train = ImageDataset(sources[0], transform, options, size, seed, caches[0])
+    val = ImageDataset(sources[1], EvalTransform(size, data.eval_resize), options, size, seed, caches[1])
+    if data.cache_max_side is not None:
+        error = crop_error(train, data.cache_max_side)
+        change = "no image was larger" if error is None else f"larger images change by {error:.2f} grey levels a pixel"
+        say(f"data.cache_max_side={data.cache_max_side}: of some training images looked at, {change}")
     return Splits(train, val, train.classes, data.name, data.root or "")
 
 
@@ -166,6 +148,7 @@ def _check(data: DataConfig) -> None:
     default = DataConfig()
     for setting in sorted(_OPTIONAL - _EFFECTIVE.get(data.name, _OPTIONAL)):
         if (value := getattr(data, setting)) != getattr(default, setting):
+            value = value.name if isinstance(value, Enum) else value
             raise ConfigError(f"data.{setting}={value} has no effect with data={data.name}; leave it out")
     if data.eval_resize is not None and data.eval_resize < data.image_size:
         reason = f"is smaller than data.image_size={data.image_size}; the centre crop would reach over the edge"

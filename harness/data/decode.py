@@ -19,11 +19,14 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from harness.data.jpeg import decode_jpeg
 from harness.runtime.errors import BadSample
 
 FORMATS = "JPEG, PNG, WebP, BMP, TIFF, GIF, PPM"
 HEAD_BYTES = 16  # as much of a file as ``reader`` looks at
 
+_JPEG = b"\xff\xd8\xff"
+_APP1 = b"\xff\xe1"  # begins a JPEG's EXIF block, and its XMP block: one of them may hold an orientation
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMES = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 _TURNS = {orientation: Image.Transpose[name] for orientation, name in enumerate(_NAMES, start=2)}
@@ -37,7 +40,7 @@ class _Jpeg(JpegImageFile):
 
 
 _READERS: tuple[tuple[bytes, type[ImageFile]], ...] = (
-    (b"\xff\xd8\xff", _Jpeg),
+    (_JPEG, _Jpeg),
     (b"\x89PNG\r\n\x1a\n", PngImageFile),
     (b"GIF87a", GifImageFile),
     (b"GIF89a", GifImageFile),
@@ -78,12 +81,21 @@ def check_encoded(data: bytes, where: str) -> type[ImageFile]:
     raise BadSample(where, f"not an image of a supported format ({FORMATS})")
 
 
-def decode(data: bytes, where: str, options: DecodeOptions) -> Image.Image:
-    """The first image in ``data``, an encoded file that errors call ``where``: all of it decoded, in mode RGB.
+def decode(data: bytes, where: str, options: DecodeOptions) -> np.ndarray:
+    """The first image in ``data``, an encoded file that errors call ``where``: all of it, uint8 ``[H, W, 3]``.
 
     Raises:
         BadSample: not an image of a supported format, damaged, or more pixels than ``options.max_pixels``.
     """
+    if data.startswith(_JPEG) and not (options.exif_orientation and _APP1 in data):
+        pixels = decode_jpeg(data, options.max_pixels)
+        if pixels is not None:
+            return pixels
+    return np.asarray(_by_pillow(data, where, options))
+
+
+def _by_pillow(data: bytes, where: str, options: DecodeOptions) -> Image.Image:
+    """The image in mode RGB: Pillow reads every format, and what it says of damage is final."""
     plugin = check_encoded(data, where)
     # Pillow's own limit is one for the process and warns before it refuses: it must not be lower than the user's.
     if Image.MAX_IMAGE_PIXELS is not None and options.max_pixels > Image.MAX_IMAGE_PIXELS:

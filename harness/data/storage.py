@@ -7,7 +7,6 @@ import os
 import random
 import stat
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +14,9 @@ import numpy as np
 
 from harness.config import ConfigError
 from harness.data.decode import check_encoded
-from harness.data.scan import Scan, listed
+from harness.data.index import Index, open_index
+from harness.data.mapped import MappedFile, in_memory
+from harness.data.scan import listed
 from harness.runtime.errors import BadSample, DataError, printable
 from harness.runtime.folder import LOGGER
 
@@ -41,8 +42,7 @@ class FolderSource:
     """The images below ``root`` with one folder for each class: ``root/class/**/file``, in the order of their names.
 
     Hidden entries, everything that is not a regular file, folders named like images, links to folders and links that leave
-    ``within`` (None: ``root``) are left out and counted by reason in ``skipped``. The names lie in one table of bytes: a
-    list of strings would grow every worker's memory, page by page, as reference counts change.
+    ``within`` (None: ``root``) are left out and counted by reason in ``skipped``. The list of names is remembered (``Index``).
 
     Raises:
         DataError: ``root`` is missing, has no images, a class without images, or something that may not be read.
@@ -51,28 +51,34 @@ class FolderSource:
     def __init__(self, root: str | os.PathLike[str], within: str | os.PathLike[str] | None = None) -> None:
         self.root = os.path.abspath(root)
         _check_folder(self.root)
-        scan = Scan(os.fsencode(self.root), os.path.realpath(os.fsencode(within or self.root)))
-        self.skipped, files = scan.skipped, scan.images
-        left_out = ", ".join(f"{count} {reason}" for reason, count in scan.skipped.most_common())
+        limit = os.path.realpath(os.fsencode(within or self.root))
+        self._show(open_index(os.fsencode(self.root), limit, cache_root() / "index"))
+        left_out = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
         if left_out:
             _log.warning("%s: left out: %s", printable(self.root), left_out)
-        self._folders = [os.path.basename(folder) for folder in scan.folders]
-        self.classes = tuple(map(os.fsdecode, self._folders))
-        empty = [name for name, names in zip(self.classes, files, strict=True) if not names]
-        if empty or not files:
+        images = np.bincount(self.labels, minlength=len(self.classes))
+        empty = [name for name, count in zip(self.classes, images, strict=True) if not count]
+        if empty or not self.classes:
             what = f"no images in {listed(empty)}" if empty else "no class folders"
             advice = f"(left out: {left_out or 'nothing'}); a data set has one folder for each class, with its images"
             raise DataError(f"{printable(self.root)}: {what} {advice}")
-        self.labels = np.repeat(np.arange(len(files), dtype=np.int64), [len(names) for names in files])
-        self._ends = np.cumsum(np.fromiter((len(name) for name in chain(*files)), np.int64, len(self.labels)))
-        self._table = np.frombuffer(b"".join(chain(*files)), np.uint8)
+
+    def _show(self, index: Index) -> None:
+        self.index, self.labels, self.skipped = index, index.labels, index.skipped
+        self.classes = tuple(map(os.fsdecode, index.folders))
+
+    def __getstate__(self) -> tuple[str, Index]:
+        return self.root, self.index
+
+    def __setstate__(self, state: tuple[str, Index]) -> None:
+        self.root = state[0]
+        self._show(state[1])
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.index)
 
     def _path(self, i: int) -> bytes:
-        name = self._table[self._ends[i - 1] if i else 0 : self._ends[i]].tobytes()
-        return os.path.join(os.fsencode(self.root), self._folders[self.labels[i]], name)
+        return os.path.join(os.fsencode(self.root), self.index.path(i))
 
     def where(self, i: int) -> str:
         """The file's path; bytes that are not UTF-8 are escaped as ``os.fsdecode`` does."""
@@ -140,11 +146,20 @@ class ArraySource:
 
 
 class Subset:
-    """The samples of ``source`` at ``indices``, in that order."""
+    """The samples of ``source`` at ``indices``, int64 ``[N]``, in that order; workers map the numbers, as they do an index."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        self.source, self.indices = source, indices.astype(np.int64, copy=False)
-        self.classes, self.labels = source.classes, source.labels[self.indices]
+        self._show(source, in_memory("subset", np.stack([indices, source.labels[indices]]).astype(np.int64).tobytes()))
+
+    def _show(self, source: Source, file: MappedFile) -> None:
+        self.source, self.classes, self._file = source, source.classes, file
+        self.indices, self.labels = np.frombuffer(file.map, np.int64, len(file.map) // 16 * 2).reshape(2, -1)
+
+    def __getstate__(self) -> tuple[Source, MappedFile]:
+        return self.source, self._file
+
+    def __setstate__(self, state: tuple[Source, MappedFile]) -> None:
+        self._show(*state)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -166,8 +181,10 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
     """
     rng = random.Random(seed)
     chosen = np.zeros(len(source), dtype=bool)
-    for label, name in enumerate(source.classes):
-        members = np.flatnonzero(source.labels == label)
+    by_class = np.split(
+        np.argsort(source.labels, kind="stable"), np.bincount(source.labels, minlength=len(source.classes)).cumsum()[:-1]
+    )
+    for name, members in zip(source.classes, by_class, strict=True):
         if len(members) < 2:
             raise DataError(f"class {printable(name)} has {len(members)} images: too few to split for validation")
         count = min(max(1, round(len(members) * fraction)), len(members) - 1)

@@ -1,22 +1,22 @@
 """Geometry on uint8 pixels: what is cut out of an image, at which size, and whether it is mirrored.
 
-The pixels are those of torchvision's transforms on PIL images; the random numbers come from the caller.
+What is cut out is what torchvision's transforms cut; the random numbers come from the caller.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
-from PIL import Image
 
 from harness.config import AugmentConfig
+from harness.data.resize import Box, resize_into, resized
+from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
-Pixels = Image.Image | np.ndarray
+Pixels = np.ndarray  # uint8 [H, W, 3]
 
 _TRIES = 10
 _EVAL_SHARE = 256 / 224  # ImageNet's custom since AlexNet: a border of one eighth is left out
@@ -31,17 +31,16 @@ class Transform(Protocol):
         """The names of what it does, in order."""
         ...
 
-    def __call__(self, image: Pixels, rng: random.Random, out: np.ndarray, lap: Lap | None = None) -> None:
-        """Write the result into ``out``, uint8 ``[3, S, S]``; everything random comes from ``rng``.
+    def __call__(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None) -> None:
+        """Write the result into ``out``, uint8 ``[3, S, S]`` of any strides; everything random comes from ``rng``.
 
-        ``lap`` is to be called at the end of each stage, with its name; one that is left out takes no time.
+        ``lap`` is to be called at the end of each stage, with its name; one that is left out takes no time. ``image`` is not
+        to be changed. Several threads may call at once.
         """
         ...
 
 
-def random_crop_box(
-    rng: random.Random, width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[int, int, int, int]:
+def random_crop_box(rng: SampleRng, width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
     """The left, top, width and height of a random part of an image, in pixels.
 
     The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within ``scale`` of the image's, width
@@ -69,37 +68,32 @@ class EvalTransform:
     """Resize the shorter side to ``resize`` pixels, then cut out the centre, as torchvision's ``Resize`` and ``CenterCrop``."""
 
     size: int  # side of the result in pixels
-    resize: int | None = None  # None: size * 256 / 224, and arrays that have size already (CIFAR) stay as they are
-    stages: ClassVar[tuple[str, ...]] = ("resize", "crop", "write")
+    resize: int | None = None  # None: size * 256 / 224, and images that have size already (CIFAR) stay as they are
+    stages: ClassVar[tuple[str, ...]] = ("resize",)
 
-    def __call__(self, image: Pixels, rng: random.Random, out: np.ndarray, lap: Lap | None = None) -> None:
-        """Write the result into ``out``, uint8 ``[3, size, size]``; ``rng`` is not used."""
-        _write(self.cut(image, lap), out, lap)
-
-    def cut(self, image: Pixels, lap: Lap | None = None) -> Pixels:
-        """The centre of ``image``, ``size`` pixels wide and high.
+    def __call__(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None) -> None:
+        """Write the result into ``out``, uint8 ``[3, size, size]``; ``rng`` is not used.
 
         Raises:
             ValueError: the image is so narrow that its resized form would not fit in memory.
         """
-        if self.resize is None and isinstance(image, np.ndarray) and image.shape[:2] == (self.size, self.size):
-            return image
-        image = _picture(image)
-        width, height = image.size
+        self.write(image, out, flip=False)
+        if lap is not None:
+            lap("resize")
+
+    def write(self, image: Pixels, out: np.ndarray, flip: bool) -> None:
+        """As calling it, mirrored where ``flip`` says so."""
+        height, width, _ = image.shape
+        resize_into(image, (0, 0, width, height), out, flip, self._resized_to(width, height))
+
+    def _resized_to(self, width: int, height: int) -> tuple[int, int]:
+        if self.resize is None and width == height == self.size:
+            return width, height
         short = self.resize or round(self.size * _EVAL_SHARE)
         long = int(short * max(width, height) / min(width, height))
         if long > _MAX_SIDE:
             raise ValueError(f"{width}x{height} pixels are too narrow: resized, the longer side would have {long}")
-        new = (short, long) if width <= height else (long, short)
-        if image.size != new:
-            image = image.resize(new, Image.Resampling.BILINEAR)
-        if lap is not None:
-            lap("resize")
-        left, top = round((new[0] - self.size) / 2), round((new[1] - self.size) / 2)
-        image = image.crop((left, top, left + self.size, top + self.size))
-        if lap is not None:
-            lap("crop")
-        return image
+        return (short, long) if width <= height else (long, short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,57 +116,31 @@ class TrainTransform:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """In the order of the kind of crop; ``write`` mirrors as well."""
-        return ("crop", "resize", "write") if self.crop == "random_resized" else EvalTransform.stages
+        """A box is cut out, resized and mirrored in one go; only a pad crop comes after the resize."""
+        return ("resize", "crop") if self.crop == "pad" else ("resize",)
 
-    def __call__(self, image: Pixels, rng: random.Random, out: np.ndarray, lap: Lap | None = None) -> None:
-        """Write the result into ``out``, uint8 ``[3, size, size]``; everything random comes from ``rng``."""
-        pixels = self._cut(image, rng, lap)
-        _write(pixels, out[:, :, ::-1] if rng.random() < self.hflip else out, lap)
-
-    def _cut(self, image: Pixels, rng: random.Random, lap: Lap | None) -> Pixels:
+    def __call__(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None) -> None:
+        """Write the result into ``out``, uint8 ``[3, size, size]``; of ``rng`` the crop comes first, then the flip."""
         if self.crop == "pad":
-            return self._pad_crop(image, rng, lap)
+            self._pad_crop(image, rng, out, lap)
+            return
         if self.crop == "center":
-            return EvalTransform(self.size, self.resize).cut(image, lap)
-        image = _picture(image)
-        left, top, width, height = random_crop_box(rng, image.width, image.height, self.scale, self.ratio)
-        # Not resize(box=...): its filter reaches over the box's edge into pixels that are not part of the crop.
-        part = image.crop((left, top, left + width, top + height))
-        if lap is not None:
-            lap("crop")
-        part = part.resize((self.size, self.size), Image.Resampling.BILINEAR)
+            EvalTransform(self.size, self.resize).write(image, out, rng.random() < self.hflip)
+        else:
+            height, width, _ = image.shape
+            box = random_crop_box(rng, width, height, self.scale, self.ratio)
+            resize_into(image, box, out, rng.random() < self.hflip)
         if lap is not None:
             lap("resize")
-        return part
 
-    def _pad_crop(self, image: Pixels, rng: random.Random, lap: Lap | None) -> np.ndarray:
+    def _pad_crop(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None) -> None:
         size, pad = self.size, self.pad
-        if not (isinstance(image, np.ndarray) and image.shape[:2] == (size, size)):
-            image = _picture(image)
-            if image.size != (size, size):
-                image = image.resize((size, size), Image.Resampling.BILINEAR)
-            if lap is not None:
-                lap("resize")
         canvas = np.zeros((size + 2 * pad, size + 2 * pad, 3), np.uint8)
-        canvas[pad : pad + size, pad : pad + size] = np.asarray(image)
+        canvas[pad : pad + size, pad : pad + size] = resized(image, size, size)
+        if lap is not None:
+            lap("resize")
         top, left = rng.randrange(2 * pad + 1), rng.randrange(2 * pad + 1)
+        window = canvas[top : top + size, left : left + size].transpose(2, 0, 1)
+        out[...] = window[:, :, ::-1] if rng.random() < self.hflip else window
         if lap is not None:
             lap("crop")
-        return canvas[top : top + size, left : left + size]
-
-
-def _picture(image: Pixels) -> Image.Image:
-    return Image.fromarray(image) if isinstance(image, np.ndarray) else image
-
-
-def _write(pixels: Pixels, out: np.ndarray, lap: Lap | None) -> None:
-    """Copy ``[H, W, 3]`` into ``out``, ``[3, H, W]``."""
-    if isinstance(pixels, np.ndarray):
-        out[...] = pixels.transpose(2, 0, 1)
-    else:
-        for channel, name in enumerate("RGB"):  # a third of the time that np.asarray and a transposed copy take
-            plane = np.frombuffer(pixels.tobytes("raw", name), np.uint8)
-            out[channel] = plane.reshape(pixels.height, pixels.width)
-    if lap is not None:
-        lap("write")

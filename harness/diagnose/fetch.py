@@ -180,10 +180,11 @@ def _read(chunk: deque[str], readers: int, end: float, now: Clock) -> list[int]:
             failed.append(error)
 
     threads = [threading.Thread(target=work, name="fetch", daemon=True) for _ in range(readers)]
+    given_up = max(end, now()) + _STUCK_S  # on all of them together
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, end - now()) + _STUCK_S)
+        thread.join(max(0.0, given_up - now()))
     if failed:
         raise UnmeasuredError(f"{failed[0].filename}: cannot be read: {failed[0].strerror or failed[0]}")
     if any(thread.is_alive() for thread in threads):

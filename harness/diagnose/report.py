@@ -125,7 +125,7 @@ def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
 def sentence(facts: Facts, found: Bound) -> str:
     """The outcome in words."""
     takes, gets = rate_in_words(facts.demand.images_per_s), rate_in_words(facts.got)
-    how = "gets" if facts.delivered else "would get by arithmetic"
+    how = "gets" if facts.is_measured else "would get by arithmetic"
     gain = f"with loading for free it would be {facts.ceiling:.2f}x as fast"
     cold = ""
     if facts.fetch_per_s is not None and facts.fetch_per_s < facts.got:
@@ -134,8 +134,7 @@ def sentence(facts: Facts, found: Bound) -> str:
 
 
 def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, device: str, ranks: int) -> str:
-    """What to type next: the user's own settings, and those that would help most."""
-    words = [word for word in overridden if word.partition("=")[0] != "mode"]
+    """What to type next: the user's own overrides, flags such as ``--config-name=x`` among them, and what would help most."""
     trainer = config.trainer
     more: list[str] = []
     if bottleneck not in ("compute", "balanced"):
@@ -143,9 +142,15 @@ def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, d
     elif device == "cuda":
         more += ["trainer.precision=bf16"] if trainer.precision is Precision.fp32 else []
         more += ["trainer.channels_last=true"] if not trainer.channels_last else []
-    kept = [word for word in words if word.partition("=")[0] not in {each.partition("=")[0] for each in more}]
+    replaced = {"mode", *map(_setting, more)}
+    kept = [word for word in overridden if _setting(word) not in replaced]
     launcher = ["torchrun", f"--nproc-per-node={ranks}"] if config.dist.name is DistName.torchrun else ["python"]
     return shlex.join([*launcher, "train.py", *kept, *more])
+
+
+def _setting(override: str) -> str:
+    """What an override sets, without Hydra's signs for adding and deleting; a flag such as ``--config-name=x`` sets nothing."""
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

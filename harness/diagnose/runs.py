@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
-from harness.data.datasets import ImageDataset
+from harness.data.images import ImageDataset
 from harness.diagnose.fetch import Fetch, UnmeasuredError, cold_fetch, files_of
 from harness.feed.forms import Feeds
 from harness.feed.gauge import Gauge
@@ -28,6 +28,7 @@ BUDGET_S = 60.0
 COLUMNS, WIDTHS = ("", "run", "images/s", "seconds", ""), (1, 34, 12, 7, 0)
 DEMAND, DELIVERED = "steps on a batch that is at hand", "steps on the feed"
 LOADING, WARM, COLD = "loading alone, files as they are", "loading alone, files read before", "reading cold files"
+_UNREAD = "no whole batch was read before"
 _ROUNDS = 3
 _LOADING_S, _DEMAND_S, _STEPS_S, _WARM_S, _FETCH_S = 1.5, 1.0, 3.0, 1.5, 4.0
 _START_S = 2.0  # workers and their first files
@@ -37,27 +38,30 @@ Clock = Callable[[], float]
 
 
 class FirstReads:
-    """The probes of ``feeds``, each on samples that none has asked for; while ``warm``, round those of the last that were seen.
+    """The probes of ``feeds``, on samples that none has asked for unless told ``again``; while ``warm``, all are again.
 
     Attributes:
+        warm: go round the samples of the last probe that were seen.
+        has_seen: whether there are such.
         meter: of the feed that was made last.
     """
 
     def __init__(self, feeds: Feeds) -> None:
-        self._feeds, self.warm, self.has_seen = feeds, False, False
+        self._feeds, self._again, self.warm, self.has_seen = feeds, False, False, False
         self.meter: StageMeter | None = None
         self.forms, self.batch_bytes, self.val_settings = feeds.forms, feeds.batch_bytes, feeds.val_settings
-        self.probed = feeds.probed
+        self.probed, self.held_bytes = feeds.probed, feeds.held_bytes
 
     def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
-        """An endless feed; without workers too it is on samples that were not read before, as in training."""
-        feed = self._feeds.probe(settings, gauge, again=self.warm)
+        """An endless feed."""
+        self._again = again or self.warm
+        feed = self._feeds.probe(settings, gauge, again=self._again)
         self.meter = feed.meter
         return feed
 
     def saw(self, batches: int) -> None:
-        """Note that the last probe has given so many batches; those of a ``warm`` one are known."""
-        if batches and not self.warm:
+        """Note that the last probe has given so many batches; those that come again are known."""
+        if batches and not self._again:
             self._feeds.saw(batches)
             self.has_seen = True
 
@@ -72,7 +76,7 @@ class Runs:
         loading: loading alone, the files as they were.
         stages: what the workers spent in it.
         warm: P, loading alone, the files read before.
-        delivered: A, images/s of real steps.
+        delivered: A, images/s of real steps; without workers on samples that were read before.
         wait_fraction: share of their time in which these waited for data.
         fetch: F, reading cold files.
         copy_per_s: images/s that copies to a CUDA device give, from the memory that the settings ask for; None without one.
@@ -136,8 +140,13 @@ class Session:
             notes=tuple(self.notes),
         )
 
-    def _left_s(self) -> float:
-        return self.lab.ranks.smallest(self.ends - self.now())
+    def _left_s(self, less_s: float = 0.0) -> float:
+        """Seconds that are left to the rank that has the fewest, after ``less_s`` of its own."""
+        return self.lab.ranks.smallest(self.ends - self.now() - less_s)
+
+    def _has_seen(self) -> bool:
+        """Whether every rank has read a whole batch, which can be read again."""
+        return self.lab.ranks.smallest(float(self.probes.has_seen)) > 0
 
     def _supply(self, own: FeedSettings, limit_s: float) -> Trial:
         """Loading alone; of one worker where there are none, because one that hangs can be ended."""
@@ -157,25 +166,30 @@ class Session:
         """G and A in turn, so that both have the same neighbours: up to three rounds, at least the first G."""
         rounds: list[_Round] = []
         begin, took_s = self.now(), 0.0
-        while not rounds or (len(rounds) < _ROUNDS and rounds[-1].steps and self._left_s() > took_s + _AFTER_S):
+        while not rounds or (len(rounds) < _ROUNDS and rounds[-1].steps and self._left_s(took_s) > _AFTER_S):
             round_began = self.now()
             self.rows.status(f"the step on a batch that is at hand, then on the feed (round {len(rounds) + 1})")
-            found = self.lab.demand(_DEMAND_S)
+            found = self.lab.demand(_DEMAND_S, Rate.of)  # as real steps are counted, to be compared with them
             assert found is not None, "the lab has a batch"
             rounds.append(_Round(*found, self._steps(own, loading, found[0])))
             took_s = self.now() - round_began
         rates = [round_.steps.rate for round_ in rounds if round_.steps and round_.steps.rate]
         self._row("G", DEMAND, _middle([round_.demand for round_ in rounds]), begin, f"{len(rounds)} rounds, A and G in turn")
-        self._row("A", DELIVERED, _middle(rates) if rates else None, begin, "" if rates else self.notes[-1])
+        remark = "" if own.num_workers else "on images that were read before"
+        self._row("A", DELIVERED, _middle(rates) if rates else None, begin, remark if rates else self.notes[-1])
         return rounds
 
     def _steps(self, own: FeedSettings, loading: Trial, demand: Rate) -> Trial | None:
-        """Real steps; None, and a note, where they fail or the first few would take longer than there is time."""
+        """Real steps; None, and a note, where they fail or the first few would take longer than there is time.
+
+        Without workers this process reads itself, and could not give up a file that does not come: it reads what came before.
+        """
         need_s, left_s = _steps_need_s(own, loading, demand), self._left_s()
-        if need_s > left_s:
-            self.notes.append(
-                f"A was not measured: the first batches would take {need_s:.0f} s, {max(0.0, left_s):.0f} s were left"
-            )
+        missing = f"the first batches would take {need_s:.0f} s, {max(0.0, left_s):.0f} s were left" if need_s > left_s else ""
+        if not own.num_workers and not self._has_seen():
+            missing = _UNREAD
+        if missing:
+            self.notes.append(f"A was not measured: {missing}")
             return None
         trial = self.lab.attempt(Ask(own, "steps", limit_s=_STEPS_S))
         if trial.refused:
@@ -185,8 +199,8 @@ class Session:
         return trial
 
     def _warm(self, own: FeedSettings) -> Trial | None:
-        begin, missing = self.now(), "no whole batch was read before"
-        if self.probes.has_seen:
+        begin, missing = self.now(), _UNREAD
+        if self._has_seen():
             missing = "no time was left"
             if self._left_s() > 2 * _WARM_S + _START_S:
                 self.probes.warm = True

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from harness.data.datasets import ImageDataset
+from harness.data.images import ImageDataset
 from harness.diagnose.fetch import image_sizes
 from harness.diagnose.report import Diagnosis, command, sentence
 from harness.diagnose.runs import BUDGET_S, COLUMNS, WIDTHS, FirstReads, Runs, Session
 from harness.diagnose.whatif import Facts, bound, problem_of, what_ifs
 from harness.feed.forms import Feeds
-from harness.feed.interface import FeedSettings, HostBatch, train_settings
+from harness.feed.interface import FeedSettings, HostBatch
 from harness.runtime.limits import Limits
 from harness.tuning.evidence import Evidence
 from harness.tuning.figures import Trainee
@@ -54,16 +54,20 @@ def diagnose(
     with trainee.kept(), live_table(f"diagnosing (at most {BUDGET_S:g} s, nothing is trained)", COLUMNS, WIDTHS) as rows:
         size, notes = _batch_size(feeds, trainee)
         feeds = _with_batches_of(size, feeds)
-        own = world.agreed(train_settings(feeds.config.loader, limits, world.device.type == "cuda"))
+        own = world.agreed(feeds.derived_settings(limits))
         lab = Lab(probes := FirstReads(feeds), trainee, limits, world, batch=_noise(size, feeds))
         session = Session(lab, probes, train, rows, begin + BUDGET_S - _REST_S, notes=notes)
         runs = session.run(own)
-    facts = _facts(runs, own, limits, trainee, train)
+
+    def fits(settings: FeedSettings) -> str | None:
+        return lab.refusal(dataclasses.replace(settings, batch_size=config.loader.batch_size))
+
+    facts = _facts(runs, own, lab, train, fits)
     found = bound(facts)
     diagnosis = Diagnosis(
         bottleneck=found.bottleneck,
         ceiling=facts.ceiling,
-        measured=runs.delivered is not None,
+        measured=facts.is_measured,
         sentence=sentence(facts, found),
         command=command(config, overridden, found.bottleneck, world.device.type, world.local_size),
         settings=own,
@@ -103,8 +107,8 @@ def _noise(count: int, feeds: Feeds) -> HostBatch:
     return HostBatch(images, labels, torch.arange(count))
 
 
-def _facts(runs: Runs, own: FeedSettings, limits: Limits, trainee: Trainee, train: ImageDataset) -> Facts:
-    loading = runs.loading
+def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: Callable[[FeedSettings], str | None]) -> Facts:
+    loading, limits, trainee = runs.loading, lab.limits, lab.trainee
     assert loading.cost is not None
     stages, cost = runs.stages, loading.cost
     if stages is None:  # no whole batch came: only what single samples took is known
@@ -129,6 +133,7 @@ def _facts(runs: Runs, own: FeedSettings, limits: Limits, trainee: Trainee, trai
         copy_per_s=runs.copy_per_s,
         image_size=train.image_size,
         sizes=image_sizes(train.source),
+        fits=fits,
     )
     known = Evidence(problem_of(facts))
     known.note(dataclasses.replace(loading, cost=cost))  # less what workers took from each other, where they were many

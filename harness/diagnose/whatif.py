@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.feed.interface import FeedSettings
@@ -28,6 +28,7 @@ _SHORT_SIDES = (1.15, 2.0)  # of stored images, in sides of the crop: as for eva
 _SMALLER = 0.9  # of the pixels: otherwise the files are small already
 _TELLING = 0.02  # of a sample's time: less is not worth a row
 _LEAST = 0.001  # of a sample's time is left whatever is taken away
+_MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
 _DOING: Mapping[str, str] = {
     "storage": "reading",
     "decode": "decoding",
@@ -49,12 +50,13 @@ class Facts:
         step_cpu_s: processor seconds of the step per image.
         cost: of one sample in a worker that has a processor to itself, with the files as they are.
         stages: what the workers spent that on.
-        delivered: A, images/s of real steps; None where that was not measured.
+        delivered: A, images/s of real steps, without workers on samples that were read before; None where not measured.
         wait_fraction: share of their time in which they waited for data; None likewise.
         fetch_per_s: F, files/s from storage; None where that was not measured.
         copy_per_s: images/s that copies to the device give; None where there are none to make.
         image_size: side of the crop in pixels.
         sizes: width and height in pixels of some stored images.
+        fits: why settings do not fit into this machine, or None.
     """
 
     settings: FeedSettings
@@ -72,11 +74,22 @@ class Facts:
     copy_per_s: float | None = None
     image_size: int = 0
     sizes: tuple[tuple[int, int], ...] = ()
+    fits: Callable[[FeedSettings], str | None] = lambda _: None
 
     @property
     def got(self) -> float:
-        """Images/s that steps get: as measured, else as the model says."""
-        return self.delivered.images_per_s if self.delivered else self.reckoned
+        """Images/s that steps get: as measured, else as the model says, and no more than a first reading allows."""
+        if self.delivered is None:
+            return self.reckoned
+        steps = Trial(self.settings, "steps", self.delivered, images=1)
+        got = Evidence(problem_of(self), [steps], {self.settings.backend: self.cost}).delivered(self.settings)
+        assert got is not None
+        return got.images_per_s
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether ``got`` is what real steps got."""
+        return self.delivered is not None and math.isclose(self.got, self.delivered.images_per_s)
 
     @property
     def reckoned(self) -> float:
@@ -87,7 +100,7 @@ class Facts:
     def lost(self) -> float:
         """The share of the time that loading costs: steps wait for data, and are faster without loading."""
         lost = 1 - 1 / self.ceiling
-        return lost if self.wait_fraction is None else min(lost, self.wait_fraction)
+        return min(lost, self.wait_fraction) if self.is_measured and self.wait_fraction is not None else lost
 
     @property
     def ceiling(self) -> float:
@@ -121,10 +134,10 @@ def problem_of(facts: Facts) -> Problem:
         demand=facts.demand,
         step_cpu_s=facts.step_cpu_s,
         cores=facts.cores,
-        most=max(1, facts.settings.num_workers),
+        most=max(_MOST, int(_MOST_PER_CORE * facts.cores), facts.settings.num_workers),
         pin_memory=facts.settings.pin_memory,
         overlaps=facts.overlaps,
-        fits=lambda _: None,
+        fits=facts.fits,
         budget_s=0.0,
     )
 
@@ -138,11 +151,19 @@ def delivers(facts: Facts, settings: FeedSettings, cost: SampleCost) -> float:
     return min(got.images_per_s, known.reachable())
 
 
+def allowed(facts: Facts) -> float:
+    """The most images/s that any number of workers could give to the steps, by the step and the processors."""
+    return Evidence(problem_of(facts), [], {facts.settings.backend: facts.cost}).reachable()
+
+
 def reachable(facts: Facts) -> tuple[float, int]:
-    """The most images/s that any number of workers can give to the steps, and that number."""
-    form = facts.settings.backend
-    known = Evidence(problem_of(facts), [], {form: facts.cost})
-    return known.reachable(), max(1, math.ceil(known.reachable() * facts.cost.wall_s - 0.05))
+    """The most images/s that workers can give to the steps, and how many do: no more than fit, and than are worth a try."""
+    form, wall_s = facts.settings.backend, facts.cost.wall_s
+    if not with_workers(facts.settings, 1).num_workers:
+        return facts.reckoned, 0  # a form that never has workers
+    most = Evidence(problem_of(facts), [], {form: facts.cost}).most(form)
+    workers = min(most, max(1, math.ceil(allowed(facts) * wall_s - 0.05)))
+    return min(allowed(facts), workers / wall_s), workers
 
 
 def bound(facts: Facts) -> Bound:
@@ -153,7 +174,7 @@ def bound(facts: Facts) -> Bound:
     if facts.lost < HARM:
         return Bound("balanced", f"the step waits for data in {facts.lost:.0%} of the time{taken}")
     most, workers = reachable(facts)
-    crowded = most < facts.demand.images_per_s
+    crowded = allowed(facts) < facts.demand.images_per_s
     if facts.got < (_CROWDED if crowded else _MODELLED) * facts.reckoned:
         if facts.copy_per_s is not None and facts.copy_per_s < _COPYING * facts.got:
             memory = "page-locked" if facts.settings.pin_memory else "pageable"
@@ -175,15 +196,18 @@ def _processors(facts: Facts, supply: Supply, share: str, crowded: bool) -> Boun
     together = f", and the step shares the {facts.cores:g} cores" if crowded and facts.on_cpu else ""
     if crowded and facts.cores_from.startswith("quota"):
         return Bound("quota", f"the {facts.cores:g} cores of the {facts.cores_from} are full; {share}{together}")
-    return Bound(supply.kind, f"{share}{together}")
+    more = facts.fits(with_workers(facts.settings, facts.settings.num_workers + 1))
+    full = f"; no more workers fit: {more}" if more and not crowded else ""
+    return Bound(supply.kind, f"{share}{together}{full}")
 
 
 def what_ifs(facts: Facts) -> list[WhatIf]:
-    """What changes would give, the ceiling first."""
+    """What changes would give, the ceiling first; where handing batches over is the limit, no change that leaves it alone."""
     scale, demand = facts.got / facts.reckoned, facts.demand.images_per_s
     rows = [WhatIf("loading were free (the ceiling)", max(demand, facts.got), facts.ceiling)]
-    for change, changed, settings, cost in _changes(facts):
-        rate = max(facts.got, min(changed.demand.images_per_s, scale * delivers(changed, settings, cost)))
+    copies = math.inf if facts.copy_per_s is None else facts.copy_per_s
+    for change, changed, settings, cost in _changes(facts) if bound(facts).bottleneck not in ("transport", "copy") else ():
+        rate = max(facts.got, min(changed.demand.images_per_s, copies, scale * delivers(changed, settings, cost)))
         rows.append(WhatIf(change, rate, rate / facts.got))
     if facts.fetch_per_s is not None:
         rate = min(facts.got, facts.fetch_per_s)
@@ -198,7 +222,9 @@ def _changes(facts: Facts) -> Iterator[tuple[str, Facts, FeedSettings, SampleCos
     if workers > own.num_workers:
         yield f"loader.num_workers={workers}", facts, with_workers(own, workers), cost
     for more in (1, 2, 4):
-        yield _cores_in_words(more), _with_cores(facts, more), with_workers(own, own.num_workers + more), cost
+        widened = with_workers(own, own.num_workers + more)
+        if widened.num_workers and facts.fits(widened) is None:
+            yield _cores_in_words(more), _with_cores(facts, more), widened, cost
     waiting, encoded = _waiting(facts), _share(facts.stages, ("read", "decode"))
     if waiting > _TELLING:
         yield "a disk twice as fast", facts, own, _cheaper(cost, StageCost(waiting / 2, 0.0))

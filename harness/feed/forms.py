@@ -8,19 +8,28 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from harness.config import Config, ConfigError
-from harness.data.datasets import FakeDataset, ImageDataset, Splits
+from harness.config import Backend, Config, ConfigError
+from harness.data.datasets import FakeDataset, Splits
+from harness.data.images import ImageDataset
+from harness.feed.arrays import ARRAYS, ArrayFeed, in_form
 from harness.feed.gauge import Gauge
-from harness.feed.interface import PROCESSES, Feed, FeedSettings, FillableDataset, train_settings, val_settings
+from harness.feed.interface import PROCESSES, THREADS, Feed, FeedSettings, FillableDataset, train_settings, val_settings
 from harness.feed.order import Cursor, Order, ProbeOrder
+from harness.feed.pixels import Pixels, pixel_bytes, unserved
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
+from harness.feed.threads import ThreadFeed
 from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 
 Maker = Callable[[FillableDataset, Order | ProbeOrder, FeedSettings, Gauge | None], Feed]
-FORMS: dict[str, Maker] = {PROCESSES: ProcessFeed}  # by the names that ``FeedSettings.backend`` may have
+FORMS: dict[str, Maker] = {  # by the names that ``FeedSettings.backend`` may have
+    PROCESSES: ProcessFeed,
+    THREADS: ThreadFeed,
+    ARRAYS: ArrayFeed,
+}
+_SHARE = 0.8  # of the free memory that images may fill
 
 _log = logging.getLogger(LOGGER)
 
@@ -33,30 +42,49 @@ class Feeds:
     config: Config
     world: World
     _cursor: Cursor = field(default_factory=Cursor, init=False)
+    _pixels: dict[ImageDataset, Pixels] = field(default_factory=dict, init=False)  # that its feeds of arrays share
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The names of the forms that can serve the data set."""
-        return tuple(FORMS)
+        """The names of the forms to choose from: the one that the user named, else all that can serve the data set."""
+        named = self.config.loader.backend
+        if named not in (None, Backend.auto):
+            return (named.name,)
+        return tuple(name for name in FORMS if name != ARRAYS or unserved(self.splits.train) is None)
 
     def settings(self, limits: Limits) -> FeedSettings:
-        """The training feed's settings before any tuning."""
-        pinnable = self.world.device.type == "cuda"
-        if self.config.loader.pin_memory and not pinnable:  # accepted, so that a sweep over it runs anywhere
+        """The training feed's settings before any tuning.
+
+        Raises:
+            ConfigError: the form that the user named cannot serve the data set.
+        """
+        if (
+            self.config.loader.pin_memory and self.world.device.type != "cuda"
+        ):  # accepted, so that a sweep over it runs anywhere
             _log.warning("loader.pin_memory=true has no effect on %s: there is no copy to a device", self.world.device.type)
-        return train_settings(self.config.loader, limits, pinnable)
+        return self.derived_settings(limits)
+
+    def derived_settings(self, limits: Limits) -> FeedSettings:
+        """As ``settings``, without a word about what has no effect."""
+        derived = train_settings(self.config.loader, limits, self.world.device.type == "cuda")
+        settings = in_form(derived, self.forms[0])  # the named one, or the one that serves all
+        if settings.backend == ARRAYS:
+            self._check_arrays(settings, limits)
+        return settings
 
     def steps_per_epoch(self) -> int:
         """Optimizer updates in one epoch."""
         return math.ceil(len(self._train_order()) / self.config.trainer.accumulate_steps)
 
     def train(self, settings: FeedSettings) -> Feed:
-        """The training feed."""
+        """The training feed; what probes hold in memory for another form of it goes."""
+        if settings.backend != ARRAYS:
+            self._pixels.clear()
         return self._make(self.splits.train, self._train_order(), settings)
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         """The settings of the validation feed that goes with a training feed of ``train``."""
-        return val_settings(self.config.loader, train)
+        return in_form(val_settings(self.config.loader, train), train.backend)
 
     def val(self, settings: FeedSettings) -> Feed:
         """The validation feed, with ``settings`` of its own: every sample once, on one of the ranks."""
@@ -88,6 +116,25 @@ class Feeds:
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Bytes of one batch's tensors: uint8 images, int64 labels and indices."""
         return settings.batch_size * (3 * self.splits.train.image_size**2 + 8 + 8)
+
+    def held_bytes(self, settings: FeedSettings) -> int:
+        """Bytes that feeds of ``settings`` hold besides their batches: of arrays all images of both sets, else none."""
+        held = (self.splits.train, self.splits.val) if settings.backend == ARRAYS else ()
+        return sum(pixel_bytes(dataset) for dataset in held if isinstance(dataset, ImageDataset))
+
+    def _check_arrays(self, settings: FeedSettings, limits: Limits) -> None:
+        train, held, free = self.splits.train, self.held_bytes(settings), limits.memory_bytes
+        if isinstance(train, ImageDataset) and (reason := unserved(train)):
+            raise ConfigError(
+                f"loader.backend=arrays: {reason} (augment.crop=random_resized); choose augment.crop=pad or center, or "
+                "loader.backend=threads"
+            )
+        if held > _SHARE * free:
+            count, side = len(train) + len(self.splits.val), train.image_size
+            raise ConfigError(
+                f"loader.backend=arrays: {count} images of {side}x{side} pixels take {held / 1e9:.1f} GB of memory, of which "
+                f"{free / 1e9:.1f} GB are free (a fifth is kept back); lower data.image_size or use loader.backend=threads"
+            )
 
     def _probe_order(self) -> Order:
         """As in training, without an epoch's short batch, whose step would be another."""
@@ -121,4 +168,8 @@ class Feeds:
     ) -> Feed:
         if isinstance(dataset, FakeDataset):
             return SyntheticFeed(order, settings, dataset.image_size, dataset.num_classes, self.world.device)
+        if settings.backend == ARRAYS:
+            if dataset not in self._pixels:
+                self._pixels[dataset] = Pixels(dataset, self.world.device)
+            return ArrayFeed(dataset, order, settings, gauge, self._pixels[dataset])
         return FORMS[settings.backend](dataset, order, settings, gauge)

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch.utils.data import get_worker_info
 
 from harness.feed.interface import FillableDataset, StagedDataset
 from harness.watch.rows import Rows
@@ -50,21 +49,25 @@ class Gauge:
     The figures of the sample that is just being added may disagree, by that one sample per worker.
 
     Args:
-        slots: workers that will write; slot 0 is the process itself where there are none.
+        slots: workers (processes or threads) that will write; slot 0 is the process itself where there are none.
+
+    Attributes:
+        slots: how many may write.
     """
 
     def __init__(self, slots: int) -> None:
-        self._rows = Rows(max(1, slots), _FIGURES + _BINS)
+        self.slots = max(1, slots)
+        self._rows = Rows(self.slots, _FIGURES + _BINS)
 
-    def add(self, slot: int, wall_s: float, cpu_s: float) -> None:
-        """Count one sample of worker ``slot`` that took so many seconds."""
+    def add(self, slot: int, wall_s: float, cpu_s: float, samples: int = 1) -> None:
+        """Count ``samples`` of worker ``slot`` that took so many seconds each."""
         cells, first = self._rows.cells, (_FIGURES + _BINS) * slot
-        cells[first] += 1.0
-        cells[first + 1] += wall_s
-        cells[first + 2] += wall_s * wall_s
-        cells[first + 3] += cpu_s
+        cells[first] += samples
+        cells[first + 1] += samples * wall_s
+        cells[first + 2] += samples * wall_s * wall_s
+        cells[first + 3] += samples * cpu_s
         place = int(_PER_DOUBLING * math.log2(max(wall_s, _SHORTEST_S) / _SHORTEST_S))
-        cells[first + _FIGURES + min(place, _BINS - 1)] += 1.0
+        cells[first + _FIGURES + min(place, _BINS - 1)] += samples
 
     def read(self) -> Work:
         """The totals over all slots, now."""
@@ -74,10 +77,10 @@ class Gauge:
 
 
 class Gauged:
-    """A data set that tells ``gauge`` what each of its samples took."""
+    """A data set that tells ``gauge`` what each of its samples took the worker of ``slot``."""
 
-    def __init__(self, dataset: FillableDataset, gauge: Gauge) -> None:
-        self.dataset, self.gauge, self.image_size = dataset, gauge, dataset.image_size
+    def __init__(self, dataset: FillableDataset, gauge: Gauge, slot: int) -> None:
+        self.dataset, self.gauge, self.slot, self.image_size = dataset, gauge, slot, dataset.image_size
         if isinstance(dataset, StagedDataset):
             self.stages = dataset.stages
 
@@ -89,6 +92,5 @@ class Gauged:
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         label = self.dataset.fill(epoch, index, out, *lap)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
-        worker = get_worker_info()
-        self.gauge.add(worker.id if worker else 0, wall_s, cpu_s)
+        self.gauge.add(self.slot, wall_s, cpu_s)
         return label

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
 from harness.config import LoaderConfig
+from harness.runtime.errors import LoaderError
 from harness.runtime.limits import Limits
 from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
 
-PROCESSES = "processes"  # the form that every data set can be served by
+PROCESSES, THREADS = "processes", "threads"  # the forms that every data set can be served by
 _TORCH_PREFETCH_FACTOR = 2
 
 
@@ -21,10 +22,11 @@ class HostBatch(NamedTuple):
     """One batch as a feed gives it.
 
     Attributes:
-        images: uint8 ``[N, 3, H, W]``, 0..255.
+        images: uint8 ``[N, 3, H, W]``, 0..255, in channels_last memory, as decoders write them.
         labels: int64 ``[N]``.
         indices: int64 ``[N]``, the samples' places in the data set.
         errors: where and why, for each sample that could not be read; its pixels are undefined.
+        epoch: of which pass it is: what is done to the batch further on is a function of it.
         stamps: when it came where; None for one that nobody had to make.
     """
 
@@ -32,6 +34,7 @@ class HostBatch(NamedTuple):
     labels: Tensor
     indices: Tensor
     errors: tuple[tuple[str, str], ...] = ()
+    epoch: int = 0
     stamps: Stamps | None = None  # the last field: torch pins the fields in order
 
 
@@ -130,6 +133,14 @@ class StagedDataset(FillableDataset, Protocol):
         ...
 
 
+def too_slow(settings: FeedSettings) -> LoaderError:
+    """The error for a batch that was waited for in vain."""
+    return LoaderError(
+        f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage does; raise the time, "
+        "or find the sample with loader.num_workers=0"
+    )
+
+
 def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
     """The stages that ``dataset`` names, or ``sample`` where it names none."""
     return dataset.stages if isinstance(dataset, StagedDataset) else (SAMPLE,)
@@ -152,9 +163,9 @@ def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> Feed
 
 
 def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
-    """The validation feed's settings; its workers live for one evaluation only."""
+    """The validation feed's settings: of the training feed's form, with workers that live for one evaluation only."""
     val = loader.val
-    return _settings(
+    settings = _settings(
         loader,
         train.batch_size if val.batch_size is None else val.batch_size,
         train.num_workers if val.num_workers is None else val.num_workers,
@@ -162,6 +173,7 @@ def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
         val.prefetch_factor,
         False,
     )
+    return replace(settings, backend=train.backend)
 
 
 def _settings(

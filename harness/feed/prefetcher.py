@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from harness.watch.marks import named
 from harness.watch.stages import Stamps
 
 Batches = Generator[tuple[Tensor, Tensor], None, None]
+Augment = Callable[[Tensor, Any], Tensor]
+Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 
 
 class DataPrefetcher:
@@ -42,6 +45,8 @@ class DataPrefetcher:
         channels_last: lay images out as NHWC.
         clock: is told the two events around each copy, and when each batch was made, if given.
         ahead: None for what the device wants; False to do without the thread and the side stream.
+        augment: called with the images on the device, as the loader has them, and its batch; gives others in their place.
+        mix: called with the normalised images, the labels on the device and the loader's batch; gives both anew.
 
     Attributes:
         first_wait_s: seconds that the first ``next()`` of the latest pass took; None before it.
@@ -61,6 +66,8 @@ class DataPrefetcher:
         channels_last: bool = False,
         clock: StepClock | None = None,
         ahead: bool | None = None,
+        augment: Augment | None = None,
+        mix: Mix | None = None,
     ) -> None:
         self.loader = loader
         self.device = torch.device(device)
@@ -68,7 +75,10 @@ class DataPrefetcher:
             self.device = torch.device("cuda", torch.cuda.current_device())
         on_device = getattr(loader, "on_device", False)
         self._ahead = self.device.type == "cuda" and not on_device if ahead is None else ahead
-        self._mover = _Mover(self.device, mean, std, dtype, channels_last, self._ahead, clock is not None)
+        stream = torch.cuda.Stream(self.device) if self._ahead and self.device.type == "cuda" else None
+        with _on(stream):
+            normalise = _Normalise(self.device, mean, std, dtype, channels_last)
+        self._mover = _Mover(self.device, stream, clock is not None, augment, normalise, mix)
         self._clock = clock
         self.first_wait_s: float | None = None
         self._pass: Batches | None = None
@@ -112,17 +122,20 @@ class DataPrefetcher:
 
 
 class _Ready(NamedTuple):
-    """A batch on its way: ``done`` is recorded on the side stream behind the last write to the tensors."""
+    """A batch on its way.
+
+    ``done`` is recorded behind the last write to the tensors; ``copy`` is the event before and that after the copy, and it.
+    """
 
     images: Tensor
     labels: Tensor
-    copy: tuple[Any, Any] | None
+    copy: tuple[Any, Any, Any] | None
     done: Any
     stamps: Stamps | None
 
 
-class _Mover:
-    """Moves batches to the device and normalises them there, on a side stream of its own for life if ``side``."""
+class _Normalise:
+    """Images to ``(value / 255 - mean) / std`` in ``dtype`` and the memory format of the network."""
 
     def __init__(
         self,
@@ -131,59 +144,95 @@ class _Mover:
         std: Sequence[float] | None,
         dtype: torch.dtype,
         channels_last: bool,
-        side: bool,
-        timed: bool,
     ) -> None:
         assert (mean is None) == (std is None), "mean and std come together"
-        self.device = device
-        self._dtype = dtype
+        self._device, self._dtype = device, dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._timed = timed and device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if side and device.type == "cuda" else None
-        with self._side():
-            self._mean = None if mean is None else self._constant([255.0 * value for value in mean])
-            self._scale = None if std is None else self._constant([1.0 / (255.0 * value) for value in std])
+        self._mean = None if mean is None else self._constant([255.0 * value for value in mean])
+        self._scale = None if std is None else self._constant([1.0 / (255.0 * value) for value in std])
 
-    def __call__(self, batch: Any) -> _Ready:
-        """``batch`` on the device, issued on the side stream if there is one."""
-        images, labels = batch[0], batch[1]
-        timed = self._timed and images.device != self.device
-        on_cuda = self.device.type == "cuda"
-        if self.stream is not None and images.is_cuda:  # the loader's own GPU work may still write to it
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            images.record_stream(self.stream)
-        with named("copy"), self._side():
-            start = torch.cuda.Event(enable_timing=True) if timed else None
-            end = torch.cuda.Event(enable_timing=True) if timed else None
-            if start is not None:
-                start.record()
-            images = images.to(self.device, non_blocking=on_cuda)
-            labels = labels.to(self.device, non_blocking=on_cuda)
-            if end is not None:
-                end.record()
-            images = self._normalised(images)
-            done = self.stream.record_event() if self.stream is not None else None
-        return _Ready(images, labels, None if start is None else (start, end), done, getattr(batch, "stamps", None))
-
-    def _normalised(self, images: Tensor) -> Tensor:
+    def __call__(self, images: Tensor) -> Tensor:
         images = images.contiguous(memory_format=self._format)
         if self._mean is not None and self._scale is not None:
             images = torch.sub(images, self._mean).mul_(self._scale)  # uint8 less float32 is float32: one pass, no copy
         return images.to(self._dtype)
 
     def _constant(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, device=self.device).view(1, -1, 1, 1)
+        return torch.tensor(values, device=self._device).view(1, -1, 1, 1)
 
-    def _side(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+class _Mover:
+    """Moves batches to the device and makes them ready there, on ``stream`` if there is one.
+
+    It holds what the loader gave until its copy is done: the loader may use memory again that nobody holds.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        timed: bool,
+        augment: Augment | None,
+        normalise: _Normalise,
+        mix: Mix | None,
+    ) -> None:
+        self.device, self.stream, self._timed = device, stream, timed
+        self._augment, self._normalise, self._mix = augment, normalise, mix
+        self._copying: deque[tuple[Any, Any]] = deque()  # the event behind each copy, and the batch that is copied
+
+    def __call__(self, batch: Any) -> _Ready:
+        """``batch`` on the device, issued on the side stream if there is one."""
+        images, labels = batch[0], batch[1]
+        on_cuda = self.device.type == "cuda"
+        copied = on_cuda and images.device != self.device
+        timed = self._timed and copied
+        if self.stream is not None and images.is_cuda:  # the loader's own GPU work may still write to it
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            images.record_stream(self.stream)
+        with named("copy"), _on(self.stream):
+            start = torch.cuda.Event(enable_timing=True) if timed else None
+            end = torch.cuda.Event(enable_timing=timed) if copied else None
+            if start is not None:
+                start.record()
+            images = images.to(self.device, non_blocking=on_cuda)
+            labels = labels.to(self.device, non_blocking=on_cuda)
+            if end is not None:
+                end.record()
+                self._copying.append((end, batch))
+            if self._augment is not None:
+                images = self._augment(images, batch)
+            images = self._normalise(images)
+            if self._mix is not None:
+                images, labels = self._mix(images, labels, batch)
+            done = torch.cuda.Event(enable_timing=timed) if timed or self.stream is not None else None
+            if done is not None:
+                done.record()
+        self.let_go(most=None if self.stream is None else 1)  # a plain loop must not wait here for the step before
+        stamps = getattr(batch, "stamps", None)
+        return _Ready(
+            images, labels, (start, end, done) if timed else None, done, stamps if isinstance(stamps, Stamps) else None
+        )
+
+    def let_go(self, most: int | None) -> None:
+        """Drop the batches that are copied, and wait until at most ``most`` copies are under way; None: for none of them."""
+        while self._copying and (self._copying[0][0].query() or (most is not None and len(self._copying) > most)):
+            self._copying[0][0].synchronize()  # the host waits for the device, which without a side stream works in between
+            self._copying.popleft()
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _run_plain(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> Batches:
-    for batch in loader:
-        ready = move(batch)
-        _tell(clock, ready)
-        yield ready.images, ready.labels
-        del batch, ready  # or two batches would stay on the device while the next one is awaited
+    try:
+        for batch in loader:
+            ready = move(batch)
+            _tell(clock, ready)
+            yield ready.images, ready.labels
+            del batch, ready  # or two batches would stay on the device while the next one is awaited
+    finally:
+        move.let_go(most=0)
 
 
 def _run_ahead(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> Batches:
@@ -200,6 +249,7 @@ def _run_ahead(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> 
             del ready
     finally:
         pull.stop()
+        move.let_go(most=0)
 
 
 def _tell(clock: StepClock | None, ready: _Ready) -> None:

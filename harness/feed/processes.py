@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +18,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from harness.feed.gauge import Gauge, Gauged
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, StagedDataset, stages_of
+from harness.feed.fill import Filler
+from harness.feed.gauge import Gauge
+from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, stages_of, too_slow
 from harness.feed.order import Order, ProbeOrder
 from harness.runtime import signals, workers
 from harness.runtime.errors import BadSample, LoaderError
-from harness.watch.stages import SAMPLE, START, Laps, StageMeter, StageTimer
+from harness.watch.stages import StageMeter
 
 _POLL_S = 2.0  # how soon a dead worker, or a signal to the trainer, ends a wait
 
@@ -55,7 +55,7 @@ class ProcessFeed:
         self.meter: StageMeter | None = None
         with suppress(RuntimeError, OSError):  # no shared memory for it: the feed does without
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
-        self._batches = _Batches(dataset if gauge is None else Gauged(dataset, gauge), self.meter)
+        self._batches = _Batches(dataset, self.meter, gauge)
         self._loader: Loader | None = None
         self._pass: Iterator[HostBatch] | None = None  # torch's iterator of this pass, or of the last with persistent workers
         self._running = False
@@ -252,56 +252,35 @@ class _Keys:
 class _Batches(Dataset[HostBatch]):
     """The data set as a worker sees it: one request in, one whole batch out."""
 
-    def __init__(self, dataset: FillableDataset, meter: StageMeter | None = None) -> None:
-        self.dataset, self.meter = dataset, meter
-        self._staged = dataset if isinstance(dataset, StagedDataset) else None
-        self._timer: StageTimer | None = None  # this worker's, from its first batch on
+    def __init__(self, dataset: FillableDataset, meter: StageMeter | None, gauge: Gauge | None) -> None:
+        self.dataset, self.meter, self.gauge = dataset, meter, gauge
+        self._filler: Filler | None = None  # this worker's, from its first batch on
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, key: Key) -> HostBatch:
         epoch, indices = key
-        timer, count = self._timer or self._new_timer(), len(indices)
-        timers = timer.begin(count)
-        fill = self.dataset.fill if timers is None else partial(self._timed, iter(timers))
-        size = self.dataset.image_size
-        images = torch.empty((count, 3, size, size), dtype=torch.uint8)
-        pixels, labels, errors = images.numpy(), np.zeros(count, np.int64), []
-        timer.fill()
-        for row, index in enumerate(indices.tolist()):
-            try:
-                labels[row] = fill(epoch, index, pixels[row])
-            except BadSample as error:
-                errors.append((error.where, error.reason))
-            except MemoryError:  # no sample's fault
-                raise
-            except Exception as error:  # as text: one that cannot be pickled would never arrive (pytorch #142884)
-                errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
-        stamps = timer.end(count)
-        return HostBatch(images, torch.from_numpy(labels), torch.from_numpy(indices), tuple(errors), stamps)
+        filler, count, size = self._filler or self._new_filler(), len(indices), self.dataset.image_size
+        filler.begin(count)
+        images = _empty_images(count, size)
+        labels = torch.zeros(count, dtype=torch.int64)
+        errors, stamps = filler.fill(epoch, indices, images.numpy(), labels.numpy())
+        return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
 
-    def _timed(self, timers: Iterator[Laps | None], epoch: int, index: int, out: np.ndarray) -> int:
-        """As the data set's ``fill``, told to the next of ``timers``."""
-        laps = next(timers)
-        if laps is None:
-            return self.dataset.fill(epoch, index, out)
-        laps.lap(START)
-        try:
-            if self._staged is not None:
-                return self._staged.fill(epoch, index, out, laps.lap)
-            label = self.dataset.fill(epoch, index, out)
-            laps.lap(SAMPLE)
-            return label
-        except Exception:
-            laps.fail()
-            raise
-
-    def _new_timer(self) -> StageTimer:
+    def _new_filler(self) -> Filler:
         worker = get_worker_info()
-        slot = worker.id if worker and self.meter else 0
-        self._timer = (self.meter or StageMeter(stages_of(self.dataset), 0)).timer(slot)
-        return self._timer
+        self._filler = Filler(self.dataset, worker.id if worker else 0, self.meter, self.gauge)
+        return self._filler
+
+
+def _empty_images(count: int, size: int) -> torch.Tensor:
+    """Memory for a batch; a worker's is shared from the start, as in torch's own collate: handing it over copies nothing."""
+    shape, strides = (count, 3, size, size), (3 * size * size, 1, 3 * size, 3)
+    if get_worker_info() is None:
+        return torch.empty_strided(shape, strides, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
 
 
 def _as_it_is(batch: HostBatch) -> HostBatch:
@@ -339,11 +318,9 @@ def _is_timeout(error: Exception) -> bool:
 def _loader_error(error: Exception, settings: FeedSettings) -> LoaderError:
     """The typed form of what torch says of its workers."""
     if _is_timeout(error):
-        return LoaderError(
-            f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage does; raise the time, "
-            "or find the sample with loader.num_workers=0"
-        )
-    text = str(error).splitlines()[0].rstrip(". ")
+        return too_slow(settings)
+    lines = str(error).splitlines()
+    text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")  # a worker's own error comes behind its traceback
     return LoaderError(
         f"{text}: a worker died, or its batch could not be handed over (out of memory, full /dev/shm, too many open files); "
         "lower loader.num_workers or loader.batch_size"

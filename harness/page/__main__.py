@@ -15,11 +15,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.page", description="Write report.html of a run or a sweep.")
     parser.add_argument("folder", type=Path, help="a run's folder, or one with runs below it, such as multirun/DATE/TIME")
     try:
-        path, runs = write_sweep(parser.parse_args(arguments).folder)
+        path, runs, notes = write_sweep(parser.parse_args(arguments).folder)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{path}: {runs} run{'s' if runs > 1 else ''}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"{path}: {runs} run{'' if runs == 1 else 's'}")
     return 0
 
 

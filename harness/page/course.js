@@ -95,7 +95,8 @@ function rangeOf(values, name, show) {
 }
 
 function standOut(course) {
-  return course.spike_count === 1 ? "1 step stands out" : `${count(course.spike_count)} steps stand out`;
+  return course.spike_count === 1 ? "1 window holds a step that stands out"
+    : `${count(course.spike_count)} windows hold a step that stands out`;
 }
 
 function stepRows(course) {
@@ -151,9 +152,10 @@ function stepChart(course, basis, join) {
 function spikeList(course, toggle) {
   const listed = course.spikes.slice(0, LISTED);
   if (!listed.length) return note("No single step stands out.");
-  const rest = course.spike_count > listed.length ? `; the ${listed.length} longest` : "";
+  const marked = course.spike_count > course.spikes.length ? "; the longest of each group is marked" : "";
+  const rest = course.spikes.length > listed.length ? `; the ${listed.length} longest of those marked` : "";
   return h("div", { class: "spikes" },
-    h("p", {}, h("span", { class: "spike-key", "aria-hidden": "true" }, "▼ "), `${standOut(course)}${rest}: `, toggle),
+    h("p", {}, h("span", { class: "spike-key", "aria-hidden": "true" }, "▼ "), `${standOut(course)}${marked}${rest}: `, toggle),
     h("ul", {}, listed.map((spike) => h("li", {}, told(spike)))));
 }
 

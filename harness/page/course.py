@@ -25,7 +25,6 @@ _TOLD = frozenset(f"time/{part}_ms/{of}" for part in PARTS for of in ("p95", "ma
 
 _OF_TYPICAL = 3.0  # a spike is a step that is so many times the typical one
 _OF_USUAL = 2.0  # and so many times the longest that windows usually have
-_MOST_SPIKES = 40
 
 Figures = list[float | None]
 
@@ -77,7 +76,8 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     """The windows in at most ``buckets`` groups of neighbours, as JSON can hold them; None where there are none.
 
     ``columns`` gives for every tag the ``mean`` of each group, and its ``low`` and ``high`` where a group is more than one
-    window; ``spikes`` are single steps that stand out, the longest first, each with the group it is ``at``.
+    window; ``spikes`` are single steps that stand out, the longest of each group, the longest first, each with the group it
+    is ``at``; ``spike_count`` is the number of windows that hold one.
     """
     count = len(windows.steps)
     if not count:
@@ -90,12 +90,15 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
         if tag not in _TOLD and any(figure is not None for figure in figures)
     }
     found = spikes(windows)
+    longest: dict[int, int] = {}
+    for index in found:
+        longest.setdefault(bisect_right(edges, index) - 1, index)
     return {
         "steps": [windows.steps[edge - 1] for edge in edges[1:]],
         "epochs": [windows.epochs[edge - 1] for edge in edges[1:]],
         "windows": count,
         "columns": columns,
-        "spikes": [_told(windows, index) | {"at": bisect_right(edges, index) - 1} for index in found[:_MOST_SPIKES]],
+        "spikes": [_told(windows, index) | {"at": group} for group, index in longest.items()],
         "spike_count": len(found),
     }
 
@@ -118,7 +121,7 @@ def latest(windows: Windows) -> dict[str, Any]:
 
 
 def spikes(windows: Windows) -> list[int]:
-    """The windows whose longest step stands out, the longest first."""
+    """The windows whose longest step stands out, the longest first, and of equal ones the earliest."""
     longest = windows.figures["time/step_ms/max"]
     known = [figure for figure in longest if figure is not None]
     if not known:
@@ -126,7 +129,7 @@ def spikes(windows: Windows) -> list[int]:
     typical = median(figure for figure in windows.figures["time/step_ms/median"] if figure is not None)
     least = max(_OF_TYPICAL * typical, _OF_USUAL * median(known))
     over = [(figure, index) for index, figure in enumerate(longest) if figure is not None and figure > least]
-    return [index for _, index in sorted(over, reverse=True)]
+    return [index for _, index in sorted(over, key=lambda spike: (-spike[0], spike[1]))]
 
 
 def _told(windows: Windows, index: int) -> dict[str, Any]:

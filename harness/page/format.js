@@ -54,6 +54,11 @@ export function words(name) {
   return name.replaceAll("_", " ");
 }
 
+// A word as a shell takes it, by the rules of Python's shlex.quote.
+export function quoted(word) {
+  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", `'"'"'`)}'`;
+}
+
 // At most about `most` round values from 0 to `end`.
 export function ticks(end, most) {
   const rough = Math.max(end, Number.MIN_VALUE) / most;

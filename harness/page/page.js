@@ -2,7 +2,7 @@
 import { h } from "./dom.js";
 import { patterns } from "./marks.js";
 import { runView } from "./run.js";
-import { sweepView } from "./sweep.js";
+import { newest, sweepView } from "./sweep.js";
 
 let opened = null; // the run that is looked at, also after a reload
 
@@ -18,20 +18,20 @@ export function start({ runs, notes = [], load, reload }) {
     main.append(h("h1", {}, "No run yet"), h("p", {}, "A run is shown as soon as its folder holds metrics.jsonl or report.json."));
     return;
   }
-  const first = runs.some((run) => run.name === opened) ? opened : runs[0].name;
+  const first = runs.some((run) => run.name === opened) ? opened : newest(runs)[0].name;
   const detail = h("div", { class: "detail", tabindex: "-1" });
   const show = async (name) => {
     opened = name;
-    try {
-      detail.replaceChildren(runView(await load(name), runs.length > 1 ? "h2" : "h1"));
-    } catch (error) {
-      detail.replaceChildren(h("ul", { class: "notes", role: "alert" }, h("li", {}, `run ${name}: ${error.message}`)));
-    }
+    const view = await load(name).then((run) => runView(run, runs.length > 1 ? "h2" : "h1"))
+      .catch((error) => h("ul", { class: "notes", role: "alert" }, h("li", {}, `run ${name}: ${error.message}`)));
+    if (opened !== name) return; // another one was asked for since
+    detail.replaceChildren(view);
   };
   if (runs.length > 1) {
     const open = async (name) => {
       mark(name);
       await show(name);
+      if (opened !== name) return;
       detail.focus({ preventScroll: true });
       detail.scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
     };
@@ -51,6 +51,6 @@ function skip(event) {
 
 const embedded = document.getElementById("data");
 if (embedded) {
-  const { runs } = JSON.parse(embedded.textContent);
-  start({ runs, load: async (name) => runs.find((run) => run.name === name) });
+  const { runs, notes } = JSON.parse(embedded.textContent);
+  start({ runs, notes, load: async (name) => runs.find((run) => run.name === name) });
 }

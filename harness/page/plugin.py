@@ -7,9 +7,13 @@ goes wrong later is told in the tab.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
+
+_RECALL_S = 60.0  # that there is no run; TensorBoard asks whenever somebody looks at it, and waits for the answer
 
 
 class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
@@ -20,8 +24,9 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     plugin_name = "data_stalls"
 
-    def __init__(self, context: base_plugin.TBContext) -> None:
+    def __init__(self, context: base_plugin.TBContext, now: Callable[[], float] = time.monotonic) -> None:
         self._where = context.logdir, getattr(context.flags, "logdir_spec", None)
+        self._now, self._has_run, self._looked_s = now, False, -_RECALL_S
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """The tab's name and its script."""
@@ -41,7 +46,9 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         try:
             from harness.page import serve
 
-            return serve.has_run(serve.logdirs(*self._where))
+            if not self._has_run and self._now() - self._looked_s >= _RECALL_S:
+                self._has_run, self._looked_s = serve.has_run(serve.logdirs(*self._where)), self._now()
+            return self._has_run
         except Exception:
             return True
 

@@ -9,11 +9,11 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from harness.page.runs import BUCKETS, find_runs, read_run
+from harness.page.runs import BUCKETS, find_runs, run_json, told
 
 ASSETS = Path(__file__).parent
 SCRIPTS = (  # each imports from those before it
@@ -28,29 +28,31 @@ _log = logging.getLogger("wellfed")  # the run's own, whose name stands in a roo
 def write_report(folder: Path) -> None:
     """Write ``report.html`` of the run in ``folder``, whole or not at all; a page that cannot be made costs a warning alone."""
     try:
-        write_page(folder / "report.html", [read_run(folder, folder.resolve().name)])
+        write_page(folder / "report.html", [run_json(folder, folder.resolve().name)], ())
     except Exception as error:  # the run is over and has its report.json: nothing here may change how it ends
         _log.warning("%s: %s; the run goes on without it", folder / "report.html", error)
 
 
-def write_sweep(root: Path) -> tuple[Path, int]:
-    """Write ``report.html`` of all runs at and below ``root``; the file, and of how many runs it is.
+def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
+    """Write ``report.html`` of all runs at and below ``root``; the file, of how many runs it is, and what is not in it.
 
     Raises:
         FileNotFoundError: there is no run.
         OSError: the file cannot be written.
     """
-    folders = find_runs(root)
+    notes: list[str] = []
+    folders = find_runs(root, notes)
     if not folders:
         raise FileNotFoundError(f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or a sweep")
     buckets = max(_FEWEST_BUCKETS, min(BUCKETS, 3 * BUCKETS // len(folders)))  # the page stays below a megabyte
     path = root / "report.html"
-    write_page(path, [read_run(folder, name, buckets=buckets) for name, folder in folders.items()])
-    return path, len(folders)
+    runs = told(folders, partial(run_json, buckets=buckets), notes)
+    write_page(path, runs, notes)
+    return path, len(runs), notes
 
 
-def write_page(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Write the page of ``runs``, as ``read_run`` gives them, whole or not at all.
+def write_page(path: Path, runs: Sequence[str], notes: Sequence[str]) -> None:
+    """Write the page of ``runs``, as ``run_json`` gives them, with ``notes`` on top, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -58,7 +60,7 @@ def write_page(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(page(runs, title=f"Data stalls: {path.parent.resolve().name}"))
+            file.write(page(runs, notes, title=f"Data stalls: {path.parent.resolve().name}"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -66,10 +68,10 @@ def write_page(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def page(runs: Sequence[Mapping[str, Any]], title: str) -> str:
+def page(runs: Sequence[str], notes: Sequence[str], title: str) -> str:
     """The whole page as HTML."""
     script = bundle()
-    data = json.dumps({"runs": runs}, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")  # cannot end its element
+    data = listed(runs, notes).replace("<", "\\u003c")  # cannot end its element
     parts = {
         "title": html.escape(title),
         "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # no other script may run
@@ -78,6 +80,11 @@ def page(runs: Sequence[Mapping[str, Any]], title: str) -> str:
         "script": script,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset("page.html"))
+
+
+def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
+    """The JSON that the page starts from: ``runs``, as ``run_json`` gives them, and ``notes`` on all of them."""
+    return f'{{"notes":{json.dumps([*notes])},"runs":[{",".join(runs)}]}}'
 
 
 def bundle() -> str:

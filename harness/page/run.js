@@ -2,7 +2,7 @@
 import { wholeBar, stageBars } from "./bars.js";
 import { courseSection } from "./course.js";
 import { absent, h, note, scrolled, table } from "./dom.js";
-import { bytes, known, many, ms, perSecond, seconds, share, times, words } from "./format.js";
+import { bytes, known, many, ms, perSecond, quoted, seconds, share, times, words } from "./format.js";
 import { LABELS, MEANINGS, other, PARTS } from "./marks.js";
 import { supplySection } from "./supply.js";
 
@@ -179,7 +179,7 @@ function ranksSection(ranks) {
 function settingsSection({ report, config }) {
   const typed = report.run?.overrides ?? [];
   return [
-    h("p", {}, typed.length ? ["Typed: ", copyButton(typed.join(" "))] : "No setting was typed, or the report does not say."),
+    h("p", {}, typed.length ? ["Typed: ", copyButton(typed.map(quoted).join(" "))] : "No setting was typed, or the report does not say."),
     h("div", { class: "columns" }, pairs("Loader as used", report.loader), pairs("Environment", report.environment)),
     config && h("details", {}, h("summary", {}, "The whole configuration"), h("pre", { tabindex: "0" }, config)),
   ];

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,69 @@ _CONFIG = ".hydra/config.yaml"
 _MOST_RUNS, _MOST_FOLDERS = 1000, 50_000  # looked at below one folder
 _LARGEST_BYTES = 16 * 2**20  # of report.json and tuning.json, which have a few kilobytes
 _CONFIG_CHARACTERS = 32_000
-_WITHOUT_RUNS = ("checkpoints", "trace")
+_OF_A_RUN = ("checkpoints", "trace")  # folders in which there are no runs
 
 
-def find_runs(root: Path) -> dict[str, Path]:
-    """The run folders at and below ``root`` by name, at most 1,000: the path from ``root``, in natural order."""
-    found = dict(islice(each_run(root), _MOST_RUNS))
-    return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
+    """The run folders at and below ``root`` by name, which is the path from there, in natural order.
+
+    They are the 1,000 that were written to last, and ``notes`` is told where there are more.
+    """
+    found = [(changed_s(folder), name, folder) for name, folder in each_run(root, notes)]
+    if len(found) > _MOST_RUNS:
+        notes.append(f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last")
+    kept = sorted(nlargest(_MOST_RUNS, found), key=lambda run: _natural(run[1]))
+    return {name: folder for _, name, folder in kept}
 
 
-def each_run(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every run folder as it is found; links to folders are not followed."""
-    for path, folders, files in islice(os.walk(root), _MOST_FOLDERS):
-        if REPORT_JSON in files or METRICS_JSONL in files:
+def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:
+    """Every run folder as it is found, the last by name first; links to folders are not followed.
+
+    After ``most`` folders it ends, and ``notes`` is told.
+    """
+    for count, (path, folders, files) in enumerate(os.walk(root)):
+        if count == most:
+            notes.append(f"{root}: more than {most:,} folders; the rest, from {path} on, is not looked into: name one below it")
+            return
+        is_run = REPORT_JSON in files or METRICS_JSONL in files
+        if is_run:
             yield (os.path.relpath(path, root) if path != str(root) else root.resolve().name), Path(path)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _WITHOUT_RUNS)
+        passed = _OF_A_RUN if is_run else ()
+        looked_into = [name for name in folders if not name.startswith(".") and name not in passed]
+        folders[:] = sorted(looked_into, key=_natural, reverse=True)
+
+
+def changed_s(folder: Path) -> float:
+    """When the run in ``folder`` last wrote what it did, in seconds of the wall clock; 0 where it has not."""
+    return max(map(_changed_s, (folder / REPORT_JSON, folder / METRICS_JSONL)))
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def told(runs: Mapping[str, Path], make: Callable[[Path, str], str], notes: list[str]) -> list[str]:
+    """``make(folder, name)`` of each run; one that cannot be told is a note and no other's end."""
+    found = []
+    for name, folder in runs.items():
+        try:
+            found.append(make(folder, name))
+        except Exception as error:
+            notes.append(f"run {name} cannot be shown: {type(error).__name__}: {error}")
+    return found
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """A key by which job 10 comes after job 9."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def run_json(folder: Path, name: str, *, buckets: int = BUCKETS) -> str:
+    """One run as JSON, in letters of ASCII."""
+    return json.dumps(read_run(folder, name, buckets=buckets), allow_nan=False, separators=(",", ":"))
 
 
 def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, Any]:
@@ -62,6 +105,7 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
         notes.append(f"{TUNING_JSON} does not hold what the tuner writes")
     return {
         "name": name,
+        "changed_s": changed_s(folder),
         "report": fitted(latest(windows), REPORT) if report is None else report,
         "latest": report is None,
         "tuning": tuning,

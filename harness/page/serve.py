@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from harness.page.report import ASSETS, SCRIPTS, STYLE
-from harness.page.runs import BUCKETS, FILES, each_run, find_runs, read_run
+from harness.page.report import ASSETS, SCRIPTS, STYLE, listed
+from harness.page.runs import BUCKETS, FILES, each_run, find_runs, run_json, told
 
 _FEW_BUCKETS = 60  # points of a small chart beside others
+_GLANCED_AT = 2000  # folders, to see whether there is a run at all
 _REMOTE = re.compile(r"\w+://")
 
 App = Callable[[Mapping[str, Any], Callable[..., Any]], Iterable[bytes]]  # WSGI
@@ -23,19 +25,25 @@ Query = Mapping[str, list[str]]
 def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
     """Folders by label from ``--logdir``, whose label is empty, or else from ``--logdir_spec=label:path,label:path``."""
     if logdir:
-        return {"": str(logdir)}
+        return {"": _expanded(str(logdir))}
     found: dict[str, str] = {}
     for item in filter(None, (spec or "").split(",")):
         label, colon, path = item.partition(":")
         if not colon or "/" in label or path.startswith("//"):
             label = path = item
-        found[label] = path if _REMOTE.match(path) else str(Path(path).expanduser())
+        found[label] = _expanded(path)
     return found
 
 
+def _expanded(path: str) -> str:
+    """``path`` with a leading ``~`` as the home folder, which TensorBoard expands too."""
+    return path if _REMOTE.match(path) else os.path.expanduser(path)
+
+
 def has_run(folders: Mapping[str, str]) -> bool:
-    """Whether there is a run in one of ``folders``."""
-    return any(next(each_run(Path(path)), None) for path in _local(folders).values())
+    """Whether there is a run in one of ``folders``, or may be one: so many folders that a glance cannot tell."""
+    unseen: list[str] = []
+    return any(next(each_run(Path(path), unseen, _GLANCED_AT), None) or unseen for path in _local(folders).values())
 
 
 def apps(folders: Mapping[str, str]) -> dict[str, App]:
@@ -48,24 +56,28 @@ def _local(folders: Mapping[str, str]) -> dict[str, str]:
     return {label: path for label, path in folders.items() if not _REMOTE.match(path)}
 
 
-def _runs(folders: Mapping[str, str]) -> dict[str, Path]:
+def _runs(folders: Mapping[str, str], notes: list[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for label, path in _local(folders).items():
-        found |= {f"{label}/{name}" if label else name: folder for name, folder in find_runs(Path(path)).items()}
+        found |= {f"{label}/{name}" if label else name: folder for name, folder in find_runs(Path(path), notes).items()}
     return found
 
 
 def _list(folders: Mapping[str, str], query: Query) -> str:
     remote = [path for label, path in folders.items() if label not in _local(folders)]
     notes = [f"{path} is not on this machine: this page reads run folders on a local disk only" for path in remote]
-    runs = [_run_json(folder, name, _FEW_BUCKETS, _stamps(folder)) for name, folder in _runs(folders).items()]
-    return f'{{"notes": {json.dumps(notes)}, "runs": [{", ".join(runs)}]}}'
+    runs = told(_runs(folders, notes), partial(_run, buckets=_FEW_BUCKETS), notes)
+    return listed(runs, notes)
 
 
 def _one(folders: Mapping[str, str], query: Query) -> str:
     name = query.get("name", [""])[0]
-    folder = _runs(folders)[name]  # a name is looked up and never made into a path
-    return _run_json(folder, name, BUCKETS, _stamps(folder))
+    return _run(_runs(folders, [])[name], name, BUCKETS)  # a name is looked up and never made into a path
+
+
+def _run(folder: Path, name: str, buckets: int) -> str:
+    """One run as JSON, read anew if one of its files has changed."""
+    return _unchanged(folder, name, buckets, _stamps(folder))
 
 
 def _stamps(folder: Path) -> tuple[tuple[int, int] | None, ...]:
@@ -82,8 +94,8 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=1024)
-def _run_json(folder: Path, name: str, buckets: int, stamps: object) -> str:
-    return json.dumps(read_run(folder, name, buckets=buckets), allow_nan=False)
+def _unchanged(folder: Path, name: str, buckets: int, stamps: object) -> str:
+    return run_json(folder, name, buckets=buckets)
 
 
 def _file(path: Path) -> App:

@@ -10,7 +10,7 @@ _LARGEST = 1e300  # what is beyond is no figure, and an integer of JSON may be t
 
 _SPREAD = {"median": float, "p95": float, "max": float}
 _RATE = {"images_per_s": float, "low": float, "high?": float}  # without high: the interval is open above
-_SETTINGS = {str: object}  # a value of any plain kind, kept as it is
+_SETTINGS = {str: object}  # texts, truth values and finite numbers, kept as they are
 
 REPORT: Mapping[Any, Any] = {
     **{f"{name}?": str for name in ("status", "error", "stall_basis")},
@@ -62,7 +62,7 @@ def fitted(value: Any, shape: Any) -> Any:
     if shape is float:
         return number(value)
     if shape is object:
-        return None if isinstance(value, (list, dict)) or value != value else value
+        return value if isinstance(value, (str, bool)) else number(value)
     if shape is str:
         return value[:_LONGEST] if isinstance(value, str) else None
     return value if isinstance(value, shape) else None

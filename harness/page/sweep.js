@@ -43,10 +43,15 @@ function compare(a, b, falling) {
   return falling ? -order : order;
 }
 
+// The run that was written to last first.
+export function newest(runs) {
+  return runs.toSorted((a, b) => b.changed_s - a.changed_s);
+}
+
 // `open(name)` shows one run below; the view's `mark(name)` says which one that is.
 export function sweepView(runs, open) {
   const columns = [{ title: "run", of: (run) => run.name, show: asText }, ...FIGURES, ...differing(runs)];
-  const chosen = new Set(runs.slice(0, FIRST_CHOSEN).map((run) => run.name));
+  const chosen = new Set(newest(runs).slice(0, FIRST_CHOSEN).map((run) => run.name));
   const body = h("tbody");
   const multiples = h("div", { class: "multiples" });
   const redraw = () => multiples.replaceChildren(...small(runs, chosen, open));

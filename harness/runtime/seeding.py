@@ -1,6 +1,6 @@
 """Randomness that depends on what is computed, never on who computes it or when.
 
-Everything random about a sample comes from ``sample_rng(seed, epoch, index)``, so that workers, order of arrival and
+Everything random about a sample comes from ``SampleRng(seed, epoch, index)``, so that workers, order of arrival and
 tuning cannot change what the model sees. Torch's global generators serve the network alone (initialisation, dropout).
 """
 
@@ -14,26 +14,68 @@ import numpy as np
 import torch
 
 _ORDER = 1  # streams: two uses of one (seed, epoch) must not share random numbers
-_SAMPLE = 2
+SAMPLE, BATCH = 2, 3  # what is done to a sample on its own; what is done to whole batches, sample by sample
+_MASK, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
-    """The generator of one sample in one epoch.
+class SampleRng:
+    """The random numbers of one sample in one epoch: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from a keyed start.
 
-    The three numbers are packed without overlap into one integer, which ``random.Random`` spreads over its whole state
-    (MT19937's ``init_by_array``), so that no two samples share a stream.
+    A draw is a few operations on integers, so that ``uniforms`` gives the same numbers for a whole batch at once; seeding
+    ``random.Random`` takes longer than moving a small image.
     """
-    return random.Random(_packed(_SAMPLE, seed, epoch, index))
+
+    __slots__ = ("_state",)
+
+    def __init__(self, seed: int, epoch: int, index: int, stream: int = SAMPLE) -> None:
+        assert 0 <= index < 2**48
+        self._state = _mixed((_start(seed, epoch, stream) + index) & _MASK)
+
+    def random(self) -> float:
+        """Uniform in [0, 1)."""
+        self._state = (self._state + _GAMMA) & _MASK
+        return (_mixed(self._state) >> 11) * 2.0**-53
+
+    def uniform(self, low: float, high: float) -> float:
+        """Uniform between ``low`` and ``high``."""
+        return low + (high - low) * self.random()
+
+    def randrange(self, stop: int) -> int:
+        """One of 0 to ``stop`` - 1, for ``stop`` far below 2**53."""
+        return int(stop * self.random())
+
+
+def uniforms(seed: int, epoch: int, indices: np.ndarray, draws: int, stream: int = SAMPLE) -> np.ndarray:
+    """The first ``draws`` numbers of each sample's ``SampleRng``: float64 ``[len(indices), draws]`` in [0, 1)."""
+    with np.errstate(over="ignore"):
+        states = _mixed_array(np.uint64(_start(seed, epoch, stream)) + indices.astype(np.uint64))
+        steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+        return (_mixed_array(states[:, None] + steps) >> np.uint64(11)) * 2.0**-53
+
+
+def _start(seed: int, epoch: int, stream: int) -> int:
+    assert 0 <= seed < 2**32 and 0 <= epoch < 2**32
+    return _mixed((_mixed(stream) + (seed << 32 | epoch)) & _MASK)
+
+
+def _mixed(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
+    return z ^ (z >> 31)
+
+
+def _mixed_array(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 def order_rng(seed: int, epoch: int) -> np.random.Generator:
     """The generator of an epoch's sample order (Philox: the same numbers on every platform)."""
-    return np.random.Generator(np.random.Philox(_packed(_ORDER, seed, epoch, 0)))
-
-
-def _packed(stream: int, seed: int, epoch: int, index: int) -> int:
-    assert 0 <= seed < 2**32 and 0 <= epoch < 2**32 and 0 <= index < 2**48
-    return (stream << 112) | (seed << 80) | (epoch << 48) | index
+    assert 0 <= seed < 2**32 and 0 <= epoch < 2**32
+    return np.random.Generator(np.random.Philox(_ORDER << 112 | seed << 80 | epoch << 48))
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:

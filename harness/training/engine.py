@@ -103,7 +103,7 @@ class Engine:
         self.feed, self.val_feed = feed, val_feed
         self.outcome = Outcome()
         self.epoch_open = False
-        self.train_batches = device_batches(feed, config, world.device, watch.clock)
+        self.train_batches = step.batches(feed, watch.clock)
         self.val_batches = device_batches(val_feed, config, world.device)
         self.steps_per_epoch = math.ceil(len(feed) / config.trainer.accumulate_steps)
         self._worked: StageTotals | None = None  # by the feed's workers up to the window before

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from harness.config import Config, Mode, walk
+from harness.data.cache import PixelCache
 from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.engine import Engine
@@ -45,6 +46,7 @@ class Reporter:
         tuning: what a search did, as plain values: seconds, chosen, before and after; None where there was none.
         cores: what this rank may use.
         page: is written once ``report.json`` is.
+        cache: where decoded images are kept, if they are.
     """
 
     config: Config
@@ -52,6 +54,7 @@ class Reporter:
     tuning: Mapping[str, Any] | None
     cores: float
     page: Page
+    cache: PixelCache | None = None
 
     @contextmanager
     def reporting(self, engine: Engine) -> Iterator[None]:
@@ -132,6 +135,7 @@ class Reporter:
             "turns_ms": [{"val": val_ms, "train": train_ms} for val_ms, train_ms in outcome.turns_ms] or None,
             "loader": engine.feed.settings,
             "tuning": self.tuning,
+            "cache": self.cache.stats() if self.cache is not None else None,
             "verdict": judge(self._evidence(engine, total, worked, sampled)),
             "environment": environment(device),
             "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
@@ -185,6 +189,8 @@ class Reporter:
         if self.config.mode is Mode.train:
             say(f"loader         {engine.feed.settings}{self._gain()}")
             say(f"verdict        {report['verdict'].sentence}")
+        if self.cache is not None:
+            say(f"cache          {self.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")
         page, root = os.path.relpath(folder / "report.html"), os.path.relpath(_root(folder))
         say(f"look at it     {page}, or tensorboard --logdir {root}")

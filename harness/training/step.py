@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from harness.config import Config, Precision
+from harness.data.augment import BatchAugment
+from harness.data.mix import Mix
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime.distributed import World
 from harness.training.state import TrainState
@@ -45,12 +47,16 @@ class Step:
 
     Args:
         state: the network and what trains it; ``state.step`` counts the updates.
-        config: precision, accumulation, clipping, label smoothing.
+        config: precision, accumulation, clipping, label smoothing, and what is done to its batches.
         world: wraps the network in DDP where there are several ranks.
+        classes: how many there are; needed where mixup or CutMix is wanted.
     """
 
-    def __init__(self, state: TrainState, config: Config, world: World) -> None:
+    def __init__(self, state: TrainState, config: Config, world: World, classes: int | None = None) -> None:
         self.state = state
+        self._config, self._device = config, world.device
+        self._augment = BatchAugment.from_config(config.augment, config.seed)
+        self._mix = Mix.from_config(config.augment, classes, config.seed)
         self._scaled = config.trainer.precision is Precision.fp16
         self._clip_norm = config.optim.clip_norm
         self._smoothing = config.optim.label_smoothing
@@ -68,7 +74,10 @@ class Step:
         self._forward = None if alone else _ForwardTimer(state.network, config.trainer.accumulate_steps)
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
-        """Train on one of the ``parts`` batches of an update; the last one makes the update."""
+        """Train on one of the ``parts`` batches of an update; the last one makes the update.
+
+        Labels are int64 ``[N]``, or float ``[N, classes]`` where they were mixed.
+        """
         last = part == parts - 1
         quiet = isinstance(self.model, DistributedDataParallel) and not last
         with self.model.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
@@ -80,6 +89,10 @@ class Step:
         if last:
             with named("update"):
                 self._update()
+
+    def batches(self, feed: Iterable[Any], clock: StepClock | None = None) -> DataPrefetcher:
+        """The batches of ``feed`` as the step trains on them: augmented, normalised, mixed."""
+        return device_batches(feed, self._config, self._device, clock, augment=self._augment, mix=self._mix)
 
     @property
     def forward_ms(self) -> float | None:
@@ -158,8 +171,19 @@ class _ForwardTimer:
             self._seconds += time.perf_counter() - self._began_s if self._passes else 0.0
 
 
-def device_batches(feed: Iterable[Any], config: Config, device: torch.device, clock: StepClock | None = None) -> DataPrefetcher:
-    """The batches of ``feed`` as the step takes them; ``clock`` is told of their copies."""
+def device_batches(
+    feed: Iterable[Any],
+    config: Config,
+    device: torch.device,
+    clock: StepClock | None = None,
+    *,
+    augment: BatchAugment | None = None,
+    mix: Mix | None = None,
+) -> DataPrefetcher:
+    """The batches of ``feed`` on ``device``, normalised; ``clock`` is told of their copies.
+
+    Evaluation takes them so; for training, ``augment`` is done to them before they are normalised, and ``mix`` after it.
+    """
     return DataPrefetcher(
         feed,
         device,
@@ -169,6 +193,8 @@ def device_batches(feed: Iterable[Any], config: Config, device: torch.device, cl
         channels_last=config.trainer.channels_last,
         clock=clock,
         ahead=None if config.loader.device_prefetch else False,
+        augment=augment,
+        mix=mix,
     )
 
 

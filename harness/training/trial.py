@@ -18,7 +18,7 @@ from harness.runtime import signals
 from harness.runtime.device import synchronize
 from harness.runtime.distributed import World
 from harness.runtime.snapshot import Snapshot
-from harness.training.step import Step, device_batches
+from harness.training.step import Step
 from harness.watch.figures import StepRun
 
 _WARM_UP_STEPS = 5  # the first may compile and makes what an update allocates; cuDNN tries its kernels
@@ -80,14 +80,13 @@ class StepTrials:
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         """Some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
 
-        Its bytes are on the device; each step takes them normalised as in training, for that is the step's work, not the
-        loader's. A group is one step, or as many as last 25 ms. ``limit_s`` counts from the end of the first step, which may
-        compile.
+        Its bytes are on the device; each step takes them augmented and normalised as in training, for that is the step's
+        work, not the loader's. A group is one step, or as many as last 25 ms. ``limit_s`` counts from the end of the first
+        step, which may compile.
         """
-        images, labels, indices = (part.to(self.device) for part in batch[:3])
-        batches = device_batches(itertools.repeat(HostBatch(images, labels, indices)), self._config, self.device)
-        with contextlib.closing(batches):
-            return self._groups(batches, len(labels), limit_s)
+        placed = batch._replace(images=batch.images.to(self.device), labels=batch.labels.to(self.device))
+        with contextlib.closing(self._step.batches(itertools.repeat(placed))) as batches:
+            return self._groups(batches, len(placed.labels), limit_s)
 
     def _groups(self, batches: DataPrefetcher, size: int, limit_s: float) -> StepRun:
         self._group(batches, 1, warm_up=True)
@@ -116,7 +115,7 @@ class StepTrials:
         Raises:
             Whatever this rank's ``feed`` raises; with several ranks once all have stopped.
         """
-        with contextlib.closing(device_batches(feed, self._config, self.device)) as batches:
+        with contextlib.closing(self._step.batches(feed)) as batches:
             source = _Source(batches, (lambda: self._zeros(feed)) if self._world.size > 1 else None)
             self._stretch(source, 1, 1, 0.0)
             self._stretch(source, 0, skip, limit_s / 3)
@@ -182,7 +181,7 @@ class StepTrials:
             signals.check()
 
     def _on_device(self, batch: HostBatch) -> _Batch:
-        with contextlib.closing(device_batches([batch], self._config, self.device)) as batches:
+        with contextlib.closing(self._step.batches([batch])) as batches:
             return next(batches)
 
     def _zeros(self, feed: Feed) -> _Batch:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Generator, Sequence
+from itertools import zip_longest
 
-from harness.feed.interface import FeedSettings
+from harness.feed.arrays import ARRAYS
+from harness.feed.interface import PROCESSES, THREADS, FeedSettings
 from harness.tuning.evidence import DEPTHS, GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem, saturated
 from harness.tuning.figures import Trial
 from harness.tuning.search import Ask, Choice, Search, with_workers
@@ -19,6 +21,7 @@ KEEPS_UP = 0.98  # delivered over what can be reached with which there is nothin
 QUEUE_EMPTY = 0.01  # share of the images that may be lost for want of batches in flight
 _PROBE_S, _STEPS_S = 1.8, 2.0  # what one more measurement is likely to cost
 _TURNS, _TURNS_CROWDED = 3, 4  # of real steps on what is left
+_POINTS, _POINTS_OTHER = 6, 3  # probes of the supply curve of the user's form, and of each other one
 
 Asking = Generator[Ask, Trial, None]
 
@@ -37,20 +40,21 @@ class Auto:
             known.note(trial)
         if known.uneven(own.backend):
             yield from self._uneven()
-            return self._choice(known.cheapest_on_paper(own.backend))
+            return self._choice(known.cheapest_on_paper([form for form in self._forms() if form in known.costs]))
         if self._may_keep_up():
             yield from self._steps(own)
             if self._keeps_up(own):
                 yield from self._fewer()
                 return self._choice(known.cheapest_good())
-        for form in (own.backend, *(form for form in self.problem.forms if form != own.backend)):
-            yield from self._curve(form)
+        for form in self._forms():
+            if not self._needs_no_workers():
+                yield from self._curve(form)
         yield from self._settle(self._finalists())
         yield from self._confirm(known.cheapest_good())
         return self._choice(known.cheapest_good())
 
-    def _supply(self, settings: FeedSettings) -> Asking:
-        if settings.num_workers not in self.known.points(settings.backend) or not self.known.of("supply", settings):
+    def _supply(self, settings: FeedSettings, anew: bool = False) -> Asking:
+        if anew or settings.num_workers not in self.known.points(settings.backend) or not self.known.of("supply", settings):
             target = None if self.known.uneven(settings.backend) else MET * self.known.demand()
             self.known.note((yield Ask(settings, "supply", target=target)))
 
@@ -63,12 +67,20 @@ class Auto:
         return self.problem.budget_s - sum(trial.seconds for trial in spent) >= seconds
 
     def _uneven(self) -> Asking:
-        """Probe what looks best on paper, to know the samples' times better, until it stays the same."""
+        """Probe what looks best on paper, to know the samples' times better, until it stays the same; then other forms once."""
+        own, known = self.problem.own, self.known
         for _ in range(3):
-            looked = self.known.cheapest_on_paper(self.problem.own.backend)
-            if looked.num_workers in (0, *self.known.points(looked.backend)) or not self._has(3 * _PROBE_S):
-                return
+            looked = known.cheapest_on_paper([own.backend])
+            if looked.num_workers in (0, *known.points(own.backend)) or not self._has(3 * _PROBE_S):
+                break
             yield from self._supply(looked)
+        for form in self._forms():
+            if form != own.backend and self._has(3 * _PROBE_S):
+                yield from self._supply(with_workers(known.base(form), max(1, looked.num_workers)))
+
+    def _forms(self) -> list[str]:
+        """The forms in the order in which they are looked at: first arrays, which take one probe, then the user's own."""
+        return sorted(self.problem.forms, key=lambda form: (form != ARRAYS, form != self.problem.own.backend))
 
     # Nothing to gain?
 
@@ -78,13 +90,17 @@ class Auto:
         if not known.steady(own.backend):
             return False
         if own.num_workers == 0:
-            return known.at_most(own) >= 0.9 * known.reachable()
+            return known.at_most(own) >= 0.9 * self._goal()
         supply = known.supply(own)
-        return supply is not None and supply.images_per_s >= MET * known.reachable()
+        return supply is not None and supply.images_per_s >= MET * self._goal()
 
     def _keeps_up(self, settings: FeedSettings) -> bool:
         got = self.known.worth(settings)
-        return bool(self.known.of("steps", settings)) and got is not None and got >= KEEPS_UP * self.known.reachable()
+        return bool(self.known.of("steps", settings)) and got is not None and got >= KEEPS_UP * self._goal()
+
+    def _goal(self) -> float:
+        """Images/s with which nothing can be gained: the step's own, or of a single form those that the processors allow."""
+        return self.known.demand() if len(self.problem.forms) > 1 else self.known.reachable()
 
     def _fewer(self) -> Asking:
         """Try far fewer workers than the user's, where the prediction says that they would do."""
@@ -102,13 +118,15 @@ class Auto:
         return max(1, min(math.ceil(min(need, self.known.filling(form))), self.known.most(form)))
 
     def _curve(self, form: str) -> Asking:
-        base = self.known.base(form)
-        if form not in self.known.costs:
-            yield from self._supply(with_workers(base, 1))
-        if form not in self.known.costs:  # one worker could not be measured, so more of them cannot either
+        base, own = self.known.base(form), self.problem.own.backend
+        if form not in self.known.costs and not self.known.points(form):  # at first as many as the user's form would need
+            yield from self._supply(with_workers(base, self._predicted(own) if own in self.known.costs else 1))
+        if form == own == ARRAYS:  # whose first probe had to decode what it gave
+            yield from self._supply(base, anew=True)
+        if form not in self.known.costs or form == ARRAYS:  # what could not be measured once cannot be with more workers
             return
         workers: int | None = self._predicted(form)
-        for _ in range(6):
+        for _ in range(_POINTS if form == own else _POINTS_OTHER):
             if workers is None or not self._has(3 * _PROBE_S):
                 break
             yield from self._supply(with_workers(base, workers))
@@ -144,18 +162,27 @@ class Auto:
         good = min(n for n, rate in points.items() if rate >= (1 - GAIN) * best)
         return knee if 0 < knee < good and knee not in points else None
 
+    def _needs_no_workers(self) -> bool:
+        """Whether arrays were found to feed the model: no other form could do as well with less."""
+        got = self.known.delivered(self.known.base(ARRAYS)) if ARRAYS in self.known.costs else None
+        return got is not None and got.images_per_s >= (1 - TOLERANCE) * self.known.demand()
+
     # The last few
 
     def _finalists(self) -> list[FeedSettings]:
         """The settings that real steps have to tell apart, the user's own and the most promising first; at most five."""
         own, known = self.problem.own, self.known
-        found = [own]
-        for form in known.costs:
-            counts = [*self._sufficient(form), *(self._near_roofline(form) if known.crowded(form) else [])]
-            found += [self._deep_enough(with_workers(known.base(form), n)) for n in counts]
-            found.append(with_workers(known.base(form), 0))
+        candidates = sorted(map(self._candidates, known.costs), key=lambda found: -max(map(known.at_most, found), default=0.0))
+        found = [own, *(s for turn in zip_longest(*candidates) for s in turn if s is not None)]  # the forms by turns
         fair = (0.75 if self._is_crowded() else 0.9) * max(map(known.at_most, found))  # bounds that few reach in a crowd
         return list(dict.fromkeys(s for s in found if s == own or known.at_most(s) >= fair))[:5]
+
+    def _candidates(self, form: str) -> list[FeedSettings]:
+        """What may be the best of one form."""
+        base = self.known.base(form)
+        counts = [*self._sufficient(form), *(self._near_roofline(form) if self.known.crowded(form) else [])]
+        found = [self._deep_enough(with_workers(base, n)) for n in counts]
+        return found if form == THREADS and PROCESSES in self.known.costs else [*found, with_workers(base, 0)]
 
     def _sufficient(self, form: str) -> list[int]:
         """The fewest workers that were measured to meet demand, or else to give nearly what the most of them did."""
@@ -182,7 +209,9 @@ class Auto:
 
     def _settle(self, finalists: Sequence[FeedSettings]) -> Asking:
         """Real steps on the finalists in turn, there and back, until the best is known or too little time is left."""
-        left = [s for s in finalists if self.known.steady(s.backend) and not self.known.refused(s)]
+        left = [s for s in finalists if not self.known.refused(s)]
+        if not all(self.known.steady(s.backend) for s in left):
+            return
         for turn in range(_TURNS_CROWDED if self._is_crowded() else _TURNS):
             if left in ([], [self.problem.own]) or not self._has(2 * _STEPS_S):
                 return
@@ -250,11 +279,13 @@ class Auto:
         cost = self.known.costs.get(chosen.backend)
         if cost is None:
             return "no worker could be measured"
-        on_processor = min(1.0, cost.cpu_s / cost.wall_s)
-        each = f"a sample takes a worker {cost.wall_s * 1e3:.2g} ms, {on_processor:.0%} of it on a processor"
+        on_processor, who = min(1.0, cost.cpu_s / cost.wall_s), "the trainer" if chosen.backend == ARRAYS else "a worker"
+        each = f"a sample takes {who} {cost.wall_s * 1e3:.2g} ms, {on_processor:.0%} of it on a processor"
         if not self._has(0.0):
             return f"{each}; the time was over before more could be tried (tuner.budget_s)"
         if chosen == self.problem.own:
             return f"{each}; nothing cheaper does as well, and nothing is faster"
         what = "keeps the model busy" if bound == "model" else "delivers what can be had"
+        if chosen.backend == ARRAYS:
+            return f"{each}; a feed of arrays needs no workers and {what}"
         return f"{each}; num_workers={chosen.num_workers} is the least that {what}"

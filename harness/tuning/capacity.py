@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import THREADS, FeedSettings
 from harness.runtime.limits import Limits
 
 _SHARE = 0.8  # of what is free: the rest is for what the reckoning leaves out
 _WAITING = 2  # batches beside those that the workers have in hand: one handed over, one in use
+_LENT = 3  # batches of threads beside those that are ready: one in the making, one handed over, one in use
 _PINNED = 3  # page-locked copies: those two, and one that waits for them
 _FILES_PER_BATCH = 2 * 3  # two for each of images, labels and indices
 _FILES_PER_WORKER = 10  # pipes and queues
@@ -34,19 +35,25 @@ class Needs:
 NONE = Needs()
 
 
-def needs(settings: FeedSettings, batch_bytes: int | None, worker_bytes: int) -> Needs:
+def needs(settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int = 0) -> Needs:
     """What a feed of ``settings`` takes.
 
     Args:
         settings: the feed's.
         batch_bytes: of one batch's tensors; None where that is not known, and batches are left out.
-        worker_bytes: private memory of one worker, without its batches.
+        worker_bytes: private memory of one worker process, without its batches.
+        held_bytes: what the feed holds besides its batches.
     """
-    return Needs(*(sum(amount for _, amount in terms) for terms in _terms(settings, batch_bytes, worker_bytes)))
+    return Needs(*(sum(amount for _, amount in terms) for terms in _terms(settings, batch_bytes, worker_bytes, held_bytes)))
 
 
 def refusal(
-    settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, limits: Limits, beside: Needs = NONE
+    settings: FeedSettings,
+    batch_bytes: int | None,
+    worker_bytes: int,
+    limits: Limits,
+    beside: Needs = NONE,
+    held_bytes: int = 0,
 ) -> str | None:
     """Why a feed of ``settings`` will not fit, as one line of arithmetic; None where it does.
 
@@ -56,8 +63,9 @@ def refusal(
         worker_bytes: private memory of one worker, without its batches.
         limits: what this rank may use.
         beside: what another feed of this rank takes at the same time.
+        held_bytes: what the feed holds besides its batches.
     """
-    shm, memory, files = _terms(settings, batch_bytes, worker_bytes)
+    shm, memory, files = _terms(settings, batch_bytes, worker_bytes, held_bytes)
     fifth = "a fifth is kept back"
     if limits.shm_bytes is not None and (sums := _over(shm, beside.shm_bytes, _SHARE * limits.shm_bytes)):
         return f"{sums} of shared memory, of which {shown(limits.shm_bytes)} are free ({fifth}): not tried"
@@ -103,12 +111,17 @@ def shown(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def _terms(settings: FeedSettings, batch_bytes: int | None, worker_bytes: int) -> tuple[_Terms, _Terms, _Terms]:
+def _terms(
+    settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int
+) -> tuple[_Terms, _Terms, _Terms]:
     """What adds up to the shared memory, the memory and the open files of a feed."""
     workers, prefetch, size = settings.num_workers, settings.prefetch_factor or 0, batch_bytes or 0
+    block = 1 << (size - 1).bit_length() if size and settings.pin_memory else 0  # torch rounds it up to a power of two
+    if settings.backend == THREADS:
+        text, count = f"(prefetch_factor={prefetch} + {_LENT})" if prefetch else f"{_LENT} batches", prefetch + _LENT
+        return [], [(f"{text} x {shown(block or size)}", count * (block or size))], []
     batches = f"(num_workers={workers} x prefetch_factor={prefetch} + {_WAITING})" if workers else f"{_WAITING} batches"
     in_flight = f"{batches} x {shown(size)}", (workers * prefetch + _WAITING) * size
-    block = 1 << (size - 1).bit_length() if size and settings.pin_memory else 0  # torch rounds it up to a power of two
     each = _FILES_PER_BATCH * prefetch + _FILES_PER_WORKER
     return (
         [in_flight] if workers else [],
@@ -116,6 +129,7 @@ def _terms(settings: FeedSettings, batch_bytes: int | None, worker_bytes: int) -
             (f"num_workers={workers} x {shown(worker_bytes)}", workers * worker_bytes),
             in_flight,
             (f"{_PINNED} pinned x {shown(block)}", _PINNED * block),
+            (f"{shown(held_bytes)} of images", held_bytes),
         ],
         [(f"num_workers={workers} x ({_FILES_PER_BATCH} x prefetch_factor={prefetch} + {_FILES_PER_WORKER})", workers * each)],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,22 +53,24 @@ def scale_of(report: TuningReport) -> Scale:
     return Scale(max(1, *workers), 1.1 * max(fastest, highest, demand) or 1.0)
 
 
-def supply_figure(report: TuningReport) -> tuple[bytes, int, int]:
-    """A PNG with its width and height in pixels.
+def supply_figure(report: TuningReport, form: str) -> tuple[bytes, int, int]:
+    """A PNG with its width and height in pixels, of the trials of one form, to the scale of all.
 
     Supply is dots and delivered rates are diamonds, with 95 % intervals as bars; refused settings are crosses on the lower
     edge; a ring and a dotted line mark the choice, a dashed line the demand.
     """
-    scale, canvas = scale_of(report), _Canvas()
-    _draw_axes(canvas, scale)
-    _draw_choice_line(canvas, scale, report)
+    scale, canvas, chosen = scale_of(report), _Canvas(), report.settings.backend == form
+    trials = [trial for trial in report.trials if trial.settings.backend == form]
+    _draw_axes(canvas, scale, form)
+    if chosen:
+        _draw_choice_line(canvas, scale, report)
     if report.demand:
         _draw_demand(canvas, scale, report.demand)
-    for trial in report.trials:
+    for trial in trials:
         _draw_trial(canvas, scale, trial)
-    if at := choice_at(scale, report):
+    if chosen and (at := choice_at(scale, report)):
         canvas.ring(at, 8, INK)
-    _draw_legend(canvas, report)
+    _draw_legend(canvas, trials)
     return canvas.png(), WIDTH, HEIGHT
 
 
@@ -148,7 +150,7 @@ class _Canvas:
         return (*self._fine((at[0] - radius, at[1] - radius)), *self._fine((at[0] + radius, at[1] + radius)))
 
 
-def _draw_axes(canvas: _Canvas, scale: Scale) -> None:
+def _draw_axes(canvas: _Canvas, scale: Scale, form: str) -> None:
     for rate in ticks(scale.max_rate, 6):
         _, y = scale.at(0, rate)
         canvas.line([(LEFT, y), (RIGHT, y)], GRID)
@@ -158,7 +160,7 @@ def _draw_axes(canvas: _Canvas, scale: Scale) -> None:
         canvas.line([(x, BOTTOM), (x, BOTTOM + 4)], PALE)
         canvas.text((x, BOTTOM + 8), f"{workers:.0f}", PALE, "ma")
     canvas.line([(LEFT, BOTTOM), (RIGHT, BOTTOM)], PALE)
-    canvas.text(((LEFT + RIGHT) / 2, HEIGHT - 6), "num_workers", INK, "md")
+    canvas.text(((LEFT + RIGHT) / 2, HEIGHT - 6), f"num_workers ({form})", INK, "md")
     canvas.text((8, TOP - 12), "images/s", INK, "ld")
 
 
@@ -196,15 +198,15 @@ def _draw_trial(canvas: _Canvas, scale: Scale, trial: Trial) -> None:
     (canvas.diamond if steps else canvas.dot)((x, y), 6 if steps else 5, colour)
 
 
-def _draw_legend(canvas: _Canvas, report: TuningReport) -> None:
+def _draw_legend(canvas: _Canvas, trials: Sequence[Trial]) -> None:
     marks = [
-        (any(t.rate and t.kind != "steps" for t in report.trials), canvas.dot, SUPPLY, "loader alone"),
-        (any(t.rate and t.kind == "steps" for t in report.trials), canvas.diamond, STEPS, "delivered to steps"),
-        (any(t.rate is None for t in report.trials), canvas.cross, REFUSED, "refused"),
+        (any(t.rate and t.kind != "steps" for t in trials), canvas.dot, SUPPLY, "loader alone"),
+        (any(t.rate and t.kind == "steps" for t in trials), canvas.diamond, STEPS, "delivered to steps"),
+        (any(t.rate is None for t in trials), canvas.cross, REFUSED, "refused"),
     ]
     x, y = float(LEFT + 24), 16.0
     for present, draw, colour, label in marks:
         if present:
             draw((x, y), 5, colour)
             x += 10 + canvas.text((x + 10, y), label, INK, "lm") + 18
-    canvas.text((x, y), "bars: 95 % interval" if any(t.rate for t in report.trials) else "nothing was measured", PALE, "lm")
+    canvas.text((x, y), "bars: 95 % interval" if any(t.rate for t in trials) else "nothing was measured", PALE, "lm")

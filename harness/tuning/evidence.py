@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from harness.feed.interface import FeedSettings
+from harness.feed.arrays import ARRAYS, in_form
+from harness.feed.interface import THREADS, FeedSettings
 from harness.tuning import queueing
 from harness.tuning.figures import Rate, SampleCost, Trial
-from harness.tuning.search import cost_of, with_workers
+from harness.tuning.search import cost_of, in_flight, with_workers
 
 MET = 1.05  # supply over demand with which a measured setting feeds the model
 GAIN = 0.03  # more workers that give less than this are not worth having
@@ -27,6 +28,7 @@ _UNEVEN_S = 0.01
 SPARE = 1.1  # how much more than demand uneven samples are reckoned to have to meet
 DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
 _LONG_WAIT = 0.15  # of the time
+_SLOWED = 0.05  # of its speed: what a step may lose to threads, which share its interpreter, without waiting for data
 BUSY = 0.8  # share of the cores above which workers and step are in each other's way
 
 
@@ -96,7 +98,7 @@ class Evidence:
 
     def base(self, form: str) -> FeedSettings:
         """The user's settings in ``form``, pinned if that pays, with as many batches in flight as fit with one worker."""
-        base = dataclasses.replace(self.problem.own, backend=form, pin_memory=self.problem.pin_memory)
+        base = dataclasses.replace(in_form(self.problem.own, form), pin_memory=self.problem.pin_memory)
         depth = base.prefetch_factor or 2
         fitting = (k for k in range(depth, 1, -1) if self.problem.fits(with_workers(base, 1, k)) is None)
         return dataclasses.replace(base, prefetch_factor=next(fitting, 1)) if base.num_workers else base
@@ -138,22 +140,27 @@ class Evidence:
         if workers == 0:
             return 1 / (1 / demand + cost.wall_s)
         crowding = max(1.0, workers * cost.cpu_s / cost.wall_s / self.problem.cores)
-        batches = crowding * queueing.batch_times(self.times(settings.backend), size)
-        return size * queueing.delivered(batches, workers, settings.prefetch_factor or 1, size / demand)
+        drawn = queueing.batch_times(self.times(settings.backend), size)
+        batches = queueing.Batches(crowding * drawn.total_s, crowding * drawn.longest_s)
+        if settings.backend == THREADS:
+            return size * queueing.delivered_together(batches, workers, in_flight(settings), size / demand)
+        return size * queueing.delivered(batches.total_s, workers, settings.prefetch_factor or 1, size / demand)
 
-    def cheapest_on_paper(self, form: str) -> FeedSettings:
-        """The cheapest setting that on paper delivers as much as the best, and as the user's own, within the tolerances.
+    def cheapest_on_paper(self, forms: Iterable[str]) -> FeedSettings:
+        """The cheapest setting of ``forms`` that on paper delivers as much as their best, and as the user's own.
 
-        It is for a somewhat faster step: how many samples are slow is known from a few dozen of them at best.
+        Both within the tolerances, and for a somewhat faster step: how many samples are slow is known from a few dozen at best.
         """
-        base, demand = self.base(form), SPARE * self.problem.demand.images_per_s
-        rates = {s: self.on_paper(s, demand) for s in (self.problem.own, with_workers(base, 0)) if not self.refused(s)}
-        for workers in range(1, self.most(form) + 1):
-            tried = [with_workers(base, workers, depth) for depth in DEPTHS]
-            rates |= {s: self.on_paper(s, demand) for s in tried if not self.refused(s)}
-            if any(rates.get(s, 0.0) >= 0.995 * demand for s in tried):  # more workers can only cost more
-                break
-        return self._cheapest(rates)
+        own, demand = self.problem.own, SPARE * self.problem.demand.images_per_s
+        rates = {} if self.refused(own) else {own: self.on_paper(own, demand)}
+        for form in forms:
+            base = self.base(form)
+            for workers in range(1 if form == ARRAYS else self.most(form) + 1):
+                tried = [with_workers(base, workers, depth) for depth in (DEPTHS if workers else DEPTHS[:1])]
+                rates |= {s: self._sure(s) * self.on_paper(s, demand) for s in tried if not self.refused(s)}
+                if workers and any(rates.get(s, 0.0) >= 0.995 * demand for s in tried):  # more workers can only cost more
+                    break
+        return self.cheapest(rates)
 
     def supply(self, settings: FeedSettings) -> Rate | None:
         """What the loader alone gives, as measured; without workers what one sample's cost predicts."""
@@ -194,12 +201,19 @@ class Evidence:
         """What tells two settings apart, in images/s.
 
         Where steps and workers fight for the processors, or steps wait long, it is what steps get; else what they would get by
-        their waits, because then the steps' own time is the same noise under every setting.
+        their waits, because then the steps' own time is the same noise under every setting; but threads may slow the steps.
         """
         got, wait = self.delivered(settings), self.wait(settings)
         if got is None or wait is None or wait > _LONG_WAIT or self.crowded(settings.backend):
-            return None if got is None else got.images_per_s
-        return self.demand() * (1 - wait)
+            return None if got is None else self._sure(settings) * got.images_per_s
+        by_waits = self.demand() * (1 - wait)
+        slowed = settings.backend == THREADS and got.images_per_s < (1 - _SLOWED) * by_waits
+        return got.images_per_s if slowed else self._sure(settings) * by_waits
+
+    def _sure(self, settings: FeedSettings) -> float:
+        """What is sure of a predicted rate: less of threads that were not seen beside real steps."""
+        seen = settings.backend != THREADS or settings == self.problem.own or self.of("steps", settings)
+        return 1.0 if seen or not settings.num_workers else 1 - _SLOWED
 
     def at_most(self, settings: FeedSettings) -> float:
         """What ``settings`` deliver, or at most, where only a sample's cost is known; 0 where they are refused."""
@@ -265,9 +279,10 @@ class Evidence:
         ranked = any(t.settings != self.problem.own for t in steps)
         pool = steps if ranked else [*steps, *self.of("supply")]
         known = dict.fromkeys(t.settings for t in pool if t.settings not in failed)
-        return self._cheapest({s: worth for s in known if (worth := self.worth(s)) is not None})
+        return self.cheapest({s: worth for s in known if (worth := self.worth(s)) is not None})
 
-    def _cheapest(self, rates: Mapping[FeedSettings, float]) -> FeedSettings:
+    def cheapest(self, rates: Mapping[FeedSettings, float]) -> FeedSettings:
+        """The cheapest of the settings whose ``rates`` are the best's and the user's own, within the tolerances."""
         own = self.problem.own
         if not rates:
             return own
@@ -281,7 +296,7 @@ class Evidence:
             return "unknown"
         if got.images_per_s >= 0.97 * self.demand():
             return "model"
-        if got.images_per_s >= BUSY * self.roofline(chosen.backend):
+        if got.images_per_s >= BUSY * self.roofline(chosen.backend) or chosen.backend == ARRAYS:  # which no worker can help
             return "processor"
         if chosen.num_workers >= self.most(chosen.backend) and not saturated(self.points(chosen.backend)):
             if chosen.num_workers >= self.problem.most:

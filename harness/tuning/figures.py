@@ -66,7 +66,7 @@ class SampleCost:
     """What one sample costs.
 
     Attributes:
-        wall_s: seconds inside a worker.
+        wall_s: seconds inside a worker, or inside this process where there are none.
         cpu_s: of these, seconds on a processor.
         variation: standard deviation of ``wall_s`` over its mean.
         receive_s: processor seconds of the process that takes the batches.
@@ -124,7 +124,7 @@ class Trainee(Protocol):
         ...
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Steps on one batch whose bytes stay on the device, warmed up, for at most about ``limit_s`` seconds and at least two."""
+        """Steps on one batch whose bytes stay on the device, warmed up, for about ``limit_s`` seconds, and at least two."""
         ...
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
@@ -158,6 +158,10 @@ class Probes(Protocol):
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         """Bytes of one batch's tensors; None where only loading one would tell."""
+        ...
+
+    def held_bytes(self, settings: FeedSettings) -> int:
+        """Bytes of memory that feeds of ``settings`` hold besides their batches."""
         ...
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from harness.feed.gauge import Gauge
-from harness.feed.interface import FeedSettings, HostBatch
+from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
 from harness.tuning import capacity, probe
 from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
-from harness.tuning.search import Ask
+from harness.tuning.search import Ask, in_flight
 from harness.watch.figures import StepRun
 
 PASSES, PASS_BATCHES = 4, 15  # the tutorial's
@@ -37,6 +38,7 @@ class Lab:
     worker_bytes: int = _WORKER_BYTES
     batch: HostBatch | None = None
     _sample_s: float = 0.0  # the longest mean of a probe
+    _seen: int = 0  # batches of the last probe on samples of its own
     _batch_bytes: dict[int, int] = field(default_factory=dict)  # by batch size, where only loading one tells
 
     def attempt(self, ask: Ask) -> Trial:
@@ -65,12 +67,17 @@ class Lab:
                 raise BadSample(*where)
         return min((trial for trial, _ in outcomes), key=lambda t: t.rate.images_per_s if t.rate else -1.0)
 
-    def demand(self, limit_s: float) -> tuple[Rate, float] | None:
-        """Images/s of the median step on the slowest rank, and its processor seconds per image; None without any batch."""
+    def demand(
+        self, limit_s: float, rate: Callable[[Sequence[float], Sequence[float]], Rate] = Rate.typical
+    ) -> tuple[Rate, float] | None:
+        """Images/s of the step on the slowest rank, and its processor seconds per image; None without any batch.
+
+        By default it is the median step's, which a busy machine's slow steps leave alone; ``Rate.of`` counts these as well.
+        """
         if self.batch is None:
             return None
         run = self.trainee.demand(self.batch, limit_s)
-        own = Rate.typical(run.images, run.seconds), run.cpu_s / sum(run.images)
+        own = rate(run.images, run.seconds), run.cpu_s / sum(run.images)
         found: list[tuple[Rate, float]] = self.ranks.gathered(own)
         return min(found, key=lambda rank: rank[0].images_per_s)
 
@@ -87,15 +94,17 @@ class Lab:
 
     def refusal(self, settings: FeedSettings) -> str | None:
         """Why ``settings`` cannot fit, with the arithmetic, or None."""
-        return capacity.refusal(settings, self.batch_bytes(settings), self.worker_bytes, self.limits)
+        held = self.probes.held_bytes(settings)
+        return capacity.refusal(settings, self.batch_bytes(settings), self.worker_bytes, self.limits, held_bytes=held)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         """Bytes of one batch's tensors, where they are known."""
         return self.probes.batch_bytes(settings) or self._batch_bytes.get(settings.batch_size)
 
     def memory_bytes(self, settings: FeedSettings) -> int:
-        """What a feed of ``settings`` takes: its workers' private memory and its batches in flight."""
-        needs = capacity.needs(settings, self.batch_bytes(settings), self.worker_bytes)
+        """What a feed of ``settings`` takes: its workers' private memory, its batches in flight, and images that it holds."""
+        held = self.probes.held_bytes(settings)
+        needs = capacity.needs(settings, self.batch_bytes(settings), self.worker_bytes, held)
         return needs.memory_bytes
 
     def _supply(self, ask: Ask) -> Trial:
@@ -103,10 +112,14 @@ class Lab:
             gauge = Gauge(ask.settings.num_workers)
         except (OSError, RuntimeError) as error:
             raise LoaderError(f"no shared memory for counting: {error}") from error
-        feed = self.probes.probe(self._patient(ask.settings), gauge)
-        until = probe.Until(ask.limit_s, ask.target, need_batch=self.batch is None)
+        again = ask.settings.num_workers == 0 and self._seen > 0  # none of these hangs this process, and none is to be decoded
+        feed = self.probes.probe(self._patient(ask.settings), gauge, again=again)
+        until = probe.Until(ask.limit_s, ask.target, need_batch=self.batch is None, skip=self._seen if again else 0)
         found = probe.measure_supply(feed, gauge, self.ranks, until)
         self._learn(found)
+        if found.batches and not again:
+            self._seen = found.batches
+            self.probes.saw(found.batches)
         memory = self.memory_bytes(ask.settings)
         return Trial(ask.settings, "supply", found.rate, found.images, cost=found.cost, memory_bytes=memory)
 
@@ -114,13 +127,14 @@ class Lab:
         in_process = ask.settings.num_workers == 0  # these samples have come from workers: none of them hangs this process
         feed = self.probes.probe(self._patient(ask.settings), again=in_process)
         try:
-            run = self.trainee.deliver(feed, ask.settings.num_workers * (ask.settings.prefetch_factor or 0), ask.limit_s)
+            run = self.trainee.deliver(feed, in_flight(ask.settings), ask.limit_s)
         finally:
             feed.close()
         if not run.images:
             raise LoaderError("refused on another rank")
         wait = sum(run.waits_s) / sum(run.seconds)
-        memory, rate = self.memory_bytes(ask.settings), _rate(run, max(1, ask.settings.num_workers))
+        bursts = ask.settings.num_workers if ask.settings.backend == PROCESSES else 1  # of a batch from each worker
+        memory, rate = self.memory_bytes(ask.settings), _rate(run, max(1, bursts))
         return Trial(ask.settings, "steps", rate, sum(run.images), wait_fraction=wait, memory_bytes=memory)
 
     def _passes(self, ask: Ask) -> Trial:
@@ -133,8 +147,6 @@ class Lab:
         if seen:
             self.worker_bytes = seen if self.worker_bytes == _WORKER_BYTES else max(self.worker_bytes, seen)
         self._sample_s = max(self._sample_s, found.cost.wall_s)
-        if found.batches:
-            self.probes.saw(found.batches)
         if found.batch is not None and self.batch is None:
             self.batch = found.batch
             tensors = (found.batch.images, found.batch.labels, found.batch.indices)
@@ -152,7 +164,7 @@ def _symptom(text: str) -> str:
 
 
 def _rate(run: StepRun, cycle: int) -> Rate:
-    """The rate of consecutive steps, in up to ten blocks of whole cycles: batches come in bursts of one from each worker."""
+    """The rate of consecutive steps, in up to ten blocks of whole cycles of so many batches, which come in bursts."""
     cycles = len(run.images) // cycle
     cycle = cycle if cycles > 1 else 1  # too few: by single steps
     skip, size = len(run.images) % cycle, cycle * -(-max(1, len(run.images) // cycle) // _BLOCKS)

@@ -105,6 +105,9 @@ class _Probes:
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return None if self.last is None else sum(tensor.nbytes for tensor in _tensors(self.last))
 
+    def held_bytes(self, settings: FeedSettings) -> int:
+        return 0
+
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return train
 

@@ -28,7 +28,7 @@ _MAX_AGE_S = 30 * 24 * 3600.0
 _POLL_S = 0.1
 _SOURCES = ("data", "feed", "tuning")  # rooms whose code decides what a sample costs, and what is chosen
 _SETTINGS = {  # those that decide what a sample or a step costs, besides all of augment and tuner
-    "data": ("image_size", "eval_resize", "exif_orientation"),
+    "data": ("image_size", "eval_resize", "exif_orientation", "cache", "cache_gb", "cache_max_side"),
     "loader": ("backend", "batch_size", "start_method", "device_prefetch"),
     "model": ("name",),
     "optim": ("name",),
@@ -160,7 +160,7 @@ def fingerprint(
     tuner = {name: value for name, value in plain["tuner"].items() if name != "fresh"}
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
-        "packages": {name: metadata.version(name) for name in ("numpy", "pillow")},
+        "packages": {name: metadata.version(name) for name in ("numpy", "pillow", "simplejpeg")},
         "sources": _sources(),
         "ranks": [world_size, local_size],
         "threads": torch.get_num_threads(),

@@ -17,6 +17,7 @@ from harness.feed.interface import Feed, HostBatch
 from harness.runtime import signals
 from harness.runtime.errors import LoaderError
 from harness.tuning.figures import Ranks, Rate, SampleCost
+from harness.tuning.search import in_flight
 
 POLL_S = 0.05
 STUCK_S = 10.0  # without a single sample for so long, the workers hang
@@ -53,11 +54,15 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """When a probe is over: after ``limit_s``, sooner where ``target`` is decided, not before a batch where one is needed."""
+    """When a probe is over: after ``limit_s``, sooner where ``target`` is decided, not before a batch where one is needed.
+
+    It begins after ``skip`` batches besides those that fill the queue.
+    """
 
     limit_s: float
     target: float | None = None
     need_batch: bool = False
+    skip: int = 0
 
 
 def measure_supply(feed: Feed, gauge: Gauge, ranks: Ranks, until: Until, now: Clock = time.perf_counter) -> Supply:
@@ -72,7 +77,7 @@ def measure_supply(feed: Feed, gauge: Gauge, ranks: Ranks, until: Until, now: Cl
         BadSample: a sample cannot be read.
         LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while longer at the start.
     """
-    meter = _Meter(gauge, max(1, feed.settings.num_workers), _queue_length(feed), until)
+    meter = _Meter(gauge, max(1, feed.settings.num_workers), in_flight(feed.settings) + until.skip, until)
     failure: Exception | None = None
     batches, looked = feed.polled(POLL_S), now()
     try:
@@ -109,11 +114,6 @@ def _take(batches: Iterator[HostBatch | None], meter: _Meter, now: Clock) -> Exc
     return meter.stuck(now())
 
 
-def _queue_length(feed: Feed) -> int:
-    """How many batches the workers may have in hand before one is taken; what they take is no measure of the feed's speed."""
-    return feed.settings.num_workers * (feed.settings.prefetch_factor or 0)
-
-
 def _worker_bytes(feed: Feed) -> int:
     for pid in feed.worker_pids[:1]:
         try:
@@ -129,13 +129,13 @@ class _Meter:
 
     gauge: Gauge
     workers: int
-    queue: int
+    queue: int  # batches that come before it: what they take is no measure of the feed's speed
     until: Until
     points: list[tuple[float, Work]] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)  # of this process, at each point
     batches: int = 0
     last: HostBatch | None = None
-    began: float | None = None  # when every worker had moved
+    began: float | None = None  # when every worker had moved, or all were seen to be at work
     seen: tuple[float, int] | None = None  # when a sample was last seen to be done, and how many were
 
     def received(self, batch: HostBatch) -> None:
@@ -156,7 +156,7 @@ class _Meter:
     def look(self, at: float) -> bool:
         """Note how far the workers are; whether enough is known."""
         work = self.gauge.read()
-        if self.began is None and work.moved >= self.workers:
+        if self.began is None and (work.moved >= self.workers or self.batches > self.queue):
             self.began = at
         if self.began is None or (self.batches <= self.queue and at - self.began < _QUEUE_S and not self.points):
             return False

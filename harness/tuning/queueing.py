@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 _BATCHES = 1000
 
 
-def batch_times(times: Sequence[tuple[float, float]], batch_size: int) -> np.ndarray:
-    """Seconds that a worker needs for each of many batches, drawn from the times of samples; float64 ``[1000]``.
+class Batches(NamedTuple):
+    """What many batches take, in seconds; float64 ``[1000]`` each: all samples one after the other, and the longest of them."""
+
+    total_s: np.ndarray
+    longest_s: np.ndarray
+
+
+def batch_times(times: Sequence[tuple[float, float]], batch_size: int) -> Batches:
+    """Batches drawn from the times of samples, the same on every call.
 
     Args:
         times: (seconds, how many samples took them).
@@ -18,8 +26,7 @@ def batch_times(times: Sequence[tuple[float, float]], batch_size: int) -> np.nda
     """
     seconds, counts = np.array(times, float).T
     drawn = np.random.Generator(np.random.Philox(0)).multinomial(batch_size, counts / counts.sum(), size=_BATCHES)
-    batches: np.ndarray = drawn @ seconds
-    return batches
+    return Batches(drawn @ seconds, np.where(drawn > 0, seconds, 0.0).max(axis=1))
 
 
 def delivered(batches: np.ndarray, num_workers: int, prefetch_factor: int, step_s: float) -> float:
@@ -38,5 +45,25 @@ def delivered(batches: np.ndarray, num_workers: int, prefetch_factor: int, step_
         at = max(ready[i % num_workers], free)
         taken.append(at)
         free = at + step_s
+    return _rate(taken)
+
+
+def delivered_together(batches: Batches, num_threads: int, ahead: int, step_s: float) -> float:
+    """As ``delivered``, from threads that make each batch together, at most ``ahead`` of them before one is taken.
+
+    All of them go on to the next batch when nothing of this one is left to begin; its longest sample may still hold it up.
+    """
+    taken: list[float] = []
+    begin = free = 0.0
+    for i, (total_s, longest_s) in enumerate(zip(batches.total_s.tolist(), batches.longest_s.tolist(), strict=True)):
+        begin = max(begin, taken[i - ahead] if i >= ahead else 0.0)
+        taken.append(max(begin + max(total_s / num_threads, longest_s), free))
+        begin += total_s / num_threads
+        free = taken[-1] + step_s
+    return _rate(taken)
+
+
+def _rate(taken: Sequence[float]) -> float:
+    """Batches per second by the times at which they were taken, without the first tenth of them."""
     skip = len(taken) // 10
     return (len(taken) - 1 - skip) / (taken[-1] - taken[skip])

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import LoaderConfig
+from harness.feed.arrays import ARRAYS
+from harness.feed.forms import FORMS
 from harness.feed.interface import PROCESSES, FeedSettings, val_settings
 from harness.runtime.errors import printable
 from harness.runtime.folder import LOGGER
@@ -84,12 +86,13 @@ class TuningReport:
     @property
     def override(self) -> str:
         """What to type to get this choice without tuning."""
+        own, forms = self.settings, {trial.settings.backend for trial in self.trials}
         words: dict[str, int | str | None] = {
-            "num_workers": self.settings.num_workers,
-            "prefetch_factor": self.settings.prefetch_factor,
-            "pin_memory": self.settings.pin_memory,
-            "persistent_workers": self.settings.persistent_workers if self.settings.num_workers else None,
-            "backend": self.settings.backend if self.settings.backend != PROCESSES else None,
+            "backend": own.backend if {own.backend, *forms} != {PROCESSES} else None,
+            "num_workers": own.num_workers if own.backend != ARRAYS else None,
+            "prefetch_factor": own.prefetch_factor,
+            "pin_memory": own.pin_memory,
+            "persistent_workers": own.persistent_workers if own.num_workers else None,
         }
         derived = val_settings(LoaderConfig(), self.settings)
         for name in ("batch_size", "num_workers", "prefetch_factor"):
@@ -109,7 +112,10 @@ class TuningReport:
 
     @property
     def dataloader(self) -> str:
-        """The line that gives the same with torch alone."""
+        """The line that gives the same in code: torch's loader, or this project's feed where torch has none of that form."""
+        if (own := self.settings).backend != PROCESSES:
+            made = FORMS[own.backend]
+            return f"{made.__name__}(dataset, Order(len(dataset), {own.batch_size}), {own!r})  # from {made.__module__}"
         return f"DataLoader(dataset, shuffle=True, {', '.join(f'{k}={v!r}' for k, v in self.loader_arguments.items())})"
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
@@ -122,7 +128,9 @@ class TuningReport:
                 _log.warning("%s: %s; the run goes on without it", folder / "tuning.json", error.strerror or error)
         if board is not None:
             board.text("tuning", self.markdown())
-            board.image("tuning/supply", *supply_figure(self))
+            forms = {trial.settings.backend: None for trial in self.trials} or {self.settings.backend: None}
+            for form in forms:
+                board.image("tuning/supply" if len(forms) == 1 else f"tuning/supply/{form}", *supply_figure(self, form))
 
     def show(self) -> None:
         """Print the outcome: before and after, the sentence, how to get it again, what was refused."""
@@ -130,7 +138,7 @@ class TuningReport:
         table(self._title(), columns, rows)
         say(self.sentence)
         say(f"the same without tuning: {self.override}")
-        say(f"the same with torch alone: {self.dataloader}")
+        say(f"the same {self._alone()}: {self.dataloader}")
         for trial in self.trials:
             if trial.refused:
                 say(f"refused {trial.settings}: {trial.refused}")
@@ -161,7 +169,7 @@ class TuningReport:
             f"**{_cell(self.sentence)}**",
             _markdown_table(*self._sides()),
             f"The same without tuning:\n\n```\n{self.override}\n```",
-            f"The same with torch alone:\n\n```python\n{self.dataloader}\n```",
+            f"The same {self._alone()}:\n\n```python\n{self.dataloader}\n```",
             "\n".join(f"- {_cell(note)}" for note in self.notes),
             f"### {self._title()}",
             _markdown_table(*self._trials()),
@@ -193,6 +201,9 @@ class TuningReport:
             "limits": Limits(**whole["limits"]),
             "notes": tuple(whole["notes"]),
         })  # fmt: skip
+
+    def _alone(self) -> str:
+        return "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
 
     def _title(self) -> str:
         if self.reused:

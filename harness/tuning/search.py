@@ -11,7 +11,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.feed.interface import FeedSettings
+from harness.feed.arrays import ARRAYS, in_form
+from harness.feed.interface import PROCESSES, THREADS, FeedSettings
 from harness.tuning.figures import Rate, Trial
 
 
@@ -57,10 +58,13 @@ class Choice:
 
 
 Search = Generator[Ask, Trial, Choice]
+_CHEAPEST = (ARRAYS, THREADS, PROCESSES)  # forms by what they take beside their workers: processes share no memory
 
 
 def with_workers(settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None) -> FeedSettings:
-    """``settings`` with another number of workers, kept alive between epochs, and what goes with it."""
+    """``settings`` with another number of workers, kept alive between epochs, and what goes with it; arrays never have any."""
+    if settings.backend == ARRAYS:
+        return in_form(settings, ARRAYS)
     return dataclasses.replace(
         settings,
         num_workers=num_workers,
@@ -69,9 +73,18 @@ def with_workers(settings: FeedSettings, num_workers: int, prefetch_factor: int 
     )
 
 
-def cost_of(settings: FeedSettings) -> tuple[int, int, bool]:
-    """What a setting costs the machine, for choosing the cheaper of two: workers, batches in flight, pinned memory."""
-    return settings.num_workers, settings.num_workers * (settings.prefetch_factor or 0), settings.pin_memory
+def in_flight(settings: FeedSettings) -> int:
+    """Batches that are made, or in the making, before one is taken: processes make their own, threads one together."""
+    each = settings.prefetch_factor or 0
+    if settings.backend == THREADS:
+        return each + 1 if settings.num_workers else 0
+    return settings.num_workers * each
+
+
+def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
+    """What a setting costs the machine, for choosing the cheaper of two: workers, form, batches in flight, pinned memory."""
+    form = _CHEAPEST.index(settings.backend) if settings.backend in _CHEAPEST else len(_CHEAPEST)
+    return settings.num_workers, form, in_flight(settings), settings.pin_memory
 
 
 def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: float) -> Search:

@@ -84,8 +84,8 @@ def _recalled(answer: dict[str, Any] | None, own: FeedSettings, feeds: Feeds, li
     except (KeyError, TypeError, ValueError):
         return None
     settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
-    size, worker_bytes = feeds.batch_bytes(settings), _worker_bytes(report, feeds)
-    if capacity.refusal(settings, size, worker_bytes, limits) is not None:
+    size, worker_bytes, held_bytes = feeds.batch_bytes(settings), _worker_bytes(report, feeds), feeds.held_bytes(settings)
+    if capacity.refusal(settings, size, worker_bytes, limits, held_bytes=held_bytes) is not None:
         return None
     val = feeds.val_settings(settings)
     val = capacity.beside(settings, val, size, feeds.batch_bytes(val), worker_bytes, limits)

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from harness.config import TunerConfig, TunerName
+from harness.feed.arrays import in_form
 from harness.feed.interface import FeedSettings
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
@@ -23,7 +24,7 @@ from harness.watch.console import LiveTable, live_table
 
 _DEMAND_S = 0.7
 _FIRST_S = 1.0
-_COLUMNS = ("num_workers", "prefetch", "pinned", "measured", "images/s", "waiting", "seconds", "")
+_COLUMNS = ("backend", "num_workers", "prefetch", "pinned", "measured", "images/s", "waiting", "seconds", "")
 
 _log = logging.getLogger(LOGGER)
 
@@ -96,7 +97,7 @@ class _Session:
         if not self._calibrate(own) or (found := self.lab.demand(_DEMAND_S)) is None:
             return self._unmeasured(own)
         self.demand, step_cpu_s = found
-        self.rows.add(("", "", "", "demand", str(self.demand), "", "", "steps on one batch that is at hand"))
+        self.rows.add(("", "", "", "", "demand", str(self.demand), "", "", "steps on one batch that is at hand"))
         lab = self.lab
         problem = Problem(
             own=own,
@@ -123,10 +124,15 @@ class _Session:
         return Choice(with_workers(own, 0), None, None, bound="memory", reason="not even one worker fits")
 
     def _calibrate(self, own: FeedSettings) -> bool:
-        """Probe the supply of the user's setting, or of one worker where there are none or they fail; whether one succeeded."""
+        """Probe the supply of the user's setting, or of one worker where there are none or they fail; whether one succeeded.
+
+        Other forms are tried where it does not fit; not where it ran and failed, for threads that hang cannot be ended.
+        """
         modest = with_workers(own, 1, 1)
         first = own if own.num_workers else with_workers(own, 1)
-        for settings in dict.fromkeys((first, modest)):
+        for settings in dict.fromkeys((first, modest, *(in_form(modest, form) for form in self.lab.probes.forms))):
+            if settings.backend != own.backend and any(trial.seconds for trial in self.trials):
+                break
             if self.attempt(Ask(settings, "supply", limit_s=_FIRST_S)).rate is not None:
                 return True
         return False
@@ -211,6 +217,7 @@ _BOUNDS = {
 def _row(trial: Trial) -> tuple[str, ...]:
     settings = trial.settings
     return (
+        settings.backend,
         str(settings.num_workers),
         str(settings.prefetch_factor or ""),
         "yes" if settings.pin_memory else "no",

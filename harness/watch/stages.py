@@ -263,13 +263,16 @@ class StageTimer:
         if self._timing:
             self._filling_s, self._filling_cpu_s = self._now(), self._cpu_now()
 
-    def end(self, samples: int) -> Stamps:
-        """The batch's last sample is there; adds what the batch took to the totals."""
+    def end(self, samples: int, batches: int = 1) -> Stamps:
+        """The batch's last sample is there; adds what the batch took to the totals.
+
+        Where workers share a batch each of them times its part, and ``batches`` is 1 for one of these and 0 for the others.
+        """
         made_s = self._now()
         busy_s = made_s - self._begun_s
         row = self._row
         row[0] += samples
-        row[1] += 1
+        row[1] += batches
         row[2] += busy_s
         self._busy_s += busy_s
         self._undivided_s += busy_s

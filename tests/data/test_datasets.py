@@ -1,9 +1,6 @@
 """From settings to samples."""
 
 import builtins
-import pickle
-import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +10,15 @@ from PIL import Image
 
 from harness.config import AugmentConfig, ConfigError, Crop, DataConfig, GenerateConfig
 from harness.data import datasets
-from harness.data.datasets import FakeDataset, ImageDataset, load
-from harness.data.decode import DecodeOptions
+from harness.data.datasets import FakeDataset, load
+from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource
-from harness.data.transforms import EvalTransform, TrainTransform, Transform
-from harness.runtime.errors import BadSample, DataError
+from harness.runtime.errors import DataError
 
 
 def numbers(count: int = 6, size: int = 12) -> ArraySource:
     images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
     return ArraySource(images, np.arange(count) % 3, ["a", "b", "c"], "numbers")
-
-
-def dataset(transform: Transform | None = None, source: Any = None, seed: int = 0) -> ImageDataset:
-    return ImageDataset(source or numbers(), transform or TrainTransform(8), DecodeOptions(), 8, seed)
-
-
-@dataclass
-class Failing:
-    """A transform that raises."""
-
-    error: BaseException
-    stages = ("fail",)
-
-    def __call__(self, *args: object) -> None:
-        raise self.error
 
 
 def filled(images: ImageDataset | FakeDataset, epoch: int, index: int) -> np.ndarray:
@@ -56,86 +37,6 @@ def tree(root: Path, per_class: int = 5) -> Path:
             for i in range(per_class):
                 Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     return root
-
-
-def test_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
-    """The pixels change with each of the three, and with nothing else."""
-    first = filled(dataset(), 1, 2)
-    other = dataset()
-    for index in (5, 0, 3):
-        filled(other, 7, index)
-    random.seed(99)
-    assert np.array_equal(first, filled(pickle.loads(pickle.dumps(other)), 1, 2))
-    assert not np.array_equal(first, filled(other, 2, 2))
-    assert not np.array_equal(first, filled(dataset(seed=1), 1, 2))
-    source = numbers()
-    source.images[:] = source.images[0]
-    assert not np.array_equal(filled(dataset(source=source), 1, 2), filled(dataset(source=source), 1, 3))
-
-
-def test_a_row_of_a_batch_is_filled() -> None:
-    """Fill writes its own row alone and returns the label."""
-    batch = np.full((3, 3, 8, 8), 77, np.uint8)
-    assert dataset(EvalTransform(8, 8)).fill(0, 4, batch[1]) == 1
-    expected = Image.fromarray(numbers().images[4]).resize((8, 8), Image.Resampling.BILINEAR)
-    assert np.array_equal(batch[1].transpose(1, 2, 0), np.asarray(expected))
-    assert (batch[[0, 2]] == 77).all()
-
-
-@pytest.mark.parametrize("error", [StopIteration(), ValueError("odd"), KeyError("k"), OSError(5, "I/O")])
-def test_every_fault_in_a_sample_is_a_bad_sample(error: Exception) -> None:
-    """Whatever a transform raises comes out as one type that names the sample and the original."""
-    with pytest.raises(BadSample, match=rf"^numbers\[2\]: {type(error).__name__}: ") as caught:
-        filled(dataset(Failing(error)), 0, 2)
-    assert caught.value.__cause__ is error
-
-
-def test_a_fault_of_the_source_is_a_bad_sample() -> None:
-    """Reading is covered as transforming is."""
-
-    class Broken(ArraySource):
-        def read(self, i: int) -> tuple[np.ndarray, int]:
-            raise StopIteration
-
-    source = numbers()
-    broken = Broken(source.images, source.labels, source.classes, "broken")
-    with pytest.raises(BadSample, match=r"^broken\[0\]: StopIteration"):
-        filled(dataset(source=broken), 0, 0)
-
-
-def test_a_bad_sample_keeps_its_reason(tmp_path: Path) -> None:
-    """A refusal of the decoder is passed on, not wrapped."""
-    root = tree(tmp_path)
-    (root / "train" / "cat" / "0.png").write_bytes(b"text")
-    splits = load(DataConfig(name="imagefolder", root=str(root)), AugmentConfig(), 0)
-    with pytest.raises(BadSample, match=r"train/cat/0\.png: not an image of a supported format"):
-        filled(splits.train, 0, 0)
-
-
-def test_an_interrupt_passes() -> None:
-    """Ctrl-C is no fault of the sample."""
-    with pytest.raises(KeyboardInterrupt):
-        filled(dataset(Failing(KeyboardInterrupt())), 0, 0)
-
-
-@pytest.mark.parametrize("encoded", [True, False], ids=["files", "arrays"])
-def test_laps_are_told_in_order_and_change_nothing(tmp_path: Path, encoded: bool) -> None:
-    """fill() tells the end of its stages, in the order in which it names them, and gives the same pixels untimed."""
-    if encoded:
-        images = load(DataConfig(name="imagefolder", root=str(tree(tmp_path)), image_size=8), AugmentConfig(), 0).train
-    else:
-        images = dataset()
-    assert isinstance(images, ImageDataset)
-    told: list[str] = []
-    out = np.empty((3, 8, 8), np.uint8)
-    assert images.fill(1, 4, out, told.append) == images.labels[4]
-    assert tuple(told) == images.stages == ("read", "decode", "crop", "resize", "write")
-    assert np.array_equal(out, filled(images, 1, 4))
-
-
-def test_the_stages_of_a_transform_of_one_s_own_are_named() -> None:
-    """Between reading, decoding and the batch come the stages that the transform names."""
-    assert dataset(Failing(ValueError())).stages == ("read", "decode", "fail")
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "imagenet"])

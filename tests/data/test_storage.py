@@ -70,9 +70,13 @@ def test_a_pickled_folder_reads_without_another_scan(tree: Path) -> None:
 
 
 def test_a_pickled_folder_is_small(tmp_path: Path) -> None:
-    """A file costs its name and two integers."""
+    """However many files there are, a worker gets no list of them: it maps the trainer's, also that of a part."""
     source = FolderSource(plant(tmp_path, *(f"a/{i:010d}.jpg" for i in range(2000))))
-    assert len(pickle.dumps(source)) < 2000 * (14 + 8 + 8) + 2000
+    part = split(source, 0.5, 0)[1]
+    assert len(pickle.dumps(part)) < 1000
+    twin = pickle.loads(pickle.dumps(part))
+    assert [twin.where(i) for i in range(1000)] == [part.where(i) for i in range(1000)]
+    assert (twin.labels.tolist(), twin.classes) == (part.labels.tolist(), part.classes)
 
 
 def test_what_is_no_image_is_left_out_and_counted(
@@ -279,6 +283,14 @@ def test_one_tree_is_split_by_class(tmp_path: Path) -> None:
     assert len(train | val) == 40
     assert files(0) == (train, val)
     assert files(1) != (train, val)
+
+
+def test_a_split_stays_what_it_was() -> None:
+    """The images that validate a network must not become ones that it is trained on: the choice is pinned."""
+    source = ArraySource(np.zeros((12, 2, 2, 3), np.uint8), np.arange(12) % 3, ["a", "b", "c"], "zeros")
+    train, val = split(source, 0.5, 0)
+    assert val.indices.tolist() == [1, 3, 4, 5, 9, 11]
+    assert sorted([*train.indices, *val.indices]) == list(range(12))
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(0.001, 1), (0.999, 2)])

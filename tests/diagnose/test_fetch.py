@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -126,6 +127,22 @@ def test_storage_that_hangs(tree: Path, dropped: list[int], monkeypatch: pytest.
     with pytest.raises(UnmeasuredError, match="gave no file within"):
         cold_fetch([str(pipe)], 1, 0.05, came_bytes=lambda: 0)
     os.close(os.open(pipe, os.O_WRONLY))  # lets the reader end
+
+
+def test_readers_that_all_hang_are_given_up_together(tree: Path, dropped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of them cost hardly more time than one."""
+    monkeypatch.setattr(fetch, "_STUCK_S", 0.2)
+    pipes = [tree / f"never{i}.png" for i in range(8)]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+        os.utime(pipe, (0, 0))
+    begin = time.perf_counter()
+    with pytest.raises(UnmeasuredError, match="gave no file within"):
+        cold_fetch(map(str, pipes), 8, 0.05, came_bytes=lambda: 0)
+    took_s = time.perf_counter() - begin
+    for pipe in pipes:
+        os.close(os.open(pipe, os.O_WRONLY))
+    assert took_s < 4 * 0.2
 
 
 def test_the_sizes_of_stored_images(tree: Path) -> None:

@@ -57,6 +57,10 @@ def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
             (), "compute", "cuda", "python train.py trainer.precision=bf16 trainer.channels_last=true", id="compute on a GPU",
         ),
         pytest.param((), "compute", "cpu", "python train.py", id="compute on a CPU"),
+        pytest.param(
+            ("--config-name=mine", "++mode=diagnose", "+loader.autotune=false", "~data.root"), "decode", "cpu",
+            "python train.py --config-name=mine '~data.root' loader.autotune=true", id="flags and signs of Hydra",
+        ),
         pytest.param(("optim.lr=0.2",), "balanced", "cpu", "python train.py optim.lr=0.2", id="balanced"),
     ],
 )  # fmt: skip

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +16,9 @@ import samples
 import torch
 
 from harness.diagnose.fetch import Fetch, UnmeasuredError
-from harness.diagnose.runs import Runs, Session
-from harness.feed.interface import HostBatch
+from harness.diagnose.runs import FirstReads, Runs, Session
+from harness.feed.gauge import Gauge
+from harness.feed.interface import FeedSettings, HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
 from harness.tuning.evidence import exactly
@@ -41,7 +45,7 @@ class Rig:
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ranks = World(0, 1, 0, 1, torch.device("cpu"))
+        self.ranks: Any = World(0, 1, 0, 1, torch.device("cpu"))
         self.trainee = SimpleNamespace(device=torch.device("cpu"))
         self.batch = HostBatch(torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10), torch.arange(10))
         self.meter, self.warm, self.has_seen = StageMeter(("read",), 1), False, False
@@ -128,6 +132,82 @@ def test_batches_that_take_too_long_are_not_waited_for() -> None:
     assert found.delivered is None and found.wait_fraction is None
     assert "A was not measured: the first batches would take" in found.notes[0]
     assert found.notes[1] == "P was not measured: no whole batch was read before"
+
+
+def test_without_workers_nothing_unread_is_read_in_this_process() -> None:
+    """Real steps run on what came from a worker before; where no whole batch did, they are left out, and a note says why."""
+    assert Rig().run(0).delivered is not None
+    found = (rig := Rig(whole_batches=0)).run(0)
+    assert rig.did == ["loading", "G", "F"]
+    assert [note.partition(": ")[::2] for note in found.notes] == [
+        ("A was not measured", "no whole batch was read before"), ("P was not measured", "no whole batch was read before"),
+    ]  # fmt: skip
+
+
+class Probed:
+    """Feeds that are never iterated; notes how each was asked for and what was seen."""
+
+    forms, batch_bytes, held_bytes, val_settings, probed = (), None, None, None, None
+
+    def __init__(self) -> None:
+        self.did: list[bool | int] = []
+
+    def probe(self, settings: FeedSettings, gauge: Gauge | None, *, again: bool) -> SimpleNamespace:
+        self.did.append(again)
+        return SimpleNamespace(meter=None)
+
+    def saw(self, batches: int) -> None:
+        self.did.append(batches)
+
+
+def test_what_comes_again_is_not_seen_anew() -> None:
+    """Steps on what was read before, many times over, and warm loading leave alone what they go round."""
+    feeds: Any = Probed()
+    reads, own = FirstReads(feeds), samples.settings(0, batch_size=10)
+    for again, warm in ((False, False), (True, False), (False, True)):
+        reads.warm = warm
+        reads.probe(own, again=again)
+        reads.saw(7)
+    assert feeds.did == [False, 7, True, True]
+
+
+class Meeting:
+    """Where two ranks, in a thread each, agree; that one of them does not come is an error in the other."""
+
+    def __init__(self) -> None:
+        self.barrier, self.told = threading.Barrier(2, timeout=10.0), [None, None]
+
+    def smallest_of(self, rank: int) -> Callable[[float], float]:
+        def smallest(value: float) -> float:
+            return min(self.all(rank, value))
+
+        return smallest
+
+    def all(self, rank: int, value: Any) -> list[Any]:
+        self.told[rank] = value
+        self.barrier.wait()
+        found = [*self.told]
+        self.barrier.wait()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("other", "did"),
+    [
+        pytest.param({"seconds": {"A": 25.0}}, ["loading", "G", "A", "P", "F"], id="a clock on which a round took longer"),
+        pytest.param({"whole_batches": 0, "steps": ["a worker died"]}, ["loading", "G", "A", "F"], id="nothing was seen"),
+    ],
+)
+def test_ranks_stay_together(other: dict[str, Any], did: list[str]) -> None:
+    """What one rank alone knows, its own clock and what it has seen, parts no ranks."""
+    meeting, rigs = Meeting(), (Rig(steps=other.get("steps", [100.0])), Rig(**{"steps": [100.0], **other}))
+    for rank, rig in enumerate(rigs):
+        gathered = functools.partial(meeting.all, rank)
+        rig.ranks = SimpleNamespace(smallest=meeting.smallest_of(rank), gathered=gathered)
+    with ThreadPoolExecutor(2) as pool:
+        for ended in [pool.submit(rig.run) for rig in rigs]:
+            ended.result()
+    assert [rig.did for rig in rigs] == [did, did]
 
 
 def test_refused_steps_are_said() -> None:

@@ -71,7 +71,8 @@ def test_a_folder_of_images(workers: int, photos: Path, tmp_path: Path, composed
     assert found.runs.warm is not None and found.runs.stages is not None
     assert list(found.runs.stages.stages)[:2] == ["read", "decode"]
     assert found.runs.fetch is not None or "F was not measured" in found.notes[-1]
-    assert any("short side" in row.change for row in found.what_ifs)
+    limited = found.bottleneck in ("transport", "copy")  # on a busy machine: then no smaller file is said to help
+    assert any("short side" in row.change for row in found.what_ifs) is not limited
     assert json.loads((tmp_path / "diagnosis.json").read_text())["settings"]["num_workers"] == workers
     assert state.step == 0 and all(torch.equal(before[name], now) for name, now in state.network.state_dict().items())
 

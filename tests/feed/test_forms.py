@@ -5,19 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
 import pytest
 import samples
 import torch
 
-from harness.config import Config
+from harness.config import Backend, Config, ConfigError, Crop, LoaderConfig
 from harness.data.datasets import FakeDataset, Splits
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource
+from harness.data.transforms import EvalTransform, TrainTransform
 from harness.feed import forms
+from harness.feed.arrays import ArrayFeed
 from harness.feed.forms import Feeds
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
+from harness.feed.threads import ThreadFeed
 from harness.runtime.distributed import World
+from harness.runtime.limits import Limits
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 SETTINGS = samples.settings()  # batches of 4
@@ -115,9 +123,9 @@ def test_the_form_is_the_one_that_the_settings_name(feeds: Feeds, monkeypatch: p
     class Other(ProcessFeed):
         pass
 
-    assert feeds.forms == ("processes",)
+    assert feeds.forms == ("processes", "threads")
     monkeypatch.setitem(forms.FORMS, "other", Other)
-    assert feeds.forms == ("processes", "other")
+    assert feeds.forms == ("processes", "threads", "other")
     assert type(feeds.train(replace(SETTINGS, backend="other"))) is Other
     assert type(feeds.train(SETTINGS)) is ProcessFeed
 
@@ -129,3 +137,125 @@ def test_a_data_set_that_does_not_exist_is_made_on_the_device(feeds: Feeds) -> N
     assert isinstance(feed, SyntheticFeed) and feed.on_device
     assert len(indices(feed, 5)) == 20
     assert fake.batch_bytes(SETTINGS) == 4 * (3 * 4 * 4 + 16)
+
+
+LIMITS = Limits(cores=4.0, memory_bytes=10**9, shm_bytes=10**9, open_files=1000)
+HELD = 3 * ((20 * 10 + 2) * 10 + 2) + 3 * 6 * 8**2  # of the sets below, the training images with their zeros
+
+
+def small(backend: Backend | None, crop: Crop = Crop.pad, **loader: object) -> Feeds:
+    """Feeds over 20 training and 6 validation images in arrays."""
+    config = Config(loader=LoaderConfig(batch_size=4, backend=backend, **loader))  # type: ignore[arg-type]
+
+    def images(length: int, transform: TrainTransform | EvalTransform) -> ImageDataset:
+        pixels = np.random.default_rng(length).integers(0, 256, (length, 8, 8, 3), np.uint8)
+        source = ArraySource(pixels, np.zeros(length), ("a",), "noise")
+        return ImageDataset(source, transform, DecodeOptions(), 8, seed=0)
+
+    train = images(20, TrainTransform(8, crop=crop.name, pad=2))
+    return Feeds(Splits(train, images(6, EvalTransform(8)), ("a",), "noise", ""), config, CPU)
+
+
+@pytest.mark.parametrize(
+    ("backend", "crop", "expected"),
+    [
+        pytest.param(None, Crop.pad, ("processes", "threads", "arrays"), id="not said"),
+        pytest.param(Backend.auto, Crop.center, ("processes", "threads", "arrays"), id="auto"),
+        pytest.param(Backend.auto, Crop.random_resized, ("processes", "threads"), id="auto, with crops of all sizes"),
+        pytest.param(Backend.threads, Crop.pad, ("threads",), id="threads"),
+        pytest.param(Backend.arrays, Crop.pad, ("arrays",), id="arrays"),
+    ],
+)
+def test_the_forms_to_choose_from(backend: Backend | None, crop: Crop, expected: tuple[str, ...]) -> None:
+    """The one that was named, or all that can serve the data set; the first is what a run has without tuning."""
+    feeds = small(backend, crop)
+    assert feeds.forms == expected
+    assert feeds.settings(LIMITS).backend == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "workers"),
+    [
+        pytest.param(Backend.processes, ProcessFeed, 3, id="processes"),
+        pytest.param(Backend.threads, ThreadFeed, 3, id="threads"),
+        pytest.param(Backend.arrays, ArrayFeed, 0, id="arrays"),
+    ],
+)
+def test_validation_takes_the_form_of_training(backend: Backend, kind: type[Feed], workers: int) -> None:
+    """Both feeds are of one form, with the workers that it has, and give every sample."""
+    feeds = small(backend)
+    train = feeds.settings(LIMITS)
+    val = feeds.val_settings(train)
+    made = feeds.train(train), feeds.val(replace(val, num_workers=0, prefetch_factor=None))
+    assert (train.num_workers, val.num_workers) == (workers, workers)
+    assert {type(feed) for feed in made} == {kind}
+    assert indices(made[1]) == list(range(6))
+
+
+def test_arrays_have_no_validation_workers() -> None:
+    """Whatever was said of them: the tuner may choose arrays where the user had thought of workers."""
+    feeds = small(None)
+    feeds.config.loader.val.num_workers, feeds.config.loader.val.prefetch_factor = 2, 3
+    val = feeds.val_settings(replace(SETTINGS, backend="arrays"))
+    assert (val.num_workers, val.prefetch_factor) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("crop", "memory_bytes", "text"),
+    [
+        pytest.param(
+            Crop.random_resized, 10**9,
+            r"^loader.backend=arrays: crops are cut from whole images, .* choose augment.crop=pad or center, or "
+            r"loader.backend=threads$", id="crops of all sizes",
+        ),
+        pytest.param(
+            Crop.pad, HELD, r"^loader.backend=arrays: 26 images of 8x8 pixels take 0.0 GB of memory, of which 0.0 GB are free "
+            r"\(a fifth is kept back\); lower data.image_size or use loader.backend=threads$", id="too large",
+        ),
+    ],
+)  # fmt: skip
+def test_arrays_that_cannot_serve_are_refused(crop: Crop, memory_bytes: int, text: str) -> None:
+    """The setting, the reason, and the way out."""
+    with pytest.raises(ConfigError, match=text):
+        small(Backend.arrays, crop).settings(replace(LIMITS, memory_bytes=memory_bytes))
+
+
+def test_arrays_that_just_fit_are_taken() -> None:
+    """Both sets together may fill four fifths of the memory."""
+    limits = replace(LIMITS, memory_bytes=-(-HELD * 5 // 4))
+    assert small(Backend.arrays).settings(limits).backend == "arrays"
+
+
+def test_what_a_form_holds() -> None:
+    """Arrays hold the images of both sets, other forms nothing."""
+    feeds = small(None)
+    assert feeds.held_bytes(replace(SETTINGS, backend="arrays")) == HELD
+    assert feeds.held_bytes(SETTINGS) == feeds.held_bytes(replace(SETTINGS, backend="threads")) == 0
+
+
+def test_probes_and_training_share_the_images_in_memory() -> None:
+    """They are made once for all feeds of a set, and dropped when another form is chosen."""
+    feeds, arrays = small(None), replace(SETTINGS, backend="arrays")
+    probe, train, val = feeds.probe(arrays), feeds.train(arrays), feeds.val(arrays)
+    assert isinstance(probe, ArrayFeed) and isinstance(train, ArrayFeed) and isinstance(val, ArrayFeed)
+    assert probe.pixels is train.pixels is not val.pixels
+    feeds.train(SETTINGS)
+    again = feeds.probe(arrays)
+    assert isinstance(again, ArrayFeed) and again.pixels is not probe.pixels
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_no_form_changes_the_batches(num_workers: int) -> None:
+    """Two epochs are bitwise the same in every form."""
+    seen = []
+    for backend in (Backend.processes, Backend.threads, Backend.arrays):
+        feeds = small(backend)
+        settings = samples.settings(num_workers if backend is not Backend.arrays else 0)
+        feed = feeds.train(replace(settings, backend=backend.name))
+        batches = []
+        for epoch in (0, 1):
+            feed.set_epoch(epoch)
+            batches += [batch.images.clone() for batch in feed]
+        feed.close()
+        seen.append(torch.cat(batches))
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from harness.config import LoaderConfig, StartMethod, ValLoaderConfig
-from harness.feed.interface import FeedSettings, HostBatch, train_settings, val_settings
+from harness.feed.interface import THREADS, FeedSettings, HostBatch, train_settings, val_settings
 from harness.runtime.limits import Limits
 from harness.watch.stages import Stamps
 
@@ -81,6 +81,12 @@ def test_validation_follows_the_training_feed() -> None:
     assert asdict(val) == {**asdict(settings), "persistent_workers": False}
 
 
+def test_validation_has_the_training_feed_s_form() -> None:
+    """What serves the training set serves the validation set."""
+    loader = LoaderConfig(num_workers=3)
+    assert val_settings(loader, replace(train(loader), backend=THREADS)).backend == THREADS
+
+
 def test_validation_has_settings_of_its_own() -> None:
     """loader.val.* replaces what the training feed has."""
     loader = LoaderConfig(num_workers=3, val=ValLoaderConfig(batch_size=100, num_workers=1, prefetch_factor=4))
@@ -94,11 +100,11 @@ def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor + next(times))
     images, labels, indices = torch.zeros(3, 1).unbind()
-    batch = HostBatch(images, labels, indices, (("cats/7.jpg", "empty file"),), Stamps(1.0, 2.0, 3.0, 3.0))
+    batch = HostBatch(images, labels, indices, (("cats/7.jpg", "empty file"),), 7, Stamps(1.0, 2.0, 3.0, 3.0))
     pinned = pin_memory(batch)
     assert type(pinned) is HostBatch
     assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 12.0]
-    assert pinned.errors == batch.errors
+    assert (pinned.errors, pinned.epoch) == (batch.errors, 7)
     assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 13.0)
 
 

@@ -275,6 +275,43 @@ def test_never_more_than_one_batch_ahead() -> None:
     assert taken == 6
 
 
+def test_augment_has_the_images_as_they_come(make: Make) -> None:
+    """Augment is given the loader's own uint8 images, in their memory format, with their batch; what it gives is normalised."""
+    loader = Loader(
+        [batch._replace(images=batch.images.contiguous(memory_format=torch.channels_last)) for batch in host_batches()]
+    )
+    seen: list[Any] = []
+
+    def augment(images: Tensor, batch: HostBatch) -> Tensor:
+        seen.append((images, batch))
+        return 255 - images
+
+    batches = make(loader, mean=MEAN, std=STD, augment=augment)
+    turned = [batch._replace(images=255 - batch.images) for batch in loader.batches]
+    for (images, _), (expected, _) in zip(batches, make(Loader(turned), mean=MEAN, std=STD), strict=True):
+        assert torch.equal(images, expected)
+    assert [batch for _, batch in seen] == loader.batches
+    for images, batch in seen:
+        assert images.dtype == torch.uint8 and torch.equal(images, batch.images)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_mix_has_the_last_word(make: Make) -> None:
+    """Mix is given what would have been handed out, with the loader's batch; what it gives is handed out in its place."""
+    loader, seen = Loader(host_batches()), []
+
+    def mix(images: Tensor, labels: Tensor, batch: HostBatch) -> tuple[Tensor, Tensor]:
+        seen.append((images.clone(), labels, batch))
+        return images * 2, labels + 0.5
+
+    given = list(make(loader, mean=MEAN, std=STD, mix=mix))
+    plain = list(make(loader, mean=MEAN, std=STD))
+    assert [batch for _, _, batch in seen] == loader.batches
+    for (images, mixed), (had, had_labels, _), (expected, expected_labels) in zip(given, seen, plain, strict=True):
+        assert torch.equal(had, expected) and torch.equal(had_labels, expected_labels)
+        assert torch.equal(images, expected * 2) and torch.equal(mixed, expected_labels + 0.5)
+
+
 def test_without_being_ahead_nothing_is_asked_early() -> None:
     """ahead=False asks the loader for a batch when the consumer does."""
     loader = Loader(host_batches())

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
 import pytest
 import samples
 import torch
+from samples import assert_same, comes_true
 
-from harness.feed.gauge import Gauge, Work
+from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
-from harness.feed.processes import ProcessFeed
-from harness.runtime.errors import BadSample, LoaderError
+from harness.feed.processes import ProcessFeed, _Batches
+from harness.runtime.errors import LoaderError
 
 LENGTH = 19
 ORDER = Order(LENGTH, 4, seed=3)
@@ -78,39 +77,10 @@ def epochs(feed: ProcessFeed, count: int = 2) -> list[HostBatch]:
     return batches
 
 
-def comes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
-def assert_same(batches: list[HostBatch], expected: list[HostBatch]) -> None:
-    assert len(batches) == len(expected)
-    for batch, other in zip(batches, expected, strict=True):
-        for tensor, like in zip(batch[:3], other[:3], strict=True):
-            assert torch.equal(tensor, like)
-
-
-def test_a_batch_is_what_the_data_set_fills(make_feed: MakeFeed) -> None:
-    """Images are uint8 [N, 3, S, S], labels and indices int64 [N], in the order of the epoch."""
-    feed, dataset = make_feed(), samples.Noise(LENGTH)
-    batches = list(feed)
-    assert [len(batch.labels) for batch in batches] == [4, 4, 4, 4, 3]
-    assert np.array_equal(torch.cat([batch.indices for batch in batches]).numpy(), ORDER.indices(0))
-    pixels = np.empty((3, 4, 4), np.uint8)
-    for image, label, index in zip(batches[1].images, batches[1].labels, batches[1].indices, strict=True):
-        assert dataset.fill(0, int(index), pixels) == label
-        assert np.array_equal(image.numpy(), pixels)
-    assert [tensor.dtype for tensor in batches[0][:3]] == [torch.uint8, torch.int64, torch.int64]
-
-
 @pytest.mark.parametrize(
     ("num_workers", "prefetch_factor", "persistent_workers", "start_method"),
     [
-        pytest.param(1, 2, False, "forkserver", id="one worker"),
         pytest.param(2, 2, True, "forkserver", id="two persistent"),
-        pytest.param(2, 4, False, "forkserver", id="two with prefetch 4"),
         pytest.param(2, 2, True, "fork", id="forked"),
         pytest.param(1, 2, False, "spawn", id="spawned", marks=pytest.mark.slow),
     ],
@@ -128,64 +98,6 @@ def test_no_setting_changes_the_pixels(
     assert_same(epochs(feed), epochs(make_feed(0)))
 
 
-def test_epochs_differ_in_order_and_in_pixels(make_feed: MakeFeed) -> None:
-    """Each epoch draws the same sample anew, and an epoch that is asked for twice is the same twice."""
-    feed = make_feed()
-    images = []
-    for epoch in (0, 1, 0):
-        feed.set_epoch(epoch)
-        batches = list(feed)
-        order = torch.cat([batch.indices for batch in batches]).argsort()
-        images.append(torch.cat([batch.images for batch in batches])[order])
-    assert all(not torch.equal(a, b) for a, b in zip(images[0], images[1], strict=True))
-    assert torch.equal(images[0], images[2])
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_pass_leaves_the_global_generators_alone(make_feed: MakeFeed, num_workers: int) -> None:
-    """Python's, numpy's and torch's global random states are after a pass what they were before."""
-
-    def states() -> tuple[object, ...]:
-        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
-
-    before = states()
-    list(make_feed(num_workers))
-    assert states() == before
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_bad_sample_arrives_as_one(make_feed: MakeFeed, num_workers: int) -> None:
-    """BadSample comes with where and reason, after the batches before it."""
-    given: list[HostBatch] = []
-    with pytest.raises(BadSample, match=r"^cats/7.jpg: empty file$") as caught:
-        given.extend(make_feed(num_workers, samples.Troubled(LENGTH, 5, samples.refuse)))
-    assert len(given) == np.flatnonzero(ORDER.indices(0) == 5)[0] // 4
-    assert (caught.value.where, caught.value.reason) == ("cats/7.jpg", "empty file")
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(
-    ("trouble", "text"),
-    [
-        pytest.param(samples.raise_unpicklable, "^sample 5: Local: cannot travel$", id="unpicklable"),
-        pytest.param(samples.stop, "^sample 5: StopIteration: ", id="StopIteration"),
-    ],
-)
-def test_any_exception_of_a_sample_is_a_bad_sample(
-    make_feed: MakeFeed, num_workers: int, trouble: Callable[[], object], text: str
-) -> None:
-    """An exception that cannot be pickled, or would end the epoch in silence, is told with its sample and type."""
-    with pytest.raises(BadSample, match=text):
-        list(make_feed(num_workers, samples.Troubled(LENGTH, 5, trouble)))
-
-
-def test_a_short_epoch_is_an_error(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that ends before its last batch raises LoaderError and says how many are missing."""
-    monkeypatch.setattr(ProcessFeed, "__len__", lambda feed: 6)
-    with pytest.raises(LoaderError, match="ended after 5 of 6 batches"):
-        list(make_feed())
-
-
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "from the prefetcher's thread"])
 def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, quick: None, ahead: bool) -> None:
     """A worker that is killed ends the pass within seconds, long before loader.timeout_s, and takes the others along."""
@@ -195,6 +107,33 @@ def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, quick: None, ahe
         list(DataPrefetcher(feed, "cpu", ahead=ahead))
     assert time.monotonic() - begin < 10
     assert workers() == []
+
+
+def test_a_worker_without_room_for_a_batch_is_a_loader_error(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system said comes first, then what to do."""
+
+    def refuse(size: int) -> NoReturn:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", refuse)
+    with pytest.raises(
+        LoaderError, match=r"^RuntimeError: unable .* No space left on device \(28\): .* lower loader.num_workers"
+    ):
+        list(make_feed(1, start_method="fork"))
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_a_worker_s_batch_is_shared_from_the_start(monkeypatch: pytest.MonkeyPatch, in_worker: bool) -> None:
+    """Handing it over copies nothing; the trainer's own batches take no shared memory."""
+    info = SimpleNamespace(id=0) if in_worker else None
+    monkeypatch.setattr("harness.feed.processes.get_worker_info", lambda: info)
+    images = _Batches(samples.Noise(LENGTH), None, None).__getitems__((0, np.arange(3))).images
+    assert images.is_shared() is in_worker
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    pixels = np.empty((3, 3, 4, 4), np.uint8)
+    for index in range(3):
+        samples.Noise(LENGTH).fill(0, index, pixels[index])
+    assert np.array_equal(images, pixels)
 
 
 def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(make_feed: MakeFeed, quick: None) -> None:
@@ -207,32 +146,10 @@ def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(make_fee
         list(batches)
 
 
-def test_a_hanging_sample_is_a_loader_error(make_feed: MakeFeed) -> None:
-    """No batch within loader.timeout_s names the setting; the worker that hangs is ended at once."""
-    feed = make_feed(1, samples.Troubled(LENGTH, 5, samples.hang), timeout_s=0.5)
-    begin = time.monotonic()
-    with pytest.raises(LoaderError, match="no batch within loader.timeout_s=0.5"):
-        list(feed)
-    assert workers() == []
-    assert time.monotonic() - begin < 5
-
-
 def test_a_batch_may_take_longer_than_one_look(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait longer than the time between two looks at the workers gives the batch in the end."""
     monkeypatch.setattr("harness.feed.processes._POLL_S", 0.001)
     assert_same(list(make_feed(1)), list(make_feed(0)))
-
-
-@pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
-def test_after_an_early_break_the_next_epoch_is_whole(make_feed: MakeFeed, persistent_workers: bool) -> None:
-    """Batches that were asked for before a break never show up in the epoch after it."""
-    feed = make_feed(2, persistent_workers=persistent_workers, prefetch_factor=4)
-    for _ in feed:
-        break
-    feed.set_epoch(1)
-    expected = make_feed(0)
-    expected.set_epoch(1)
-    assert_same(list(feed), list(expected))
 
 
 def test_persistent_workers_serve_every_epoch(make_feed: MakeFeed) -> None:
@@ -293,27 +210,6 @@ def test_the_workers_are_known_by_their_pids(make_feed: MakeFeed) -> None:
     assert make_feed(0).worker_pids == ()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_polled_batches_are_those_of_a_plain_pass(make_feed: MakeFeed, num_workers: int) -> None:
-    """polled() gives every batch of the epoch once, and None only where none was ready."""
-    polled = list(make_feed(num_workers).polled(0.001))
-    assert_same([batch for batch in polled if batch is not None], list(make_feed(0)))
-    assert num_workers or None not in polled
-
-
-def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) -> None:
-    """While a sample takes its time, polled() gives None, again and again, and then the batch."""
-    gate = tmp_path / "open"
-    feed = make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, gate)))
-    expected = list(make_feed(0))
-    late = next(place for place, batch in enumerate(expected) if 5 in batch.indices)
-    batches = feed.polled(0.02)
-    given = [next(batch for batch in batches if batch is not None) for _ in range(late)]
-    assert [next(batches) for _ in range(5)] == [None] * 5
-    gate.touch()
-    assert_same([*given, *(batch for batch in batches if batch is not None)], expected)
-
-
 def test_polled_ends_with_a_dead_worker_and_with_the_timeout(make_feed: MakeFeed, quick: None) -> None:
     """A worker's death, and a wait over loader.timeout_s, end a polled pass as they end a plain one."""
     with pytest.raises(LoaderError, match="exited unexpectedly"):
@@ -339,17 +235,6 @@ def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers
     assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
 
 
-def test_the_gauge_times_the_sample_alone(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is not counted."""
-    ticks, cpu_ticks = itertools.count(0, 2), itertools.count(0, 0.5)
-    monkeypatch.setattr("harness.feed.processes.time.perf_counter", lambda: float(next(ticks)))
-    monkeypatch.setattr("harness.feed.processes.time.thread_time", lambda: float(next(cpu_ticks)))
-    gauge = Gauge(0)
-    with pytest.raises(BadSample):
-        list(make_feed(0, samples.Troubled(4, 2, samples.refuse), gauge))
-    assert gauge.read() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
-
-
 @pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")])
 def test_the_meter_counts_what_each_worker_makes(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
     """Through two passes with new workers, every sample and batch counts once, and the stages add up to the busy time."""
@@ -361,54 +246,6 @@ def test_the_meter_counts_what_each_worker_makes(make_feed: MakeFeed, num_worker
     assert list(totals.stages) == ["draw", "label", "collate"]
     assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
     assert totals.stages["draw"].wall_s > 0 and totals.stages["draw"].cpu_s > 0
-
-
-def test_a_data_set_without_stages_has_one(make_feed: MakeFeed) -> None:
-    """What a data set does that names no stages is the stage sample."""
-    feed = make_feed(0)
-    list(feed)
-    assert feed.meter is not None
-    assert list(feed.meter.read().stages) == ["sample", "collate"]
-    assert feed.meter.read().stages["sample"].wall_s > 0
-
-
-@pytest.mark.parametrize("dataset", [samples.Staged(8, bad=5), samples.Troubled(8, 5, samples.refuse)], ids=["staged", "plain"])
-def test_the_time_of_a_sample_that_fails_is_not_lost(make_feed: MakeFeed, dataset: samples.Noise) -> None:
-    """A batch with an error in it counts with all its samples and all its time."""
-    feed = make_feed(0, dataset, batch_size=8)
-    with pytest.raises(BadSample):
-        list(feed)
-    assert feed.meter is not None
-    totals = feed.meter.read()
-    assert (totals.samples, totals.batches) == (8, 1)
-    assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
-
-
-def test_gauge_and_meter_go_together(make_feed: MakeFeed) -> None:
-    """A probe's feed, which has a gauge, knows the stages all the same."""
-    gauge = Gauge(1)
-    feed = make_feed(1, samples.Staged(LENGTH), gauge)
-    assert_same(list(feed), list(make_feed(0)))
-    assert feed.meter is not None
-    assert gauge.read().samples == feed.meter.read().samples == LENGTH
-    assert feed.meter.read().stages["draw"].wall_s > 0
-
-
-def test_a_feed_does_without_a_meter_where_there_is_no_memory_for_it(
-    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without shared memory for the meter the batches come all the same, and their stamps with them."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.Tensor.share_memory_", refuse)
-        feed = make_feed(1, samples.Staged(LENGTH))
-    assert feed.meter is None
-    batches = list(feed)
-    assert_same(batches, list(make_feed(0)))
-    assert all(batch.stamps is not None for batch in batches)
 
 
 def test_stamps_follow_a_batch_from_its_worker(make_feed: MakeFeed) -> None:
@@ -448,24 +285,6 @@ def test_a_primed_pass_gives_the_same_batches(make_feed: MakeFeed, persistent_wo
         assert feed.worker_pids == started and len(started) == 2
         given += batches
     assert_same(given, epochs(make_feed(0)))
-
-
-def test_a_pass_primed_for_another_epoch_is_dropped(make_feed: MakeFeed) -> None:
-    """iter() gives the epoch that was chosen, whatever was primed."""
-    gauge = Gauge(2)
-    feed = primed(make_feed(2, gauge=gauge, persistent_workers=True), 5, gauge)
-    assert_same(epochs(feed), epochs(make_feed(0)))
-
-
-def test_priming_amid_a_pass_does_nothing(make_feed: MakeFeed) -> None:
-    """The pass goes on with its workers, and the next one is whole."""
-    feed = make_feed(2, persistent_workers=True)
-    batches = iter(feed)
-    given = [next(batches)]
-    feed.prime(1)
-    given += batches
-    feed.set_epoch(1)
-    assert_same([*given, *feed], epochs(make_feed(0)))
 
 
 @pytest.mark.parametrize(("num_workers", "start_method"), [(0, "forkserver"), (2, "fork")], ids=["no workers", "forked"])
@@ -531,19 +350,6 @@ def test_signals_to_a_worker_are_ignored(make_feed: MakeFeed) -> None:
     assert_same(given, list(make_feed(0, samples.Noise(40))))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_empty_data_set_gives_no_batch(make_feed: MakeFeed, num_workers: int) -> None:
-    """A pass over nothing ends at once."""
-    assert list(make_feed(num_workers, samples.Noise(0))) == []
-
-
-@pytest.mark.parametrize("num_workers", [0, 3])
-def test_a_batch_may_be_larger_than_the_set(make_feed: MakeFeed, num_workers: int) -> None:
-    """Without drop_last a set smaller than a batch is one short batch, also with more workers than samples."""
-    (batch,) = make_feed(num_workers, samples.Noise(2), batch_size=8)
-    assert sorted(batch.indices.tolist()) == [0, 1]
-
-
 @pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
 def test_a_data_set_that_cannot_be_pickled_fails_at_once(make_feed: MakeFeed) -> None:
     """Python's own error surfaces in the trainer, at the first next()."""
@@ -559,7 +365,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "forkserver": workers.start_server(["harness.feed.processes"])
     import samples
     from harness.feed.order import Order
-    from harness.feed.processes import ProcessFeed
+    from harness.feed.processes import ProcessFeed, _Batches
     settings = samples.settings(2, persistent_workers=True, start_method=sys.argv[1])
     feed = ProcessFeed(samples.Noise(40), Order(40, 4), settings)
     batches = iter(feed)

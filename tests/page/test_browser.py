@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -120,6 +122,39 @@ def test_every_spike_of_a_long_run_is_drawn(show: Callable[..., webdriver.Chrome
     assert len(texts(page, ".spikes li")) == 4 and "2.60 s in steps 10,491 to 10,500, mostly starved" in texts(
         page, ".spikes li"
     )
+
+
+def test_windows_that_hold_spikes_are_counted(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Two in each group of ten windows: both are counted, one is marked, and the twelve longest of those are told."""
+    lines = [runs.window(step, {"compute": 5.0}, 90.0 if step % 50 == 0 else None) for step in range(10, 40_001, 10)]
+    write_report(runs.write(tmp_path, report=runs.report(), lines=lines))
+    browser.get((tmp_path / "report.html").as_uri())
+    until(browser, lambda: one(browser, ".chart svg"))
+    assert texts(browser, ".spikes p")[0].startswith(
+        "▼ 800 windows hold a step that stands out; the longest of each group is marked; the 12 longest of those marked:"
+    )
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".spike")) == 400
+
+
+def test_what_was_typed_can_be_pasted(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """A shell reads the same words."""
+    typed = ["data.root=/my images/é", "loader.num_workers=2", "run.name=it's", "+x=[1,2]", "y=$HOME"]
+    write_report(runs.cpu_run(tmp_path, run={"overrides": typed}))
+    browser.get((tmp_path / "report.html").as_uri())
+    line = until(browser, lambda: browser.find_element(By.XPATH, "//p[contains(., 'Typed: ')]//code").text)
+    assert shlex.split(line) == typed and line == shlex.join(typed)
+
+
+def test_the_newest_runs_are_looked_at_first(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Of thirteen runs the one that was written to last is open, and all but the oldest have a chart."""
+    for job in range(13):
+        runs.cpu_run(tmp_path / str(job), steps=50)
+        for file in ("report.json", "metrics.jsonl"):
+            os.utime(tmp_path / str(job) / file, (1e9 + (job - 5) % 13,) * 2)
+    write_sweep(tmp_path)
+    browser.get((tmp_path / "report.html").as_uri())
+    until(browser, lambda: texts(browser, ".detail h2")[:1] == ["Run 4"])
+    assert texts(browser, ".multiples figcaption button") == [str(job) for job in range(13) if job != 5]
 
 
 def test_the_slowest_rank_is_named(show: Callable[..., webdriver.Chrome]) -> None:
@@ -269,6 +304,28 @@ def test_the_tab_shows_the_runs(browser: webdriver.Chrome, address: str) -> None
         browser.execute_script(f"parent.document.body.classList.{step}('dark-mode')")
         until(browser, lambda expected=expected: browser.execute_script(shade) == expected)
     assert no_error(browser)
+
+
+LATE_ANSWER = """
+    const asked = window.fetch;
+    const late = await asked(`${parent.location.origin}/data/plugin/data_stalls/run?name=cpu_run`);
+    const body = await late.json();
+    window.fetch = (address) => String(address).endsWith("name=cpu_run")
+      ? new Promise((answer) => (window.release = () => answer({ ok: true, json: async () => body }))) : asked(address);
+"""
+
+
+def test_a_late_answer_replaces_no_later_run(browser: webdriver.Chrome, address: str) -> None:
+    """The run that was clicked last stays, although the one before it arrives after it."""
+    browser.get("about:blank")
+    look_at_the_tab(browser, address)
+    browser.execute_script(f"return (async () => {{ {LATE_ANSWER} }})()")
+    for name in ("cpu_run", "damaged"):
+        one(browser, f"tr[data-run='{name}'] th button").click()
+    until(browser, lambda: texts(browser, ".detail h2")[:1] == ["Run damaged"])
+    browser.execute_script("release(); return new Promise((done) => setTimeout(done))")  # after all that answers set off
+    assert texts(browser, ".detail h2")[0] == "Run damaged"
+    assert one(browser, "tr[data-open] th").text == "damaged"
 
 
 def test_the_link_pins_the_cards(browser: webdriver.Chrome, address: str) -> None:

@@ -34,6 +34,15 @@ def test_a_long_run_keeps_every_spike(tmp_path: Path) -> None:
     assert [highest[spike["at"]] for spike in found["spikes"]] == [spike["ms"] for spike in found["spikes"]]
 
 
+def test_each_group_marks_its_longest_spike() -> None:
+    """However many windows stand out, all are counted, and of equal ones the earliest of each group is told."""
+    longest_ms = [10.0 if index % 4 else 90.0 + (index == 80) for index in range(400)]
+    found = course(windows_of(longest_ms), 50)
+    assert found is not None and (found["spike_count"], len(found["spikes"])) == (100, 50)
+    marked = [(spike["ms"], spike["at"], spike["step"]) for spike in found["spikes"]]
+    assert marked == [(91.0, 10, 810), *((90.0, group, 80 * group + 10) for group in range(50) if group != 10)]
+
+
 @pytest.mark.parametrize("buckets", [1, 3, 7, 40])
 def test_groups_keep_lowest_and_highest(buckets: int) -> None:
     """Whatever the number of groups, the extremes of all windows are extremes of some group, and steps end at the last."""
@@ -61,6 +70,7 @@ def test_a_figure_that_no_window_has_is_no_column() -> None:
     [
         pytest.param([12.0] * 9 + [90.0], [9], id="one-stands-out"),
         pytest.param([12.0, 90.0, 12.0, 300.0, 12.0], [3, 1], id="longest-first"),
+        pytest.param([12.0, 90.0, 12.0, 90.0, 12.0], [1, 3], id="equal-ones-in-order"),
         pytest.param([80.0] * 10, [], id="every-window-has-one"),
         pytest.param([12.0] * 9 + [25.0], [], id="not-far-enough"),
         pytest.param([], [], id="no-window"),

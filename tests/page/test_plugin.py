@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from model_time import Hand
 from page import runs
 from tensorboard.plugins.base_plugin import TBContext
 
+from harness.page import serve
 from harness.page.plugin import StallsPlugin
 from harness.page.serve import logdirs
 
@@ -23,8 +28,8 @@ class Flags:
         self.logdir_spec = logdir_spec
 
 
-def plugin(logdir: object = None, spec: str | None = None) -> StallsPlugin:
-    return StallsPlugin(TBContext(logdir=None if logdir is None else str(logdir), flags=Flags(spec)))
+def plugin(logdir: object = None, spec: str | None = None, now: Callable[[], float] = lambda: 0.0) -> StallsPlugin:
+    return StallsPlugin(TBContext(logdir=None if logdir is None else str(logdir), flags=Flags(spec)), now)
 
 
 def ask(of: StallsPlugin, route: str, query: str = "") -> tuple[str, dict[str, str], bytes]:
@@ -84,11 +89,54 @@ def test_the_page_is_served(file: str, tmp_path: Path) -> None:
 
 
 def test_the_tab_sleeps_where_there_is_no_run(tmp_path: Path) -> None:
-    """It is active as soon as there is one."""
-    here = plugin(tmp_path)
+    """It looks again after a minute, and once it has seen a run it looks no more."""
+    clock = Hand()
+    here = plugin(tmp_path, now=clock)
     assert not here.is_active()
     runs.write(tmp_path / "deep/down", report={})
+    clock.pass_(59.0)
+    assert not here.is_active()
+    clock.pass_(1.0)
     assert here.is_active()
+    shutil.rmtree(tmp_path / "deep")
+    clock.pass_(1000.0)
+    assert here.is_active()
+
+
+def test_a_glance_at_many_folders_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few of them are looked into; that there may be a run further on is shown, and not looked for while others wait."""
+    monkeypatch.setattr("harness.page.serve._GLANCED_AT", 3)
+    for name in ("c", "d"):
+        (tmp_path / name).mkdir()
+    assert not plugin(tmp_path).is_active()
+    runs.write(tmp_path / "b", report={})
+    monkeypatch.setattr("harness.page.runs.REPORT_JSON", "none.json")  # who did look would find none
+    assert plugin(tmp_path).is_active()
+
+
+def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinity among the settings is left out; whatever else cannot be told is a note beside the others."""
+    runs.write(tmp_path / "a", report={"loader": {"timeout_s": float("inf"), "num_workers": 2}})
+    runs.write(tmp_path / "b", report={})
+    assert [run["report"] for run in json.loads(ask(plugin(tmp_path), "/runs")[2])["runs"]] == [
+        {"loader": {"num_workers": 2}},
+        {},
+    ]
+    read = serve.run_json
+    monkeypatch.setattr(serve, "run_json", lambda folder, name, **more: read(folder if name == "b" else 1 / 0, name, **more))
+    os.utime(tmp_path / "a" / "report.json", (0, 0))
+    listed = json.loads(ask(plugin(tmp_path), "/runs")[2])
+    assert [run["name"] for run in listed["runs"]] == ["b"]
+    assert listed["notes"] == ["run a cannot be shown: ZeroDivisionError: division by zero"]
+
+
+def test_runs_that_are_left_out_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tab says so above the runs."""
+    monkeypatch.setattr("harness.page.runs._MOST_RUNS", 1)
+    for name in "ab":
+        runs.write(tmp_path / name, report={})
+    (note,) = json.loads(ask(plugin(tmp_path), "/runs")[2])["notes"]
+    assert note.endswith("2 runs; shown are the 1 that were written to last")
 
 
 @pytest.mark.parametrize("logdir", [None, "", "/nowhere/at/all", "gs://bucket/runs", "s3://bucket"])
@@ -129,14 +177,20 @@ def test_a_broken_room_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.Mo
     ("logdir", "spec", "expected"),
     [
         pytest.param("/a,b", None, {"": "/a,b"}, id="logdir"),
+        pytest.param("~/a", None, {"": "/home/me/a"}, id="logdir-at-home"),
+        pytest.param("gs://~/a", None, {"": "gs://~/a"}, id="logdir-elsewhere"),
+        pytest.param("", "x:~/a", {"x": "/home/me/a"}, id="label-at-home"),
         pytest.param("", "x:/a,y:/b", {"x": "/a", "y": "/b"}, id="labels"),
         pytest.param("", "/a,gs://c/d", {"/a": "/a", "gs://c/d": "gs://c/d"}, id="no-labels"),
         pytest.param("", "/a:b", {"/a:b": "/a:b"}, id="a-colon-in-a-path"),
         pytest.param(None, None, {}, id="nothing"),
     ],
 )
-def test_logdirs_are_read_as_tensorboard_reads_them(logdir: str | None, spec: str | None, expected: dict[str, str]) -> None:
-    """A label is what stands before a colon, and a path stays whole."""
+def test_logdirs_are_read_as_tensorboard_reads_them(
+    logdir: str | None, spec: str | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A label is what stands before a colon, a path stays whole, and a tilde is the home folder."""
+    monkeypatch.setenv("HOME", "/home/me")
     assert logdirs(logdir, spec) == expected
 
 

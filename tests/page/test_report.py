@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page import runs
@@ -16,13 +17,14 @@ from page import runs
 from harness.page import report
 from harness.page.__main__ import main
 from harness.page.report import ASSETS, SCRIPTS, bundle, write_report, write_sweep
+from harness.page.runs import read_run
 
 
-def embedded(html: str) -> dict[str, list[dict[str, object]]]:
+def embedded(html: str) -> dict[str, list[Any]]:
     """The data that a page carries."""
     found = re.search(r'<script id="data" type="application/json">(.*?)</script>', html, re.S)
     assert found
-    data: dict[str, list[dict[str, object]]] = json.loads(found[1])
+    data: dict[str, list[Any]] = json.loads(found[1])
     return data
 
 
@@ -32,7 +34,7 @@ def test_a_long_run_fits_in_a_megabyte(tmp_path: Path) -> None:
     html = (tmp_path / "report.html").read_text()
     assert len(html.encode()) < 1_000_000
     (run,) = embedded(html)["runs"]
-    assert {spike["step"] for spike in run["course"]["spikes"]} == set(runs.SPIKES)  # type: ignore[index]
+    assert {spike["step"] for spike in run["course"]["spikes"]} == set(runs.SPIKES)
 
 
 def test_a_sweep_fits_in_a_megabyte(tmp_path: Path) -> None:
@@ -40,9 +42,9 @@ def test_a_sweep_fits_in_a_megabyte(tmp_path: Path) -> None:
     first = runs.long_run(tmp_path / "0", steps=4_000)
     for job in range(1, 24):
         shutil.copytree(first, tmp_path / str(job))
-    path, count = write_sweep(tmp_path)
-    assert count == 24 and path.stat().st_size < 1_000_000
-    assert all(run["course"]["spike_count"] == 1 for run in embedded(path.read_text())["runs"])  # type: ignore[index]
+    path, count, notes = write_sweep(tmp_path)
+    assert count == 24 and not notes and path.stat().st_size < 1_000_000
+    assert all(run["course"]["spike_count"] == 1 for run in embedded(path.read_text())["runs"])
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_text_from_files_cannot_end_its_element(tmp_path: Path) -> None:
     write_report(tmp_path)
     html = (tmp_path / "report.html").read_text()
     assert html.count("<script") == 2 and "alert(1)</script>" not in html
-    assert embedded(html)["runs"][0]["report"]["error"].startswith("</script>")  # type: ignore[index]
+    assert embedded(html)["runs"][0]["report"]["error"].startswith("</script>")
 
 
 def test_no_script_makes_markup_of_text() -> None:
@@ -113,6 +115,25 @@ def test_the_command_writes_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([str(runs.sweep(tmp_path))]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}: 6 runs\n"
     assert [run["name"] for run in embedded((tmp_path / "report.html").read_text())["runs"]] == list("012345")
+
+
+def test_a_run_that_cannot_be_told_ends_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left out with a note, on the page and on the console."""
+    runs.sweep(tmp_path)
+    read = read_run
+
+    def refuse(folder: Path, name: str, **options: int) -> dict[str, Any]:
+        if name == "3":
+            raise RuntimeError("never thought of")
+        return read(folder, name, **options)
+
+    monkeypatch.setattr("harness.page.runs.read_run", refuse)
+    assert main([str(tmp_path)]) == 0
+    said, note = capsys.readouterr(), "run 3 cannot be shown: RuntimeError: never thought of"
+    assert (said.out, said.err) == (f"{tmp_path / 'report.html'}: 5 runs\n", f"note: {note}\n")
+    assert embedded((tmp_path / "report.html").read_text())["notes"] == [note]
 
 
 def test_the_command_names_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 from page import runs
 
-from harness.page.runs import find_runs, read_run
+from harness.page.runs import each_run, find_runs, read_run
 
 
 def test_a_whole_run_has_no_notes(tmp_path: Path) -> None:
@@ -77,12 +78,42 @@ def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:
         runs.write(tmp_path / "root" / name, report={})
     runs.write(tmp_path / "elsewhere", report={})
     (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
-    assert list(find_runs(tmp_path / "root")) == ["9", "10", "b/c"]
+    assert list(find_runs(tmp_path / "root", notes := [])) == ["9", "10", "b/c"] and not notes
+
+
+def test_a_run_may_have_any_name(tmp_path: Path) -> None:
+    """A run that is called trace, or lies below a folder called checkpoints, is one all the same."""
+    for name in ("trace", "checkpoints/1", "trace/checkpoints/x"):
+        runs.write(tmp_path / name, report={})
+    assert list(find_runs(tmp_path, [])) == ["checkpoints/1", "trace"]
+
+
+def test_of_too_many_runs_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were written to last, by whichever file, in natural order, and a note says how many there are."""
+    monkeypatch.setattr("harness.page.runs._MOST_RUNS", 3)
+    for job in range(12):
+        runs.write(tmp_path / str(job), report={})
+        os.utime(tmp_path / str(job) / "report.json", (job, job))
+    runs.write(tmp_path / "0", lines=[runs.window(10, {"compute": 5.0})])
+    assert list(find_runs(tmp_path, notes := [])) == ["0", "10", "11"]
+    assert notes == [f"{tmp_path}: 12 runs; shown are the 3 that were written to last"]
+    assert [read_run(tmp_path / job, job)["changed_s"] for job in ("10", "11")] == [10, 11]
+
+
+def test_of_too_many_folders_the_last_by_name_are_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are the newest where names are dates; a note says where it ended."""
+    monkeypatch.setattr("harness.page.runs.each_run", partial(each_run, most=3))
+    for day in ("2026-05-01", "2026-05-02", "2026-05-10"):
+        runs.write(tmp_path / day, report={})
+    assert list(find_runs(tmp_path, notes := [])) == ["2026-05-02", "2026-05-10"]
+    assert notes == [
+        f"{tmp_path}: more than 3 folders; the rest, from {tmp_path}/2026-05-01 on, is not looked into: name one below it"
+    ]
 
 
 def test_a_run_folder_is_its_own_run(tmp_path: Path) -> None:
     """The root itself is named after its folder."""
-    assert list(find_runs(runs.write(tmp_path / "mine", report={}))) == ["mine"]
+    assert list(find_runs(runs.write(tmp_path / "mine", report={}), [])) == ["mine"]
 
 
 def test_the_configuration_is_shown_as_it_was_saved(tmp_path: Path) -> None:

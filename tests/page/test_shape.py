@@ -30,6 +30,8 @@ from harness.page.shape import REPORT, TUNING, fitted
         pytest.param({"b": 1}, {"a": float, "b?": float}, None, id="required-may-not"),
         pytest.param({"a": None}, {"a?": float}, {}, id="null-is-absent"),
         pytest.param({"n": 2, "pin": False, "deep": {}}, {str: object}, {"n": 2, "pin": False}, id="plain-values"),
+        pytest.param({"a": math.inf, "b": -math.inf, "c": math.nan, "d": 10**400}, {str: object}, {}, id="plain-is-finite"),
+        pytest.param({"a": "x", "b": None}, {str: object}, {"a": "x"}, id="plain-text"),
         pytest.param([1], {"a": float}, None, id="list-is-no-object"),
     ],
 )

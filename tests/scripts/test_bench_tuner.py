@@ -197,7 +197,7 @@ def test_a_paced_step_takes_its_time() -> None:
     """The trainee's steps on one batch last what they are set to, and cost no processor."""
     from harness.feed.processes import _Batches
 
-    batch = _Batches(Noise(8)).__getitems__((0, np.arange(4)))
+    batch = _Batches(Noise(8), None, None).__getitems__((0, np.arange(4)))
     run = PacedTrainee(0.005).demand(batch, limit_s=0.0)
     assert run.images == (4, 4) and min(run.seconds) >= 0.005
 

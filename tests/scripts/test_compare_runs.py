@@ -106,6 +106,21 @@ def test_what_the_loader_used_is_told_once(make_run: MakeRun, capsys: pytest.Cap
     assert "loader.batch_size" in said and "used." not in said
 
 
+def test_a_diagnosis_among_runs_is_passed_over(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """What mode=diagnose left is a note, first or not; where there is nothing else, that is an error."""
+    runs = [make_run(name) for name in "bc"]
+    diagnosis = runs[0].parent / "a"
+    (diagnosis / ".hydra").mkdir(parents=True)
+    (diagnosis / "diagnosis.json").write_text("{}")
+    for folders in ([runs[0].parent], [diagnosis, *runs]):
+        code, said, errors = compare(capsys, *folders, "--fail-beyond", "speed=0.9")
+        assert (code, errors, [row["run"] for row in cells(said)]) == (0, [], ["b", "c"])
+        assert f"- {os.path.relpath(diagnosis)}: passed over: a diagnosis trains nothing" in said
+    assert "passed over" in json.loads(compare(capsys, runs[0].parent, "--json")[1])["notes"][-1]
+    code, _, errors = compare(capsys, diagnosis)
+    assert code == 2 and errors[0].endswith("a diagnosis trains nothing; name a run's folder, or a sweep's")
+
+
 def test_a_sweep_stands_for_its_jobs_in_order(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     """Job 10 comes after job 2, and what is no run is passed over."""
     for job in (10, 2, 0):
@@ -158,11 +173,14 @@ def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFix
     assert errors == ["error: bare: top1=-0.01 cannot be judged: the report of bare has no top1; leave the limit out"]
 
 
-def test_stalls_from_different_clocks_are_not_compared(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """A device's stall beside a host's is noted, and no limit can be judged by it."""
+@pytest.mark.parametrize(("limit", "shown"), [("stall=+0.5", "10.0%"), ("goodput=-0.5", "80.0%")], ids=["stall", "goodput"])
+def test_figures_from_different_clocks_are_not_compared(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, shown: str
+) -> None:
+    """A device's beside a host's is noted, and no limit can be judged by it."""
     pair = make_run("gpu"), make_run("cpu", stall_basis="host")
-    code, said, errors = compare(capsys, *pair, "--fail-beyond", "stall=+0.5")
-    assert cells(said)[1]["stall"] == "10.0%"
+    code, said, errors = compare(capsys, *pair, "--fail-beyond", limit)
+    assert cells(said)[1][limit.partition("=")[0]] == shown
     assert "- stall_basis differs: device (gpu); host (cpu)" in said
     assert code == 2 and "different clocks" in errors[0]
 

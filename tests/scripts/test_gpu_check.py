@@ -22,9 +22,12 @@ def test_without_a_gpu_parts_run_or_say_why_not(tmp_path: Path, capsys: pytest.C
     """The parts that need a device name their reason, nothing fails, and both files are written."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert gpu_check.main(["--parts", "pytest,stall_compiled,copies,resnet50", "--quick", "--out", str(tmp_path)]) == 0
+    assert (
+        gpu_check.main(["--parts", "pytest,stall_compiled,copies,resnet50,launches,feeds", "--quick", "--out", str(tmp_path)])
+        == 0
+    )
     parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
-    assert [part["status"] for part in parts] == ["skipped"] * 4
+    assert [part["status"] for part in parts] == ["skipped"] * 6
     assert all(part["found"].startswith("no CUDA device: ") for part in parts)
     assert (tmp_path / "gpu_check.md").read_text().rstrip() == capsys.readouterr().out.rstrip()
 

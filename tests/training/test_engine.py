@@ -11,7 +11,7 @@ import samples
 import torch
 from torch import nn
 
-from harness.config import Config
+from harness.config import AugmentConfig, Config
 from harness.feed.interface import Feed, HostBatch
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
@@ -64,8 +64,8 @@ class Recorded:
 
 @pytest.fixture
 def make_engine(tmp_path: Path) -> MakeEngine:
-    def make(feed: Feed, val_feed: Feed, **trainer: int) -> Engine:
-        config = Config()
+    def make(feed: Feed, val_feed: Feed, augment: AugmentConfig | None = None, **trainer: int) -> Engine:
+        config = Config(augment=augment or AugmentConfig())
         config.checkpoint.enabled = False
         for name, value in trainer.items():
             setattr(config.trainer, name, value)
@@ -73,7 +73,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         optimizer = make_optimizer(network, config.optim)
         schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, len(feed))
         state = TrainState(network, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device))
-        step = Step(state, config, CPU)
+        step = Step(state, config, CPU, 10)
         return Engine(config, CPU, step, feed, val_feed, Watch(StepClock()), Place(tmp_path, ("a",)))
 
     return make
@@ -95,6 +95,17 @@ def test_each_side_is_primed_before_its_turn(make_engine: MakeEngine, monkeypatc
     evaluation = ["val batch 0", "val end"]
     epoch_1 = [*epoch[:-1], *evaluation, "train end"]  # nothing follows, so that nothing ends the pass before
     assert log == ["train epoch 0", *epoch, "train prime 1", *evaluation, "train epoch 1", *epoch_1]
+
+
+def test_evaluation_sees_images_as_they_are(make_engine: MakeEngine) -> None:
+    """Training batches are augmented and their labels mixed; validation batches are only normalised."""
+    wanted = AugmentConfig(color_jitter=(0.9, 0.0, 0.0, 0.0), random_erasing=1.0, cutmix=1.0)
+    feeds = [Recorded(name, 4, []) for name in ("train", "val")]
+    engine, plain = make_engine(*feeds, augment=wanted), make_engine(*feeds)
+    for (images, labels), (expected, whole) in zip(engine.val_batches, plain.val_batches, strict=True):
+        assert torch.equal(images, expected) and torch.equal(labels, whole)
+    for (images, labels), (expected, _) in zip(engine.train_batches, plain.train_batches, strict=True):
+        assert not torch.equal(images, expected) and labels.shape == (2, 10)
 
 
 def test_nothing_is_primed_for_an_evaluation_that_is_not_due(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from harness.config import Config, OptimName, Precision
+from harness.config import AugmentConfig, Config, OptimName, Precision
+from harness.data.augment import BatchAugment
+from harness.data.mix import Mix
+from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
 from harness.training.optim import make_optimizer, make_schedule
 from harness.training.state import TrainState, make_scaler
-from harness.training.step import Step, _ForwardTimer
+from harness.training.step import Step, _ForwardTimer, device_batches
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -33,12 +37,12 @@ def batches(n: int, size: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor
         yield torch.randn(size, 3, 12, 12, generator=generator), torch.randint(0, 5, (size,), generator=generator)
 
 
-def make(config: Config, model: nn.Module | None = None) -> Step:
+def make(config: Config, model: nn.Module | None = None, classes: int | None = 5) -> Step:
     """A step over a fresh network."""
     model = model or network()
     optimizer = make_optimizer(model, config.optim)
     schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
-    return Step(TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)), config, CPU)
+    return Step(TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)), config, CPU, classes)
 
 
 def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
@@ -192,3 +196,54 @@ def test_the_forward_pass_is_timed_per_update(monkeypatch: pytest.MonkeyPatch) -
         model(torch.zeros(1, 1))
         means.append(timer.mean_ms())
     assert means == [None, 4000.0, 8000.0, None, 2000.0]
+
+
+def host_batch() -> HostBatch:
+    """Eight images of noise, as a feed gives them."""
+    images = torch.randint(0, 256, (8, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    return HostBatch(images.contiguous(memory_format=torch.channels_last), torch.arange(8) % 5, torch.arange(8), epoch=3)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("precision", list(Precision), ids=lambda p: p.name)
+def test_batches_are_augmented_then_normalised_then_mixed(precision: Precision, channels_last: bool) -> None:
+    """The step's batches are what the three make of the host's one after the other, in the network's type and layout."""
+    config = Config(seed=4)
+    config.trainer.precision, config.trainer.channels_last = precision, channels_last
+    config.augment = AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1), rand_augment=2, random_erasing=0.5, mixup=0.2, cutmix=1.0)
+    augment, mix = BatchAugment.from_config(config.augment, 4), Mix.from_config(config.augment, 5, 4)
+    assert augment is not None and mix is not None
+    host = host_batch()
+    coloured = host._replace(images=augment(host.images, host))
+    expected, expected_labels = mix(*next(device_batches([coloured], config, CPU.device)), host)
+    images, labels = next(make(config).batches([host]))
+    assert torch.equal(images, expected) and torch.equal(labels, expected_labels)
+    assert images.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    step = make(config)
+    step(images, labels)
+    assert step.read().loss is not None
+
+
+def test_by_default_batches_are_only_normalised() -> None:
+    """With no augmentation of batches wanted, the step takes the bits that evaluation takes, and whole labels."""
+    images, labels = next(make(Config()).batches([host_batch()]))
+    expected, whole = next(device_batches([host_batch()], Config(), CPU.device))
+    assert torch.equal(images, expected) and torch.equal(labels, whole) and labels.dtype is torch.int64
+
+
+def test_mixed_labels_are_smoothed_as_by_torch() -> None:
+    """With mixed labels and smoothing, the loss is the cross-entropy against labels of which a part is spread over all."""
+    config = Config()
+    config.optim.label_smoothing = 0.1
+    step, (images, labels) = make(config), next(batches(1))
+    soft = 0.7 * F.one_hot(labels, 5) + 0.3 * F.one_hot(labels.roll(1), 5)
+    with torch.no_grad():
+        expected = -((0.9 * soft + 0.1 / 5) * F.log_softmax(step.state.network(images), dim=1)).sum(dim=1).mean()
+    step(images, soft)
+    assert step.read().loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_mixing_needs_the_number_of_classes() -> None:
+    """A step that is to mix labels must know how many there are."""
+    with pytest.raises(AssertionError, match="mixed labels"):
+        make(Config(augment=AugmentConfig(mixup=0.2)), classes=None)

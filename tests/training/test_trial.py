@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from samples import settings
 from torch import Tensor, nn
 
-from harness.config import Config, DistConfig, DistName, OptimName, Precision
+from harness.config import AugmentConfig, Config, DistConfig, DistName, OptimName, Precision
 from harness.feed.interface import HostBatch
+from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import signals
 from harness.runtime.distributed import World, launch
 from harness.runtime.errors import Interrupted, LoaderError
@@ -75,8 +76,8 @@ class Endless:
 class TimedStep:
     """In place of a ``Step``: notes what it is given, and takes ``seconds``, the first time ``first_s``."""
 
-    def __init__(self, hand: Hand, seconds: float) -> None:
-        self.hand, self.seconds, self.first_s = hand, seconds, seconds
+    def __init__(self, hand: Hand, seconds: float, config: Config) -> None:
+        self.hand, self.seconds, self.first_s, self.config = hand, seconds, seconds, config
         self.parts: list[tuple[int, int]] = []
         self.images: list[Tensor] = []
 
@@ -84,6 +85,9 @@ class TimedStep:
         self.hand.time += self.seconds if self.parts else self.first_s
         self.parts.append((part, parts))
         self.images.append(images)
+
+    def batches(self, feed: Iterable[HostBatch]) -> DataPrefetcher:
+        return device_batches(feed, self.config, DEVICE)
 
     def forget(self) -> None:
         pass
@@ -114,12 +118,12 @@ def network() -> nn.Module:
     )
 
 
-def make(config: Config, world: World = CPU) -> Step:
+def make(config: Config, world: World = CPU, classes: int | None = None) -> Step:
     """A step over a small network with a dropout and a norm, the same each time."""
     model = network()
     optimizer = make_optimizer(model, config.optim)
     schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
-    return Step(TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, DEVICE)), config, world)
+    return Step(TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, DEVICE)), config, world, classes)
 
 
 def train(step: Step, config: Config, updates: int) -> None:
@@ -282,7 +286,7 @@ def timed(seconds: float, *, parts: int = 1, world: World = CPU) -> tuple[StepTr
     """Trials of a step that takes ``seconds`` of a fake clock."""
     hand, config = Hand(), settled(parts=parts)
     config.data.image_size = 8
-    step = TimedStep(hand, seconds)
+    step = TimedStep(hand, seconds, config)
     return StepTrials(step, config, world, now=hand), step, hand  # type: ignore[arg-type]
 
 
@@ -332,6 +336,22 @@ def test_a_batch_reaches_the_step_as_in_training() -> None:
     assert step.images[0].is_contiguous(memory_format=torch.channels_last)
     assert all(torch.equal(images, expected) for images in step.images)
     assert len({images.data_ptr() for images in step.images}) == len(step.images)
+
+
+def test_augmentation_is_part_of_a_trial() -> None:
+    """Demand's steps and a feed's have images augmented and mixed as in training: that is part of their time."""
+    config = settled()
+    config.augment = AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1), mixup=0.8)
+    step = make(config, classes=5)
+    expected, seen = next(step.batches([batch()]))[0], []
+    step.state.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    trials = StepTrials(step, config, CPU, now=Hand(0.02))
+    with trials.kept():
+        trials.demand(batch(), 0.5)
+        trials.deliver(Endless(batch()), 1, 0.5)
+    assert len(seen) > 10
+    assert all(torch.equal(images, expected) for images in seen)
+    assert not torch.equal(expected, next(device_batches([batch()], config, DEVICE))[0])
 
 
 def slow_feed(hand: Hand, seconds: float, first_s: float = 16.0) -> Endless:

@@ -5,35 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable
 
 import pytest
-from machines import Machine, own
+from machines import Machine, own, search
 
-from harness.feed.interface import FeedSettings
-from harness.tuning.auto import Auto
-from harness.tuning.evidence import Problem
-from harness.tuning.figures import Rate
-from harness.tuning.search import Ask, Choice, with_workers
-
-
-def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
-           budget_s: float = 30.0) -> Choice:  # fmt: skip
-    first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
-    problem = Problem(
-        own=own, calibration=(first,), forms=tuple(machine.form_speed),
-        demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s, cores=machine.cores,
-        most=most, pin_memory=False, overlaps=False, fits=fits or (lambda _: None), budget_s=budget_s,
-    )  # fmt: skip
-    policy = Auto(problem).run()
-    try:
-        ask = next(policy)
-        for _ in range(60):
-            ask = policy.send(machine.answer(ask))
-    except StopIteration as end:
-        choice: Choice = end.value
-        return choice
-    raise AssertionError("the search does not end")
+from harness.tuning.search import Ask
 
 
 def tried(machine: Machine, kind: str) -> list[int]:

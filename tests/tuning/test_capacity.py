@@ -15,7 +15,9 @@ MB = 10**6
 ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, open_files=100_000)
 
 
-def settings(num_workers: int, prefetch_factor: int | None = 2, *, pin_memory: bool = False) -> FeedSettings:
+def settings(
+    num_workers: int, prefetch_factor: int | None = 2, *, pin_memory: bool = False, backend: str = "processes"
+) -> FeedSettings:
     return FeedSettings(
         batch_size=4,
         num_workers=num_workers,
@@ -24,6 +26,7 @@ def settings(num_workers: int, prefetch_factor: int | None = 2, *, pin_memory: b
         persistent_workers=num_workers > 0,
         timeout_s=60.0,
         start_method="forkserver",
+        backend=backend,
     )
 
 
@@ -35,11 +38,33 @@ def settings(num_workers: int, prefetch_factor: int | None = 2, *, pin_memory: b
         pytest.param(settings(1, 1, pin_memory=True), 10, Needs(30, 1000 + 30 + 48, 16), id="pinned blocks are powers of two"),
         pytest.param(settings(0, pin_memory=True), 16, Needs(0, 32 + 48, 0), id="a power of two stays"),
         pytest.param(settings(2, 2, pin_memory=True), None, Needs(0, 2000, 44), id="batches of unknown size are left out"),
+        pytest.param(settings(4, 2, backend="threads"), 10, Needs(0, 50, 0), id="threads share a few batches"),
+        pytest.param(
+            settings(4, 2, backend="threads", pin_memory=True), 10, Needs(0, 5 * 16, 0), id="pinned batches of threads"
+        ),
+        pytest.param(settings(0, backend="threads"), 10, Needs(0, 30, 0), id="the threads form without threads"),
     ],
 )
 def test_the_needs_of_a_feed(what: FeedSettings, batch_bytes: int | None, expected: Needs) -> None:
     """Shared memory, memory and open files follow from the settings, the batch and the worker."""
     assert needs(what, batch_bytes, worker_bytes=1000) == expected
+
+
+def test_images_that_are_held_are_memory() -> None:
+    """Beside the batches, and a refusal names both."""
+    arrays = settings(0, backend="arrays")
+    assert needs(arrays, 10, worker_bytes=1000, held_bytes=500) == Needs(0, 520, 0)
+    said = refusal(arrays, MB, 0, replace(ROOMY, memory_bytes=200 * MB), held_bytes=180 * MB) or ""
+    assert said.startswith("2 batches x 1.0 MB + 180.0 MB of images = 182.0 MB of memory, of which 200.0 MB are free")
+
+
+def test_threads_need_no_shared_memory() -> None:
+    """Their batches are refused for want of memory alone, with the sum."""
+    threads = settings(4, 2, backend="threads")
+    assert refusal(threads, MB, 10**12, replace(ROOMY, shm_bytes=0, open_files=64)) is None
+    assert "(prefetch_factor=2 + 3) x 1.0 MB = 5.0 MB of memory" in (
+        refusal(threads, MB, 0, replace(ROOMY, memory_bytes=5 * MB)) or ""
+    )
 
 
 def test_needs_add_up() -> None:

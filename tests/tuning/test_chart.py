@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from reports import OPEN, rate, report, trial, workers
 
+from harness.feed.interface import PROCESSES
 from harness.tuning import chart
 from harness.tuning.chart import Scale, choice_at, place, scale_of, supply_figure, ticks
 from harness.tuning.figures import Rate
@@ -20,7 +21,7 @@ from harness.tuning.report import Side, TuningReport
 
 def pixels(own: TuningReport) -> np.ndarray:
     """uint8 ``[height, width, 3]``."""
-    png, width, height = supply_figure(own)
+    png, width, height = supply_figure(own, PROCESSES)
     image = Image.open(io.BytesIO(png))
     assert (image.format, image.mode, image.size) == ("PNG", "RGB", (width, height)) == ("PNG", "RGB", (640, 360))
     return np.asarray(image)
@@ -54,6 +55,16 @@ def test_the_choice_is_ringed() -> None:
     assert shows(seen, (at[0] + 7, at[1]), chart.INK)
     other = scale.at(1, 240.0)
     assert not shows(seen, (other[0] + 7, other[1]), chart.INK)
+
+
+def test_a_form_has_its_own_marks() -> None:
+    """The choice's line and ring are in the picture of its form alone."""
+    own = report(trials=(trial(3, rate(620.0), "steps"),))
+    png, _, _ = supply_figure(own, "threads")
+    seen, scale = np.asarray(Image.open(io.BytesIO(png))), scale_of(own)
+    at = choice_at(scale, own)
+    assert at is not None and not shows(seen, at, chart.STEPS, 5) and not shows(seen, (at[0], chart.TOP + 40), chart.PALE, 3)
+    assert shows(pixels(own), at, chart.STEPS, 5)
 
 
 def test_without_steps_the_choice_is_its_supply() -> None:

@@ -11,6 +11,7 @@ import pytest
 import samples
 import torch
 
+from harness.feed.arrays import in_form
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.runtime.errors import BadSample, LoaderError
@@ -52,6 +53,9 @@ class Feeds:
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return 10**6
+
+    def held_bytes(self, settings: FeedSettings) -> int:
+        return 0
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return train
@@ -154,6 +158,24 @@ def test_this_process_loads_only_what_a_worker_has_loaded_before(num_workers: in
     own = lab()
     own.attempt(Ask(samples.settings(num_workers), "steps"))
     assert [again for _, again in asked(own)] == [num_workers == 0]
+
+
+@pytest.mark.usefixtures("supply")
+def test_arrays_are_probed_on_what_was_seen() -> None:
+    """So that nothing is decoded in this process while it is measured; the first probe of a run has seen nothing yet."""
+    own, arrays = lab(), in_form(OWN, "arrays")
+    for settings in (arrays, OWN, arrays):
+        own.attempt(Ask(settings, "supply"))
+    assert [again for _, again in asked(own)] == [False, False, True]
+
+
+def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that do not fit are refused before they are made."""
+    monkeypatch.setattr(Feeds, "held_bytes", lambda _, settings: 10**10 if settings.backend == "arrays" else 0)
+    own = lab()
+    assert "10.0 GB of images" in (own.attempt(Ask(in_form(OWN, "arrays"), "supply")).refused or "")
+    assert (asked(own), own.refusal(OWN)) == ([], None)
+    assert own.memory_bytes(in_form(OWN, "arrays")) == 10**10 + 2 * 10**6
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ def test_the_fingerprint_of_this_machine() -> None:
     assert found == of() == json.loads(json.dumps(found))
     assert {"torch", "torchvision", "python", "wellfed", "cpu", "ram_bytes"} <= found["machine"].keys()
     assert found["machine"]["usable_cores"] == 4.0
-    assert found["packages"].keys() == {"numpy", "pillow"}
+    assert found["packages"].keys() == {"numpy", "pillow", "simplejpeg"}
 
 
 def test_another_code_of_the_data_path_is_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ class TimedFeed:
     """Workers that each make ``rate`` samples a second from ``start_s`` on, on a clock of their own; ``queue_s`` more at first.
 
     In the first ``queue_s`` seconds they are ten times as fast, as long as the queue takes them. ``failure`` is raised at 2 s.
+    The work of ``idle`` ones is done by the others.
     """
 
     on_device = False
@@ -47,9 +48,9 @@ class TimedFeed:
     worker_pids = ()
 
     def __init__(self, rate: float, workers: int = 2, start_s: float = 0.5, *, queue_s: float = 0.0,
-                 failure: Exception | None = None, ends_s: float = math.inf) -> None:  # fmt: skip
+                 failure: Exception | None = None, ends_s: float = math.inf, idle: int = 0) -> None:  # fmt: skip
         self.settings = samples.settings(workers, batch_size=BATCH)
-        self.gauge = Gauge(workers)
+        self.gauge, self.idle = Gauge(workers), idle
         self.rate, self.start_s, self.queue_s, self.failure, self.ends_s = rate, start_s, queue_s, failure, ends_s
         self.clock = 1000.0
         self.polls: list[float] = []
@@ -79,7 +80,7 @@ class TimedFeed:
             active = max(0.0, min(elapsed, self.ends_s) - self.start_s)
             due = int(len(self.worker_slots) * self.rate * (active + 9 * min(active, self.queue_s)))
             for sample in range(done, due):
-                self.gauge.add(sample % len(self.worker_slots), 1 / self.rate, 0.5 / self.rate)
+                self.gauge.add(sample % (len(self.worker_slots) - self.idle), 1 / self.rate, 0.5 / self.rate)
             done = max(done, due)
             given += (ready := (given + 1) * BATCH <= done)
             labels = torch.zeros(BATCH, dtype=torch.int64)
@@ -115,6 +116,19 @@ def test_the_queue_that_fills_first_is_left_out() -> None:
     """A burst of batches at the start does not count."""
     supply = measure(TimedFeed(rate=500.0, queue_s=0.03))
     assert supply.rate.images_per_s == pytest.approx(1000.0, rel=0.03)
+
+
+def test_a_probe_may_begin_after_some_batches() -> None:
+    """Those that are slow at first, because they are made once, do not count."""
+    feed = TimedFeed(rate=500.0, queue_s=0.03)
+    supply = measure_supply(feed, feed.gauge, OneRank(), Until(1.5, skip=50), now=feed.now)
+    assert supply.batches > 50 + supply.images // BATCH
+
+
+def test_workers_that_have_nothing_to_do_are_not_waited_for() -> None:
+    """Threads share their batches: the window opens with the queue full, whoever has filled it."""
+    feed = TimedFeed(rate=500.0, idle=1)
+    assert measure(feed).rate.images_per_s == pytest.approx(1000.0, rel=0.03)
 
 
 def test_the_cost_of_a_sample_comes_with_it() -> None:

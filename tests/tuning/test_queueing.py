@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.tuning.queueing import batch_times, delivered
+from harness.tuning.queueing import Batches, batch_times, delivered, delivered_together
 
 EVEN = np.full(1000, 0.4)
 
@@ -32,6 +32,33 @@ def test_batches_are_drawn_from_the_samples() -> None:
     """Their mean is that of so many samples, and the same on every call."""
     times = [(0.002, 99.0), (0.5, 1.0)]
     batches = batch_times(times, 64)
-    assert batches.mean() == pytest.approx(64 * 0.00698, rel=0.1)
-    assert batches.std() == pytest.approx(8 * 0.0495, rel=0.1)
-    assert np.array_equal(batches, batch_times(times, 64))
+    total_s = batches.total_s
+    assert total_s.mean() == pytest.approx(64 * 0.00698, rel=0.1)
+    assert total_s.std() == pytest.approx(8 * 0.0495, rel=0.1)
+    assert np.array_equal(total_s, batch_times(times, 64).total_s)
+
+
+def test_the_longest_sample_is_drawn_with_its_batch() -> None:
+    """A batch holds a slow sample or none."""
+    total_s, longest_s = batch_times([(0.002, 99.0), (0.5, 1.0)], 64)
+    assert set(longest_s.tolist()) == {0.002, 0.5}
+    assert ((total_s > 0.4) == (longest_s == 0.5)).all()
+
+
+@pytest.mark.parametrize(
+    ("threads", "step_s", "expected"), [(1, 0.0, 2.5), (4, 0.0, 10.0), (4, 0.5, 2.0)], ids=["one", "four", "slow step"]
+)
+def test_threads_make_even_batches_together(threads: int, step_s: float, expected: float) -> None:
+    """As fast as their number allows, or the step."""
+    batches = Batches(EVEN, EVEN / 64)
+    assert delivered_together(batches, threads, 3, step_s) == pytest.approx(expected, rel=0.01)
+
+
+def test_threads_go_on_while_one_is_held_up() -> None:
+    """As far as they may be ahead: with few batches a slow sample holds up all of them, with many hardly any."""
+    rng = np.random.default_rng(0)
+    longest_s = rng.permutation(([0.002] * 19 + [1.0]) * 50)
+    batches = Batches(longest_s + 0.1, longest_s)
+    shallow, deep = (delivered_together(batches, 4, ahead, 0.0) for ahead in (1, 60))
+    assert deep > 1.5 * shallow
+    assert deep <= 4 / batches.total_s.mean() * 1.01

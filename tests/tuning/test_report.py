@@ -13,14 +13,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import samples
 import torch
 from reports import OPEN, rate, report, trial, workers
 from torch.utils.data import DataLoader
 
-from harness.config import Config
+from harness.config import Config, LoaderConfig
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource
+from harness.data.transforms import EvalTransform
+from harness.feed.arrays import ArrayFeed, in_form
 from harness.feed.interface import FeedSettings, train_settings, val_settings
+from harness.feed.order import Order
+from harness.feed.threads import ThreadFeed
 from harness.runtime.limits import Limits
 from harness.tuning.report import Side, TuningReport
 from harness.watch.board import Board
@@ -72,11 +80,51 @@ def test_the_override_gives_the_choice(
     assert val_settings(loader, settings) == val
 
 
-def test_the_override_names_another_form_of_the_feed() -> None:
-    """The form is left out where it is the default alone."""
-    settings = dataclasses.replace(workers(3), backend="threads")
-    val = dataclasses.replace(samples.settings(3, batch_size=64), backend="threads")
-    assert report(settings=settings, val=val).override.split()[-1] == "loader.backend=threads"
+@pytest.mark.parametrize(
+    ("chosen", "tried", "expected"),
+    [
+        pytest.param(in_form(workers(3), "threads"), ("processes", "threads"),
+                     "loader.backend=threads loader.num_workers=3 loader.prefetch_factor=2 loader.pin_memory=false "
+                     "loader.persistent_workers=true", id="threads"),
+        pytest.param(in_form(workers(3), "arrays"), ("processes", "arrays"), "loader.backend=arrays loader.pin_memory=false",
+                     id="arrays, which have no workers"),
+        pytest.param(workers(0), ("processes", "threads"),
+                     "loader.backend=processes loader.num_workers=0 loader.pin_memory=false", id="processes among others"),
+        pytest.param(workers(0), ("processes",), "loader.num_workers=0 loader.pin_memory=false", id="processes alone"),
+    ],
+)  # fmt: skip
+def test_the_override_names_the_form(
+    composed: Callable[..., Config], chosen: FeedSettings, tried: tuple[str, ...], expected: str
+) -> None:
+    """It is left out where no other was looked at, and typed it is a setting that a run takes."""
+    trials = tuple(dataclasses.replace(trial(1, OPEN), settings=in_form(workers(1), form)) for form in tried)
+    val = val_settings(LoaderConfig(), chosen)
+    assert report(settings=chosen, val=val, trials=trials).override == expected
+    loader = composed(*expected.split()).loader
+    assert (loader.backend.name if loader.backend else "processes") == chosen.backend
+
+
+@pytest.mark.parametrize("form", ["threads", "arrays"])
+def test_the_line_of_a_form_that_torch_has_not_is_python(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It builds this project's feed with the settings that were chosen, and is not said to be torch's."""
+    settings = in_form(workers(3), form)
+    own = report(settings=settings)
+    pixels = ArraySource(np.zeros((100, 8, 8, 3), np.uint8), np.zeros(100), ("a",), "none")
+    dataset = ImageDataset(pixels, EvalTransform(8), DecodeOptions(), 8, seed=0)
+    names = {"ThreadFeed": ThreadFeed, "ArrayFeed": ArrayFeed, "Order": Order, "FeedSettings": FeedSettings, "dataset": dataset}
+    feed = eval(own.dataloader, names)
+    assert (type(feed).__module__, feed.settings, len(feed)) == (f"harness.feed.{form}", settings, 2)
+    own.show()
+    assert f"the same in a loop of your own: {own.dataloader}" in capsys.readouterr().out.splitlines()
+
+
+def test_each_form_has_a_picture_of_its_own() -> None:
+    """By its name, all to one scale."""
+    pages, threads = Pages(), dataclasses.replace(trial(3, rate(900.0)), settings=in_form(workers(3), "threads"))
+    report(trials=(trial(1, rate(240.0)), threads)).publish(None, pages)  # type: ignore[arg-type]
+    pictures = {tag: given for tag, given in pages.given.items() if tag.startswith("tuning/supply")}
+    assert set(pictures) == {"tuning/supply/processes", "tuning/supply/threads"}
+    assert len({png for png, _, _ in pictures.values()}) == 2
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than some machines have cores

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import samples
 
+from harness.feed.arrays import in_form
 from harness.feed.interface import FeedSettings
 from harness.tuning.figures import Rate, Trial
-from harness.tuning.search import Choice, cost_of, grid, with_workers
+from harness.tuning.search import Choice, cost_of, grid, in_flight, with_workers
 
 Curve = Callable[[int], float]
 OWN = samples.settings(1)
@@ -94,3 +95,32 @@ def test_costs_are_told_by_workers_then_batches_in_flight_then_pinned_memory() -
     cheap, deep = samples.settings(2), samples.settings(2, prefetch_factor=8)
     pinned = dataclasses.replace(cheap, pin_memory=True)
     assert sorted([samples.settings(3), deep, pinned, cheap], key=cost_of) == [cheap, pinned, deep, samples.settings(3)]
+
+
+def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> None:
+    """Arrays before threads, these before processes; fewer workers come before any of that."""
+    arrays, threads = in_form(samples.settings(0), "arrays"), in_form(samples.settings(2), "threads")
+    order = [
+        arrays,
+        samples.settings(0),
+        samples.settings(1),
+        threads,
+        samples.settings(2),
+        in_form(samples.settings(2), "other"),
+    ]
+    assert sorted(order[3:] + order[:3], key=cost_of) == order
+
+
+@pytest.mark.parametrize(
+    ("form", "workers", "expected"),
+    [("processes", 3, 6), ("threads", 3, 3), ("threads", 0, 0), ("processes", 0, 0), ("arrays", 0, 0)],
+)
+def test_batches_that_are_made_before_one_is_taken(form: str, workers: int, expected: int) -> None:
+    """Each process makes its own ahead; threads make one together, beside those that are ready."""
+    assert in_flight(in_form(samples.settings(workers, prefetch_factor=2), form)) == expected
+
+
+def test_arrays_stay_without_workers() -> None:
+    """Whatever number of them is asked for."""
+    arrays = in_form(samples.settings(0), "arrays")
+    assert with_workers(arrays, 3, 2) == arrays

@@ -18,10 +18,10 @@ import torch
 from machines import Machine, own
 
 from harness.config import TunerConfig, TunerName
+from harness.feed.forms import FORMS
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
-from harness.feed.processes import ProcessFeed
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 from harness.runtime.limits import Limits
@@ -34,19 +34,21 @@ from harness.watch.figures import StepRun
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
+FORMS_HERE = ("processes", "threads")
 LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
 
 
 class Feeds:
-    """Feeds of ``ProcessFeed`` over a small data set."""
+    """Feeds over a small data set."""
 
-    forms = ("processes",)
-
-    def __init__(self, dataset: samples.Noise) -> None:
-        self.dataset, self.cursor = dataset, Cursor()
+    def __init__(self, dataset: samples.Noise, forms: tuple[str, ...] = ("processes",)) -> None:
+        self.dataset, self.forms, self.cursor = dataset, forms, Cursor()
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return settings.batch_size * (3 * 16 + 16)
+
+    def held_bytes(self, settings: FeedSettings) -> int:
+        return 0
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return dataclasses.replace(train, persistent_workers=False)
@@ -55,7 +57,7 @@ class Feeds:
         if not again:
             self.cursor.begin = self.cursor.asked
         order = ProbeOrder(Order(len(self.dataset), settings.batch_size), self.cursor, again)
-        return ProcessFeed(self.dataset, order, settings, gauge)
+        return FORMS[settings.backend](self.dataset, order, settings, gauge)
 
     def saw(self, batches: int) -> None:
         self.cursor.seen = range(self.cursor.begin, self.cursor.begin + batches)
@@ -108,7 +110,14 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TuningReport]:
         monkeypatch.setattr(Lab, "attempt", lambda self, ask: machine.answer(ask))
         monkeypatch.setattr(Lab, "demand", lambda self, limit_s: (exact, machine.step_cpu_s))
         limits = dataclasses.replace(LIMITS, cores=machine.cores, shm_bytes=shm_bytes)
-        return tune(Feeds(samples.Noise(40)), step or Step(), own(workers), TunerConfig(**config), limits, ALONE)
+        return tune(
+            Feeds(samples.Noise(40), tuple(machine.form_speed)),
+            step or Step(),
+            own(workers),
+            TunerConfig(**config),
+            limits,
+            ALONE,
+        )
 
     return run
 
@@ -166,6 +175,22 @@ def test_where_not_one_worker_fits_the_trainer_loads(monkeypatch: pytest.MonkeyP
     assert "not even one worker fits, the trainer itself will load" in caplog.text
 
 
+def test_where_no_process_fits_threads_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a few batches, and need no shared memory."""
+    monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**9)
+    report = real(samples.Noise(40), 1, forms=FORMS_HERE)
+    assert report.settings.backend == "threads"
+    assert [(trial.settings.backend, trial.rate is None) for trial in report.trials][:3] == [
+        ("processes", True), ("processes", True), ("threads", False),
+    ]  # fmt: skip
+
+
+def test_threads_are_not_tried_after_workers_that_died(on: On) -> None:
+    """What kills a worker would kill this process, and what hangs there would hang here for good."""
+    machine = Machine(0.01, 0.01, demand=100, form_speed=dict.fromkeys(FORMS_HERE, 1.0), broken=lambda _: True)
+    assert {trial.settings.backend for trial in on(machine, 3).trials} == {"processes"}
+
+
 def test_the_validation_feed_fits_beside_the_training_feed(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both do not, the validation feed gets less, and the report says so."""
     monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**6)
@@ -195,20 +220,21 @@ def test_the_table_grows_as_settings_are_measured(on: On, capsys: pytest.Capture
 
 def traces() -> tuple[object, ...]:
     states = random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
-    return states, torch.get_num_threads(), samples.left_behind(), len(os.listdir("/proc/self/fd"))
+    return states, torch.get_num_threads(), samples.at_work(), samples.left_behind(), len(os.listdir("/proc/self/fd"))
 
 
-def real(dataset: samples.Noise, workers: int = 1, step: Step | None = None, budget_s: float = 3.0) -> TuningReport:
+def real(dataset: samples.Noise, workers: int = 1, step: Step | None = None, budget_s: float = 3.0,
+         forms: tuple[str, ...] = ("processes",)) -> TuningReport:  # fmt: skip
     config = TunerConfig(budget_s=budget_s, max_workers=2)
-    return tune(Feeds(dataset), step or Step(), samples.settings(workers), config, LIMITS, ALONE)
+    return tune(Feeds(dataset, forms), step or Step(), samples.settings(workers), config, LIMITS, ALONE)
 
 
 def test_a_real_search_leaves_no_trace() -> None:
-    """With real workers: figures in every row; no process, file, shared memory or random number is left or used up."""
+    """With real workers: figures in every row; no worker, file, shared memory or random number is left or used up."""
     samples.start_server()
-    real(samples.Noise(40))  # whatever is opened once for good
+    real(samples.Noise(40), forms=FORMS_HERE)  # whatever is opened once for good
     before = traces()
-    report = real(samples.Noise(40))
+    report = real(samples.Noise(40), forms=FORMS_HERE)
     assert report.trials and all(trial.rate is not None and trial.images > 0 for trial in report.trials)
     assert traces() == before
 

@@ -1,0 +1,78 @@
+"""Colour and shape of uint8 batches ``[N, 3, H, W]``, each image by a parameter of its own, on any device.
+
+The pixels are those of torchvision's functions on tensors, which take one parameter for a whole batch. Parameters come from
+the host as float64 ``[N]``; the host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)  # as torchvision's ColorJitter numbers them
+
+
+def moved(values: np.ndarray, device: torch.device) -> Tensor:
+    """``values`` on ``device``, floats as float32."""
+    single = values.astype(np.float32) if values.dtype == np.float64 else values
+    return torch.from_numpy(single).to(device, non_blocking=device.type == "cuda")
+
+
+def blended(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
+    """``images`` with another brightness, contrast or saturation, as ``kinds`` says; a factor of 1 changes nothing.
+
+    Each of the three is a blend with a grey: with black, with the luma's mean, with the luma.
+    """
+    shares = moved(np.stack((factors, np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors))), images.device)
+    even = moved(kinds == CONTRAST, images.device).view(-1, 1, 1, 1)
+    pixels = images.float()
+    red, green, blue = pixels.split(1, dim=1)
+    luma = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
+    grey = torch.where(even, luma.mean((2, 3), keepdim=True), luma)
+    own, rest = shares.view(2, -1, 1, 1, 1)
+    return pixels.mul_(own).addcmul_(grey, rest).clamp_(0, 255).to(torch.uint8)
+
+
+def turned(images: Tensor, turns: np.ndarray) -> Tensor:
+    """``images`` with hues turned by ``turns``, 1 being the whole circle.
+
+    The colour's place on the circle in sixths, then each channel from it (Smith 1978, "Color gamut transform pairs").
+    """
+    pixels = images.float()
+    red, green, blue = pixels.split(1, dim=1)
+    value = pixels.amax(1, keepdim=True)
+    chroma = value - pixels.amin(1, keepdim=True)
+    span = chroma.clamp(min=1)  # a grey pixel has no hue, and needs none
+    sixth = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
+    sixth = torch.where(value == red, (green - blue) / span, sixth) + moved(6 * turns, images.device).view(-1, 1, 1, 1)
+    place = (sixth + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)).remainder_(6)
+    lost = torch.minimum(place, 4 - place).clamp_(0, 1).mul_(chroma)
+    return (value - lost).mul_(255.999 / 255).to(torch.uint8)
+
+
+def sharpened(images: Tensor, factors: np.ndarray) -> Tensor:
+    """``images`` blended with their blurred selves: 1 changes nothing, 0 blurs; the border of one pixel stays as it is."""
+    pixels = images.float()
+    around = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
+    around = around[..., :-2] + around[..., 1:-1] + around[..., 2:]
+    inner = pixels[:, :, 1:-1, 1:-1]
+    blurred = around.add_(inner, alpha=4).mul_(1 / 13).round_()  # thirteenths of integers are never half-way
+    inner.add_(blurred.sub_(inner).mul_(moved(1.0 - factors, images.device).view(-1, 1, 1, 1)))
+    return pixels.clamp_(0, 255).to(torch.uint8)
+
+
+def warped(images: Tensor, matrices: np.ndarray) -> Tensor:
+    """Each pixel from the nearest one to where ``matrices``, float32 ``[N, 2, 3]``, send it; from outside comes black.
+
+    They act on pixel coordinates (x, y, 1) whose origin is the image's centre. The arithmetic is torchvision's to the last
+    bit, or pixels half-way between two would come from the other one.
+    """
+    height, width = images.shape[2:]
+    x = torch.arange(width, device=images.device) - (width - 1) / 2
+    y = (torch.arange(height, device=images.device) - (height - 1) / 2).unsqueeze(1)
+    to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)  # which are at -1 and 1
+    across, down, fixed = moved(to_edges, images.device).view(-1, 2, 3, 1, 1).unbind(2)
+    grid = (across * x + down * y + fixed).movedim(1, -1)
+    return F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(torch.uint8)

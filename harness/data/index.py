@@ -1,0 +1,153 @@
+"""The files of a tree of class folders as packed arrays in one mapped file, remembered while no folder of it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import time
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.data.mapped import MappedFile, checksum, in_memory
+from harness.data.scan import Scan, folder_state
+from harness.runtime.errors import printable
+from harness.runtime.folder import LOGGER
+
+_FORMAT = 1  # of the file, and of the rules by which a scan chooses: whoever changes either raises it
+_RACY_NS = 2_000_000_000  # a folder changed so shortly before its scan may change again without another time of change
+
+_log = logging.getLogger(LOGGER)
+
+
+class Index:
+    """The images of a data set, in the order of their names; pickled, it is the file that holds it, mapped by all.
+
+    Lists of strings would grow every worker's memory, page by page, as reference counts change.
+
+    Attributes:
+        folders: the class folders' names, sorted.
+        labels: int64 ``[N]``, read-only: the place in ``folders`` of each image's class.
+        skipped: how many entries were left out, by reason.
+    """
+
+    def __init__(self, file: MappedFile) -> None:
+        self._file = file
+        self.labels, self._ends, self._states, self._table, facts = _arrays(file)
+        lists: dict[str, Any] = json.loads(facts.tobytes())
+        self.folders, self._watched = (tuple(map(os.fsencode, lists[name])) for name in ("folders", "watched"))
+        self.skipped = Counter[str](lists["skipped"])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Index, (self._file,)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, i: int) -> bytes:
+        """Image ``i``'s path, relative to the root."""
+        name = self._table[self._ends[i - 1] if i else 0 : self._ends[i]].tobytes()
+        return os.path.join(self.folders[self.labels[i]], name)
+
+    def digest(self) -> bytes:
+        """32 bytes that follow from the images' paths and labels alone."""
+        found = hashlib.sha256(b"\0".join(self.folders))
+        for array in (self.labels, self._ends, self._table):
+            found.update(array.data)
+        return found.digest()
+
+    def holds(self, root: bytes) -> bool:
+        """Whether every folder below ``root`` is as it was before it was scanned."""
+        try:
+            states = [folder_state(os.stat(os.path.join(root, path))) for path in self._watched]
+        except OSError:
+            return False
+        return bool(np.array_equal(self._states, states))
+
+
+def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
+    """The index of the class folders in ``root``, whose links may not leave ``limit``, a real path.
+
+    A later run finds it in the folder ``kept``, and only asks every folder of the tree for its times of change. They show what
+    comes, goes or is renamed. They do not show a file that is written in place or loses its permissions, which its reader
+    reports, nor a link to an image that goes by another link, elsewhere, which now leads to another place.
+
+    Raises:
+        DataError: something cannot be read.
+    """
+    key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), os.path.realpath(root), limit))  # another user may read other files
+    place = kept / hashlib.sha256(key).hexdigest()[:32]
+    if (index := _remembered(place)) is not None and index.holds(root):
+        return index
+    began_ns = time.time_ns()
+    scan = Scan(root, limit)
+    content = _packed(scan)
+    settled = max(chain.from_iterable(state[1:] for state in scan.watched.values())) < began_ns - _RACY_NS
+    return Index((_remember(place, content) if settled else None) or in_memory("index", content))
+
+
+def _arrays(file: MappedFile) -> list[np.ndarray]:
+    """The arrays in ``file``, which has them one after another as ``np.save`` writes them."""
+    found, at = [], file.map
+    at.seek(0)
+    while at.tell() < len(at) - 8:
+        np.lib.format.read_magic(at)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(at)
+        array: np.ndarray = np.ndarray(shape, dtype, at, at.tell())
+        at.seek(array.nbytes, os.SEEK_CUR)
+        found.append(array)
+    return found
+
+
+def _packed(scan: Scan) -> bytes:
+    """What the file holds; its last eight bytes are a checksum of the others."""
+    names = list(chain.from_iterable(scan.images))
+    lists = {"folders": list(map(os.fsdecode, scan.folders)), "watched": list(map(os.fsdecode, scan.watched))}
+    stream = io.BytesIO()
+    for array in (
+        np.repeat(np.arange(len(scan.folders), dtype=np.int64), list(map(len, scan.images))),
+        np.cumsum(np.fromiter(map(len, names), np.int64, len(names))),
+        np.array(list(scan.watched.values()), np.int64),
+        np.frombuffer(b"".join(names), np.uint8),
+        np.frombuffer(json.dumps({**lists, "skipped": scan.skipped}).encode(), np.uint8),
+    ):
+        np.lib.format.write_array(stream, array, version=(1, 0), allow_pickle=False)
+    stream.write(checksum(np.frombuffer(stream.getbuffer(), np.uint8)).to_bytes(8, "little"))
+    return stream.getvalue()
+
+
+def _remembered(place: Path) -> Index | None:
+    try:
+        file = MappedFile(os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        _log.warning("%s: cannot be used, made anew: %s", printable(str(place)), error)
+        return None
+    if checksum(np.frombuffer(file.map, np.uint8)[:-8]) != int.from_bytes(file.map[-8:], "little"):
+        _log.warning("%s: damaged, made anew", printable(str(place)))
+        return None
+    return Index(file)
+
+
+def _remember(place: Path, content: bytes) -> MappedFile | None:
+    """``content`` at ``place``, whole or not at all; None where it cannot be written, for example on a full disk."""
+    part = place.with_name(f"{place.name}.{os.getpid()}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(content)
+            file = MappedFile(os.open(part, os.O_RDONLY | os.O_CLOEXEC))
+            os.replace(part, place)  # without fsync: what a power failure takes away, the checksum shows
+            return file
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        _log.info("%s: the index is not remembered: %s", printable(str(place)), error.strerror or error)
+        return None

@@ -1,0 +1,199 @@
+"""Threads that fill batches together, the oldest first, and what they share.
+
+A batch in the making is shared by all threads: the first is there after its samples' time divided by the threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from harness.feed.fill import Errors, Filler
+from harness.feed.gauge import Gauge
+from harness.feed.interface import FeedSettings, FillableDataset, HostBatch
+from harness.feed.ring import Ring
+from harness.runtime.errors import LoaderError
+from harness.watch.stages import StageMeter, Stamps
+
+_IDLE_S = 5.0  # how soon a thread sees that it is not needed, should it not have heard
+_JOIN_S = 1.0  # how long ``close`` waits for threads that are busy
+_RUN = 8  # most samples that a thread takes on at a time: a thread looks up between two runs
+_RUNS = 4  # that a thread takes on of each batch, if it is that large: so all end with it at nearly the same time
+_HELD = 2  # batches that a consumer holds: one in use or on its way to the device, and one that it is given
+
+
+@dataclass(slots=True, eq=False)
+class _Making:
+    """A batch in the making."""
+
+    epoch: int
+    indices: np.ndarray
+    images: np.ndarray  # lent by the ring
+    labels: np.ndarray
+    handed: int = 0  # samples that threads have taken on
+    made: int = 0  # samples that are there
+    runs: list[tuple[int, Errors, Stamps]] = field(default_factory=list)  # the first row of each, and what came of it
+
+    @property
+    def complete(self) -> bool:
+        return self.made == len(self.indices)
+
+    def batch(self) -> HostBatch:
+        """What the runs have made together."""
+        self.runs.sort(key=lambda run: run[0])
+        errors = tuple(error for _, found, _ in self.runs for error in found)
+        made_s = max(stamps.made_s for _, _, stamps in self.runs)
+        stamps = Stamps(min(stamps.begun_s for _, _, stamps in self.runs), made_s, made_s, made_s)
+        images, labels, indices = (torch.from_numpy(array) for array in (self.images, self.labels, self.indices))
+        return HostBatch(images, labels, indices, errors, self.epoch, stamps)
+
+
+class Crew:
+    """The threads of one feed, or none, where whoever takes a batch fills it.
+
+    One that comes back late from a read finds its crew closed; the memory that it has written to was its batch's alone.
+
+    Attributes:
+        through: whether all batches of the pass have been taken.
+    """
+
+    def __init__(self, dataset: FillableDataset, settings: FeedSettings, meter: StageMeter | None, gauge: Gauge | None) -> None:
+        self.through = False
+        self._settings, self._image_size = settings, dataset.image_size
+        self._ring: Ring | None = None  # from the first batch on
+        self._device = torch.accelerator.current_device_index() if settings.pin_memory else None
+        self._ahead = 1 + (settings.prefetch_factor or 0)
+        self._filler = partial(Filler, dataset, meter=meter, gauge=gauge)
+        self._own = None if settings.num_workers else self._filler(0)  # the consumer's, where there are no threads
+        self._epoch = 0
+        self._requests: Iterator[np.ndarray] | None = None  # the indices of each batch to come
+        self._makings: deque[_Making] = deque()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._wanted, self._threads = settings.num_workers, dict[int, threading.Thread]()
+        self._lock = threading.RLock()  # the collector may close a crew in the middle of a call of its own
+        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+
+    def begin(self, epoch: int, requests: Iterator[np.ndarray]) -> None:
+        """Begin a pass; the one before it has been through."""
+        with self._lock:
+            self._epoch, self._requests, self.through = epoch, requests, False
+            self.resize(self._wanted)
+
+    def resize(self, threads: int) -> None:
+        """Have so many threads."""
+        with self._lock:
+            self._wanted = threads
+            try:
+                for slot in set(range(threads)) - set(self._threads):
+                    thread = threading.Thread(target=self._serve, args=(slot,), name=f"feed-{slot}", daemon=True)
+                    thread.start()
+                    self._threads[slot] = thread
+            except RuntimeError as error:
+                self._failure = LoaderError(f"loader.num_workers={threads}: {error}; lower it")
+            self._work.notify_all()
+
+    def take(self, wait_s: float) -> HostBatch | None:
+        """The next batch; None if it is not there within ``wait_s`` seconds, or there is none."""
+        with self._lock:
+            while self._own is not None and not self._settled():
+                if (run := self._hand_out()) is not None:
+                    self._fill(self._own, *run)
+                del run
+            if not self._done.wait_for(self._settled, wait_s):
+                return None
+            if self._makings and self._makings[0].complete:
+                first = self._makings.popleft()
+                self._work.notify_all()  # there is room for another one
+            elif self._failure is not None:
+                error, self._failure = self._failure, None
+                try:
+                    raise error
+                finally:
+                    del error  # or its traceback would keep this frame, and this frame the error
+            else:
+                self.through = True
+                return None
+        return first.batch()
+
+    def close(self) -> None:
+        """End the threads; those that are busy for longer than a moment are not waited for."""
+        with self._lock:
+            self._closed = True
+            self._makings.clear()
+            threads = [thread for thread in self._threads.values() if thread is not threading.current_thread()]
+            self._work.notify_all()
+            self._done.notify_all()
+        until_s = time.monotonic() + _JOIN_S
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _settled(self) -> bool:
+        """Whether there is no reason to wait: a batch is there, or none will come."""
+        if self._makings and self._makings[0].complete:
+            return True
+        return self._failure is not None or self._closed or (self._requests is None and not self._makings)
+
+    def _serve(self, slot: int) -> None:
+        try:
+            if self._device is not None:  # a new thread is on the first one
+                torch.accelerator.set_device_index(self._device)
+            filler = self._filler(slot)
+            while (run := self._next_run(slot)) is not None:
+                self._fill(filler, *run)
+                del run  # or the last batch of this thread would never be free
+        except BaseException as error:  # handed to the consumer, who raises it
+            with self._lock:
+                self._failure = self._failure or error
+                self._done.notify_all()
+
+    def _next_run(self, slot: int) -> tuple[_Making, slice] | None:
+        """Samples for the thread of ``slot``, which waits for them; None where it is to leave."""
+        with self._lock:
+            while not self._closed and slot < self._wanted:
+                if (run := self._hand_out()) is not None:
+                    return run
+                self._work.wait(_IDLE_S)
+            self._threads.pop(slot, None)
+            return None
+
+    def _hand_out(self) -> tuple[_Making, slice] | None:
+        """The next samples to fill; None where there is no room, or nothing to do."""
+        if not self._makings or self._makings[-1].handed == len(self._makings[-1].indices):
+            if len(self._makings) == self._ahead or self._requests is None:
+                return None
+            if (indices := next(self._requests, None)) is None:
+                self._requests = None
+                self._done.notify_all()
+                return None
+            self._makings.append(self._new_making(indices))
+        last, first = self._makings[-1], self._makings[-1].handed
+        share = self._settings.batch_size // (_RUNS * max(1, self._wanted))
+        last.handed = min(first + max(1, min(share, _RUN)), len(last.indices))
+        return last, slice(first, last.handed)
+
+    def _new_making(self, indices: np.ndarray) -> _Making:
+        s, count = self._settings, len(indices)
+        if self._ring is None:
+            self._ring = Ring(self._ahead + _HELD, s.batch_size, self._image_size, s.pin_memory)
+        labels = torch.zeros(count, dtype=torch.int64, pin_memory=s.pin_memory).numpy()
+        return _Making(self._epoch, indices, self._ring.lend(count), labels)
+
+    def _fill(self, filler: Filler, making: _Making, rows: slice) -> None:
+        """Fill the samples of ``making`` that are at ``rows``."""
+        filler.begin(rows.stop - rows.start)
+        last = rows.stop == len(making.indices)
+        indices, images, labels = making.indices[rows], making.images[rows], making.labels[rows]
+        errors, stamps = filler.fill(making.epoch, indices, images, labels, batches=int(last))
+        with self._lock:
+            making.runs.append((rows.start, errors, stamps))
+            making.made += rows.stop - rows.start
+            if making.complete:
+                self._done.notify_all()

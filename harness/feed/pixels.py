@@ -1,0 +1,219 @@
+"""The images of a data set in one array, as they are before crop and mirror: a crop is a window into it, a batch two gathers.
+
+That one form of each image is made once: of arrays at once, of files by whoever reads them first. On a GPU the array and the
+work on it lie there, by the same integers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import mmap
+from typing import TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource, Source, Subset
+from harness.data.transforms import EvalTransform, TrainTransform, Transform
+from harness.feed.interface import HostBatch
+from harness.runtime.seeding import uniforms
+
+_HOST = torch.device("cpu")
+_DEVICE_SHARE = 0.5  # of a GPU's free memory: the network wants some too
+_CHUNK = 4096  # images that are fetched at a time
+
+
+def unserved(dataset: object) -> str | None:
+    """Why the images of ``dataset`` have no one form before crop and mirror; None where they have."""
+    if not isinstance(dataset, ImageDataset):
+        return f"{type(dataset).__name__} makes each sample anew"
+    if isinstance(dataset.transform, EvalTransform) or _crop(dataset.transform) in ("pad", "center"):
+        return None
+    return "crops are cut from whole images, which have no common size"
+
+
+def pixel_bytes(dataset: ImageDataset) -> int:
+    """Bytes that the array takes."""
+    return 3 * _Layout.of(dataset).pixels
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where pixels lie: before each row are ``pad`` zeros, before each image as many rows of them, at the end both.
+
+    Beyond the end of a row or an image are the zeros of the next: neighbours share them.
+    """
+
+    count: int
+    size: int
+    pad: int
+
+    @classmethod
+    def of(cls, dataset: ImageDataset) -> _Layout:
+        transform = dataset.transform
+        return cls(len(dataset), dataset.image_size, transform.pad if _pads(transform) else 0)
+
+    @property
+    def pitch(self) -> int:
+        """Pixels from one row to the next, and rows from one image to the next."""
+        return self.size + self.pad
+
+    @property
+    def pixels(self) -> int:
+        """In all."""
+        return (self.count * self.pitch + self.pad) * self.pitch + self.pad
+
+    def images(self, memory: Tensor) -> Tensor:
+        """``memory``, uint8 ``[3 * pixels]``, as the images without their zeros, uint8 ``[count, size, size, 3]``."""
+        whole = memory[: 3 * self.count * self.pitch**2].view(self.count, self.pitch, self.pitch, 3)
+        return whole[:, self.pad :, self.pad :]
+
+    def windows(self, memory: Tensor) -> Tensor:
+        """Windows of an image's size by the place of their first pixel: rows of bytes, uint8 ``[places, size, 3 * size]``."""
+        places = self.pixels - (self.size - 1) * self.pitch - self.size + 1
+        return memory.as_strided((places, self.size, 3 * self.size), (3, 3 * self.pitch, 1))
+
+
+class Pixels:
+    """The array of a data set that is not ``unserved``, for all feeds over it.
+
+    Args:
+        dataset: whose images.
+        device: where they are to lie; where a GPU has not twice the memory free, it is the host.
+
+    Attributes:
+        device: where they lie.
+        stills: a data set that makes what ``keep`` takes.
+    """
+
+    def __init__(self, dataset: ImageDataset, device: torch.device = _HOST) -> None:
+        self.device = device if device.type == "cuda" and _has_room(device, pixel_bytes(dataset)) else _HOST
+        self._dataset, self._layout = dataset, _Layout.of(dataset)
+        self._labels = torch.tensor(dataset.labels, device=self.device)
+        self._memory: Tensor | None = None
+        self._there = np.zeros(len(dataset), bool)
+        self._source = _rows_of(dataset)
+        self.stills = Stills(dataset, self._there)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all images are there."""
+        return bool(self._there.all())
+
+    @property
+    def in_array(self) -> bool:
+        """Whether they lie in an array already, from which ``batch`` takes what it needs."""
+        return self._source is not None
+
+    def keep(self, made: HostBatch) -> None:
+        """Take in those of ``made``, a batch of ``stills``, that are not there yet."""
+        indices = made.indices.numpy()
+        new = ~self._there[indices]
+        if new.any():
+            self._put(indices[new], made.images.permute(0, 2, 3, 1).numpy()[new])
+
+    def _fetch(self, indices: np.ndarray) -> None:
+        """Take in those of ``indices`` that are not there yet and lie in an array."""
+        new = indices[~self._there[indices]]
+        if self._source is not None and len(new):
+            images, rows = self._source
+            self._put(new, images[rows[new]])
+
+    def _put(self, indices: np.ndarray, images: np.ndarray) -> None:
+        self._layout.images(self._array())[self._moved(indices)] = self._moved(images)
+        self._there[indices] = True
+
+    def batch(self, epoch: int, indices: np.ndarray, pin_memory: bool) -> tuple[Tensor, Tensor]:
+        """Images, uint8 ``[N, 3, S, S]`` in channels_last memory, and labels, int64 ``[N]``: ``indices`` as of ``epoch``."""
+        self._fetch(indices)
+        begin, mirrored = self._drawn(epoch, indices)
+        order = np.argsort(mirrored, kind="stable")  # those to be mirrored come last, and lie together
+        places, back, rows = self._moved(np.stack([begin[order], np.argsort(order), indices]))
+        cut = torch.index_select(self._layout.windows(self._array()), 0, places)
+        images, plain = _as_images(cut), len(indices) - int(np.count_nonzero(mirrored))
+        images[plain:] = images[plain:].flip(3)
+        out = torch.empty(cut.shape, dtype=torch.uint8, device=self.device, pin_memory=pin_memory)
+        return _as_images(torch.index_select(cut, 0, back, out=out)), self._labels.index_select(0, rows)
+
+    def _drawn(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The place where each sample's crop begins, and whether it is mirrored, by the sample's own random numbers."""
+        transform, pitch = self._dataset.transform, self._layout.pitch
+        begin = indices * pitch**2
+        if not isinstance(transform, TrainTransform):
+            return begin, np.zeros(len(indices), bool)
+        drawn = uniforms(self._dataset.seed, epoch, indices, 3 if _pads(transform) else 1)
+        if _pads(transform):
+            top, left = ((2 * transform.pad + 1) * drawn[:, :2]).astype(np.int64).T
+            begin += top * pitch + left
+        return begin, drawn[:, -1] < transform.hflip
+
+    def _array(self) -> Tensor:
+        if self._memory is None:
+            size = 3 * self._layout.pixels
+            if self.device == _HOST:  # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
+                self._memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
+            else:
+                self._memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._memory
+
+    def _moved(self, array: np.ndarray) -> Tensor:
+        """``array`` on the device, which the host does not wait for."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device == _HOST else tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class Stills:
+    """The images of a data set as they are before crop and mirror; those that are ``there`` already are left out."""
+
+    def __init__(self, dataset: ImageDataset, there: np.ndarray) -> None:
+        self._dataset, self._there, self.image_size = copy.copy(dataset), there, dataset.image_size
+        if isinstance(dataset.transform, TrainTransform):
+            self._dataset.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+        """Write image ``index`` into ``out``, uint8 ``[3, S, S]``, and return its label."""
+        return int(self._dataset.labels[index]) if self._there[index] else self._dataset.fill(0, index, out)
+
+
+def _rows_of(dataset: ImageDataset) -> tuple[np.ndarray, np.ndarray] | None:
+    """The array that holds the images as they are before crop and mirror, and which rows of it; None where none does."""
+    transform, side = dataset.transform, dataset.image_size
+    source: Source = dataset.source
+    rows = np.arange(len(dataset))
+    while isinstance(source, Subset):
+        rows = source.indices[rows]
+        source = source.source
+    resizes = not _pads(transform) and getattr(transform, "resize", None) is not None
+    if resizes or not isinstance(source, ArraySource) or source.images.shape[1:3] != (side, side):
+        return None
+    return source.images, rows
+
+
+def _crop(transform: Transform) -> str | None:
+    return transform.crop if isinstance(transform, TrainTransform) else None
+
+
+def _pads(transform: Transform) -> TypeGuard[TrainTransform]:
+    return _crop(transform) == "pad"
+
+
+def _as_images(rows: Tensor) -> Tensor:
+    """Rows of bytes, uint8 ``[N, S, 3 * S]``, as the images that they are, uint8 ``[N, 3, S, S]`` in channels_last memory."""
+    return rows.view(*rows.shape[:2], -1, 3).permute(0, 3, 1, 2)
+
+
+def _pages(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})") from error
+
+
+def _has_room(device: torch.device, count: int) -> bool:
+    return count <= _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]

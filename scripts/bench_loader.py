@@ -1,0 +1,276 @@
+"""What loading costs: this project's feeds beside the loaders of others, and beside what decoding alone takes.
+
+Every row is measured in a process of its own, once a round; rounds go there and back through the rows, and one row is
+measured twice in each as a control. What others need is no dependency of this project: a peer that does not import is left
+out, and the page says so. All of them at once:
+
+    uv run --with timm --with torchcodec --with spdl --with nvidia-dali-cuda120 --with ffcv scripts/bench_loader.py
+    uv run scripts/bench_loader.py --part arrays,cache
+    uv run scripts/bench_loader.py --table
+
+ffcv is compiled on the spot and needs a C++ compiler, pkg-config, OpenCV and libturbojpeg with their headers (Debian:
+libopencv-dev libturbojpeg0-dev). Each measurement is a line of the results file, and what is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from harness.runtime import limits
+from scripts.bench_tuner import Results
+from scripts.loader_data import jpegs, many_files, warm
+from scripts.loader_page import AGAIN, BARE, NORMALISED, UNCACHED, show
+from scripts.loader_peers import DECODE, EXAMPLES, PEERS
+from scripts.loader_turn import FailedError, ask
+from scripts.measured import machine, write
+from scripts.tuner_workloads import WORKLOADS, cifar_like
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "bench_loader.md"
+_SMALL = 48  # side of the crops on which a small network is trained, in pixels
+_MOUNT = 'mount -t tmpfs -o size="$0"m tmpfs /dev/shm && exec "$@"'
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Something to be measured.
+
+    Attributes:
+        name: in the table.
+        measure: which of ``loader_runs.MEASURES``, or ``many``.
+        arguments: of it.
+        once: in the first round alone, for what does not vary, or takes long.
+        shm_mb: size of a /dev/shm of its own; None: the machine's.
+    """
+
+    name: str
+    measure: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    once: bool = False
+    shm_mb: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Where the data lies, and how much is measured.
+
+    Attributes:
+        folder: for all that is made.
+        workers: of every loader, processes or threads.
+        seconds: least window of one measurement.
+        files: in the tree of which the index is made.
+        workloads: of the tuner's part.
+    """
+
+    folder: Path
+    workers: int
+    seconds: float
+    files: int
+    workloads: tuple[str, ...]
+
+    @property
+    def jpegs(self) -> dict[str, Any]:
+        """The arguments of a measurement on the JPEG files."""
+        return {"root": str(jpegs(self.folder)), "seconds": self.seconds}
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arguments of one on the small arrays."""
+        cifar_like(self.folder)
+        return {"folder": str(self.folder), "seconds": self.seconds}
+
+
+def jpeg(s: Setup) -> Iterator[Row]:
+    """Our forms beside the peers."""
+    common = s.jpegs | {"workers": s.workers}
+    for name in (DECODE, *PEERS):
+        yield Row(name, "peer", common | {"row": name})
+    for name, form in (("processes", "processes"), ("threads", "threads"), ("threads" + AGAIN, "threads")):
+        yield Row(name, "form", common | {"form": form})
+    yield Row("pixels", "pixels", {"root": common["root"]}, once=True)
+
+
+def arrays(s: Setup) -> Iterator[Row]:
+    """Arrays in memory."""
+    for name, workers, pictures in (("per item", 0, True), ("per item, workers", s.workers, True), ("per item, v2", 0, False)):
+        yield Row(name, "per_item", s.arrays | {"workers": workers, "pictures": pictures})
+    yield Row("processes", "arrays", s.arrays | {"form": "processes", "workers": s.workers})
+    for name in ("arrays", NORMALISED, "arrays" + AGAIN):
+        yield Row(name, "arrays", s.arrays | {"form": "arrays", "workers": 0, "normalised": name == NORMALISED})
+    yield Row("equal", "equal", {"folder": str(s.folder), "form": "arrays"}, once=True)
+
+
+def cache(s: Setup) -> Iterator[Row]:
+    """Decoded pixels kept."""
+    kept = ((UNCACHED, "none"), ("threads, ram", "ram"), ("threads, disk", "disk"), ("processes, ram", "ram"))
+    for name, where in (*kept, (UNCACHED + AGAIN, "none")):
+        form = name.removesuffix(AGAIN).partition(",")[0]
+        yield Row(name, "passes", s.jpegs | {"form": form, "workers": s.workers, "cache": where})
+
+
+def train(s: Setup) -> Iterator[Row]:
+    """Training on the feeds."""
+    common = s.jpegs | {"side": _SMALL}
+    yield Row("step alone", "step", common)
+    yield Row("feed old", "recipe", common | {"workers": s.workers})
+    yield Row("feed new", "form", common | {"form": "threads", "workers": s.workers})
+    for name, counts in ((EXAMPLES, range(1, s.workers + 2)), ("threads", range(1, s.workers + 1))):
+        for count in counts:
+            yield Row(f"train {name} {count}", "training", common | {"row": name, "workers": count})
+    others = [s.workers, s.workers + 1]
+    for name, share in (("device, fast", 0.95), ("device, slow", 0.2)):
+        yield Row(name, "paced", s.jpegs | {"form": "threads", "workers": s.workers, "share": share, "others": others})
+
+
+def start(s: Setup) -> Iterator[Row]:
+    """First batches, and memory."""
+    common = {"root": s.jpegs["root"], "folder": s.arrays["folder"]}
+    yield Row(BARE, "start", common | {"row": BARE, "workers": 0})
+    for name in ("threads", "processes", EXAMPLES):
+        for count in dict.fromkeys((s.workers, 8)):
+            yield Row(f"{name}, {count}", "start", common | {"row": name, "workers": count})
+    yield Row("arrays", "start", common | {"row": "arrays", "workers": 0})
+
+
+def index(s: Setup) -> Iterator[Row]:
+    """A tree of very many files."""
+    yield Row("index", "many", {"folder": str(s.folder), "files": s.files, "later": 3}, once=True)
+
+
+def many(folder: str, files: int, later: int) -> dict[str, Any]:
+    """What the index of a tree of ``files`` empty files costs: to make, to open ``later`` times, and its readers in memory.
+
+    In this process, so that the tree goes however a measurement ends.
+    """
+    with many_files(Path(folder), files) as tree:
+        root, cache = str(tree), str(tree / "cache")
+        seconds = [ask("index", cache, root=root)["seconds"] for _ in range(1 + later)]
+        readers = {method: ask("index_readers", cache, root=root, method=method) for method in ("forkserver", "fork")}
+    return {"files": files, "first_s": seconds[0], "later_s": seconds[1:], "readers": readers}
+
+
+def tuner(s: Setup) -> Iterator[Row]:
+    """The tuner's choice among forms; one process a workload."""
+    for name in s.workloads:
+        told = {"workload": name, "folder": str(s.folder), "rounds": 2, "seconds": min(2.0, s.seconds)}
+        yield Row(name, "tuned", told, once=True, shm_mb=WORKLOADS[name].shm_mb)
+
+
+PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
+    part.__name__: part for part in (jpeg, arrays, cache, train, start, index, tuner)
+}
+_ROUNDS = {"jpeg": 4, "train": 2}  # 3 of the others
+
+
+def run(part: str, setup: Setup, rounds: int, results: Results, deadline: float) -> bool:
+    """Measure what the results lack of ``part``; False where the time is over."""
+    rows = [*PARTS[part](setup)]
+    absent = {name: why for name, peer in PEERS.items() if part == "jpeg" and (why := peer.missing())}
+    for name, why in absent.items():
+        results.add(kind="missing", part=part, row=name, reason=why)
+    for number in range(rounds):
+        for row in rows if number % 2 == 0 else reversed(rows):
+            if row.name in absent or (row.once and number) or results.has(kind="turn", part=part, row=row.name, round=number):
+                continue
+            if time.monotonic() > deadline:
+                return False
+            _measure(part, row, number, setup, results)
+    return True
+
+
+def _measure(part: str, row: Row, number: int, setup: Setup, results: Results) -> None:
+    """Add a line: what was found, or why nothing was."""
+    told = row.arguments | ({"back": number % 2 == 1} if row.measure == "paced" else {})
+    alone = () if row.shm_mb is None else (
+        "unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", _MOUNT, str(row.shm_mb))  # fmt: skip
+    served = "processes" in (told.get("form"), told.get("row")) or row.measure == "tuned"
+    try:
+        if row.measure == many.__name__:
+            found = many(**told)
+        else:
+            found = ask(row.measure, str(setup.folder / "cache"), before=alone, serves=served, **told)
+    except (FailedError, OSError) as error:
+        results.add(kind="missing", part=part, row=row.name, reason=str(error).rstrip("."))
+    else:
+        results.add(kind="turn", part=part, row=row.name, round=number, **found)
+    _tell(f"{part} {number}: {row.name}: {json.dumps(results.lines[-1])[:300]}")
+
+
+def _versions() -> list[str]:
+    own = [f"{name} {metadata.version(name)}" for name in ("numpy", "pillow", "simplejpeg")]
+    return own + sorted({peer.version() for peer in PEERS.values() if peer.module and peer.missing() is None})
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Measure this project's feeds beside the loaders of others.",
+        epilog="\n".join(f"{name:8} {part.__doc__}" for name, part in PARTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--part", help="which of the parts below, with commas between; all if not given")
+    add("--rounds", type=int, help="rounds of each part (jpeg 4, train 2, others 3); index and tuner have one")
+    add("--seconds", type=float, default=3.0, help="least window of one measurement (default 3)")
+    add("--workers", type=int, default=max(1, int(limits.measure().cores)), help="of every loader (default: usable cores)")
+    add("--files", type=int, default=1_000_000, help="files of the index (default 1000000)")
+    add("--workloads", help=f"of the tuner's part, with commas between; all if not given: {', '.join(WORKLOADS)}")
+    add("--results", type=Path, default=Path("outputs/bench_loader.jsonl"), help="file of all measurements; it is added to")
+    add("--folder", type=Path, default=Path(tempfile.gettempdir()) / "bench_loader", help="where the data is made")
+    add("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    add("--table", action="store_true", help="measure nothing, print what the results say")
+    add("--write", action="store_true", help=f"write it to {PAGE.relative_to(ROOT)} too, and the results beside it")
+    return parser
+
+
+def _listed(parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(known) if given is None else tuple(given.split(","))
+    if unknown := set(names) - set(known):
+        parser.error(f"{option}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    a = parser.parse_args(argv)
+    parts = _listed(parser, "--part", a.part, [*PARTS])
+    workloads = _listed(parser, "--workloads", a.workloads, [*WORKLOADS])
+    results = Results(a.results)
+    if not a.table:
+        a.folder.mkdir(parents=True, exist_ok=True)
+        setup = Setup(a.folder.resolve(), a.workers, a.seconds, a.files, workloads)
+        warm(jpegs(setup.folder))
+        deadline = time.monotonic() + 60 * a.minutes
+        today = datetime.now(UTC).date().isoformat()
+        try:
+            for part in parts:
+                results.add(kind="machine", date=today, load=os.getloadavg()[0], machine=machine(), versions=_versions())
+                if not run(part, setup, a.rounds or _ROUNDS.get(part, 3), results, deadline):
+                    _tell("the time is over; start again to go on")
+                    break
+        except KeyboardInterrupt:
+            return 130
+    page = show(results.lines)
+    print(page)
+    if a.write:
+        write(PAGE, page)
+        write(PAGE.with_suffix(".jsonl"), "".join(json.dumps(line) + "\n" for line in results.lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The data of ``bench_loader.py``, made once: JPEG files like ImageNet's, small arrays, a tree of a million empty files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from harness.data import drawing
+from harness.data.download import make_once
+from harness.runtime import limits
+
+CLASSES = 10
+JPEGS = 2000
+_SIZES = {(500, 375): 11, (375, 500): 4, (500, 333): 3, (333, 500): 1, (400, 300): 1}  # width, height: how many of twenty
+_QUALITIES = (92, 96)
+_FILES_A_FOLDER = 1000
+
+
+def jpegs(folder: Path) -> Path:
+    """A tree ``train/class/*.jpg``, ``val/class/*.jpg`` of 4:2:0 files with the size and the bytes of ImageNet's, 0.2 GB.
+
+    Side lengths are ImageNet's common ones, 461 x 396 in the mean; qualities of 92 to 96 make some 105 KB of that.
+    """
+    root = folder / f"jpeg-{JPEGS}"
+    if not root.is_dir():
+        make_once(root, root.is_dir, _write_jpegs)
+    return root
+
+
+def _write_jpegs(root: Path) -> None:
+    images = [("train", index) for index in range(JPEGS)] + [("val", index) for index in range(CLASSES)]
+    for split in ("train", "val"):
+        for label in range(CLASSES):
+            (root / split / drawing.look(label, CLASSES).name).mkdir(parents=True)
+    with ProcessPoolExecutor(max(1, int(limits.measure().cores)), get_context("forkserver")) as pool:
+        for _ in pool.map(partial(_write_jpeg, root), images, chunksize=50):
+            pass
+
+
+def _write_jpeg(root: Path, image: tuple[str, int]) -> None:
+    split, index = image
+    rng = np.random.default_rng((len(split), index))
+    (width, height), look = _size(rng.random()), drawing.look(index % CLASSES, CLASSES)
+    quality = int(rng.integers(_QUALITIES[0], _QUALITIES[1] + 1))
+    data = drawing.encode(drawing.draw(look, width, height, rng), quality)
+    (root / split / look.name / f"{index:05d}.jpg").write_bytes(data)
+
+
+def _size(share: float) -> tuple[int, int]:
+    """The size that lies at ``share``, 0..1, of the sizes laid out by how common they are."""
+    ends = accumulate(_SIZES.values())
+    return next(size for size, end in zip(_SIZES, ends, strict=True) if share * sum(_SIZES.values()) < end)
+
+
+def warm(root: Path) -> int:
+    """The bytes of all files below ``root``, which are in the page cache now: no loader is to pay for having been the first."""
+    return sum(len(file.read_bytes()) for file in root.rglob("*") if file.is_file())
+
+
+@contextmanager
+def many_files(folder: Path, count: int) -> Iterator[Path]:
+    """A tree of ``count`` empty ``.jpg`` files below ``root/train`` and one in each class of ``root/val``; gone afterwards.
+
+    Raises:
+        OSError: the file system has no room for so many files.
+    """
+    free, needed = os.statvfs(folder).f_favail, count + 2 * (count // _FILES_A_FOLDER + 1)
+    if needed > free:
+        raise OSError(f"{folder}: {needed} files are wanted, the file system has room for {free}; set --folder or --files")
+    root = folder / "many-files"
+    shutil.rmtree(root, ignore_errors=True)  # of a run that was killed
+    try:
+        for first in range(0, count, _FILES_A_FOLDER):
+            name = f"c{first // _FILES_A_FOLDER:04d}"
+            _write_empty(root / "train" / name, range(first, min(count, first + _FILES_A_FOLDER)))
+            _write_empty(root / "val" / name, range(1))
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _write_empty(folder: Path, numbers: range) -> None:
+    folder.mkdir(parents=True)
+    for number in numbers:
+        os.mknod(folder / f"image_{number:08d}.jpg")

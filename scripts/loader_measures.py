@@ -1,0 +1,227 @@
+"""What ``bench_loader.py`` measures of loaders alone: what a batch costs, and whether its pixels are right."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from PIL import Image, ImageOps
+from torch.utils.data import Dataset
+from torchvision import transforms
+from torchvision.transforms import v2
+
+from harness import config as schema
+from harness.config import Config
+from harness.data import datasets
+from harness.data.datasets import Splits
+from harness.data.images import ImageDataset
+from harness.data.storage import Source
+from harness.data.transforms import TrainTransform, random_crop_box
+from harness.feed.forms import Feeds
+from harness.feed.interface import Feed, FeedSettings
+from harness.runtime import distributed, limits
+from harness.runtime.seeding import SampleRng
+from harness.training.step import device_batches
+from harness.watch.tree import Tree
+from scripts.loader_peers import BATCH_SIZE, DECODE, PEERS, Counts, counted, endless, examples, full_decode
+from scripts.tuner_workloads import cifar_like
+
+ROOT = Path(__file__).resolve().parents[1]
+_CIFAR = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_WARM = 100  # batches of small arrays after which their pages are mapped
+_COMPARED = 256  # images whose pixels are held against PIL's
+
+Found = dict[str, Any]
+
+
+def window(batches: Counts, *, skip: int, seconds: float, cycle: int) -> Found:
+    """What batches cost once the loader runs: images, processor seconds of all its processes, seconds by the clock.
+
+    Args:
+        batches: endless; each one's images.
+        skip: batches before the window, in which workers start and buffers fill.
+        seconds: the window is at least so long.
+        cycle: the window is a multiple of so many batches: workers that hand over in turn are at its end as far with the
+            next ones as at its beginning.
+    """
+    tree = Tree()
+    for _ in islice(batches, skip):
+        pass
+    cpu_s, begin, images = _processor_s(tree), time.perf_counter(), 0
+    for taken, size in enumerate(batches, 1):
+        images += size
+        wall_s = time.perf_counter() - begin
+        if wall_s >= seconds and taken % cycle == 0:
+            return {"images": images, "cpu_s": _processor_s(tree) - cpu_s, "wall_s": wall_s}
+    raise AssertionError("the batches ended; an endless loader is needed")
+
+
+def _processor_s(tree: Tree) -> float:
+    used = tree.processor()
+    assert used is not None, "processes end faster than they can be read"
+    return used[0]
+
+
+def composed(*overrides: str) -> Config:
+    """The settings that ``train.py`` has with these on its command line."""
+    schema.register()
+    for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
+        OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
+    GlobalHydra.instance().clear()  # of an earlier program in this process
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return schema.load(compose("config", overrides=["device=cpu", f"loader.batch_size={BATCH_SIZE}", *overrides]))
+
+
+@contextmanager
+def feeds(*overrides: str, splits: Splits | None = None) -> Iterator[tuple[Feeds, FeedSettings]]:
+    """Feeds as ``train.py`` makes them of these settings, and the training feed's own."""
+    config = composed(*overrides)
+    with distributed.joined(0, config) as world:
+        made = Feeds(splits or datasets.load(config.data, config.augment, config.seed), config, world)
+        yield made, made.settings(limits.measure())
+
+
+def of_files(root: str, side: int = 224) -> list[str]:
+    """The settings that name the generated files."""
+    return ["data=imagefolder", f"data.root={root}", f"data.image_size={side}"]
+
+
+def of_form(form: str, workers: int) -> list[str]:
+    """The settings that name a form and its workers."""
+    return [f"loader.backend={form}", *([] if form == "arrays" else [f"loader.num_workers={workers}"])]
+
+
+def counts(feed: Feed) -> Counts:
+    """The images of each batch of one pass."""
+    return (len(batch.labels) for batch in feed)
+
+
+def peer(row: str, root: str, workers: int, seconds: float) -> Found:
+    """The window of another project's loader, or of decoding alone."""
+    batches = full_decode(Path(root), workers) if row == DECODE else PEERS[row].make(Path(root), workers)
+    return window(batches, skip=2 * workers + 2, seconds=seconds, cycle=workers)
+
+
+def recipe(root: str, workers: int, seconds: float, side: int) -> Found:
+    """The window of pytorch/examples' loader with crops of ``side`` pixels."""
+    return window(counted(examples(Path(root), workers, side)), skip=2 * workers + 2, seconds=seconds, cycle=workers)
+
+
+def form(form: str, root: str, workers: int, seconds: float, side: int = 224) -> Found:
+    """The window of one of this project's forms on the JPEG files."""
+    with feeds(*of_files(root, side), *of_form(form, workers)) as (made, settings), closing(made.probe(settings)) as feed:
+        return window(counts(feed), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers))
+
+
+def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Found:
+    """The window of passes from the third on, and the digest of the second one's batches."""
+    wanted = [*of_files(root), *of_form(form, workers), f"data.cache={cache}", "loader.drop_last=false"]
+    with feeds(*wanted) as (made, settings), closing(made.train(settings)) as feed:
+        digest = hashlib.blake2b()
+        for epoch in (0, 1):
+            feed.set_epoch(epoch)
+            for batch in feed:
+                if epoch == 1:
+                    digest.update(batch.images.numpy().tobytes() + batch.indices.numpy().tobytes())
+        found = window(_from_third(feed), skip=len(feed), seconds=seconds, cycle=len(feed))
+    return found | {"digest": digest.hexdigest()}
+
+
+def _from_third(feed: Feed) -> Counts:
+    for epoch in count(2):
+        feed.set_epoch(epoch)
+        yield from counts(feed)
+
+
+def pixels(root: str) -> Found:
+    """The mean absolute difference, in grey levels, from PIL's decoder, crop and resize with the same boxes and flips."""
+    with feeds(*of_files(root), *of_form("processes", 0)) as (made, _):
+        dataset = made.splits.train
+        assert isinstance(dataset, ImageDataset)
+        transform = dataset.transform
+        assert isinstance(transform, TrainTransform)
+        out, errors = np.empty((3, 224, 224), np.uint8), []
+        for index in range(0, len(dataset), max(1, len(dataset) // _COMPARED)):
+            dataset.fill(0, index, out)
+            rng, picture = SampleRng(dataset.seed, 0, index), Image.open(dataset.where(index)).convert("RGB")
+            left, top, width, height = random_crop_box(rng, *picture.size, transform.scale, transform.ratio)
+            picture = picture.crop((left, top, left + width, top + height)).resize((224, 224), Image.Resampling.BILINEAR)
+            if rng.random() < transform.hflip:
+                picture = ImageOps.mirror(picture)
+            errors.append(np.abs(np.asarray(picture, np.int16).transpose(2, 0, 1) - out).mean())
+    return {"error": float(np.mean(errors)), "largest": float(np.max(errors)), "images": len(errors)}
+
+
+class _Items(Dataset[tuple[Any, int]]):
+    """Arrays one by one, as torchvision's CIFAR-10 gives them: pictures, or uint8 tensors for v2."""
+
+    def __init__(self, source: Source, transform: Callable[[Any], Any], pictures: bool) -> None:
+        self.source, self.transform, self.pictures = source, transform, pictures
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        values, label = self.source.read(index)
+        image = np.asarray(values)
+        return self.transform(Image.fromarray(image) if self.pictures else v2.functional.to_image(image)), label
+
+
+def per_item(folder: str, workers: int, seconds: float, pictures: bool) -> Found:
+    """The window of the usual recipe for small arrays: pad, crop, flip, float, normalise, collate, image by image."""
+    if pictures:
+        crop = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+    else:
+        crop = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
+    whole = transforms.Compose([*crop, transforms.Normalize(*_CIFAR)])
+    loader = endless(_Items(cifar_like(Path(folder)).source, whole, pictures), workers)
+    return window(counted(loader), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers))
+
+
+@contextmanager
+def array_feeds(folder: str, form: str, workers: int = 0) -> Iterator[tuple[Feeds, FeedSettings]]:
+    """Feeds over the small arrays with CIFAR-10's settings."""
+    dataset = cifar_like(Path(folder))
+    splits = Splits(dataset, dataset, dataset.classes, "cifar-like", "")
+    with feeds("data=cifar10", *of_form(form, workers), splits=splits) as made:
+        yield made
+
+
+def arrays(folder: str, form: str, workers: int, seconds: float, normalised: bool = False) -> Found:
+    """The window of one of this project's forms on the small arrays; ``normalised``: up to the floats that a step takes."""
+    with array_feeds(folder, form, workers) as (made, settings), closing(made.probe(settings)) as feed:
+        batches = counts(feed)
+        if normalised:
+            batches = (len(labels) for _, labels in device_batches(feed, made.config, made.world.device))
+        return window(batches, skip=_WARM, seconds=seconds, cycle=max(1, workers))
+
+
+def equal(folder: str, form: str) -> Found:
+    """How many images of one epoch are, bit for bit, what PIL's pad, crop and flip make of the same draws."""
+    same = seen = 0
+    with array_feeds(folder, form) as (made, settings), closing(made.train(settings)) as feed:
+        dataset = made.splits.train
+        assert isinstance(dataset, ImageDataset)
+        feed.set_epoch(1)
+        for batch in feed:
+            for index, image in zip(batch.indices.tolist(), batch.images.numpy(), strict=True):
+                seen, same = seen + 1, same + np.array_equal(_by_pil(dataset, 1, index), image.transpose(1, 2, 0))
+    return {"images": seen, "same": same}
+
+
+def _by_pil(dataset: ImageDataset, epoch: int, index: int) -> np.ndarray:
+    """Sample ``index`` of a data set of arrays that are padded by 4 pixels, cropped to their size and mirrored at random."""
+    rng, values = SampleRng(dataset.seed, epoch, index), np.asarray(dataset.source.read(index)[0])
+    top, left, mirrored = rng.randrange(9), rng.randrange(9), rng.random() < 0.5
+    picture = ImageOps.expand(Image.fromarray(values), 4).crop((left, top, left + 32, top + 32))
+    return np.asarray(ImageOps.mirror(picture) if mirrored else picture)

@@ -1,0 +1,229 @@
+"""What ``bench_loader.py`` measures of loaders in use: training on them, their start and memory, the index, the tuner."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import psutil
+
+from harness.config import Backend, TunerConfig
+from harness.data import datasets
+from harness.data.storage import Source
+from harness.feed.forms import Feeds
+from harness.feed.interface import PROCESSES
+from harness.runtime import distributed
+from harness.runtime.errors import BadSample
+from harness.training.state import make_state
+from harness.training.step import Step, device_batches
+from harness.tuning.tuner import tune
+from harness.watch import console
+from scripts import loader_measures as measures
+from scripts.bench_tuner import deliver
+from scripts.loader_data import CLASSES
+from scripts.loader_measures import Found, array_feeds, composed, counts, feeds, of_files, of_form, window
+from scripts.loader_page import AGAIN, BARE
+from scripts.loader_peers import BATCH_SIZE, EXAMPLES, Counts, counted, examples
+from scripts.tuner_score import Setting
+from scripts.tuner_strategies import Rig
+from scripts.tuner_workloads import WORKLOADS
+
+_READ_STEPS = 10  # steps between two readings of the loss, as in training
+_READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the other
+
+
+def step(root: str, side: int, seconds: float) -> Found:
+    """The window of the training step alone, its normalising included, on one batch over and over."""
+    with feeds(*of_files(root, side), *of_form(PROCESSES, 0)) as (made, settings), closing(made.probe(settings)) as feed:
+        batch = next(iter(feed))
+        return window(_steps(made, _normalised(made, itertools.repeat(batch))), skip=3, seconds=seconds, cycle=1)
+
+
+def training(row: str, root: str, side: int, workers: int, seconds: float) -> Found:
+    """The window of training on a form of this project's, or on pytorch/examples' loader."""
+    form = PROCESSES if row == EXAMPLES else row
+    with feeds(*of_files(root, side), *of_form(form, workers)) as (made, settings), closing(made.probe(settings)) as feed:
+        batches = iter(examples(Path(root), workers, side)) if row == EXAMPLES else _normalised(made, feed)
+        return window(_steps(made, batches), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers))
+
+
+def _normalised(made: Feeds, batches: Any) -> Iterator[Any]:
+    return iter(device_batches(batches, made.config, made.world.device))
+
+
+def _steps(made: Feeds, batches: Iterator[Any]) -> Counts:
+    """The images of each step of a small network's training on ``batches``, when it is done."""
+    step = Step(make_state(made.config, CLASSES, made.world, made.steps_per_epoch()), made.config, made.world)
+    step.model.train()
+    for done, (images, labels) in enumerate(batches, 1):
+        step(images, labels)
+        if done % _READ_STEPS == 0:
+            step.read()
+        yield len(labels)
+
+
+def paced(root: str, form: str, workers: int, share: float, others: Sequence[int], seconds: float, back: bool) -> Found:
+    """What a device takes that sleeps through its steps, from a form of ours and from pytorch/examples' loader.
+
+    Args:
+        root: the tree of files.
+        form: this project's.
+        workers: of it.
+        share: the device takes this share of what the form supplies when nothing consumes.
+        others: the numbers of workers that the other loader is tried with.
+        seconds: of each window.
+        back: begin with the last.
+    """
+    wanted = [*of_files(root), *of_form(form, workers)]
+    with feeds(*wanted) as (made, settings):
+
+        def ours(step_s: float) -> Found:
+            with closing(made.probe(settings)) as feed:
+                return window(_paced(counts(feed), step_s), skip=2 * workers + 2, seconds=seconds, cycle=workers)
+
+        def theirs(count: int, step_s: float) -> Found:
+            batches = _paced(counted(examples(Path(root), count)), step_s)
+            return window(batches, skip=2 * count + 2, seconds=seconds, cycle=count)
+
+        supply = _rate(ours(0.0))
+        step_s = BATCH_SIZE / (share * supply)
+        runs = [(name, partial(ours, step_s)) for name in (form, form + AGAIN)]
+        runs += [(f"{EXAMPLES} {count}", partial(theirs, count, step_s)) for count in others]
+        rates = {name: _rate(run()) for name, run in (reversed(runs) if back else runs)}
+    return {"supply": supply, "demand": share * supply, "rates": rates}
+
+
+def _paced(batches: Counts, step_s: float) -> Counts:
+    for size in batches:
+        time.sleep(step_s)
+        yield size
+
+
+def _rate(found: Found) -> float:
+    return float(found["images"] / found["wall_s"])
+
+
+def start(row: str, root: str, folder: str, workers: int) -> Found:
+    """Seconds from asking for a loader to its first batch, and the memory of all its processes when each worker has made three.
+
+    Memory is the proportional set: what several processes share counts once. ``row`` BARE: without a loader.
+    """
+    if row == EXAMPLES:
+        return _started(lambda: counted(examples(Path(root), workers)), workers)
+    form = PROCESSES if row == BARE else row
+    made_by = array_feeds(folder, form) if form == "arrays" else feeds(*of_files(root), *of_form(form, workers))
+    with made_by as (made, settings), ExitStack() as closed:
+        feed = lambda: counts(closed.enter_context(closing(made.probe(settings))))
+        return _started((lambda: iter([0])) if row == BARE else feed, workers)
+
+
+def _started(ask: Callable[[], Counts], workers: int) -> Found:
+    begin = time.perf_counter()
+    batches = ask()
+    next(batches)
+    first_s = time.perf_counter() - begin
+    for _ in itertools.islice(batches, 3 * workers):
+        pass
+    tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return {"first_s": first_s, "memory_mb": sum(process.memory_full_info().pss for process in tree) / 1e6}
+
+
+def index(root: str) -> Found:
+    """Seconds from the settings to a training and a validation set."""
+    config = composed(*of_files(root))
+    begin = time.perf_counter()
+    datasets.load(config.data, config.augment, config.seed)
+    return {"seconds": time.perf_counter() - begin}
+
+
+def index_readers(root: str, method: str) -> Found:
+    """A worker's own memory before and after it has read every sample, as another one did beside it, in random order."""
+    config, context = composed(*of_files(root)), _context(method)
+    train = datasets.load(config.data, config.augment, config.seed).train
+    assert not isinstance(train, datasets.FakeDataset)
+    answers, together = context.SimpleQueue(), context.Barrier(2)
+    readers = [context.Process(target=_read_all, args=(train.source, together, answers), daemon=True) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    found: Found = answers.get()
+    return found
+
+
+def _context(method: str) -> ForkContext | ForkServerContext:
+    return multiprocessing.get_context("fork") if method == "fork" else multiprocessing.get_context("forkserver")
+
+
+def _read_all(source: Source, together: Barrier, answers: SimpleQueue[Found]) -> None:
+    order = np.random.default_rng().permutation(len(source))
+    _read(source, order[:1000])  # what the first reads import and allocate
+    before_mb = _own_mb(together)
+    _read(source, order)
+    answers.put({"before_mb": before_mb, "after_mb": _own_mb(together)})
+
+
+def _own_mb(together: Barrier) -> float:
+    """Memory that this process alone has, while all of them live and are as far."""
+    together.wait(_READ_LIMIT_S)
+    own_mb = float(psutil.Process().memory_full_info().uss / 1e6)
+    together.wait(_READ_LIMIT_S)
+    return own_mb
+
+
+def _read(source: Source, order: np.ndarray) -> None:
+    for index in order:
+        with suppress(BadSample):  # an empty file holds no image
+            source.read(int(index))
+
+
+def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
+    """What the tuner chooses when it may choose the form and when each form is set, and what the choices deliver in turns."""
+    one = WORKLOADS[workload]
+    console.set_quiet(True)
+    with distributed.joined(0, composed()) as world:
+        rig = Rig(one, one.make(Path(folder)), world)
+        rig.config.loader.autotune = True
+        choices: dict[str, str] = {}
+        costs: dict[str, float] = {}
+        for form in ("auto", *rig.feeds().forms):
+            begin = time.perf_counter()
+            choices[form] = str(_choice(rig, Backend[form]))
+            costs[form] = time.perf_counter() - begin
+        settings = sorted(set(choices.values()))
+        rates: dict[str, list[float]] = {setting: [] for setting in settings}
+        for number in range(2 * rounds):  # there and back
+            for setting in settings if number % 2 == 0 else reversed(settings):
+                images, taken_s, _ = deliver(rig, Setting.parse(setting), number // 2, max(seconds, one.seconds))
+                rates[setting].append(images / taken_s if images else 0.0)
+    return {"choices": choices, "costs_s": costs, "rates": rates, "mean": {s: mean(r) for s, r in rates.items()}}
+
+
+def _choice(rig: Rig, form: Backend) -> Setting:
+    """The tuner's, of ``form``, or of all where that is ``auto``."""
+    rig.config.loader.backend = form
+    made = rig.feeds()
+    own = found = made.settings(rig.limits)
+    if form is not Backend.arrays:  # it has one setting
+        found = tune(made, rig.trainee, own, TunerConfig(max_workers=rig.most), rig.limits, rig.world).settings
+    return Setting.of(found.num_workers, found.prefetch_factor, found.backend)
+
+
+MEASURES: dict[str, Callable[..., Found]] = {
+    function.__name__: function
+    for function in (
+        measures.peer, measures.recipe, measures.form, measures.passes, measures.pixels, measures.per_item, measures.arrays,
+        measures.equal, step, training, paced, start, index, index_readers, tuned,
+    )
+}  # fmt: skip

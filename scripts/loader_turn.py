@@ -1,0 +1,63 @@
+"""One measurement of ``bench_loader.py`` in a process of its own: asked for as JSON, answered as JSON.
+
+Light, for each worker process imports it, as a user's worker imports train.py; the fork server starts before torch is
+imported, as in train.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.runtime import workers
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PRELOADED = ["hydra", "harness.feed.processes", "harness.data.datasets"]
+_LIMIT_S = 900.0
+
+
+class FailedError(Exception):
+    """A measurement that ended with an error; the text is the last line of what it said."""
+
+
+def ask(measure: str, cache: str, /, *, before: Sequence[str] = (), **arguments: Any) -> dict[str, Any]:
+    """What ``measure`` gives in a fresh process.
+
+    Args:
+        measure: a name of ``loader_runs.MEASURES``.
+        cache: the folder that the process takes for the user's cache.
+        before: a command that runs the process.
+        **arguments: of the measurement.
+
+    Raises:
+        FailedError: it did not come to an end.
+    """
+    told = json.dumps({"measure": measure, **arguments})
+    command, env = [*before, sys.executable, "-m", "scripts.loader_turn", told], {**os.environ, "WELLFED_CACHE": cache}
+    try:
+        done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise FailedError(f"took more than {_LIMIT_S:g} s") from error
+    if done.returncode != 0:
+        raise FailedError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def main(told: str) -> None:
+    """Print, as the last line, what the measurement that is ``told`` with its arguments gives."""
+    asked = json.loads(told)
+    if asked.pop("serves", False):
+        workers.start_server(_PRELOADED)
+    from scripts import loader_runs
+
+    print(json.dumps(loader_runs.MEASURES[asked.pop("measure")](**asked)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,80 @@
+"""A feed's worker as the benchmark of the watching has it: batches of known work, with the stages' timers and without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+
+import numpy as np
+
+from harness.feed.fill import Filler
+from harness.watch.stages import Lap, StageMeter, StageTimer, Stamps
+from scripts.paired import Cost, Plan
+
+STAGES = ("read", "decode", "crop", "write")
+BATCH = 32  # samples
+
+
+class Making:
+    """A data set whose samples are so much ``work`` in each of the stages."""
+
+    stages = STAGES
+    image_size = 8
+
+    def __init__(self, work: int) -> None:
+        self.work = work
+
+    def __len__(self) -> int:
+        return BATCH
+
+    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
+        """Do the work, and tell ``lap`` of each stage."""
+        for stage in STAGES:
+            sum(range(self.work))
+            if lap is not None:
+                lap(stage)
+        return 0
+
+
+class Untimed(StageTimer):
+    """A timer that looks at no clock."""
+
+    def __init__(self) -> None:
+        self._stamps = Stamps(0.0, 0.0, 0.0, 0.0)
+
+    def begin(self, samples: int) -> None:
+        """Nothing is to be timed."""
+
+    def fill(self) -> None:
+        """Nothing."""
+
+    def end(self, samples: int, batches: int = 1) -> Stamps:
+        """No time at all."""
+        return self._stamps
+
+
+class Worker:
+    """Makes a batch over and over whose samples are so much ``work``, timed for ``meter``; without one not timed at all."""
+
+    def __init__(self, work: int, meter: StageMeter | None) -> None:
+        self._filler = Filler(Making(work), 0, meter, None)
+        if meter is None:
+            self._filler._timer = Untimed()
+        self._indices, self._labels = np.arange(BATCH), np.zeros(BATCH, np.int64)
+        self._pixels = np.zeros((BATCH, 3, Making.image_size, Making.image_size), np.uint8)
+
+    def make(self, batches: int) -> None:
+        """Make so many batches."""
+        for _ in range(batches):
+            self._filler.begin(BATCH)
+            self._filler.fill(0, self._indices, self._pixels, self._labels)
+
+    def clocks(self) -> Hashable:
+        """By which clocks samples of the last batch were timed; most batches time none."""
+        return frozenset(map(id, self._filler._timers or ()))
+
+
+def timers_cost(work: int, runs: int) -> Cost:
+    """Of the stages' timers, a batch whose samples are so much ``work``; those that time samples are kinds of their own."""
+    timed, bare = Worker(work, StageMeter(STAGES, 0)), Worker(work, None)
+    return Cost.of(timed.make, bare.make, Plan(runs, now=time.thread_time, kind=timed.clocks))

@@ -1,0 +1,263 @@
+"""Decoded pixels that are kept: what is given back, what is not, and who may write at the same time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cache_workers import FACTS, cache_of, over, pixels_of, put_all, putting, right, source_of
+
+from harness.data import cache
+from harness.data.cache import PixelCache
+from harness.data.mapped import MappedFile, memory
+from harness.data.storage import FolderSource
+
+COUNT = 40
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FolderSource:
+    """A folder of files, old enough to be kept."""
+    monkeypatch.setattr(cache, "_RACY_S", 0.0)
+    return source_of(tmp_path / "set", COUNT)
+
+
+def next_run(kept: PixelCache, source: FolderSource) -> PixelCache:
+    return over(kept._file, source)
+
+
+def test_pixels_come_back_as_a_view(source: FolderSource) -> None:
+    """What was put is given back bit by bit, for reading, and each time from the same memory."""
+    kept = cache_of(source)
+    assert kept.get(3) is None
+    pixels = pixels_of(3)
+    assert kept.put(3, pixels) is pixels
+    first, second = kept.get(3), kept.get(3)
+    assert first is not None and second is not None
+    assert np.array_equal(first, pixels)
+    assert np.shares_memory(first, second) and not np.shares_memory(first, pixels)
+    assert not first.flags.writeable
+    assert right(kept, COUNT) == [3]
+
+
+def test_any_strides_are_kept(source: FolderSource) -> None:
+    """Pixels need not lie in order."""
+    kept = cache_of(source)
+    kept.put(0, pixels_of(0)[:, ::-1][:, ::-1])
+    assert right(kept, COUNT) == [0]
+
+
+def test_large_images_are_shrunk_at_once(source: FolderSource) -> None:
+    """With a longest side, the epoch that fills the cache has the same pixels as those that read it."""
+    kept = cache_of(source, max_side=100)
+    small = pixels_of(1)[:5, :100]
+    shrunk = kept.put(0, pixels_of(0))
+    assert shrunk.shape == (2, 100, 3)
+    assert np.array_equal(kept.get(0), shrunk)  # type: ignore[arg-type]
+    assert kept.put(1, small) is small
+
+
+def rewrite(path: Path) -> None:
+    before = path.stat()
+    path.write_bytes(b"\xff\xd8\xff and more")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def touch(path: Path) -> None:
+    os.utime(path, (1e9, 1e9))
+
+
+@pytest.mark.parametrize("change", [rewrite, touch], ids=["size", "time"])
+def test_a_changed_file_is_decoded_again(source: FolderSource, change: Callable[[Path], None]) -> None:
+    """A later run does not take pixels of a file that is another now, and keeps the new ones; views of old ones stay."""
+    kept = cache_of(source)
+    kept.put(0, pixels_of(0))
+    kept.put(1, pixels_of(1))
+    view = kept.get(0)
+    change(Path(source.where(0)))
+    later = next_run(kept, source)
+    assert later.get(0) is None
+    later.put(0, pixels_of(0, change=1))
+    assert np.array_equal(later.get(0), pixels_of(0, change=1))  # type: ignore[arg-type]
+    assert np.array_equal(view, pixels_of(0))  # type: ignore[arg-type]
+    assert np.array_equal(later.get(1), pixels_of(1))  # type: ignore[arg-type]
+
+
+def test_a_file_is_looked_at_once_in_a_run(source: FolderSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first read of an image asks for its file, whichever process has it."""
+    kept = cache_of(source)
+    kept.put(0, pixels_of(0))
+    looks: list[str] = []
+    real = os.stat
+    monkeypatch.setattr(os, "stat", lambda path: looks.append(path) or real(path))
+    for one in (kept, pickle.loads(pickle.dumps(kept)), kept):
+        assert one.get(0) is not None
+    assert looks == [source.where(0)]
+
+
+def test_a_file_that_went_has_no_pixels(source: FolderSource) -> None:
+    """Neither are its pixels given, nor kept: its reader reports it."""
+    kept = cache_of(source)
+    kept.put(0, pixels_of(0))
+    Path(source.where(0)).unlink()
+    assert kept.get(0) is None
+    kept.put(0, pixels_of(0))
+    assert kept.stats()["images"] == 0
+
+
+def test_a_file_of_just_now_is_not_kept(source: FolderSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may change again without another time of change; a while later it is kept."""
+    kept = cache_of(source)
+    monkeypatch.setattr(cache, "_RACY_S", 2.0)
+    kept.put(0, pixels_of(0))
+    assert kept.get(0) is None
+    later_s = time.time() + 3
+    monkeypatch.setattr(time, "time", lambda: later_s)
+    kept.put(0, pixels_of(0))
+    assert kept.get(0) is not None
+
+
+def test_pixels_that_were_lost_are_not_used(source: FolderSource) -> None:
+    """A page that reads as zeros, as after a power failure, costs that image alone, and once."""
+    kept = cache_of(source)
+    put_all(kept, range(3))
+    start = kept.stats()["bytes"] - 4096
+    kept._file.map[start : start + 4096] = bytes(4096)
+    later = next_run(kept, source)
+    assert right(later, COUNT) == [0, 1]
+    put_all(later, [2])
+    assert right(later, COUNT) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("place", [-1, 2**62, 1, 2**40], ids=["negative", "far", "no size", "hole"])
+def test_a_damaged_place_leads_nowhere(source: FolderSource, place: int) -> None:
+    """Whatever a row says, only pixels with their checksum are given."""
+    kept = cache_of(source)
+    kept.put(0, pixels_of(0))
+    kept._places[0] = place
+    assert kept.get(0) is None
+
+
+def test_a_full_cache_keeps_what_fits(source: FolderSource) -> None:
+    """Room is bounded; what does not fit is left out without an error, and the line says so."""
+    kept = cache_of(source, budget_bytes=100_000)
+    put_all(kept, range(COUNT))
+    found, stats = right(kept, COUNT), kept.stats()
+    assert 0 < len(found) == stats["images"] < COUNT == stats["samples"]
+    assert stats["bytes"] <= stats["limit"] == 100_000
+    assert kept.summary().startswith(f"{len(found)} of 40 images, 0.0 of at most 0.0 GB, full: the others")
+    assert os.fstat(kept._file.fd).st_size == 100_000
+    assert "full" not in cache_of(source).summary()
+
+
+def test_a_side_beyond_a_row_is_left_out(source: FolderSource) -> None:
+    """An image with a side of more than 32767 pixels is not kept."""
+    kept = cache_of(source)
+    kept.put(0, np.zeros((1, 2**15, 3), np.uint8))
+    assert kept.stats()["images"] == 0
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["short", "error"])
+def test_a_full_disk_ends_the_filling(source: FolderSource, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may have less left than it had at first: what was kept stays, and nobody tries again."""
+    kept = cache_of(source)
+    put_all(kept, range(3))
+    tries = []
+    real = os.pwrite
+
+    def full(fd: int, data: Any, at: int) -> int:
+        tries.append(at)
+        if short:
+            return real(fd, data[:1], at)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    put_all(kept, range(3, COUNT))
+    assert right(kept, COUNT) == [0, 1, 2]
+    assert len(tries) == 1
+
+
+def test_a_file_for_reading_is_only_read(source: FolderSource) -> None:
+    """A run that does not own the file takes what is there, adds nothing, and drops nothing."""
+    kept = cache_of(source)
+    put_all(kept, range(2))
+    Path(source.where(1)).unlink()
+    fd = os.open(f"/proc/self/fd/{kept._file.fd}", os.O_RDONLY)
+    reader = over(MappedFile(fd), source)
+    put_all(reader, range(2, 5))
+    assert right(reader, COUNT) == [0]
+    assert kept.stats()["images"] == 2
+
+
+def test_a_worker_fills_for_its_trainer(source: FolderSource) -> None:
+    """What a worker process puts, the trainer has."""
+    kept = cache_of(source)
+    worker = putting(kept, range(COUNT))
+    worker.join()
+    assert right(kept, COUNT) == list(range(COUNT))
+
+
+def test_processes_fill_at_once(source: FolderSource) -> None:
+    """No two images share a byte, and none is lost, though two processes put the same ones in different orders."""
+    kept = cache_of(source)
+    workers = [putting(kept, order) for order in (range(COUNT), range(COUNT - 1, -1, -1))]
+    for worker in workers:
+        worker.join()
+    assert right(kept, COUNT) == list(range(COUNT))
+
+
+def test_threads_fill_at_once(source: FolderSource) -> None:
+    """As processes do."""
+    kept = cache_of(source)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda start: put_all(kept, range(start, COUNT, 4)), range(4)))
+    assert right(kept, COUNT) == list(range(COUNT))
+
+
+def test_a_killed_writer_leaves_whole_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the midst, a process leaves images that are whole, and the file free for others."""
+    monkeypatch.setattr(cache, "_RACY_S", 0.0)
+    source = source_of(tmp_path / "set", 1000)
+    kept = cache_of(source, budget_bytes=1 << 26)
+    worker = putting(kept, range(1000))
+    end_s = time.monotonic() + 60
+    while kept.stats()["images"] < 20 and time.monotonic() < end_s:
+        worker.join(0.005)
+    worker.kill()
+    worker.join()
+    found = right(kept, 1000)
+    assert 20 <= len(found) < 1000
+    put_all(kept, range(990, 1000))
+    assert right(kept, 1000) == found + [i for i in range(990, 1000) if i not in found]
+
+
+def test_what_lies_in_a_place_is_not_given_out_again(source: FolderSource) -> None:
+    """After a power failure the head may be older than the table: room that a row has is not taken for free."""
+    kept = cache_of(source)
+    put_all(kept, range(3))
+    kept._head[0]["used"] = cache._pixels_start(COUNT)
+    cache.set_budget(kept._file.fd, FACTS, COUNT, 1 << 22)
+    later = next_run(kept, source)
+    put_all(later, range(3, 6))
+    assert right(later, COUNT) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 100, bytes(1 << 16), FACTS.encode() + bytes(1 << 16), FACTS.encode() + b"\x7f" * (1 << 16)],
+    ids=["empty", "short", "zeros", "no limit", "cut"],
+)
+def test_another_file_is_not_taken(content: bytes) -> None:
+    """What has other facts, or is shorter than it says, is none of these files."""
+    fd = memory("test", len(content))
+    os.pwrite(fd, content, 0)
+    assert cache.used_bytes(fd, FACTS, COUNT) is None
+    os.close(fd)

@@ -1,0 +1,315 @@
+"""Opening the decoded cache: where it lies, how large it may be, who shares it, and that it changes no pixel."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+from PIL import Image
+
+from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
+from harness.data import cache, cache_files
+from harness.data.cache import PixelCache
+from harness.data.cache_files import crop_error, open_caches
+from harness.data.datasets import Splits, load
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource
+from harness.feed.order import Order
+from harness.feed.processes import ProcessFeed
+from harness.feed.threads import ThreadFeed
+from harness.runtime import limits
+
+RAM, DISK = DataCache.ram, DataCache.disk
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Six training and two validation images, old enough to be kept, and a cache folder of the test's own."""
+    monkeypatch.setattr(cache, "_RACY_S", 0.0)
+    monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    for part, name, count in (("train", "cat", 3), ("train", "dog", 3), ("val", "cat", 1), ("val", "dog", 1)):
+        (tmp_path / "set" / part / name).mkdir(parents=True)
+        for i in range(count):
+            image = Image.fromarray(rng.integers(0, 256, (40 + i, 60, 3), dtype=np.uint8))
+            image.save(tmp_path / "set" / part / name / f"{i}.{'png' if i else 'jpg'}")
+    return tmp_path / "set"
+
+
+def loaded(root: Path, kind: DataCache, gathered: Callable[[Any], list[Any]] = lambda value: [value], **changes: Any) -> Splits:
+    settings = {"cache_gb": 0.001, **changes}
+    if kind is DataCache.none:
+        settings["cache_gb"] = None
+    return load(
+        DataConfig(name="imagefolder", root=str(root), image_size=24, cache=kind, **settings), AugmentConfig(), 0, gathered
+    )
+
+
+def batch(dataset: object, epoch: int) -> np.ndarray:
+    """A whole set, filled in order: uint8 ``[N, 3, S, S]`` in channels_last memory."""
+    assert isinstance(dataset, ImageDataset)
+    out = np.empty((len(dataset), 24, 24, 3), np.uint8).transpose(0, 3, 1, 2)
+    for i in range(len(dataset)):
+        dataset.fill(epoch, i, out[i])
+    return out
+
+
+def kept_by(splits: Splits) -> PixelCache | None:
+    found = splits.train.cache  # type: ignore[union-attr]
+    assert found is None or isinstance(found, PixelCache)
+    return found
+
+
+def images(splits: Splits) -> int:
+    found = kept_by(splits)
+    assert found is not None
+    return found.stats()["images"]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The files that are decoded."""
+    from harness.data import images as module
+
+    found: list[str] = []
+    real = module.decode
+    monkeypatch.setattr(module, "decode", lambda data, where, options: found.append(where) or real(data, where, options))
+    return found
+
+
+@pytest.mark.parametrize("kind", [RAM, DISK], ids=["ram", "disk"])
+def test_a_cache_changes_no_pixel(root: Path, kind: DataCache, decoded: list[str]) -> None:
+    """Every epoch has the pixels of one that decodes everything; only the first of them decodes."""
+    plain, kept = loaded(root, DataCache.none), loaded(root, kind)
+    for epoch in range(3):
+        for name in ("train", "val"):
+            expected, before = batch(getattr(plain, name), epoch), len(decoded)
+            assert np.array_equal(batch(getattr(kept, name), epoch), expected)
+            assert len(decoded) - before == (len(expected) if epoch == 0 else 0)
+    assert images(kept) == 8
+
+
+@pytest.mark.parametrize("form", [ProcessFeed, ThreadFeed], ids=["processes", "threads"])
+def test_a_feed_fills_and_reads_the_cache(root: Path, form: type[ProcessFeed] | type[ThreadFeed]) -> None:
+    """Batches of two workers are those of an uncached feed, in the epoch that fills the cache and in the next one."""
+    plain, kept = loaded(root, DataCache.none), loaded(root, RAM)
+    assert isinstance(kept.train, ImageDataset)
+    feed = form(kept.train, Order(6, 2, seed=3), samples.settings(2, batch_size=2, start_method="fork"))
+    try:
+        for epoch in range(2):
+            feed.set_epoch(epoch)
+            expected, seen = batch(plain.train, epoch), []
+            for found in feed:
+                assert np.array_equal(found.images.numpy(), expected[found.indices.numpy()])
+                seen += found.indices.tolist()
+            assert (sorted(seen), images(kept)) == ([0, 1, 2, 3, 4, 5], 6)
+    finally:
+        feed.close()
+
+
+def test_without_a_cache_there_is_none(root: Path) -> None:
+    """By default nothing is kept, in memory or on disk."""
+    assert kept_by(loaded(root, DataCache.none)) is None
+    assert not (root.parent / "cache/decoded").exists()
+
+
+def test_workers_share_the_memory(root: Path) -> None:
+    """A pickled data set has the same cache, and takes no image along."""
+    kept = loaded(root, RAM)
+    sent = pickle.dumps(kept.train)
+    batch(pickle.loads(sent), 0)
+    assert images(kept) == 6
+    assert len(sent) < 5000
+
+
+def test_the_next_run_finds_the_disk(root: Path, decoded: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Pixels on the disk outlive the run, and the next one decodes nothing."""
+    first = loaded(root, DISK)
+    expected = batch(first.train, 0)
+    del first
+    decoded.clear()
+    second = loaded(root, DISK, split_fraction=None)
+    assert np.array_equal(batch(second.train, 0), expected)
+    assert decoded == []
+    assert "decoded cache: 6 of 8 images" in capsys.readouterr().out
+
+
+def add(root: Path) -> dict[str, Any]:
+    (root / "train/cat/9.jpg").write_bytes((root / "train/cat/0.jpg").read_bytes())
+    return {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda root: {"exif_orientation": True}, id="exif"),
+        pytest.param(lambda root: {"background": (0, 0, 0)}, id="background"),
+        pytest.param(lambda root: {"max_pixels": 10_000}, id="limit"),
+        pytest.param(lambda root: {"cache_max_side": 50}, id="longest side"),
+        pytest.param(add, id="another file"),
+    ],
+)
+def test_other_pixels_are_kept_anew(
+    root: Path, change: Callable[[Path], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the pixels or their order depend on makes the file another one, in place of the first."""
+    first = loaded(root, DISK)
+    batch(first.train, 0)
+    del first
+    assert images(loaded(root, DISK, **change(root))) == 0
+    assert "made anew" in caplog.text
+    assert len(list((root.parent / "cache/decoded").iterdir())) == 2  # it, and its lock
+
+
+def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While one run fills the file, another takes what is there, waits for nothing and adds nothing."""
+    first = loaded(root, DISK)
+    batch(first.val, 0)
+    second = loaded(root, DISK)
+    assert "another process fills it; what is in it is used, nothing is added" in caplog.text
+    assert np.array_equal(batch(second.train, 0), batch(loaded(root, DataCache.none).train, 0))
+    assert images(first) == images(second) == 2
+    batch(first.train, 0)
+    assert images(second) == 8
+    other = loaded(root, DISK, exif_orientation=True)
+    assert kept_by(other) is None
+    assert "another process fills it; of other pixels: nothing is kept in this run" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_read(root: Path) -> None:
+    """A finished cache may lie where this run may not write."""
+    first = loaded(root, DISK)
+    batch(first.train, 0)
+    del first
+    (lock,) = (root.parent / "cache/decoded").glob("*.lock")
+    lock.unlink()
+    lock.mkdir()  # as good as read-only, also for root
+    second = loaded(root, DISK)
+    assert images(second) == 6
+    batch(second.val, 0)
+    assert images(second) == 6
+
+
+def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
+    """With no cache there, and none to be made, the setting has no effect."""
+    (root.parent / "cache").mkdir()
+    (root.parent / "cache/decoded").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"^data\.cache=disk: .*decoded/.*; free space, set WELLFED_CACHE to another folder"):
+        loaded(root, DISK)
+
+
+def test_half_of_the_memory_is_the_most(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a size of its own the cache takes half of what all ranks of the machine may take together."""
+    found = replace(limits.measure(), memory_bytes=10_000_000)
+    monkeypatch.setattr(cache_files.limits, "measure", lambda: found)
+    kept = kept_by(loaded(root, RAM, cache_gb=None))
+    assert kept is not None
+    assert kept.stats()["limit"] == 5_000_000
+    with pytest.raises(ConfigError, match=r"data\.cache_gb=0\.02: only 0\.0 GB are free \(of memory: .*\); lower it"):
+        loaded(root, RAM, cache_gb=0.02)
+
+
+def test_half_of_the_free_disk_is_the_most(root: Path) -> None:
+    """What the file has already counts as free, so that the next run has as much."""
+    free = os.statvfs(root)
+    for _ in range(2):
+        kept = kept_by(loaded(root, DISK, cache_gb=None))
+        assert kept is not None
+        assert kept.stats()["limit"] == pytest.approx(free.f_bavail * free.f_frsize / 2, rel=0.05)
+        del kept
+    with pytest.raises(ConfigError, match=r"data\.cache_gb=1e\+06: only .* GB are free \(on the disk of .*decoded\); lower it"):
+        loaded(root, DISK, cache_gb=1e6)
+
+
+def test_a_file_that_is_too_large_is_not_cut(root: Path) -> None:
+    """A limit below what is there already is for the user to decide."""
+    first = loaded(root, DISK)
+    batch(first.train, 0)
+    del first
+    with pytest.raises(ConfigError, match=r"data\.cache_gb=1e-05: .* has 0\.0 GB already; raise it, or delete that file"):
+        loaded(root, DISK, cache_gb=1e-5)
+
+
+def test_pixels_in_memory_need_no_cache() -> None:
+    """Arrays have nothing to decode."""
+    source = ArraySource(np.zeros((2, 8, 8, 3), np.uint8), np.zeros(2), ["a"], "zeros")
+    data = DataConfig(name="zeros", cache=RAM)
+    with pytest.raises(ConfigError, match=r"data\.cache=ram: has no effect with data=zeros"):
+        open_caches((source, source), data, DecodeOptions(), lambda value: [value])
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10", "fake"])
+def test_a_cache_without_effect_is_refused(name: str) -> None:
+    """So do the data sets that hold pixels, or numbers alone."""
+    with pytest.raises(ConfigError, match=rf"^data\.cache=ram has no effect with data={name}; leave it out"):
+        load(DataConfig(name=name, cache=RAM), AugmentConfig(), 0)
+
+
+class Ranks:
+    """What two ranks tell each other, the first of which has been there already."""
+
+    def __init__(self, machine: str | None = None) -> None:
+        self.told: list[Any] = []
+        self.machine = machine
+
+    def first(self, value: Any) -> list[Any]:
+        """The first rank, in a process of another number."""
+        if isinstance(value, tuple):
+            self.told.append((self.machine or value[0], -1))
+            return [value]
+        self.told.append(value)
+        return [value]
+
+    def second(self, value: Any) -> list[Any]:
+        """The second rank; this process."""
+        return [self.told[0 if isinstance(value, tuple) else 1], value]
+
+
+@pytest.mark.parametrize("kind", [RAM, DISK], ids=["ram", "disk"])
+def test_ranks_of_a_machine_share_a_cache(root: Path, kind: DataCache) -> None:
+    """The second rank maps the first one's file, whatever it is, and both fill it."""
+    ranks = Ranks()
+    first = loaded(root, kind, ranks.first)
+    second = loaded(root, kind, ranks.second)
+    batch(second.val, 0)
+    batch(first.train, 0)
+    assert images(first) == images(second) == 8
+
+
+def test_ranks_of_two_machines_have_a_cache_each(root: Path) -> None:
+    """What another machine holds cannot be mapped, nor is it tried."""
+    ranks = Ranks("another machine")
+    first, second = loaded(root, RAM, ranks.first), loaded(root, RAM, ranks.second)
+    batch(first.train, 0)
+    assert (images(first), images(second)) == (6, 0)
+
+
+def test_shrunk_images_say_how_far_they_change(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a longest side, the error is measured on some images and told; later epochs have the first one's pixels."""
+    kept = loaded(root, RAM, cache_max_side=32)
+    out = capsys.readouterr().out
+    assert "data.cache_max_side=32: of some training images looked at, larger images change by " in out
+    plain = loaded(root, DataCache.none)
+    assert isinstance(plain.train, ImageDataset)
+    error = crop_error(plain.train, 32)
+    assert error is not None
+    assert f"by {error:.2f} grey levels" in out
+    assert 1 < error < 80
+    first = batch(kept.train, 0)
+    assert images(kept) == 6
+    assert np.array_equal(batch(kept.train, 0), first)
+    assert not np.array_equal(first, batch(plain.train, 0))
+
+
+def test_images_that_are_small_enough_do_not_change(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A longest side that no image exceeds has no error to tell."""
+    loaded(root, RAM, cache_max_side=64)
+    assert "looked at, no image was larger" in capsys.readouterr().out

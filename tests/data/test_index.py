@@ -1,0 +1,203 @@
+"""The index of a tree of files: what it holds, and when it is made anew."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from harness.data import index as module
+from harness.data.index import Index, open_index
+from harness.runtime.errors import DataError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two classes, one with a folder inside and a link to an image beside them; all folders of one moment long ago."""
+    for name in ("set/a/1.jpg", "set/a/x/2.jpg", "set/b/3.jpg", "set/b/notes.txt", "store/4.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"\xff\xd8\xff" if name.endswith("jpg") else b"words")
+    (tmp_path / "set/b/4.jpg").symlink_to(tmp_path / "store/4.jpg")
+    for folder in (tmp_path, *tmp_path.rglob("*")):
+        if folder.is_dir():
+            os.utime(folder, (1e9, 1e9))
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets folders that have just been made be trusted."""
+    monkeypatch.setattr(module, "_RACY_NS", -(10**15))
+
+
+def opened(root: Path) -> Index:
+    return open_index(os.fsencode(root), os.fsencode(root.parent), root.parent / "kept")
+
+
+def paths(index: Index) -> list[str]:
+    return [os.fsdecode(index.path(i)) for i in range(len(index))]
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The roots that are scanned."""
+    found: list[bytes] = []
+    real = module.Scan
+    monkeypatch.setattr(module, "Scan", lambda root, limit: found.append(root) or real(root, limit))
+    return found
+
+
+@pytest.mark.usefixtures("settled")
+def test_an_index_is_remembered(root: Path, scans: list[bytes]) -> None:
+    """The second run finds what the first one saw, down to what was left out, without a scan."""
+    first, second = opened(root), opened(root)
+    assert paths(first) == paths(second) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
+    assert first.labels.tolist() == second.labels.tolist() == [0, 0, 1, 1]
+    assert first.folders == second.folders == (b"a", b"b")
+    assert first.skipped == second.skipped == {"not an image": 1}
+    assert first.digest() == second.digest()
+    assert scans == [os.fsencode(root)]
+
+
+def rename(root: Path) -> None:
+    (root / "b/3.jpg").rename(root / "b/0.jpg")
+
+
+def replace_beside(root: Path) -> None:
+    (root.parent / "store/4.jpg").rename(root.parent / "store/5.jpg")
+
+
+def add_and_set_the_time_back(root: Path) -> None:
+    (root / "a/x/0.jpg").write_bytes(b"\xff\xd8\xff")
+    os.utime(root / "a/x", (1e9, 1e9))
+
+
+def move_folder(root: Path) -> None:
+    (root / "a/x").rename(root / "b/x")
+    os.utime(root / "a", (1e9, 1e9))
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(
+            lambda root: (root / "a/x/0.jpg").write_bytes(b"\xff\xd8\xff"),
+            ["a/1.jpg", "a/x/0.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"],
+            id="added",
+        ),
+        pytest.param(lambda root: (root / "a/x/2.jpg").unlink(), ["a/1.jpg", "b/3.jpg", "b/4.jpg"], id="removed"),
+        pytest.param(rename, ["a/1.jpg", "a/x/2.jpg", "b/0.jpg", "b/4.jpg"], id="renamed"),
+        pytest.param(lambda root: (root / "c").mkdir(), ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"], id="new class"),
+        pytest.param(replace_beside, ["a/1.jpg", "a/x/2.jpg", "b/3.jpg"], id="a link's target"),
+        pytest.param(move_folder, ["a/1.jpg", "b/3.jpg", "b/4.jpg", "b/x/2.jpg"], id="folder moved"),
+        pytest.param(
+            add_and_set_the_time_back,
+            ["a/1.jpg", "a/x/0.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"],
+            id="added, time set back",
+        ),
+    ],
+)
+def test_a_changed_tree_is_scanned_again(root: Path, change: Callable[[Path], object], expected: list[str]) -> None:
+    """What comes, goes or is renamed anywhere is seen, even where a copying program sets a folder's time back."""
+    before = opened(root).digest()
+    change(root)
+    after = opened(root)
+    assert paths(after) == expected
+    assert after.digest() != before
+
+
+def test_a_folder_changed_just_now_is_not_trusted(root: Path, scans: list[bytes]) -> None:
+    """It may change again within the same tick of the file system's clock, so nothing is remembered of it."""
+    opened(root)
+    assert not (root.parent / "kept").exists()
+    assert paths(opened(root)) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
+    assert len(scans) == 2
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], "damaged, made anew"),
+        (lambda content: content[:200], "damaged, made anew"),
+        (lambda content: bytes(len(content)), "damaged, made anew"),
+        (lambda content: b"", "cannot be used, made anew"),
+    ],
+    ids=["flipped", "cut", "zeros", "empty"],
+)
+def test_a_damaged_index_is_made_anew(
+    root: Path, damage: Callable[[bytes], bytes], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What rot or a power failure made of the file is not used, and is put right."""
+    expected = paths(opened(root))
+    (place,) = (root.parent / "kept").iterdir()
+    place.write_bytes(damage(place.read_bytes()))
+    assert paths(opened(root)) == expected
+    assert text in caplog.text
+    caplog.clear()
+    assert paths(opened(root)) == expected
+    assert not caplog.text
+
+
+@pytest.mark.usefixtures("settled")
+def test_an_index_need_not_be_kept(root: Path) -> None:
+    """Where nothing can be written the index lies in memory, and other processes share it all the same."""
+    (root.parent / "kept").write_text("in the way")
+    index = opened(root)
+    assert paths(pickle.loads(pickle.dumps(index))) == paths(index) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
+
+
+@pytest.mark.usefixtures("settled")
+def test_rules_have_indexes_of_their_own(root: Path, scans: list[bytes]) -> None:
+    """Where links may lead is part of what is remembered."""
+    opened(root)
+    narrow = open_index(os.fsencode(root), os.fsencode(root), root.parent / "kept")
+    assert paths(narrow) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg"]
+    assert len(scans) == 2
+
+
+@pytest.mark.usefixtures("settled")
+def test_what_cannot_be_read_is_not_remembered(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan that fails leaves nothing, and the next one fails as well."""
+    monkeypatch.setattr(os, "access", lambda *args, **kwargs: False)
+    for _ in range(2):
+        with pytest.raises(DataError, match="cannot read"):
+            opened(root)
+
+
+def own_kb() -> int:
+    """Memory that is this process's own; pages of a file count as nobody's, even where one process alone has mapped them."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
+def read_all(index: Index, sender: Connection) -> None:
+    """Send how many bytes the paths have, and this process's own memory before and after they were read."""
+    before = own_kb()
+    total = sum(len(index.path(i)) for i in range(len(index)))
+    sender.send((total, before, own_kb()))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("settled")
+def test_a_worker_that_reads_the_index_does_not_grow(tmp_path: Path) -> None:
+    """Of 100,000 names that a worker reads, none is copied into its own memory."""
+    count, classes = 100_000, 100
+    for label in range(classes):
+        (tmp_path / f"set/{label:04d}").mkdir(parents=True)
+        for i in range(count // classes):
+            os.close(os.open(tmp_path / f"set/{label:04d}/{i:08d}.jpg", os.O_CREAT))
+    index = opened(tmp_path / "set")
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    worker = multiprocessing.get_context("forkserver").Process(target=read_all, args=(index, sender))
+    worker.start()
+    total, before, after = receiver.recv()
+    worker.join()
+    assert total == count * len("0000/00000000.jpg")
+    assert after < 1.05 * before

@@ -1,0 +1,155 @@
+"""JPEGs past Pillow: the same pixels, or none."""
+
+import io
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+from photographs import NAMES, photograph
+from PIL import Image
+
+from harness.data.jpeg import decode_jpeg
+
+LIMIT = 1_000_000  # pixels
+
+
+def photo(width: int = 97, height: int = 61) -> Image.Image:
+    """Smooth colours with a little noise, as photographs have, and sides that no block divides."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.sin(x / 9), np.cos(y / 7), np.sin((x + y) / 11)], axis=2) * 90 + 128
+    return Image.fromarray((waves + np.random.default_rng(0).normal(0, 5, waves.shape)).clip(0, 255).astype(np.uint8))
+
+
+def encoded(image: Image.Image, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+def by_pillow(data: bytes) -> np.ndarray | None:
+    """Pillow's pixels; None where it refuses the file."""
+    try:
+        with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+            return np.asarray(image.convert("RGB"))
+    except Exception:  # whatever it is that Pillow says
+        return None
+
+
+KINDS: dict[str, bytes] = {
+    "4:2:0": encoded(photo(), quality=92),
+    "4:2:2": encoded(photo(), subsampling="4:2:2"),
+    "4:4:4": encoded(photo(), subsampling="4:4:4"),
+    "progressive": encoded(photo(), progressive=True, quality=50),
+    "grey": encoded(photo().convert("L")),
+    "stored as RGB": encoded(photo(), keep_rgb=True),
+    "restart markers": encoded(photo(), restart_marker_blocks=3),
+    "own tables": encoded(photo(), optimize=True),
+    "profile and comment": encoded(photo(), icc_profile=bytes(70_000), comment=b"a comment"),
+    "one pixel": encoded(photo(1, 1)),
+    "data behind its end": encoded(photo()) + bytes(100),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pixels_are_pillows(kind: str) -> None:
+    """Every ordinary kind of JPEG is decoded, and gives Pillow's pixels bit for bit."""
+    pixels = decode_jpeg(KINDS[kind], LIMIT)
+    assert pixels is not None and pixels.dtype == np.uint8
+    assert np.array_equal(pixels, by_pillow(KINDS[kind]))
+
+
+@pytest.mark.parametrize("progressive", [False, True], ids=["baseline", "progressive"])
+@pytest.mark.parametrize("name", NAMES)
+def test_photographs_are_pillows(name: str, progressive: bool) -> None:
+    """So do photographs, in which damage to the last bit of a coefficient would show."""
+    data = encoded(photograph(name), quality=94, progressive=progressive)
+    assert np.array_equal(decode_jpeg(data, LIMIT), by_pillow(data))
+
+
+def grown(data: bytes) -> bytes:
+    """The same with a header that claims 65,500 rows."""
+    at = data.index(b"\xff\xc0")
+    return data[: at + 5] + (65_500).to_bytes(2, "big") + data[at + 7 :]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(photo().convert("CMYK")),
+        encoded(photo())[:-2],
+        encoded(photo())[:-300],
+        encoded(photo(), progressive=True)[:-300],
+        encoded(photo())[:100],
+        b"\xff\xd8\xff",
+        grown(encoded(photo(16, 16))),
+        encoded(photo()).replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc1\x00\x11\x0c"),
+    ],
+    ids=["inks", "no end", "cut", "progressive, cut", "header alone", "three bytes", "too few rows", "twelve bits"],
+)
+def test_the_unusual_is_left_to_pillow(data: bytes) -> None:
+    """Four inks, damage that libjpeg-turbo would paint grey, and what it cannot read."""
+    assert decode_jpeg(data, 10 * LIMIT) is None
+
+
+def test_too_many_pixels_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header is enough to turn an image away; one of exactly the limit is decoded."""
+    data = KINDS["4:2:0"]
+    assert decode_jpeg(data, 97 * 61) is not None
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", None)
+    assert decode_jpeg(data, 97 * 61 - 1) is None
+
+
+def test_memory_that_cannot_be_had_is_no_fault_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MemoryError passes: Pillow would need as much."""
+
+    def full(data: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", full)
+    with pytest.raises(MemoryError):
+        decode_jpeg(KINDS["4:2:0"], LIMIT)
+
+
+def flip_bits(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def flip_in_the_header(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(3, 640)
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+def drop_a_part(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(3, len(data))
+    return data[:at] + data[at + rng.randrange(1, 40) :]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("mutate", [flip_bits, flip_in_the_header, drop_a_part])
+@pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "restart markers"])
+def test_damage_gives_pillows_pixels_or_none(kind: str, mutate: Callable[[bytes, random.Random], bytes]) -> None:
+    """Whatever happens to a file, pixels that come out are those that Pillow gives of it."""
+    rng, decoded = random.Random(f"{kind} {mutate.__name__}"), 0
+    for _ in range(100):
+        data = mutate(KINDS[kind], rng)
+        pixels = decode_jpeg(data, LIMIT)
+        if pixels is not None:
+            decoded += 1
+            assert np.array_equal(pixels, by_pillow(data))
+    assert decoded  # else nothing was compared
+
+
+def test_pixels_stay_after_the_next_image() -> None:
+    """An image's memory is its own."""
+    first = decode_jpeg(KINDS["4:2:0"], LIMIT)
+    assert first is not None
+    before = first.copy()
+    for data in KINDS.values():
+        decode_jpeg(data, LIMIT)
+    assert np.array_equal(first, before)

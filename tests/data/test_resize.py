@@ -1,0 +1,182 @@
+"""The one resize, against torch's, torchvision's and Pillow's."""
+
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from photographs import NAMES, photograph
+from PIL import Image
+from torchvision.transforms.v2 import functional as tvf
+
+from harness.data import resize
+from harness.data.resize import Box, resize_into, resized
+
+SIDE = 48
+
+
+def noise(width: int, height: int) -> np.ndarray:
+    return np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def row(side: int = SIDE) -> np.ndarray:
+    """A row of a channels_last batch."""
+    return np.full((side, side, 3), 77, np.uint8).transpose(2, 0, 1)
+
+
+def written(pixels: np.ndarray, box: Box, flip: bool = False, size: tuple[int, int] | None = None) -> np.ndarray:
+    out = row()
+    resize_into(pixels, box, out, flip, size)
+    return out
+
+
+def torchs(part: np.ndarray, width: int, height: int) -> np.ndarray:
+    """By torch's public function, in planes; of fractions exactly."""
+    planes = torch.from_numpy(part.transpose(2, 0, 1).copy()).unsqueeze(0)
+    result: np.ndarray = F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].numpy()
+    return result
+
+
+BOXES = [
+    (0, 0, 90, 70), (3, 5, 80, 60), (10, 0, 48, 70), (10, 20, 30, 20), (40, 30, 1, 1), (0, 0, 90, 1), (89, 0, 1, 70),
+    (9, 9, 48, 48),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flip", [False, True], ids=["as it is", "mirrored"])
+@pytest.mark.parametrize("box", BOXES, ids=str)
+def test_the_box_is_resized_and_mirrored(box: Box, flip: bool) -> None:
+    """Pixels are those of torch's antialiased interpolation of the box alone, mirrored after it."""
+    pixels, (left, top, width, height) = noise(90, 70), box
+    expected = torchs(pixels[top : top + height, left : left + width], SIDE, SIDE)
+    assert np.array_equal(written(pixels, box, flip), expected[:, :, ::-1] if flip else expected)
+
+
+@pytest.mark.parametrize("flip", [False, True], ids=["as it is", "mirrored"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.full((2, 3, SIDE, SIDE), 77, np.uint8)[0],
+        lambda: np.full((SIDE, SIDE, 2, 3), 77, np.uint8)[:, :, 0].transpose(2, 0, 1),
+        lambda: np.full((3, 2 * SIDE, SIDE), 77, np.uint8)[:, ::-2],
+    ],
+    ids=["planes", "gaps between pixels", "rows backwards"],
+)
+def test_any_strides_do(make: Callable[[], np.ndarray], flip: bool) -> None:
+    """Whatever the layout of the batch, the same pixels come there, and nothing else is touched."""
+    out, pixels = make(), noise(90, 70)
+    assert out.base is not None
+    others = int((out.base == 77).sum()) - out.size
+    for box, size in ((BOXES[1], None), (BOXES[0], (SIDE, 60)), (BOXES[-1], None)):
+        resize_into(pixels, box, out, flip, size)
+        assert np.array_equal(out, written(pixels, box, flip, size))
+    out[...] = 0
+    assert int((out.base == 77).sum()) == others
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [(640, 427), (461, 397), (300, 380), (223, 233), (150, 200), (97, 61)], ids=str)
+def test_photographs_come_out_as_pillows_but_for_rounding(name: str, size: tuple[int, int]) -> None:
+    """No pixel is off by more than a grey level from Pillow's, and all are as near to what they should be as Pillow's are."""
+    image, out, (width, height) = photograph(name), row(224), size
+    box = ((640 - width) // 2, (427 - height) // 3, width, height)
+    pixels = np.array(image)
+    resize_into(pixels, box, out)
+    part = image.crop((box[0], box[1], box[0] + width, box[1] + height))
+    pillows = np.asarray(part.resize((224, 224), Image.Resampling.BILINEAR)).transpose(2, 0, 1).astype(float)
+    exact = torchs(np.asarray(part).astype(float), 224, 224)
+    assert np.abs(out - pillows).max() <= 1
+    assert np.abs(out - exact).mean() <= np.abs(pillows - exact).mean() + 0.02
+
+
+@pytest.mark.parametrize(("width", "height"), [(90, 70), (70, 90), (500, 375), (48, 56), (56, 56), (7, 5)])
+@pytest.mark.parametrize("short", [48, 55, 56])
+def test_the_centre_of_a_larger_size(width: int, height: int, short: int) -> None:
+    """With a size, the result is torchvision's Resize and CenterCrop of a tensor."""
+    pixels = noise(width, height)
+    size = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
+    theirs = tvf.center_crop(tvf.resize(torch.from_numpy(pixels).permute(2, 0, 1), [short], antialias=True), [SIDE, SIDE])
+    assert np.array_equal(written(pixels, (0, 0, width, height), size=size), theirs)
+
+
+def test_the_filter_stays_in_the_box() -> None:
+    """Pixels outside of the box have no part in the result."""
+    box, pixels = (10, 20, 60, 40), noise(90, 70)
+    other = 255 - pixels
+    other[20:60, 10:70] = pixels[20:60, 10:70]
+    assert np.array_equal(written(pixels, box), written(other, box))
+
+
+@pytest.mark.parametrize("box", [BOXES[0], BOXES[1]], ids=["whole", "part"])
+def test_read_only_pixels_serve(box: Box) -> None:
+    """What may only be read, as pixels in a cache, is resized as it is, without a warning."""
+    pixels = noise(90, 70)
+    expected = written(pixels.copy(), box)
+    pixels.flags.writeable = False
+    assert np.array_equal(written(pixels, box), expected)
+
+
+def test_pixels_of_the_size_are_returned_as_they_are() -> None:
+    """Nothing is copied where nothing changes."""
+    pixels = noise(30, 20)
+    assert resized(pixels, 30, 20) is pixels
+    assert resized(pixels, 20, 30).shape == (30, 20, 3)
+
+
+def missing(source: np.ndarray, target: np.ndarray) -> None:
+    raise AttributeError("_upsample_bilinear2d_aa")
+
+
+def other_arguments(source: np.ndarray, target: np.ndarray) -> None:
+    raise RuntimeError("expected at most 3 arguments")
+
+
+def other_pixels(source: np.ndarray, target: np.ndarray) -> None:
+    target[...] = 1
+
+
+@pytest.mark.parametrize("private", [missing, other_arguments, other_pixels])
+def test_the_public_function_serves_where_the_private_does_not(
+    private: resize._Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch without the private name, or with another thing of that name, costs a copy and changes no pixel."""
+    assert resize._chosen() is resize._into
+    expected = [written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)]
+    monkeypatch.setattr(resize, "_into", private)
+    monkeypatch.setattr(resize, "_kernel", resize._chosen())
+    assert resize._kernel is resize._anew
+    assert np.array_equal([written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)], expected)
+
+
+def threads_begun(act: Callable[[], object]) -> set[str]:
+    """The threads that are there after a new one called ``act``, and were not there before."""
+    seen = []
+
+    def run() -> None:
+        seen.append(set(os.listdir("/proc/self/task")))
+        act()
+        seen.append(set(os.listdir("/proc/self/task")))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return seen[1] - seen[0]
+
+
+def test_no_team_of_threads_begins() -> None:
+    """Resizing, cropping and mirroring in a thread of its own keeps to that thread, where other work of torch's does not."""
+    large, out = noise(1000, 800), row(512)
+    if not threads_begun(lambda: torch.flip(torch.from_numpy(large), (1,))):
+        pytest.skip("torch has one thread here, or keeps to one")
+
+    def act() -> None:
+        for flip in (False, True):
+            resize_into(large, (0, 0, 1000, 800), out, flip)
+            resize_into(large, (1, 1, 900, 700), out, flip)
+            resize_into(large, (1, 1, 512, 512), out, flip)
+            resize_into(large, (0, 0, 1000, 800), out, flip, (640, 512))
+
+    assert not threads_begun(act)

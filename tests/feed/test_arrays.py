@@ -1,0 +1,301 @@
+"""The arrays form: the batches of the processes form, from images that are read once and lie in memory."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+import pytest
+import samples
+import torch
+from PIL import Image, ImageOps
+
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource, Source, Subset
+from harness.data.transforms import EvalTransform, TrainTransform, Transform
+from harness.feed import pixels
+from harness.feed.arrays import ArrayFeed, in_form
+from harness.feed.gauge import Gauge
+from harness.feed.interface import HostBatch
+from harness.feed.order import Cursor, Order, ProbeOrder
+from harness.feed.pixels import Pixels, pixel_bytes, unserved
+from harness.feed.processes import ProcessFeed
+from harness.runtime.errors import BadSample
+from harness.runtime.seeding import SampleRng
+
+LENGTH, SIDE = 19, 8
+ORDER = Order(LENGTH, 4, seed=3)
+
+
+def arrays(side: int = SIDE, length: int = LENGTH) -> ArraySource:
+    """Random pixels, mapped read-only as CIFAR's are."""
+    images = np.random.default_rng(0).integers(0, 256, (length, side, side, 3), np.uint8)
+    images.flags.writeable = False
+    return ArraySource(images, np.arange(length) % 10, map(str, range(10)), "noise")
+
+
+class Files:
+    """PNG files in memory; counts how often each is read, and refuses ``bad`` ones."""
+
+    classes = ("a", "b")
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.bad, self.labels, self.reads = bad, np.arange(LENGTH) % 2, [0] * LENGTH
+        self._files = []
+        for image in arrays(12).images:
+            Image.fromarray(image).save(file := io.BytesIO(), "PNG")
+            self._files.append(file.getvalue())
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def where(self, i: int) -> str:
+        return f"{i}.png"
+
+    def read(self, i: int) -> tuple[bytes, int]:
+        self.reads[i] += 1
+        if i in self.bad:
+            raise BadSample(self.where(i), "empty file")
+        return self._files[i], int(self.labels[i])
+
+
+def dataset(source: Source, transform: Transform | None = None) -> ImageDataset:
+    return ImageDataset(source, transform or TrainTransform(SIDE, crop="pad", pad=2), DecodeOptions(), SIDE, seed=5)
+
+
+def feed(images: ImageDataset, order: Order = ORDER, **more: object) -> ArrayFeed:
+    return ArrayFeed(images, order, samples.settings(batch_size=order.batch_size), **more)  # type: ignore[arg-type]
+
+
+def epochs(made: ArrayFeed | ProcessFeed, *chosen: int) -> list[HostBatch]:
+    batches = []
+    for epoch in chosen:
+        made.set_epoch(epoch)
+        batches += list(made)
+    return batches
+
+
+def assert_same(found: list[HostBatch], expected: list[HostBatch]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3], strict=True))
+        assert [tensor.dtype for tensor in one[:3]] == [torch.uint8, torch.int64, torch.int64]
+        assert one.images.is_contiguous(memory_format=torch.channels_last)
+        assert (one.errors, one.epoch) == ((), other.epoch)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(arrays, id="arrays"),
+        pytest.param(lambda: Subset(Subset(arrays(length=40), np.arange(39, 9, -1)), np.arange(3, 22)), id="parts of arrays"),
+        pytest.param(lambda: arrays(11), id="arrays of another size"),
+        pytest.param(Files, id="files"),
+    ],
+)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(TrainTransform(SIDE, crop="pad", pad=2), id="pad"),
+        pytest.param(TrainTransform(SIDE, crop="pad", pad=0), id="no pad"),
+        pytest.param(TrainTransform(SIDE, crop="pad", pad=11, hflip=1.0), id="more pad than image"),
+        pytest.param(TrainTransform(SIDE, crop="center"), id="center"),
+        pytest.param(TrainTransform(SIDE, crop="center", resize=9, hflip=0.0), id="center of a resized image"),
+        pytest.param(EvalTransform(SIDE), id="evaluation"),
+        pytest.param(EvalTransform(SIDE, resize=10), id="evaluation of a resized image"),
+    ],
+)
+def test_batches_are_bitwise_those_of_processes(source: Callable[[], Source], transform: Transform) -> None:
+    """Images, labels and indices, in the first epoch, later ones and one that comes again, short batches too."""
+    images = dataset(source(), transform)
+    expected = ProcessFeed(images, ORDER, samples.settings())
+    assert_same(epochs(feed(images), 0, 1, 7, 1), epochs(expected, 0, 1, 7, 1))
+
+
+def test_pixels_are_those_of_pillow() -> None:
+    """Pad with zeros, cut out and mirror as PIL does, with the sample's own numbers: top, left, mirrored."""
+    images, pad = dataset(arrays()), 2
+    for batch in epochs(feed(images), 4):
+        for image, index in zip(batch.images, batch.indices.tolist(), strict=True):
+            rng = SampleRng(5, 4, index)
+            top, left, mirrored = rng.randrange(2 * pad + 1), rng.randrange(2 * pad + 1), rng.random() < 0.5
+            whole = ImageOps.expand(Image.fromarray(images.source.read(index)[0]), pad)
+            cut = whole.crop((left, top, left + SIDE, top + SIDE))
+            expected = np.asarray(ImageOps.mirror(cut) if mirrored else cut)
+            assert np.array_equal(image.permute(1, 2, 0).numpy(), expected)
+
+
+def test_files_are_read_once() -> None:
+    """By the first pass that asks for them; those that its last short batch left out, by a later one."""
+    source = Files()
+    made = feed(dataset(source), Order(LENGTH, 4, seed=3, drop_last=True))
+    epochs(made, 0)
+    assert sorted(source.reads) == [0] * 3 + [1] * 16
+    epochs(made, 1, 2, 3)
+    assert source.reads == [1] * LENGTH
+
+
+def test_feeds_may_share_what_was_read() -> None:
+    """A second feed over the same pixels reads nothing."""
+    source = Files()
+    images = dataset(source)
+    shared = Pixels(images)
+    first, second = (epochs(feed(images, pixels=shared), 0) for _ in range(2))
+    assert_same(second, first)
+    assert source.reads == [1] * LENGTH
+
+
+def test_a_sample_that_cannot_be_read_is_told_when_it_is_due() -> None:
+    """With the text of the other forms, after the batches before it, and again in the next pass."""
+    bad = int(ORDER.indices(0)[9])
+    images = dataset(Files((bad,)))
+    made = feed(images)
+    for _ in range(2):
+        batches = iter(made)
+        assert len(list(islice(batches, 2))) == 2
+        with pytest.raises(BadSample, match=f"^{bad}.png: empty file$"):
+            next(batches)
+
+
+def test_a_pass_may_be_left_and_begun_anew() -> None:
+    """What came before is kept; the next pass is whole."""
+    source = Files()
+    made = feed(dataset(source))
+    batches = iter(made)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    made.close()
+    assert_same(epochs(made, 0), epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 0))
+    assert all(count in (1, 2) for count in source.reads)
+
+
+def test_a_primed_pass_has_begun() -> None:
+    """Threads read ahead of the first batch that is asked for; there is nothing to do for arrays, or once all was read."""
+    source = Files()
+    made = feed(dataset(source))
+    made.prime(1)
+    assert samples.comes_true(lambda: sum(source.reads) > 0)
+    primed = epochs(made, 1)
+    made.prime(2)
+    assert_same(primed, epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 1))
+    assert source.reads == [1] * LENGTH
+    feed(dataset(arrays())).prime(0)
+
+
+def test_nothing_but_files_is_waited_for() -> None:
+    """polled() gives batches alone where the images lie in arrays."""
+    assert [batch is not None for batch in feed(dataset(arrays())).polled(0.01)] == [True] * 5
+
+
+def test_a_probes_order_goes_on_without_an_end() -> None:
+    """Samples come in the order of the cursor, from files as from arrays."""
+    for source in (arrays(), Files()):
+        images, cursor = dataset(source), Cursor()
+        made = ArrayFeed(images, ProbeOrder(ORDER, cursor), samples.settings())
+        batches = iter(made)
+        given = [batch.indices.numpy() for batch in islice(batches, 12)]
+        batches.close()  # type: ignore[attr-defined]
+        wanted = islice(ProbeOrder(ORDER, Cursor()).batches(0), 12)
+        assert all(np.array_equal(found, expected) for found, expected in zip(given, wanted, strict=True))
+        assert 12 <= cursor.asked <= 12 + 4
+
+
+def test_the_gauge_and_the_meter_count_samples() -> None:
+    """Each sample once, with what its batch took; the meter has one stage beside the batch's own."""
+    gauge = Gauge(0)
+    made = feed(dataset(arrays()), gauge=gauge)
+    epochs(made, 0, 1)
+    work, totals = gauge.read(), made.meter and made.meter.read()
+    assert totals is not None
+    assert (work.samples, work.moved, totals.samples, totals.batches) == (2 * LENGTH, 1, 2 * LENGTH, 10)
+    assert 0 < work.wall_s <= totals.busy_s
+    assert totals.stages["gather"].wall_s > 0.5 * totals.busy_s
+
+
+def test_a_pass_leaves_the_global_generators_alone() -> None:
+    """Python's, numpy's and torch's random states are after a pass what they were before."""
+
+    def states() -> tuple[object, ...]:
+        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+
+    before = states()
+    epochs(feed(dataset(arrays())), 0)
+    assert states() == before
+
+
+def test_batches_are_in_memory_of_their_own() -> None:
+    """A consumer may keep them, and change them."""
+    made = feed(dataset(arrays()))
+    first = epochs(made, 0)
+    for batch in epochs(made, 0):
+        batch.images.zero_()
+    assert_same(epochs(made, 0), first)
+
+
+def test_neighbours_share_the_zeros_between_them() -> None:
+    """Each image takes one border of zeros, the last one two; without a crop there are none."""
+    assert pixel_bytes(dataset(arrays())) == 3 * ((LENGTH * 10 + 2) * 10 + 2)
+    assert pixel_bytes(dataset(arrays(), EvalTransform(SIDE))) == 3 * LENGTH * SIDE**2
+
+
+def test_what_is_cut_from_whole_images_cannot_be_served() -> None:
+    """The reason is told; so it is of what is no data set of images."""
+    assert "no common size" in (unserved(dataset(arrays(), TrainTransform(SIDE))) or "")
+    assert "Noise makes each sample anew" in (unserved(samples.Noise(4)) or "")
+
+
+def test_settings_of_arrays_have_no_workers() -> None:
+    """Whatever they were in another form; they have what they had otherwise."""
+    settings = in_form(samples.settings(3, persistent_workers=True), "arrays")
+    assert (settings.backend, settings.num_workers, settings.prefetch_factor, settings.persistent_workers) == (
+        "arrays", 0, None, False,
+    )  # fmt: skip
+    assert settings == in_form(samples.settings(0), "arrays")
+
+
+def test_too_little_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of any other allocation, with the size."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(pixels.mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match=r"images of 0\.0 MB \(Cannot allocate memory\)"):
+        next(iter(feed(dataset(arrays()))))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+class TestOnAGpu:
+    """The whole set and the work on it on the device."""
+
+    @pytest.mark.parametrize("source", [arrays, Files], ids=["arrays", "files"])
+    @pytest.mark.parametrize("crop", ["pad", "center"])
+    def test_batches_are_bitwise_the_hosts(self, source: Callable[[], Source], crop: str) -> None:
+        """They lie on the device, labels too, and hold the same pixels."""
+        images, device = dataset(source(), TrainTransform(SIDE, crop=crop, pad=2)), torch.device("cuda", 0)
+        made = feed(images, pixels=Pixels(images, device))
+        found = epochs(made, 0, 3)
+        assert made.on_device and all(batch.images.device == batch.labels.device == device for batch in found)
+        assert_same([b._replace(images=b.images.cpu(), labels=b.labels.cpu()) for b in found], epochs(feed(images), 0, 3))
+
+    def test_no_step_waits_for_the_device(self) -> None:
+        """Making batches of images that are there is a matter of launches alone."""
+        images = dataset(arrays())
+        made = feed(images, pixels=Pixels(images, torch.device("cuda", 0)))
+        epochs(made, 0)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            epochs(made, 1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_a_set_that_is_too_large_stays_on_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of which more than half of the free memory would be taken."""
+        images = dataset(arrays())
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * pixel_bytes(images) - 1, 10**9))
+        assert not feed(images, pixels=Pixels(images, torch.device("cuda", 0))).on_device

@@ -1,0 +1,402 @@
+"""What every form that makes batches with workers promises: the same batches under every setting, typed ends, a next pass."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import samples
+import torch
+from samples import assert_same, comes_true
+
+from harness.feed.gauge import Gauge, Work
+from harness.feed.interface import HostBatch
+from harness.feed.order import Cursor, Order, ProbeOrder
+from harness.feed.processes import ProcessFeed
+from harness.feed.threads import ThreadFeed
+from harness.runtime.errors import BadSample, LoaderError
+
+LENGTH = 19
+ORDER = Order(LENGTH, 4, seed=3)
+FORMS = {"processes": ProcessFeed, "threads": ThreadFeed}
+AnyFeed = ProcessFeed | ThreadFeed
+MakeFeed = Callable[..., AnyFeed]
+
+with_and_without_workers = pytest.mark.parametrize("num_workers", [0, 2])
+persistent_or_not = pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server() -> None:
+    samples.start_server()
+
+
+@pytest.fixture(params=FORMS)
+def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
+    made: list[AnyFeed] = []
+
+    def make(num_workers: int = 0, dataset: samples.Noise | None = None, gauge: Gauge | None = None, **more: object) -> AnyFeed:
+        dataset = samples.Noise(LENGTH) if dataset is None else dataset
+        order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
+        settings = samples.settings(num_workers, **more)  # type: ignore[arg-type]
+        made.append(FORMS[request.param](dataset, order, settings, gauge))
+        return made[-1]
+
+    yield make
+    for feed in made:
+        feed.close()
+    assert comes_true(lambda: samples.at_work() == [])
+
+
+def reference(epochs: int = 1, dataset: samples.Noise | None = None) -> list[HostBatch]:
+    """The batches that the trainer itself makes."""
+    dataset = dataset or samples.Noise(LENGTH)
+    return passes(ProcessFeed(dataset, Order(len(dataset), 4, seed=3), samples.settings(0)), epochs)
+
+
+def passes(feed: AnyFeed, count: int = 2) -> list[HostBatch]:
+    batches = []
+    for epoch in range(count):
+        feed.set_epoch(epoch)
+        batches += list(feed)
+    return batches
+
+
+@with_and_without_workers
+def test_a_batch_is_what_the_data_set_fills(make_feed: MakeFeed, num_workers: int) -> None:
+    """Images are uint8 [N, 3, S, S] in channels_last memory, labels and indices int64 [N], in the order of the epoch."""
+    feed, dataset = make_feed(num_workers), samples.Noise(LENGTH)
+    batches = list(feed)
+    assert [len(batch.labels) for batch in batches] == [4, 4, 4, 4, 3]
+    assert np.array_equal(torch.cat([batch.indices for batch in batches]).numpy(), ORDER.indices(0))
+    pixels = np.empty((3, 4, 4), np.uint8)
+    for image, label, index in zip(batches[1].images, batches[1].labels, batches[1].indices, strict=True):
+        assert dataset.fill(0, int(index), pixels) == label
+        assert np.array_equal(image.numpy(), pixels)
+    assert [tensor.dtype for tensor in batches[0][:3]] == [torch.uint8, torch.int64, torch.int64]
+    assert all(batch.images.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+    assert {batch.epoch for batch in batches} == {0}
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "prefetch_factor", "persistent_workers"),
+    [
+        pytest.param(0, 1, False, id="none"),
+        pytest.param(1, 2, False, id="one"),
+        pytest.param(2, 2, True, id="two persistent"),
+        pytest.param(3, 4, False, id="three with prefetch 4"),
+        pytest.param(7, 1, True, id="seven persistent with prefetch 1", marks=pytest.mark.slow),
+    ],
+)
+def test_no_setting_changes_the_pixels(
+    make_feed: MakeFeed, num_workers: int, prefetch_factor: int, persistent_workers: bool
+) -> None:
+    """Two epochs are bitwise those that the trainer makes by itself, whatever the loader settings and the form."""
+    feed = make_feed(num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
+    assert_same(passes(feed), reference(2))
+
+
+def test_epochs_differ_in_order_and_in_pixels(make_feed: MakeFeed) -> None:
+    """Each epoch draws the same sample anew, and an epoch that is asked for twice is the same twice."""
+    feed = make_feed()
+    images = []
+    for epoch in (0, 1, 0):
+        feed.set_epoch(epoch)
+        batches = list(feed)
+        order = torch.cat([batch.indices for batch in batches]).argsort()
+        images.append(torch.cat([batch.images for batch in batches])[order])
+    assert all(not torch.equal(a, b) for a, b in zip(images[0], images[1], strict=True))
+    assert torch.equal(images[0], images[2])
+
+
+@with_and_without_workers
+def test_a_probe_s_order_goes_on_where_the_last_one_ended(make_feed: MakeFeed, num_workers: int) -> None:
+    """An order without an end is asked for no more than what is given out and ahead; a pass may be left at any batch."""
+    feed, cursor = make_feed(num_workers), Cursor()
+    feed = type(feed)(samples.Noise(LENGTH), ProbeOrder(ORDER, cursor), feed.settings)
+    batches = iter(feed)
+    given = [next(batches) for _ in range(7)]
+    batches.close()  # type: ignore[attr-defined]
+    feed.close()
+    wanted = itertools.islice(ProbeOrder(ORDER, Cursor()).batches(0), 7)
+    assert all(np.array_equal(batch.indices.numpy(), indices) for batch, indices in zip(given, wanted, strict=True))
+    assert 7 <= cursor.asked <= 7 + max(1, 2 * num_workers)
+
+
+@with_and_without_workers
+def test_a_pass_leaves_the_global_generators_alone(make_feed: MakeFeed, num_workers: int) -> None:
+    """Python's, numpy's and torch's global random states are after a pass what they were before."""
+
+    def states() -> tuple[object, ...]:
+        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+
+    before = states()
+    list(make_feed(num_workers))
+    assert states() == before
+
+
+@with_and_without_workers
+def test_a_bad_sample_arrives_as_one(make_feed: MakeFeed, num_workers: int) -> None:
+    """BadSample comes with where and reason, after the batches before it."""
+    given: list[HostBatch] = []
+    with pytest.raises(BadSample, match=r"^cats/7.jpg: empty file$") as caught:
+        given.extend(make_feed(num_workers, samples.Troubled(LENGTH, 5, samples.refuse)))
+    assert len(given) == np.flatnonzero(ORDER.indices(0) == 5)[0] // 4
+    assert (caught.value.where, caught.value.reason) == ("cats/7.jpg", "empty file")
+
+
+@with_and_without_workers
+def test_of_several_bad_samples_the_first_is_told(make_feed: MakeFeed, num_workers: int) -> None:
+    """Errors of one batch come in the order of its samples, whoever met them first."""
+    with pytest.raises(BadSample, match=f"^sample {ORDER.indices(0)[0]}: refused$"):
+        list(make_feed(num_workers, samples.Refused(LENGTH)))
+
+
+@with_and_without_workers
+@pytest.mark.parametrize(
+    ("trouble", "text"),
+    [
+        pytest.param(samples.raise_unpicklable, "^sample 5: Local: cannot travel$", id="unpicklable"),
+        pytest.param(samples.stop, "^sample 5: StopIteration: ", id="StopIteration"),
+    ],
+)
+def test_any_exception_of_a_sample_is_a_bad_sample(
+    make_feed: MakeFeed, num_workers: int, trouble: Callable[[], object], text: str
+) -> None:
+    """An exception that cannot be pickled, or would end the epoch in silence, is told with its sample and type."""
+    with pytest.raises(BadSample, match=text):
+        list(make_feed(num_workers, samples.Troubled(LENGTH, 5, trouble)))
+
+
+@with_and_without_workers
+def test_out_of_memory_is_no_sample_s_fault(make_feed: MakeFeed, num_workers: int) -> None:
+    """A MemoryError comes out of next() as itself."""
+    with pytest.raises(MemoryError, match="no room"):
+        list(make_feed(num_workers, samples.Troubled(LENGTH, 5, samples.exhaust)))
+
+
+@with_and_without_workers
+def test_a_short_epoch_is_an_error(make_feed: MakeFeed, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that ends before its last batch raises LoaderError and says how many are missing."""
+    feed = make_feed(num_workers)
+    monkeypatch.setattr(type(feed), "__len__", lambda feed: 6)
+    with pytest.raises(LoaderError, match="ended after 5 of 6 batches"):
+        list(feed)
+
+
+@pytest.mark.parametrize("polled", [False, True], ids=["plain", "polled"])
+def test_a_hanging_sample_is_a_loader_error(make_feed: MakeFeed, tmp_path: Path, polled: bool) -> None:
+    """No batch within loader.timeout_s names the setting; the worker that hangs is not waited for."""
+    feed = make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, tmp_path / "open")), timeout_s=0.3)
+    begin = time.monotonic()
+    with pytest.raises(LoaderError, match="no batch within loader.timeout_s=0.3: .* loader.num_workers=0"):
+        list(feed.polled(0.05) if polled else feed)
+    assert time.monotonic() - begin < 5
+    (tmp_path / "open").touch()  # a thread goes home
+
+
+@persistent_or_not
+def test_after_an_early_break_the_next_epoch_is_whole(make_feed: MakeFeed, persistent_workers: bool) -> None:
+    """Batches that were asked for before a break never show up in the epoch after it."""
+    feed = make_feed(2, persistent_workers=persistent_workers, prefetch_factor=4)
+    for _ in feed:
+        break
+    feed.set_epoch(1)
+    assert_same(list(feed), reference(2)[5:])
+
+
+def test_a_closed_feed_serves_again(make_feed: MakeFeed) -> None:
+    """close() may be called at any time, also twice; the next pass is whole."""
+    feed = make_feed(2, persistent_workers=True)
+    feed.close()
+    list(feed)
+    feed.close()
+    feed.close()
+    assert_same(list(feed), reference())
+
+
+@with_and_without_workers
+def test_polled_batches_are_those_of_a_plain_pass(make_feed: MakeFeed, num_workers: int) -> None:
+    """polled() gives every batch of the epoch once, and None only where none was ready."""
+    polled = list(make_feed(num_workers).polled(0.001))
+    assert_same([batch for batch in polled if batch is not None], reference())
+    assert num_workers or None not in polled
+
+
+def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) -> None:
+    """While a sample takes its time, polled() gives None, again and again, and then the batch."""
+    gate = tmp_path / "open"
+    feed, expected = make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, gate))), reference()
+    late = next(place for place, batch in enumerate(expected) if 5 in batch.indices)
+    batches = feed.polled(0.02)
+    given = [next(batch for batch in batches if batch is not None) for _ in range(late)]
+    assert [next(batches) for _ in range(5)] == [None] * 5
+    gate.touch()
+    assert_same([*given, *(batch for batch in batches if batch is not None)], expected)
+
+
+@with_and_without_workers
+def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers: int) -> None:
+    """After a pass every sample has been counted once, by the workers that made it, with some time."""
+    gauge = Gauge(num_workers)
+    list(make_feed(num_workers, gauge=gauge))
+    work = gauge.read()
+    assert work.samples == LENGTH and 1 <= work.moved <= (num_workers or 1)
+    assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
+
+
+def test_the_gauge_times_the_sample_alone(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is not counted."""
+    ticks, cpu_ticks = itertools.count(0, 2), itertools.count(0, 0.5)
+    monkeypatch.setattr("harness.feed.gauge.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("harness.feed.gauge.time.thread_time", lambda: float(next(cpu_ticks)))
+    gauge = Gauge(0)
+    with pytest.raises(BadSample):
+        list(make_feed(0, samples.Troubled(4, 2, samples.refuse), gauge))
+    assert gauge.read() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
+
+
+@with_and_without_workers
+def test_the_meter_counts_what_each_worker_makes(make_feed: MakeFeed, num_workers: int) -> None:
+    """Through two passes with new workers, every sample and batch counts once, and the stages add up to the busy time."""
+    feed = make_feed(num_workers, samples.Staged(LENGTH))
+    assert_same(passes(feed), reference(2))
+    assert feed.meter is not None
+    totals = feed.meter.read()
+    assert (totals.samples, totals.batches) == (2 * LENGTH, 10)
+    assert list(totals.stages) == ["draw", "label", "collate"]
+    assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
+    assert totals.stages["draw"].wall_s > 0 and totals.stages["draw"].cpu_s > 0
+
+
+def test_a_data_set_without_stages_has_one(make_feed: MakeFeed) -> None:
+    """What a data set does that names no stages is the stage sample."""
+    feed = make_feed(0)
+    list(feed)
+    assert feed.meter is not None
+    assert list(feed.meter.read().stages) == ["sample", "collate"]
+    assert feed.meter.read().stages["sample"].wall_s > 0
+
+
+@pytest.mark.parametrize("dataset", [samples.Staged(8, bad=5), samples.Troubled(8, 5, samples.refuse)], ids=["staged", "plain"])
+def test_the_time_of_a_sample_that_fails_is_not_lost(make_feed: MakeFeed, dataset: samples.Noise) -> None:
+    """A batch with an error in it counts with all its samples and all its time."""
+    feed = make_feed(0, dataset, batch_size=8)
+    with pytest.raises(BadSample):
+        list(feed)
+    assert feed.meter is not None
+    totals = feed.meter.read()
+    assert (totals.samples, totals.batches) == (8, 1)
+    assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
+
+
+def test_gauge_and_meter_go_together(make_feed: MakeFeed) -> None:
+    """A probe's feed, which has a gauge, knows the stages all the same."""
+    gauge = Gauge(1)
+    feed = make_feed(1, samples.Staged(LENGTH), gauge)
+    assert_same(list(feed), reference())
+    assert feed.meter is not None
+    assert gauge.read().samples == feed.meter.read().samples == LENGTH
+    assert feed.meter.read().stages["draw"].wall_s > 0
+
+
+def test_a_feed_does_without_a_meter_where_there_is_no_memory_for_it(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without shared memory for the meter the batches come all the same, and their stamps with them."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.Tensor.share_memory_", refuse)
+        feed = make_feed(1, samples.Staged(LENGTH))
+    assert feed.meter is None
+    batches = list(feed)
+    assert_same(batches, reference())
+    assert all(batch.stamps is not None for batch in batches)
+
+
+@with_and_without_workers
+def test_stamps_follow_a_batch_from_its_worker(make_feed: MakeFeed, num_workers: int) -> None:
+    """A batch is begun, made, received and given out in this order, on one clock."""
+    for batch in make_feed(num_workers):
+        now_s, stamps = time.perf_counter(), batch.stamps
+        assert stamps is not None
+        assert stamps.begun_s < stamps.made_s <= stamps.received_s == stamps.pinned_s < now_s
+
+
+def primed(feed: AnyFeed, epoch: int, gauge: Gauge) -> AnyFeed:
+    """``feed`` once its workers have begun with ``epoch`` by themselves."""
+    done = gauge.read().samples
+    feed.prime(epoch)
+    assert comes_true(lambda: gauge.read().samples > done)
+    return feed
+
+
+@persistent_or_not
+def test_a_primed_pass_gives_the_same_batches(make_feed: MakeFeed, persistent_workers: bool) -> None:
+    """Workers begin before iter(), which goes on with what they have made: no sample is made twice."""
+    gauge, given = Gauge(2), []
+    feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
+    for epoch in (0, 1):
+        primed(feed, epoch, gauge).prime(epoch)  # a second time changes nothing
+        feed.set_epoch(epoch)
+        given += list(feed)
+    assert_same(given, reference(2))
+    assert gauge.read().samples == 2 * LENGTH
+
+
+def test_a_pass_primed_for_another_epoch_is_dropped(make_feed: MakeFeed) -> None:
+    """iter() gives the epoch that was chosen, whatever was primed."""
+    gauge = Gauge(2)
+    feed = primed(make_feed(2, gauge=gauge, persistent_workers=True), 5, gauge)
+    assert_same(passes(feed), reference(2))
+
+
+def test_priming_amid_a_pass_does_nothing(make_feed: MakeFeed) -> None:
+    """The pass goes on with its workers, and the next one is whole."""
+    feed = make_feed(2, persistent_workers=True)
+    batches = iter(feed)
+    given = [next(batches)]
+    feed.prime(1)
+    given += batches
+    feed.set_epoch(1)
+    assert_same([*given, *feed], reference(2))
+
+
+def test_without_workers_priming_does_nothing(make_feed: MakeFeed) -> None:
+    """There is nobody to begin; the pass comes all the same."""
+    feed = make_feed(0)
+    feed.prime(0)
+    assert samples.at_work() == []
+    assert_same(list(feed), reference())
+
+
+def test_a_primed_pass_that_nobody_takes_leaves_nothing(make_feed: MakeFeed) -> None:
+    """close() ends primed workers."""
+    gauge = Gauge(1)
+    feed = primed(make_feed(1, gauge=gauge), 0, gauge)
+    assert len(samples.at_work()) == 1
+    feed.close()
+    assert samples.at_work() == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_empty_data_set_gives_no_batch(make_feed: MakeFeed, num_workers: int) -> None:
+    """A pass over nothing ends at once."""
+    assert list(make_feed(num_workers, samples.Noise(0))) == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_a_batch_may_be_larger_than_the_set(make_feed: MakeFeed, num_workers: int) -> None:
+    """Without drop_last a set smaller than a batch is one short batch, also with more workers than samples."""
+    (batch,) = make_feed(num_workers, samples.Noise(2), batch_size=8)
+    assert sorted(batch.indices.tolist()) == [0, 1]

@@ -1,0 +1,168 @@
+"""Poisoned memory: whoever takes batches of the threads form, and however late the device copies them, never sees any."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+import torch
+
+from harness.feed import ring
+from harness.feed.interface import HostBatch
+from harness.feed.order import Order
+from harness.feed.prefetcher import DataPrefetcher
+from harness.feed.processes import ProcessFeed
+from harness.feed.threads import ThreadFeed
+
+LENGTH, EPOCHS, POISON = 90, 3, 0xAB
+ORDER = Order(LENGTH, 4, seed=3)
+
+
+class Device:
+    """A device that copies when it likes: at the latest when it is waited for. It knows addresses, and holds no tensor."""
+
+    def __init__(self, whim: Callable[[], int]) -> None:
+        self.whim = whim  # how many orders to carry out at a look
+        self.orders: deque[Callable[[], object]] = deque()
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        copied = torch.empty_like(tensor)
+        source, size = tensor.data_ptr(), tensor.nbytes
+        self.orders.append(lambda: ctypes.memmove(copied.data_ptr(), source, size))
+        return copied
+
+    def work(self, orders: int) -> None:
+        for _ in range(min(orders, len(self.orders))):
+            self.orders.popleft()()
+
+
+@pytest.fixture(params=["lazy", "moody"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Stands for the GPU: what is sent ``to`` it comes when its events say so."""
+    rng = random.Random(5)
+    device = Device((lambda: 0) if request.param == "lazy" else (lambda: rng.randrange(4)))
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.done = False
+
+        def record(self, stream: Any = None) -> None:
+            device.orders.append(lambda: setattr(self, "done", True))
+
+        def query(self) -> bool:
+            device.work(device.whim())
+            return self.done
+
+        def synchronize(self) -> None:
+            while not self.done:
+                device.work(1)
+
+    class Stream:
+        def __init__(self, device: Any = None) -> None: ...
+        def record_event(self) -> None: ...
+        def wait_event(self, event: Any) -> None: ...
+
+    to = torch.Tensor.to
+    for name, fake in {
+        "Event": Event,
+        "Stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": lambda device: Stream(),
+        "set_device": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda tensor, where, **how: device.copy(tensor) if isinstance(where, torch.device) else to(tensor, where, **how),
+    )
+    return device
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fills whatever comes back to the ring with poison; the places of what did."""
+    taken_back, take_back = [], ring._take_back
+
+    def poison(owner: Any, slot: np.ndarray) -> None:
+        slot.fill(POISON)
+        taken_back.append(slot.ctypes.data)
+        take_back(owner, slot)
+
+    monkeypatch.setattr(ring, "_take_back", poison)
+    return taken_back
+
+
+@pytest.fixture
+def feed() -> Iterator[ThreadFeed]:
+    feed = ThreadFeed(samples.Noise(LENGTH), ORDER, samples.settings(3, persistent_workers=True))
+    yield feed
+    feed.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[HostBatch]:
+    feed, batches = ProcessFeed(samples.Noise(LENGTH), ORDER, samples.settings(0)), []
+    for epoch in range(EPOCHS):
+        feed.set_epoch(epoch)
+        batches += list(feed)
+    return batches
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "plain"])
+def test_a_copy_is_never_of_poison(
+    feed: ThreadFeed, device: Device, poisoned: list[int], expected: list[HostBatch], ahead: bool
+) -> None:
+    """Every batch is on the device as it was made, though memory is used again in every pass."""
+    batches = DataPrefetcher(feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=ahead)
+    given: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for epoch in range(EPOCHS):
+        feed.set_epoch(epoch)
+        given += batches
+    device.work(len(device.orders))
+    for (images, labels), like in zip(given, expected, strict=True):
+        assert torch.equal(images, like.images) and torch.equal(labels, like.labels)
+    assert len(poisoned) > len(set(poisoned))  # some of it was lent at least twice
+
+
+def test_ahead_no_more_than_two_copies_are_under_way(feed: ThreadFeed, device: Device, poisoned: list[int]) -> None:
+    """A device that lags holds the prefetcher's thread back, so that the ring does: all memory is the ring's."""
+    batches = DataPrefetcher(feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=True)
+    count = sum(1 for _ in batches)
+    assert count == len(poisoned) == len(feed)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 8, 1000])
+def test_what_a_consumer_keeps_is_never_poison(
+    feed: ThreadFeed, poisoned: list[int], expected: list[HostBatch], kept: int
+) -> None:
+    """Batches are what they were when they came, however many a consumer keeps, and through however many passes."""
+    shelf: deque[tuple[HostBatch, HostBatch]] = deque()
+    wanted = iter(expected)
+    for epoch in range(EPOCHS):
+        feed.set_epoch(epoch)
+        for batch in feed:
+            shelf.append((batch, next(wanted)))
+            del batch
+            if len(shelf) > kept:
+                batch, like = shelf.popleft()
+                samples.assert_same([batch], [like])
+                del batch
+    for batch, like in shelf:
+        samples.assert_same([batch], [like])
+    assert poisoned or kept == 1000
+
+
+def test_a_view_of_one_image_keeps_its_batch(feed: ThreadFeed, poisoned: list[int], expected: list[HostBatch]) -> None:
+    """A consumer that keeps a row of each batch, and nothing else of it, finds it as it was."""
+    rows = [batch.images[1] for batch in feed]
+    list(feed)
+    assert all(torch.equal(row, batch.images[1]) for row, batch in zip(rows, expected, strict=False))

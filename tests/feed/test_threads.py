@@ -1,0 +1,387 @@
+"""The threads form: batches that threads share, elastic threads, ends that leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import samples
+import torch
+from samples import assert_same, comes_true
+
+from harness.data.resize import resize_into
+from harness.feed.gauge import Gauge
+from harness.feed.interface import HostBatch
+from harness.feed.order import Order
+from harness.feed.prefetcher import DataPrefetcher
+from harness.feed.processes import ProcessFeed
+from harness.feed.threads import ThreadFeed
+from harness.runtime import signals
+from harness.runtime.errors import Interrupted, LoaderError
+
+WAIT_S = 10.0  # for what comes at once unless the test fails
+MakeFeed = Callable[..., ThreadFeed]
+
+
+@pytest.fixture
+def make_feed(gate: threading.Event) -> Iterator[MakeFeed]:
+    made: list[ThreadFeed] = []
+
+    def make(num_workers: int, dataset: samples.Noise, gauge: Gauge | None = None, **more: Any) -> ThreadFeed:
+        order = Order(len(dataset), more.get("batch_size", 4), seed=3)
+        made.append(ThreadFeed(dataset, order, samples.settings(num_workers, **more), gauge))
+        return made[-1]
+
+    yield make
+    gate.set()
+    for feed in made:
+        feed.close()
+    assert comes_true(lambda: samples.at_work() == [])
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    """Is open at the latest when the test is over."""
+    return threading.Event()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does not wait long for threads that hang."""
+    monkeypatch.setattr("harness.feed.crew._JOIN_S", 0.05)
+
+
+def reference(dataset: samples.Noise, batch_size: int = 4) -> list[HostBatch]:
+    """The batches that the trainer itself makes."""
+    settings = samples.settings(0, batch_size=batch_size)
+    return list(ProcessFeed(dataset, Order(len(dataset), batch_size, seed=3), settings))
+
+
+class Together(samples.Noise):
+    """No sample of the first batch is done before each of ``threads`` threads is at one."""
+
+    def __init__(self, length: int, threads: int) -> None:
+        super().__init__(length)
+        self.barrier, self.seen = threading.Barrier(threads), set[int]()
+
+    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+        if threading.get_ident() not in self.seen:
+            self.seen.add(threading.get_ident())
+            self.barrier.wait(WAIT_S)
+        return super().fill(epoch, index, out)
+
+
+class Counted(samples.Noise):
+    """Counts what was begun."""
+
+    begun = 0
+
+    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+        self.begun += 1
+        return super().fill(epoch, index, out)
+
+
+def test_all_threads_work_on_one_batch(make_feed: MakeFeed) -> None:
+    """A batch is shared: its samples are in the hands of all threads at once, each of which the gauge knows by its slot."""
+    gauge = Gauge(4)
+    feed = make_feed(4, Together(4, 4), gauge)
+    assert_same(list(feed), reference(samples.Noise(4)))
+    assert (gauge.read().samples, gauge.read().moved) == (4, 4)
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+def test_a_few_batches_are_made_ahead(make_feed: MakeFeed, prefetch_factor: int) -> None:
+    """prefetch_factor batches beside the one in the making, however many threads there are; the next begins with a take."""
+    dataset = Counted(200)
+    feed = make_feed(6, dataset, prefetch_factor=prefetch_factor)
+    feed.prime(0)
+    for taken, batches in enumerate([iter(feed)] * 3):
+        wanted = 4 * (prefetch_factor + 1 + taken)
+        assert comes_true(lambda wanted=wanted: dataset.begun == wanted)  # type: ignore[misc]
+        assert not comes_true(lambda wanted=wanted: dataset.begun > wanted, within_s=0.03)  # type: ignore[misc]
+        next(batches)
+
+
+def test_memory_is_used_again(make_feed: MakeFeed) -> None:
+    """A pass whose batches are not kept stays in the ring: as much memory as is ahead, and two batches."""
+    batches = iter(make_feed(3, samples.Noise(400), prefetch_factor=2))
+    assert len({batch.images.data_ptr() for batch in batches}) <= 3 + 2
+
+
+def test_the_feed_holds_nothing_of_its_own_while_it_waits(make_feed: MakeFeed, gate: threading.Event) -> None:
+    """A consumer that drops a batch and waits for the next one has the memory of all but those ahead free."""
+    slow, gauge = int(Order(60, 4, seed=3).indices(0)[20]), Gauge(3)
+    feed = make_feed(3, samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)), gauge, prefetch_factor=2)
+    taker = threading.Thread(target=deque, args=(feed, 0))  # takes and drops each
+    taker.start()
+    assert comes_true(lambda: gauge.read().samples == 8 * 4 - 1)  # three are ahead, the first of which lacks a sample
+    assert comes_true(lambda: free_slots(feed) == 2, within_s=5)
+    gate.set()
+    taker.join(WAIT_S)
+
+
+def free_slots(feed: ThreadFeed) -> int:
+    assert feed._crew is not None and feed._crew._ring is not None
+    return feed._crew._ring._free.qsize()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_no_thread_is_idle_while_a_batch_is_wanted(make_feed: MakeFeed, gate: threading.Event, threads: int) -> None:
+    """One slow sample holds back its own batch alone: those behind it are made meanwhile, as far as may be ahead."""
+    dataset = samples.Troubled(40, int(Order(40, 4, seed=3).indices(0)[0]), lambda: gate.wait(WAIT_S))
+    gauge = Gauge(threads)
+    feed = make_feed(threads, dataset, gauge, prefetch_factor=2)
+    feed.prime(0)
+    assert comes_true(lambda: gauge.read().samples == (11 if threads > 1 else 0))
+    gate.set()
+    assert_same(list(feed), reference(samples.Noise(40)))
+
+
+class TestEnds:
+    """A pass that ends early, and a thread that does not."""
+
+    def test_a_late_thread_writes_where_nobody_looks(self, make_feed: MakeFeed, gate: threading.Event, impatient: None) -> None:
+        """A thread that hangs is left behind; what it writes when it comes back is in no batch of a later pass."""
+        stuck, late = threading.Event(), threading.Event()
+
+        class Late(samples.Noise):
+            def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+                if not stuck.is_set():
+                    stuck.set()
+                    gate.wait(WAIT_S)
+                    out[:] = 0
+                    late.set()
+                    return 0
+                return super().fill(epoch, index, out)
+
+        feed = make_feed(2, Late(60), persistent_workers=True)
+        batches = feed.polled(0.001)
+        while not stuck.is_set():
+            next(batches)
+        batches.close()  # type: ignore[attr-defined]
+        later = iter(feed)
+        given = [next(later) for _ in range(3)]
+        gate.set()
+        assert late.wait(WAIT_S)
+        assert_same([*given, *later], reference(samples.Noise(60)))
+
+    def test_closing_waits_for_no_thread_that_hangs(self, make_feed: MakeFeed, gate: threading.Event, impatient: None) -> None:
+        """close() comes back at once, and the thread ends as soon as it comes back."""
+        feed = make_feed(2, samples.Troubled(19, 5, lambda: gate.wait(WAIT_S)))
+        feed.prime(0)
+        begin = time.monotonic()
+        feed.close()
+        assert time.monotonic() - begin < 2
+        gate.set()
+        assert comes_true(lambda: samples.at_work() == [])
+
+    def test_a_second_pass_ends_the_first(self, make_feed: MakeFeed) -> None:
+        """iter() amid a pass begins anew; the pass before it ends with an error, and does not disturb."""
+        feed = make_feed(2, samples.Noise(40), persistent_workers=True)
+        first, second = iter(feed), iter(feed)
+        next(first)
+        given = [next(second)]
+        with pytest.raises(LoaderError, match="ended after 1 of 10 batches"):
+            next(first)
+        assert_same([*given, *second], reference(samples.Noise(40)))
+
+    def test_closing_amid_a_pass_ends_a_wait(self, make_feed: MakeFeed, gate: threading.Event, impatient: None) -> None:
+        """A thread that waits in next() comes back with an error when another one closes the feed."""
+        feed = make_feed(1, samples.Troubled(4, 0, lambda: gate.wait(WAIT_S)))
+        batches, raised = DataPrefetcher(feed, "cpu", ahead=True), []
+
+        def take() -> None:
+            try:
+                next(batches)
+            except LoaderError as error:
+                raised.append(str(error))
+
+        taker = threading.Thread(target=take)
+        taker.start()
+        assert comes_true(lambda: len(samples.at_work()) == 1)
+        feed.close()
+        taker.join(WAIT_S)
+        batches.close()
+        assert raised == ["the feed ended after 0 of 1 batches; no batch may be lost"]
+        gate.set()
+        assert comes_true(lambda: samples.at_work() == [])
+        feed.prime(0)  # no pass runs
+        assert len(samples.at_work()) == len(list(feed)) == 1
+
+    def test_a_feed_that_is_dropped_takes_its_threads_along(self) -> None:
+        """Nobody has to call close()."""
+        feed = ThreadFeed(samples.Noise(400), Order(400, 4), samples.settings(3))
+        next(iter(feed))
+        feed.prime(1)
+        assert len(samples.at_work()) == 3
+        del feed
+        gc.collect()
+        assert samples.at_work() == []
+
+    @pytest.mark.parametrize("persistent_workers", [False, True], ids=["own", "persistent"])
+    def test_persistent_threads_serve_every_epoch(self, make_feed: MakeFeed, persistent_workers: bool) -> None:
+        """Threads outlive their pass where they are to."""
+        feed = make_feed(2, samples.Noise(40), persistent_workers=persistent_workers)
+        list(feed)
+        first = samples.at_work()
+        assert len(first) == (2 if persistent_workers else 0)
+        list(feed)
+        assert samples.at_work() == first
+
+    def test_a_signal_ends_a_wait(
+        self, make_feed: MakeFeed, gate: threading.Event, impatient: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A signal to the trainer ends next() although no batch comes."""
+        monkeypatch.setattr(signals, "_received", [])  # the next test has had none
+
+        def trouble() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            gate.wait(WAIT_S)
+
+        feed = make_feed(1, samples.Troubled(4, 0, trouble))
+        with signals.caught(), pytest.raises(Interrupted):
+            list(feed)
+
+
+@pytest.mark.parametrize("error", [SystemExit("left"), KeyboardInterrupt("pressed"), MemoryError("full")], ids=repr)
+def test_whatever_a_thread_raises_comes_out_of_next(make_feed: MakeFeed, error: BaseException) -> None:
+    """What is no sample's fault ends the pass as itself, and the threads with it."""
+
+    def trouble() -> None:
+        raise error
+
+    feed = make_feed(2, samples.Troubled(19, 5, trouble), persistent_workers=True)
+    with pytest.raises(type(error), match=str(error)):
+        list(feed)
+    assert comes_true(lambda: samples.at_work() == [])
+
+
+def test_an_order_that_fails_comes_out_of_next(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads ask for indices; an error there is as any other."""
+
+    def fail(order: Order, epoch: int) -> Iterator[np.ndarray]:
+        yield np.arange(4)
+        raise KeyError("second")
+
+    monkeypatch.setattr(Order, "batches", fail)
+    feed = make_feed(2, samples.Noise(19))
+    with pytest.raises(KeyError, match="second"):
+        list(feed)
+
+
+@pytest.mark.parametrize("prime", [False, True], ids=["iter", "prime"])
+def test_a_thread_that_cannot_start_is_a_loader_error(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, prime: bool
+) -> None:
+    """The system's refusal names the setting, from next()."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    feed = make_feed(2, samples.Noise(19))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    if prime:
+        feed.prime(0)
+    with pytest.raises(LoaderError, match="loader.num_workers=2: can't start new thread; lower it"):
+        next(iter(feed))
+
+
+class TestResize:
+    """Threads come and go while a pass runs."""
+
+    def test_nothing_is_lost_or_made_twice(self, make_feed: MakeFeed) -> None:
+        """A pass during which the number changes at every batch is the same pass."""
+        gauge = Gauge(6)
+        feed = make_feed(2, samples.Noise(200), gauge)
+        given = []
+        for turn, batch in enumerate(feed):
+            given.append(batch)
+            feed.resize(1 + turn % 6)
+            assert feed.settings.num_workers == 1 + turn % 6
+        assert_same(given, reference(samples.Noise(200)))
+        assert gauge.read().samples == 200
+
+    def test_threads_come_and_go(self, make_feed: MakeFeed) -> None:
+        """More start at once, the rest leave when their samples are done; the next pass has as many."""
+        feed = make_feed(2, samples.Noise(400), Gauge(5), persistent_workers=True)
+        batches = iter(feed)
+        for threads in (5, 1, 3):
+            next(batches)
+            feed.resize(threads)
+            assert comes_true(lambda threads=threads: len(samples.at_work()) == threads)  # type: ignore[misc]
+        list(batches)
+        list(feed)
+        assert len(samples.at_work()) == 3
+
+    def test_before_a_pass_it_is_a_setting(self, make_feed: MakeFeed) -> None:
+        """The first pass begins with the new number."""
+        feed = make_feed(1, Together(8, 3), Gauge(3))
+        feed.resize(3)
+        assert len(list(feed)) == 2
+
+    @pytest.mark.parametrize(("num_workers", "threads"), [(0, 2), (2, 0), (2, 4)])
+    def test_what_cannot_be_is_refused(self, make_feed: MakeFeed, num_workers: int, threads: int) -> None:
+        """Neither no threads, nor more than there are rows to count in, nor any where the trainer fills."""
+        with pytest.raises(ValueError, match=rf"resize\({threads}\) of a feed with num_workers={num_workers}: choose 1 to 3"):
+            make_feed(num_workers, samples.Noise(8), Gauge(3)).resize(threads)
+
+
+def test_torch_s_threads_are_left_alone(make_feed: MakeFeed) -> None:
+    """Resizing in a thread of the feed starts no team of torch's own, and how many threads torch has stays as it was."""
+
+    class Resized(samples.Noise):
+        image_size = 224
+
+        def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+            resize_into(np.full((300, 400, 3), index, np.uint8), (10, 20, 250, 200), out, flip=index % 2 == 0)
+            return 0
+
+    feed, before = make_feed(3, Resized(40), persistent_workers=True), (torch.get_num_threads(), native_threads())
+    list(feed)
+    assert (torch.get_num_threads(), native_threads()) == (before[0], before[1] + 3)
+
+
+def native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+SCRIPT = """
+import sys, threading
+import numpy as np
+import samples
+from harness.feed.order import Order
+from harness.feed.threads import ThreadFeed
+
+class Busy(samples.Noise):
+    def fill(self, epoch, index, out):
+        if sys.argv[1] == "hanging" and index == 5: threading.Event().wait()
+        return super().fill(epoch, index, out)
+
+feed = ThreadFeed(Busy(4000), Order(4000, 4, shuffle=False), samples.settings(3, persistent_workers=True))
+batches = iter(feed)
+first = next(batches)
+feed.prime(1)
+if sys.argv[1] == "failing": raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("hanging", 0), pytest.param("busy", 0, marks=pytest.mark.slow), pytest.param("failing", 3, marks=pytest.mark.slow)],
+)
+def test_a_program_ends_with_a_pass_half_way(how: str, code: int) -> None:
+    """A program that forgets close() ends at once and in silence, whatever its threads do."""
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=path, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
