@@ -158,7 +158,7 @@ class LoaderConfig:
 
     autotune: bool = setting(False, "Search the settings below before training, as tuner= says.")
     backend: Backend | None = setting(
-        None, "processes, threads, arrays, or auto: what the tuner finds fastest; null: auto with autotune, else processes."
+        None, "processes, threads, arrays, or auto: what tuner=auto finds; null: auto with autotune, else processes."
     )
     batch_size: int = setting(64, "Images per batch and rank.", ge=1)
     num_workers: int | None = setting(
@@ -407,6 +407,8 @@ def _check_together(c: Config) -> None:
          "loader.drop_last=false: ranks would have batches of different sizes; set it to true or use dist=single"),
         (load_.backend is Backend.auto and not load_.autotune and c.mode is Mode.train,
          "loader.backend=auto: is what the tuner finds; add loader.autotune=true, or choose processes, threads or arrays"),
+        (load_.backend is Backend.auto and c.tuner.name is TunerName.grid,
+         "loader.backend=auto: tuner=grid looks at processes alone; use tuner=auto, or set it to null"),
         *(
             (load_.backend is Backend.arrays and bool(value),
              f"loader.{name}={_shown(value).lower()}: has no effect with loader.backend=arrays, which has no workers; set it to null")

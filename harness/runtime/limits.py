@@ -39,8 +39,11 @@ class Limits:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
-def measure(local_ranks: int = 1, root: Path = Path("/")) -> Limits:
-    """The limits of one of ``local_ranks`` equal ranks, read under ``root`` (the file system's, or a test's)."""
+def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 0) -> Limits:
+    """The limits of one of ``local_ranks`` equal ranks, read under ``root`` (the file system's, or a test's).
+
+    ``reserved_bytes`` of the memory that is free are promised to something that all ranks share.
+    """
     groups, shm = control_groups(root), root / "dev/shm"
     # srun binds each of its tasks to cores of its own: where the ranks are its tasks, affinity is one rank's already. Under a
     # launcher that is one task, or in a batch script, which is no step of srun, all ranks share what this process sees.
@@ -49,7 +52,8 @@ def measure(local_ranks: int = 1, root: Path = Path("/")) -> Limits:
     ranks = together * tasks
     cores, cores_from = min(_cores(groups, together, ranks), key=itemgetter(0))
     left = [_machine_memory(), *map(_memory_left, groups), *_slurm_memory(ranks)]
-    memory, memory_from = _over(ranks, min(left, key=itemgetter(0)))
+    free_bytes, free_from = min(left, key=itemgetter(0))
+    memory, memory_from = _over(ranks, (free_bytes - reserved_bytes, free_from))
     free = _over(ranks, (shutil.disk_usage(shm).free, f"free in {shm}")) if shm.is_dir() else None
     return Limits(
         cores=cores,

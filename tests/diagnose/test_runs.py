@@ -48,13 +48,13 @@ class Rig:
         self.ranks: Any = World(0, 1, 0, 1, torch.device("cpu"))
         self.trainee = SimpleNamespace(device=torch.device("cpu"))
         self.batch = HostBatch(torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10), torch.arange(10))
-        self.meter, self.warm, self.has_seen = StageMeter(("read",), 1), False, False
+        self.meter, self.warm, self.has_seen = StageMeter(("read",), 0), False, False
 
     def spend(self, what: str) -> None:
         self.did.append(what)
         self.at += self.seconds.get(what, 1.0)
 
-    def demand(self, limit_s: float) -> tuple[Rate, float]:
+    def demand(self, limit_s: float, rate: object = None) -> tuple[Rate, float]:
         self.spend("G")
         return exactly(400.0), 0.002
 

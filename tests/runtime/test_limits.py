@@ -143,6 +143,12 @@ def test_local_ranks_share_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert shared.files_open == alone.files_open == 40
 
 
+def test_what_is_promised_to_all_ranks_is_not_theirs(tmp_path: Path) -> None:
+    """Memory that something shared will fill is taken off before what is left is divided."""
+    assert limits.measure(4, tmp_path, reserved_bytes=16 * GIB).memory_bytes == 12 * GIB
+    assert limits.measure(4, tmp_path, reserved_bytes=80 * GIB).memory_bytes == 0
+
+
 SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
 
