@@ -57,12 +57,12 @@ def main_worker(local_rank: int, job: Job) -> None:
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
         resumed_step = resume(state, config, world, job.folder, splits.classes)
         with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
-            allowed, step, tuning = limits.measure(world.local_size), Step(state, config, world, len(splits.classes)), None
-            trials, train = StepTrials(step, config, world), feeds.settings(allowed)
+            allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
+            step, train = Step(state, config, world, len(splits.classes)), feeds.settings(allowed)
+            trials, val, tuning = StepTrials(step, config, world), feeds.val_settings(train), None
             if config.mode is Mode.diagnose:
                 diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
                 return
-            val = feeds.val_settings(train)
             if config.loader.autotune:
                 tuning = tuned(feeds, trials, config, allowed, world).told(watch, job.folder)
                 train, val = tuning.settings, tuning.val

@@ -9,7 +9,8 @@ out, and the page says so. All of them at once:
     uv run scripts/bench_loader.py --table
 
 ffcv is compiled on the spot and needs a C++ compiler, pkg-config, OpenCV and libturbojpeg with their headers (Debian:
-libopencv-dev libturbojpeg0-dev). Each measurement is a line of the results file, and what is there is not measured again.
+libopencv-dev libturbojpeg0-dev). Each measurement is a line of the results file; what is there of the same commit, workers and
+seconds is not measured again, and a table has lines of one of these alone.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -30,8 +33,9 @@ from typing import Any
 from harness.runtime import limits
 from scripts.bench_tuner import Results
 from scripts.loader_data import jpegs, many_files, warm
-from scripts.loader_page import AGAIN, BARE, NORMALISED, UNCACHED, show
+from scripts.loader_page import NORMALISED, UNCACHED, show
 from scripts.loader_peers import DECODE, EXAMPLES, PEERS
+from scripts.loader_score import AGAIN, BARE, KEY
 from scripts.loader_turn import FailedError, ask
 from scripts.measured import machine, write
 from scripts.tuner_workloads import WORKLOADS, cifar_like
@@ -66,6 +70,7 @@ class Setup:
     """Where the data lies, and how much is measured.
 
     Attributes:
+        commit: of what is measured.
         folder: for all that is made.
         workers: of every loader, processes or threads.
         seconds: least window of one measurement.
@@ -73,11 +78,17 @@ class Setup:
         workloads: of the tuner's part.
     """
 
+    commit: str
     folder: Path
     workers: int
     seconds: float
     files: int
     workloads: tuple[str, ...]
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What two measurements of a row must have in common to be measurements of the same."""
+        return {name: getattr(self, name) for name in KEY}
 
     @property
     def jpegs(self) -> dict[str, Any]:
@@ -125,10 +136,10 @@ def train(s: Setup) -> Iterator[Row]:
     yield Row("step alone", "step", common)
     yield Row("feed old", "recipe", common | {"workers": s.workers})
     yield Row("feed new", "form", common | {"form": "threads", "workers": s.workers})
-    for name, counts in ((EXAMPLES, range(1, s.workers + 2)), ("threads", range(1, s.workers + 1))):
+    for name, counts in ((EXAMPLES, range(2 * s.workers + 1)), ("threads", range(1, s.workers + 1))):
         for count in counts:
             yield Row(f"train {name} {count}", "training", common | {"row": name, "workers": count})
-    others = [s.workers, s.workers + 1]
+    others = [*range(1, 2 * s.workers + 1)]
     for name, share in (("device, fast", 0.95), ("device, slow", 0.2)):
         yield Row(name, "paced", s.jpegs | {"form": "threads", "workers": s.workers, "share": share, "others": others})
 
@@ -145,7 +156,7 @@ def start(s: Setup) -> Iterator[Row]:
 
 def index(s: Setup) -> Iterator[Row]:
     """A tree of very many files."""
-    yield Row("index", "many", {"folder": str(s.folder), "files": s.files, "later": 3}, once=True)
+    yield Row(f"index of {s.files} files", "many", {"folder": str(s.folder), "files": s.files, "later": 3}, once=True)
 
 
 def many(folder: str, files: int, later: int) -> dict[str, Any]:
@@ -178,20 +189,21 @@ def run(part: str, setup: Setup, rounds: int, results: Results, deadline: float)
     rows = [*PARTS[part](setup)]
     absent = {name: why for name, peer in PEERS.items() if part == "jpeg" and (why := peer.missing())}
     for name, why in absent.items():
-        results.add(kind="missing", part=part, row=name, reason=why)
+        results.add(kind="missing", part=part, row=name, **setup.key, reason=why)
     for number in range(rounds):
         for row in rows if number % 2 == 0 else reversed(rows):
-            if row.name in absent or (row.once and number) or results.has(kind="turn", part=part, row=row.name, round=number):
+            there = {"part": part, "row": row.name, "round": number, **setup.key}
+            if row.name in absent or (row.once and number) or results.has(kind="turn", **there):
                 continue
             if time.monotonic() > deadline:
                 return False
-            _measure(part, row, number, setup, results)
+            _measure(row, there, setup, results)
     return True
 
 
-def _measure(part: str, row: Row, number: int, setup: Setup, results: Results) -> None:
-    """Add a line: what was found, or why nothing was."""
-    told = row.arguments | ({"back": number % 2 == 1} if row.measure == "paced" else {})
+def _measure(row: Row, there: dict[str, Any], setup: Setup, results: Results) -> None:
+    """Add a line: what was found, or why nothing was, and that it is of ``there``."""
+    told = row.arguments | ({"back": there["round"] % 2 == 1} if row.measure == "paced" else {})
     alone = () if row.shm_mb is None else (
         "unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", _MOUNT, str(row.shm_mb))  # fmt: skip
     served = "processes" in (told.get("form"), told.get("row")) or row.measure == "tuned"
@@ -201,10 +213,18 @@ def _measure(part: str, row: Row, number: int, setup: Setup, results: Results) -
         else:
             found = ask(row.measure, str(setup.folder / "cache"), before=alone, serves=served, **told)
     except (FailedError, OSError) as error:
-        results.add(kind="missing", part=part, row=row.name, reason=str(error).rstrip("."))
+        results.add(kind="missing", **there, reason=str(error).rstrip("."))
     else:
-        results.add(kind="turn", part=part, row=row.name, round=number, **found)
-    _tell(f"{part} {number}: {row.name}: {json.dumps(results.lines[-1])[:300]}")
+        results.add(kind="turn", **there, **found)
+    _tell(json.dumps(results.lines[-1])[:300])
+
+
+def _commit() -> str:
+    """Of the working tree, whatever of it is not committed; empty where there is none."""
+    with suppress(FileNotFoundError):  # no git
+        told = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(told, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def _versions() -> list[str]:
@@ -252,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(a.results)
     if not a.table:
         a.folder.mkdir(parents=True, exist_ok=True)
-        setup = Setup(a.folder.resolve(), a.workers, a.seconds, a.files, workloads)
+        setup = Setup(_commit(), a.folder.resolve(), a.workers, a.seconds, a.files, workloads)
         warm(jpegs(setup.folder))
         deadline = time.monotonic() + 60 * a.minutes
         today = datetime.now(UTC).date().isoformat()

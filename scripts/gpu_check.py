@@ -217,23 +217,10 @@ def check_copies(o: Options) -> Finding:
     return Finding(summary, [{key: row.get(key, "") for key in ("way", "done after ms", "GB/s", "hidden")} for row in rows])
 
 
-def _resnet50(o: Options, images: int, steps: int) -> tuple[list[str], list[str]]:
-    """Overrides for ResNet-50 (bf16, channels_last, batch 256), and for JPEGs of ImageNet's size, which are made here."""
-    common = [
-        "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true", "loader.batch_size=256",
-        "data.image_size=224", "data.generate.classes=100", f"data.generate.train_images={images}",
-        "data.generate.val_images=256", "trainer.epochs=1000", "trainer.eval_every_epochs=1000",
-        f"trainer.max_steps={steps}", "checkpoint.enabled=false",
-    ]  # fmt: skip
-    files = ["data=shapes", f"data.root={o.scratch / 'shapes'}", "data.generate.width=500", "data.generate.height=375"]
-    train([*files, *common, "trainer.max_steps=1"], o.scratch / "made", 150)
-    return common, files
-
-
 def check_resnet50(o: Options) -> Finding:
     """``train.py`` with ResNet-50 (bf16, channels_last, batch 256) on generated JPEGs, untuned and tuned, and on no data."""
     o.cuda("a CPU takes minutes for a step of ResNet-50")
-    common, files = _resnet50(o, *((1280, 25) if o.quick else (2560, 100)))
+    common, files = gpu_feeds.resnet50(o.scratch, *((1280, 25) if o.quick else (2560, 100)))
     runs = {"fake": ["data=fake"], "untuned": files, "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"]}
     rows = []
     for turn in range(1 if o.quick else 2):
@@ -247,18 +234,18 @@ def check_resnet50(o: Options) -> Finding:
 def check_feeds(o: Options) -> Finding:
     """``train.py`` with ResNet-50 fed by threads and by processes, on ever fewer cores, against a run that loads nothing."""
     o.cuda("a CPU takes minutes for a step of ResNet-50")
-    common, files = _resnet50(o, *((1280, 25) if o.quick else (2560, 60)))
+    common, files = gpu_feeds.resnet50(o.scratch, *((1280, 25) if o.quick else (2560, 60)))
     rows = gpu_feeds.cores(train, common, files, o.scratch / "feeds", lambda: o.deadline - time.monotonic())
-    return Finding(gpu_feeds.fewest(rows), rows)
+    failed = [f"{row['backend']} on {row['cores']} cores: {row['failed']}" for row in rows if row["failed"]]
+    return Finding(gpu_feeds.fewest(rows), rows, failed)
 
 
 def check_launches(o: Options) -> Finding:
     """Step time of ResNet-50 with 16 decoding threads beside it, eager and compiled."""
     device = o.cuda("launches are a GPU's")
     rows = [gpu_feeds.launches(device, o.scratch, compiled) for compiled in (False, True)]
-    slow = [
-        f"{row['network']}: {row['ratio']:.3f} is over {gpu_feeds.BESIDE}" for row in rows if row["ratio"] > gpu_feeds.BESIDE
-    ]
+    over = [row for row in rows if row["ratio"] > gpu_feeds.BESIDE]
+    slow = [f"{row['network']}: {row['ratio']:.3f} is over {gpu_feeds.BESIDE}" for row in over]
     return Finding(", ".join(f"{row['network']} {row['ratio']:.3f}" for row in rows) + " times the step alone", rows, slow)
 
 

@@ -5,20 +5,33 @@ Two parts of ``gpu_check.py``.
 
 from __future__ import annotations
 
+import itertools
 import os
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from harness.config import Backend, Config, DataConfig, GenerateConfig, LoaderConfig, ModelConfig, Precision, TrainerConfig
+from harness.config import (
+    AugmentConfig,
+    Backend,
+    Config,
+    DataConfig,
+    GenerateConfig,
+    LoaderConfig,
+    ModelConfig,
+    Precision,
+    TrainerConfig,
+)
 from harness.data import datasets
 from harness.feed.forms import Feeds
+from harness.feed.interface import Feed
 from harness.runtime import limits
 from harness.runtime.device import synchronize
 from harness.runtime.distributed import World
@@ -31,18 +44,36 @@ FED = 0.99  # of the rate of a run that loads nothing
 BESIDE = 1.02  # step time with decoding threads over that without, at most
 THREADS = 16
 _STEPS, _TURNS = 20, 6
+_LIMIT_S = 120  # of one run
+_SETTLE_S = 0.2  # until threads that are no longer needed have filled what they may, and others have been given what lay ready
 
 Row = dict[str, Any]
 Train = Callable[[Sequence[str], Path, float, int | None], Row]  # overrides, run folder, limit in seconds, cores
 
 
-def generate(images: int) -> GenerateConfig:
-    """JPEGs as large as ImageNet's."""
-    return GenerateConfig(classes=100, train_images=images, val_images=256, width=500, height=375)
+def shapes(scratch: Path, images: int) -> DataConfig:
+    """So many JPEGs as large as ImageNet's, in a folder of their own."""
+    numbers = GenerateConfig(classes=100, train_images=images, val_images=256, width=500, height=375)
+    return DataConfig(root=str(scratch / f"shapes-{images}"), image_size=224, generate=numbers)
+
+
+def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[str]]:
+    """Overrides for ResNet-50 (bf16, channels_last, batch 256), and those that name its JPEGs, which are made here."""
+    data = shapes(scratch, images)
+    datasets.load(data, AugmentConfig(), 0)
+    numbers = [f"data.generate.{name}={value}" for name, value in asdict(data.generate).items()]
+    common = [
+        "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true", "loader.batch_size=256",
+        f"data.image_size={data.image_size}", *numbers, "trainer.epochs=1000", "trainer.eval_every_epochs=1000",
+        f"trainer.max_steps={steps}", "checkpoint.enabled=false",
+    ]  # fmt: skip
+    return common, ["data=shapes", f"data.root={data.root}"]
 
 
 def cores(train: Train, common: Sequence[str], files: Sequence[str], scratch: Path, left_s: Callable[[], float]) -> list[Row]:
     """Images/s of ``train.py`` by form of the feed and by cores that the whole run may use, as far as the time goes.
+
+    A run that fails is a row that says why.
 
     Args:
         train: runs ``train.py`` and gives its ``report.json``.
@@ -53,15 +84,21 @@ def cores(train: Train, common: Sequence[str], files: Sequence[str], scratch: Pa
     """
     rows: list[Row] = []
     have = len(os.sched_getaffinity(0))
-    ready = train(["data=fake", *common], scratch / "fake", 120, None)["images_per_s"]
+    ready = train(["data=fake", *common], scratch / "fake", _LIMIT_S, None)["images_per_s"]
     for count in (n for n in CORES[::-1] if n <= have):
         for backend in ("threads", "processes"):
             if left_s() < 90:
                 return rows
             loader = [f"loader.backend={backend}", f"loader.num_workers={count}"]
-            report = train([*files, *common, *loader], scratch / f"{backend}-{count}", 120, count)
-            share = report["images_per_s"] / ready
-            rows.append({"cores": count, "backend": backend, "images/s": round(report["images_per_s"]), "of no loading": share})
+            row: Row = {"cores": count, "backend": backend, "images/s": 0, "of no loading": 0.0, "failed": ""}
+            try:
+                rate = train([*files, *common, *loader], scratch / f"{backend}-{count}", _LIMIT_S, count)["images_per_s"]
+                row |= {"images/s": round(rate), "of no loading": rate / ready}
+            except subprocess.TimeoutExpired:
+                row["failed"] = f"took more than {_LIMIT_S} s"
+            except RuntimeError as error:
+                row["failed"] = " ".join(str(error).split())
+            rows.append(row)
     return rows
 
 
@@ -79,7 +116,7 @@ def launches(device: torch.device, scratch: Path, compiled: bool) -> Row:
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
     world = World(0, 1, 0, 1, device)
     config = Config(
-        data=DataConfig(root=str(scratch / "shapes"), image_size=224, generate=generate(2560)),
+        data=shapes(scratch, 2560),
         loader=LoaderConfig(backend=Backend.threads, batch_size=256, num_workers=THREADS),
         model=ModelConfig(name="resnet50"),
         trainer=trainer,
@@ -87,48 +124,68 @@ def launches(device: torch.device, scratch: Path, compiled: bool) -> Row:
     step = Step(make_state(config, 10, world, 1000), config, world)
     images, labels = make_batches(1, 256, 224, pin=False)[0][:2]
     batch = images.to(device, torch.bfloat16, memory_format=torch.channels_last), labels.to(device)
-    alone: list[float] = []
-    beside: list[float] = []
-    with _decoding(config, world) as resume:
+    feeds = Feeds(datasets.load(config.data, config.augment, config.seed), config, world)
+    turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}  # beside decoding: ms of a step, images/s decoded
+    with Decoding(feeds.train(feeds.settings(limits.measure()))) as decoding:
         for turn in range(_TURNS + 1):
-            for times, busy in ((alone, False), (beside, True)) if turn % 2 else ((beside, True), (alone, False)):
-                resume(busy)
-                took_ms = _step_ms(step, batch, device)
+            for busy in (False, True) if turn % 2 else (True, False):
+                found = decoding.beside(lambda: _step_ms(step, batch, device), busy)
                 if turn:  # the first compiles and chooses kernels
-                    times.append(took_ms)
+                    turns[busy].append(found)
+    (alone, _), (beside, rates) = (zip(*turns[busy], strict=True) for busy in (False, True))
     return {
         "network": "compiled" if compiled else "eager", "alone ms": median(alone), "beside threads ms": median(beside),
-        "ratio": median(b / a for a, b in zip(alone, beside, strict=True)),
+        "images/s beside": round(median(rates)), "ratio": median(b / a for a, b in zip(alone, beside, strict=True)),
     }  # fmt: skip
 
 
-@contextmanager
-def _decoding(config: Config, world: World) -> Iterator[Callable[[bool], None]]:
-    """Threads that fill batches which nobody uses, while they are told to."""
-    feeds = Feeds(datasets.load(config.data, config.augment, config.seed), config, world)
-    feed, go, stop = feeds.train(feeds.settings(limits.measure())), threading.Event(), threading.Event()
+class Decoding:
+    """A feed whose batches are taken, and not used, while something else is measured; within ``with``."""
 
-    def drain() -> None:
-        for epoch in range(10**6):
-            feed.set_epoch(epoch)
-            for _ in feed:
-                go.wait()
-                if stop.is_set():
-                    return
+    def __init__(self, feed: Feed) -> None:
+        self._feed, self._images, self._error = feed, 0, ""
+        self._go, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._drain, daemon=True)
 
-    thread = threading.Thread(target=drain, daemon=True)
-    thread.start()
-    try:
-        yield lambda busy: (go.set if busy else go.clear)()
-    finally:
-        stop.set()
-        go.set()
-        thread.join(30)
-        feed.close()
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._go.set()
+        self._thread.join(30)
+        self._feed.close()
+
+    def beside(self, measured: Callable[[], float], busy: bool) -> tuple[float, float]:
+        """What ``measured`` gives, and the images/s that were taken beside it; none are if not ``busy``.
+
+        Raises:
+            RuntimeError: none came though they were to; with the feed's error, where it has one.
+        """
+        (self._go.set if busy else self._go.clear)()
+        time.sleep(_SETTLE_S)
+        before, begin = self._images, time.perf_counter()
+        found = measured()
+        images, seconds = self._images - before, time.perf_counter() - begin
+        if self._error or (busy and not images):
+            raise RuntimeError(f"the feed beside the network gave {images} images: {self._error or 'it is too slow'}")
+        return found, images / seconds
+
+    def _drain(self) -> None:
+        try:
+            for epoch in itertools.count():
+                self._feed.set_epoch(epoch)
+                for batch in self._feed:
+                    self._go.wait()
+                    if self._stop.is_set():
+                        return
+                    self._images += len(batch.labels)
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
 
 
 def _step_ms(step: Step, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> float:
-    time.sleep(0.2)  # until threads that were told to stop have filled what they may
     synchronize(device)
     begin = time.perf_counter()
     for _ in range(_STEPS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from itertools import count, islice
 from pathlib import Path
@@ -124,23 +124,29 @@ def form(form: str, root: str, workers: int, seconds: float, side: int = 224) ->
 
 
 def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Found:
-    """The window of passes from the third on, and the digest of the second one's batches."""
+    """The window of the second pass, before which one pass has filled the cache; that of later ones; a digest of the pixels."""
     wanted = [*of_files(root), *of_form(form, workers), f"data.cache={cache}", "loader.drop_last=false"]
     with feeds(*wanted) as (made, settings), closing(made.train(settings)) as feed:
-        digest = hashlib.blake2b()
-        for epoch in (0, 1):
-            feed.set_epoch(epoch)
-            for batch in feed:
-                if epoch == 1:
-                    digest.update(batch.images.numpy().tobytes() + batch.indices.numpy().tobytes())
-        found = window(_from_third(feed), skip=len(feed), seconds=seconds, cycle=len(feed))
-    return found | {"digest": digest.hexdigest()}
+        with closing(_passes(feed)) as batches:
+            second = window(batches, skip=len(feed), seconds=0.0, cycle=len(feed))
+            later = window(batches, skip=0, seconds=seconds, cycle=len(feed))
+        return second | {"later": later, "digest": _digest(feed)}
 
 
-def _from_third(feed: Feed) -> Counts:
-    for epoch in count(2):
+def _passes(feed: Feed) -> Generator[int]:
+    """The images of each batch of one pass after the other."""
+    for epoch in count():
         feed.set_epoch(epoch)
         yield from counts(feed)
+
+
+def _digest(feed: Feed) -> str:
+    """Of all pixels that the second pass has, and their order."""
+    digest = hashlib.blake2b()
+    feed.set_epoch(1)
+    for batch in feed:
+        digest.update(batch.images.numpy().tobytes() + batch.indices.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def pixels(root: str) -> Found:

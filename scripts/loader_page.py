@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from scripts.loader_peers import DECODE, EXAMPLES, PEERS
+from scripts.loader_score import AGAIN, BARE, Part, collect, cpu_ms, rate
 from scripts.measured import Sample, machine_line, markdown
 from scripts.tuner_score import SUFFICIENT, Line, Ratio
 
 Row = dict[str, object]
-AGAIN = " again"  # the name of a row's control ends so
 NORMALISED = "arrays, normalised"
 UNCACHED = "threads"
-BARE = "no loader"
 _NOISE = SUFFICIENT  # of a rate: less is not told from the same here
 
 
@@ -32,69 +30,6 @@ class Claim:
 
 
 Piece = list[Row] | str | Claim
-
-
-@dataclass(slots=True)
-class Part:
-    """The results of one part: by row and round."""
-
-    rows: dict[str, dict[int, Line]] = field(default_factory=lambda: defaultdict(dict))
-    missing: dict[str, str] = field(default_factory=dict)
-    cores: float = 0.0
-
-    def has(self, *rows: str) -> bool:
-        """Whether all of these were measured, in one round at least."""
-        return bool(set.intersection(*(set(self.rows.get(row, ())) for row in rows)))
-
-    def values(self, row: str, figure: Callable[[Line], float]) -> list[float]:
-        """A figure in each round."""
-        return [figure(line) for line in self.rows[row].values()]
-
-    def middle(self, row: str, figure: Callable[[Line], float]) -> float:
-        """Its median."""
-        return median(self.values(row, figure))
-
-    def ratio(self, over: str, under: str, figure: Callable[[Line], float]) -> Sample:
-        """Of a figure of two rows, paired by round."""
-        one, other = self.rows[over], self.rows[under]
-        return Sample.of([figure(one[number]) / figure(other[number]) for number in one.keys() & other.keys()])
-
-    def added(self, row: str, figure: Callable[[Line], float]) -> Sample:
-        """Of a figure beyond that of a process without a loader, paired by round."""
-        one, bare = self.rows[row], self.rows[BARE]
-        return Sample.of([figure(one[number]) - figure(bare[number]) for number in one.keys() & bare.keys()])
-
-    def least(self, rows: Iterable[str], figure: Callable[[Line], float]) -> str | None:
-        """The row of which the median is the least; None where none was measured."""
-        return min((row for row in rows if row in self.rows), key=lambda row: self.middle(row, figure), default=None)
-
-
-def collect(lines: Iterable[Line]) -> dict[str, Part]:
-    """The parts, in the order of the file; a row measured in spite of an earlier failure is not missing."""
-    parts: dict[str, Part] = defaultdict(Part)
-    cores = 0.0
-    for line in lines:
-        if line["kind"] == "machine":
-            cores = line["machine"]["usable_cores"]
-            continue
-        part = parts[line["part"]]
-        part.cores = cores
-        if line["kind"] == "missing":
-            part.missing[line["row"]] = line["reason"]
-        else:
-            part.rows[line["row"]][line["round"]] = line
-            part.missing.pop(line["row"], None)
-    return dict(parts)
-
-
-def cpu_ms(line: Line) -> float:
-    """Processor time of all processes for an image."""
-    return float(1e3 * line["cpu_s"] / line["images"])
-
-
-def rate(line: Line) -> float:
-    """Images/s by the clock."""
-    return float(line["images"] / line["wall_s"])
 
 
 def _cost_rows(part: Part, about: Mapping[str, str], unit: float, to: str, limit: str | None) -> Iterator[Row]:
@@ -137,7 +72,9 @@ def jpeg(part: Part) -> Iterator[Piece]:
     yield _control(part, "threads")
     best, rival = part.least(_OURS, cpu_ms), part.least(PEERS, cpu_ms)
     yield from _at_least(part, "times cheaper than pytorch/examples", EXAMPLES, best, 2.5)
-    yield from _at_least(part, "times cheaper than the best peer", rival, best, 1.3)
+    missing = [peer for peer in PEERS if peer not in part.rows]
+    among = f"the best of {len(PEERS) - len(missing)} peers" + f" (missing: {', '.join(missing)})" * bool(missing)
+    yield from _at_least(part, f"times cheaper than {among}", rival, best, 1.3)
     yield from _at_least(part, "share of full decode on the same cores", DECODE, best, 0.72)
     for line in part.rows.get("pixels", {}).values():
         figures = f"{line['error']:.3f} in the mean, {line['largest']:.3f} in the worst of {line['images']} images"
@@ -156,21 +93,26 @@ def arrays(part: Part) -> Iterator[Piece]:
     yield [*_cost_rows(part, _ARRAYS, 1e3, "per item", None)]
     yield _control(part, "arrays")
     usual = part.least(("per item", "per item, workers"), cpu_ms)
-    yield from _at_least(part, "times cheaper per core than the recipe, image by image", usual, "arrays", 60)
+    if usual is not None and part.has(usual, NORMALISED):
+        found = part.ratio(usual, NORMALISED, cpu_ms)
+        yield f"Normalised floats of both: {usual} over {NORMALISED}: {found}, n = {found.n}."
+    text = "uint8 batches, times cheaper per core than the recipe's normalised floats, image by image"
+    yield from _at_least(part, text, usual, "arrays", 60)
     for line in part.rows.get("equal", {}).values():
         figures = f"{line['same']} of {line['images']} images"
         yield Claim("bit-equal to PIL's pad, crop and flip", 0 < line["same"] == line["images"], figures)
 
 
 def cache(part: Part) -> Iterator[Piece]:
-    """The same files once they are decoded: data.cache, from the third pass on (the second one's pixels are compared)."""
-    yield [*_cost_rows(part, {}, 1.0, UNCACHED, None)]
+    """The same files once they are decoded: data.cache, in the second pass, and in later ones."""
+    later = {row: Sample.of(part.values(row, lambda line: cpu_ms(line["later"]))) for row in part.rows}
+    yield [cells | {"later: CPU ms": later[str(cells["loader"])]} for cells in _cost_rows(part, {}, 1.0, UNCACHED, None)]
     yield _control(part, UNCACHED)
     cached = [row for row in part.rows if "," in row]
-    yield from _at_least(part, "times cheaper than without", UNCACHED, part.least(cached, cpu_ms), 5)
+    yield from _at_least(part, "second pass: times cheaper than without", UNCACHED, part.least(cached, cpu_ms), 5)
     digests = {line["digest"] for rounds in part.rows.values() for line in rounds.values()}
     if cached and part.has(UNCACHED):
-        figures = f"{len(digests)} digest{'s' * (len(digests) > 1)} of the second pass over {len(part.rows)} rows"
+        figures = f"{len(digests)} digest{'s' * (len(digests) > 1)} of a pass over {len(part.rows)} rows"
         yield Claim("pixels bit-equal to the uncached feed's", len(digests) == 1, figures)
 
 
@@ -190,9 +132,13 @@ def train(part: Part) -> Iterator[Piece]:
         ("device, slow", _NOISE, f"never slower where nothing binds, within noise: at least {_NOISE:g}"),
     ):
         if part.has(row):
-            ratios = [_ours(line) / _theirs(line) for line in part.rows[row].values()]
-            line = next(iter(part.rows[row].values()))
-            figures = f"{Sample.of(ratios)}, n = {len(ratios)}; it takes {line['demand']:.0f} images/s in the first round"
+            lines = [*part.rows[row].values()]
+            ratios = [_ours(line) / _theirs(line) for line in lines]
+            rivals = {name: median(line["rates"][name] for line in lines) for name in lines[0]["rates"] if EXAMPLES in name}
+            figures = (
+                f"{Sample.of(ratios)}, n = {len(ratios)}; it takes {lines[0]['demand']:.0f} images/s in the first round"
+                f"; the old feed is best as {_best(rivals)}"
+            )
             yield Claim(text, median(ratios) >= wanted, figures)
 
 
@@ -200,11 +146,18 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
     """The images/s of training against what the costs of feeds and step allow."""
     step, before, after = (part.middle(row, cpu_ms) for row in ("step alone", "feed old", "feed new"))
     slow, fast = (max(rows, key=lambda row: part.middle(row, rate)) for rows in (old, new))
+    rival = _best({row: part.middle(row, rate) for row in old})
     gained, possible = part.ratio(fast, slow, rate), (before + step) / (after + step)
     text = "training images/s against pytorch/examples' loader at its best: at least 0.9 of (L_old + T) / (L_new + T)"
     binds = "" if before >= 2 * step else "; but L_old < 2 T, so that nothing is to be shown"
-    figures = f"{fast} over {slow}: {gained}, possible {possible:.2f}: {gained.median / possible:.2f}{binds}"
+    figures = f"{fast} over {rival}: {gained}, possible {possible:.2f}: {gained.median / possible:.2f}{binds}"
     return Claim(text, gained.median >= 0.9 * possible and not binds, figures)
+
+
+def _best(rates: Mapping[str, float]) -> str:
+    """The row with the best rate; says so where none with more workers, by which a row's name ends, was tried."""
+    best, most = max(rates, key=lambda row: rates[row]), max(rates, key=lambda row: int(row.rpartition(" ")[2]))
+    return f"{best} (the most workers that were tried)" if best == most else best
 
 
 def _ours(line: Line) -> float:
@@ -243,7 +196,7 @@ def _memory_mb(line: Line) -> float:
 
 def index(part: Part) -> Iterator[Piece]:
     """A tree of empty files."""
-    for line in part.rows.get("index", {}).values():
+    for line in (line for rounds in part.rows.values() for line in rounds.values()):
         later = Sample.of(line["later_s"])
         yield Claim(f"index of {line['files']} files: first build under 30 s", line["first_s"] < 30, f"{line['first_s']:.1f} s")
         yield Claim("later under 1.5 s", later.median < 1.5, f"{later} s, n = {later.n}")
@@ -267,7 +220,8 @@ def tuner(part: Part) -> Iterator[Piece]:
         })  # fmt: skip
         claims.append(chosen == best or found.high >= _NOISE)
     yield rows
-    yield Claim("auto chooses the best form, or one within the noise", all(claims), f"{sum(claims)} of {len(claims)} workloads")
+    figures = f"{sum(claims)} of {len(claims) + len(part.missing)} workloads, of which {len(part.missing)} failed"
+    yield Claim("auto chooses the best form, or one within the noise", all(claims) and not part.missing, figures)
 
 
 PAGES: dict[str, Callable[[Part], Iterator[Piece]]] = {
@@ -289,11 +243,13 @@ NOTES = """## How to read it
   uint8, pytorch/examples as normalised floats. All have as many workers or threads as there are cores.
 - Full decode: the same bytes, in memory, decoded whole by simplejpeg in as many threads into a buffer that is used again.
 - Arrays: 50,000 of 32 x 32 pixels, generated; the recipe is torchvision's for CIFAR-10.
-- cache: from the third pass on, a whole number of passes; the second pass is compared pixel by pixel by its digest.
+- cache: the first pass fills it; figures are of the second pass, whole, from its beginning with empty buffers. Later: a whole
+  number of passes from the third on. Pixels are compared by the digest of one more pass, with the second one's crops.
 - train: the project's small network on crops of 48 pixels of the same files. `feed old` is pytorch/examples' loader alone,
-  `feed new` the threads form alone, `step alone` the step with its normalising on one batch over and over. The sleeping
-  device takes 0.95 and 0.2 of what the new feed supplies when nothing consumes.
-- start: from asking for the loader, everything imported and the files listed, to its first batch. Memory: the proportional
+  `feed new` the threads form alone, `step alone` the step with its normalising on one batch over and over. The old feed is
+  tried with up to twice as many workers as there are cores. The sleeping device takes 0.95 and 0.2 of what the new feed
+  supplies when nothing consumes.
+- start: from `iter()`, everything imported, the files listed and the loader made, to its first batch. Memory: the proportional
   set of the whole tree when every worker has made three batches; what it adds: beyond that of a process that has imported
   the same and loads nothing.
 - index: files made just before, so that their folders are in memory. Memory of a worker's own (what no other process shares),
@@ -312,9 +268,13 @@ def show(lines: Sequence[Line]) -> str:
         page.append(f"Load average when a part of the benchmark began: {min(loads):.1f} to {max(loads):.1f}.")
     for name, make in PAGES.items():
         if name in parts:
-            page += [f"## {name}: {(make.__doc__ or '').rstrip('.')}", *_pieces(make(parts[name]))]
+            page += [f"## {name}: {(make.__doc__ or '').rstrip('.')}", _under(parts[name].key), *_pieces(make(parts[name]))]
             page += [f"Not measured: {row}: {reason}." for row, reason in parts[name].missing.items()]
     return "\n\n".join([*page, NOTES]) + "\n"
+
+
+def _under(key: Line) -> str:
+    return f"Commit {key['commit'] or 'unknown'}; {key['workers']} workers; windows of {key['seconds']:g} s at least."
 
 
 def _pieces(pieces: Iterable[Piece]) -> Iterator[str]:

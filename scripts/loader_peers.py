@@ -56,8 +56,11 @@ class Peer:
         return None if not self.module or _found(self.module) else f"no module {self.module}: add --with {self.package}"
 
     def version(self) -> str:
-        """Of its distribution."""
-        return f"{self.package} {metadata.version(self.package)}"
+        """Of its distribution; says so where the module is another one's."""
+        try:
+            return f"{self.package} {metadata.version(self.package)}"
+        except metadata.PackageNotFoundError:
+            return f"{self.module} of a distribution that is not {self.package}"
 
 
 def _found(module: str) -> bool:

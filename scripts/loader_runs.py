@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.queues import SimpleQueue
@@ -33,8 +33,8 @@ from scripts import loader_measures as measures
 from scripts.bench_tuner import deliver
 from scripts.loader_data import CLASSES
 from scripts.loader_measures import Found, array_feeds, composed, counts, feeds, of_files, of_form, window
-from scripts.loader_page import AGAIN, BARE
 from scripts.loader_peers import BATCH_SIZE, EXAMPLES, Counts, counted, examples
+from scripts.loader_score import AGAIN, BARE
 from scripts.tuner_score import Setting
 from scripts.tuner_strategies import Rig
 from scripts.tuner_workloads import WORKLOADS
@@ -115,22 +115,21 @@ def _rate(found: Found) -> float:
 
 
 def start(row: str, root: str, folder: str, workers: int) -> Found:
-    """Seconds from asking for a loader to its first batch, and the memory of all its processes when each worker has made three.
+    """Seconds from ``iter()`` of a loader to its first batch, and the memory of all its processes when each worker made three.
 
     Memory is the proportional set: what several processes share counts once. ``row`` BARE: without a loader.
     """
     if row == EXAMPLES:
-        return _started(lambda: counted(examples(Path(root), workers)), workers)
+        return _started(examples(Path(root), workers), workers)
     form = PROCESSES if row == BARE else row
     made_by = array_feeds(folder, form) if form == "arrays" else feeds(*of_files(root), *of_form(form, workers))
-    with made_by as (made, settings), ExitStack() as closed:
-        feed = lambda: counts(closed.enter_context(closing(made.probe(settings))))
-        return _started((lambda: iter([0])) if row == BARE else feed, workers)
+    with made_by as (made, settings), nullcontext(["none"]) if row == BARE else closing(made.probe(settings)) as loader:
+        return _started(loader, workers)
 
 
-def _started(ask: Callable[[], Counts], workers: int) -> Found:
+def _started(loader: Iterable[object], workers: int) -> Found:
     begin = time.perf_counter()
-    batches = ask()
+    batches = iter(loader)
     next(batches)
     first_s = time.perf_counter() - begin
     for _ in itertools.islice(batches, 3 * workers):

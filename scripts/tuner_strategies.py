@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from harness.config import Config, DataConfig, LoaderConfig, ModelConfig, TunerConfig, TunerName
 from harness.data.datasets import Splits
 from harness.data.images import ImageDataset
+from harness.feed.arrays import ARRAYS
 from harness.feed.forms import Feeds
-from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, train_settings
+from harness.feed.interface import PROCESSES, Feed, FeedSettings, FillableDataset, HostBatch, train_settings
 from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
@@ -308,10 +309,10 @@ REPEATED = "auto"  # the strategy whose choice is asked for several times
 
 
 def candidates(rig: Rig) -> list[Setting]:
-    """What the oracle looks at: every number of workers and form at two prefetch factors."""
-    forms = rig.feeds().forms
-    counts = range(1, rig.most + 1)
-    return sorted({Setting.of(0, None)} | {Setting.of(n, k, form) for form in forms for n in counts for k in (2, 4)})
+    """What the oracle looks at: every number of workers and form at two prefetch factors; arrays have no workers."""
+    forms, counts = rig.feeds().forms, range(1, rig.most + 1)
+    alone = {Setting.of(0, None, form) for form in {PROCESSES, *forms} & {PROCESSES, ARRAYS}}
+    return sorted(alone | {Setting.of(n, k, form) for form in forms if form != ARRAYS for n in counts for k in (2, 4)})
 
 
 @contextlib.contextmanager

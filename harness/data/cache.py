@@ -2,10 +2,10 @@
 
 The file has a head, a table with a column for each image, and room for pixels, which is given out once and never again: a
 view of an image's pixels stays what it is, whatever happens. An image's place, one word of 64 bits, is written last, so
-that a process may be killed at any time. Whoever reads an image first in a run looks at its source file and at the checksum
-of its pixels. That finds files that have changed, pages that a power failure took away, and, on processors that let one
-store overtake another, a place that is seen before its pixels. A page that the disk fails to read ends the process, as it
-does with any mapped file.
+that a process may be killed at any time. Whoever first reads an image of an earlier run, or of another one, looks at its
+source file and at the checksum of its pixels. That finds files that have changed, and pages that a power failure took away.
+What a process of this run has written needs neither: its source was looked at as it was written, and until the machine stops
+all see the same pages of it. A page that the disk fails to read ends the process, as it does with any mapped file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from harness.data.mapped import MappedFile, checksum
 from harness.data.resize import resized
 from harness.data.storage import Source
+from harness.runtime.errors import printable
 
 FORMAT = 1  # whoever changes what the file holds raises it
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
@@ -37,7 +38,7 @@ class PixelCache:
 
     Args:
         file: as ``make_blank`` makes it; read-only where another run fills it.
-        checked: a byte for each row, zero until a process of this run has found the row to be right.
+        checked: a byte for each row, zero until a process of this run has written the row, or found it to be right.
         first: the row of the source's first image.
         source: a folder's files, or a part of them.
         max_side: of the longer side of an image in pixels, larger ones are shrunk; None: none is.
@@ -59,8 +60,8 @@ class PixelCache:
 
     def get(self, i: int) -> np.ndarray | None:
         """The pixels of image ``i``, uint8 ``[H, W, 3]``, a read-only view that stays valid; None: not here."""
-        place = int(self._places[i])
-        if not place or not (self._checked[i] or self._is_right(i, place)):
+        checked, place = self._checked[i], int(self._places[i])  # in this order: the image may just now be given another place
+        if not place or not (checked or self._is_right(i, place)):
             return None
         return self._view(place)
 
@@ -71,6 +72,11 @@ class PixelCache:
         if self._file.writable and not self._places[i]:
             self._keep(i, pixels)
         return pixels
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory that it may still take; none where it lies on a disk."""
+        return 0 if self._is_on_disk() else max(0, int(self._head[0]["limit"] - self._head[0]["used"]))
 
     def stats(self) -> dict[str, int]:
         """How many ``images`` of all ``samples`` are kept, and how many ``bytes`` of ``limit`` they take."""
@@ -83,8 +89,14 @@ class PixelCache:
         s = self.stats()
         full = s["images"] < s["samples"] and s["bytes"] + s["bytes"] // max(1, s["images"]) > s["limit"]
         end = ", full: the others are decoded each time" if full else ""
+        if full and self._is_on_disk():  # where a part may be of files that have changed since
+            path = os.readlink(f"/proc/self/fd/{self._file.fd}")
+            end += f"; if files of the data set were replaced, delete {printable(path)} to keep the new ones"
         sizes = f"{s['bytes'] / 1e9:.1f} of at most {s['limit'] / 1e9:.1f} GB"
         return f"{s['images']} of {s['samples']} images, {sizes}{end}"
+
+    def _is_on_disk(self) -> bool:
+        return os.fstat(self._file.fd).st_nlink > 0
 
     def _view(self, place: int) -> np.ndarray | None:
         start, height, width = (place >> 2 * _SIDE_BITS) * _UNIT_BYTES, place >> _SIDE_BITS & _SIDE_MASK, place & _SIDE_MASK
@@ -118,7 +130,9 @@ class PixelCache:
         if (start := self._written(pixels)) is None:
             return
         self._sums[i], self._sizes[i], self._changed_ns[i] = checksum(pixels), status.st_size, status.st_mtime_ns
+        # The kernel's locks around the write order it before this store, whatever the processor.
         self._places[i] = (start // _UNIT_BYTES) << 2 * _SIDE_BITS | height << _SIDE_BITS | width
+        self._checked[i] = 1
 
     def _written(self, pixels: np.ndarray) -> int | None:
         """Where ``pixels`` begin, which have bytes of their own now; None where so many are not left."""
@@ -164,8 +178,11 @@ def make_blank(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
     _write_head(fd, facts, start, max(start, budget_bytes))
 
 
-def used_bytes(fd: int, facts: str, rows: int) -> int | None:
-    """How much of the file ``fd`` is taken; None where it has other facts, or is none of these files."""
+def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
+    """How much of the file ``fd`` is given out, and how much of that is in use: images of files that have changed are not.
+
+    None where it has other facts, or is none of these files.
+    """
     head = np.frombuffer(os.pread(fd, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0"), _HEAD)[0]
     size = os.fstat(fd).st_size
     if head["facts"].decode("latin-1") != facts or not _pixels_start(rows) <= head["limit"] <= size:
@@ -173,16 +190,17 @@ def used_bytes(fd: int, facts: str, rows: int) -> int | None:
     places = np.frombuffer(os.pread(fd, 8 * rows, _TABLE_START), np.int64)
     images = (places >> _SIDE_BITS & _SIDE_MASK) * (places & _SIDE_MASK) * 3
     # A power failure may leave a head that is older than the table: what lies in a place must not be given out again.
-    ends = np.append((places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images, head["used"])
-    return _rounded(int(ends.max(where=ends <= size, initial=_pixels_start(rows))))
+    ends, start = np.append((places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images, head["used"]), _pixels_start(rows)
+    in_use = start + int((-(-images // _UNIT_BYTES)).sum(where=ends[:-1] <= size)) * _UNIT_BYTES
+    return _rounded(int(ends.max(where=ends <= size, initial=start))), in_use
 
 
 def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
     """Let the file ``fd`` of an earlier run take ``budget_bytes`` in all, or what it has if that is more."""
     with _alone_with(fd):
-        used = used_bytes(fd, facts, rows)
-        assert used is not None
-        _write_head(fd, facts, used, max(used, budget_bytes))
+        taken = taken_bytes(fd, facts, rows)
+        assert taken is not None
+        _write_head(fd, facts, taken[0], max(taken[0], budget_bytes))
 
 
 def _write_head(fd: int, facts: str, used: int, limit: int) -> None:

@@ -80,15 +80,23 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
 
 
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
-    """What ``make`` gives in one process of those that see each other, in all of them."""
+    """What ``make`` gives in one process of those that see each other, in all of them; or, on every rank, what it raises."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         machine = file.read() + os.readlink("/proc/self/ns/pid")  # containers on one machine do not see each other
     me = machine, os.getpid()
     everyone = gathered(me)
     first = next(i for i, (place, _) in enumerate(everyone) if place == machine)
-    made = make() if everyone[first] == me else None
-    told = gathered(pickle.dumps(made))  # as bytes: what other machines hold cannot be opened here
-    return made if everyone[first] == me else pickle.loads(told[first])
+    made, failure = None, None
+    if everyone[first] == me:
+        try:
+            made = make()
+        except (ConfigError, OSError) as error:  # raised here alone, it would leave the others waiting
+            failure = error
+    told = gathered((failure, pickle.dumps(made)))  # as bytes: what other machines hold cannot be opened here
+    for refused, _ in told:
+        if refused is not None:
+            raise refused
+    return made if everyone[first] == me else pickle.loads(told[first][1])
 
 
 def _opened(data: DataConfig, facts: str, rows: int, roots: bytes) -> tuple[MappedFile, MappedFile] | None:
@@ -115,13 +123,14 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     """The file at ``place``: to be filled by the first of several runs at a time, to be read by the others."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:
+        with open(place.with_name("opening"), "ab") as turn, ExitStack() as held:
+            fcntl.flock(turn, fcntl.LOCK_EX)  # who comes while another makes the file waits until it is there
             lock = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             held.callback(os.close, lock)
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file = MappedFile(_to_fill(place, data, facts, rows), writable=True)
-                weakref.finalize(file, held.pop_all().close)
+                weakref.finalize(file, held.pop_all().close).atexit = False  # for as long as a thread may write
                 return file
         failure = None
     except OSError as error:
@@ -132,6 +141,9 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     found = _to_read(place, facts, rows)
     if found is None and failure is not None:
         raise ConfigError(f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use data.cache=ram")
+    if found is None and data.cache_max_side is not None:  # its images would be larger than with a cache: other pixels
+        advice = "wait until it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
+        raise ConfigError(f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; {advice}")
     use = "of other pixels: nothing is kept in this run" if found is None else "what is in it is used, nothing is added"
     _log.warning("data.cache=disk: %s; %s", reason, use)
     return found
@@ -139,13 +151,14 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
 
 def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
     """The descriptor of the file at ``place``, made anew unless its pixels are the right ones."""
-    free_bytes, fd, used = shutil.disk_usage(place.parent).free, None, None
+    free_bytes, fd, taken = shutil.disk_usage(place.parent).free, None, None
     with suppress(FileNotFoundError):
         fd = os.open(place, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         free_bytes += os.fstat(fd).st_blocks * 512  # what it takes may go on being taken
-        used = cache.used_bytes(fd, facts, rows)
+        taken = cache.taken_bytes(fd, facts, rows)
     budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
-    if fd is not None and used is not None:
+    used, in_use = taken or (0, 0)
+    if fd is not None and used and used <= 2 * in_use:
         if data.cache_gb is not None and used > budget_bytes:
             text = f"{printable(str(place))} has {used / 1e9:.1f} GB already; raise it, or delete that file"
             raise ConfigError(f"data.cache_gb={data.cache_gb:g}: {text}")
@@ -153,7 +166,8 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
         return fd
     if fd is not None:
         os.close(fd)
-        _log.warning("%s: of other files, settings or versions, or damaged: made anew", printable(str(place)))
+        why = "most of it of files that have changed" if used else "of other files, settings or versions, or damaged"
+        _log.warning("%s: %s: made anew", printable(str(place)), why)
         place.unlink()  # its room is needed; who still reads it keeps it
     part = place.with_suffix(".part")
     fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -169,7 +183,7 @@ def _to_read(place: Path, facts: str, rows: int) -> MappedFile | None:
     with suppress(OSError), ExitStack() as held:
         fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
         held.callback(os.close, fd)
-        if cache.used_bytes(fd, facts, rows) is not None:
+        if cache.taken_bytes(fd, facts, rows) is not None:
             held.pop_all()
             return MappedFile(fd)
     return None

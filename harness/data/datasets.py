@@ -58,6 +58,11 @@ class Splits:
         cache = getattr(self.train, "cache", None)
         return cache if isinstance(cache, PixelCache) else None
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory that the cache of decoded images may still take, of all ranks of this machine together."""
+        return self.cache.reserved_bytes if self.cache is not None else 0
+
 
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
     """scikit-learn's 1797 handwritten digits of 8x8 grey pixels, four fifths of each class for training.

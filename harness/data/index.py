@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import tempfile
 import time
 from collections import Counter
 from itertools import chain
@@ -16,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from harness.data.mapped import MappedFile, checksum, in_memory
-from harness.data.scan import Scan, folder_state
+from harness.data.scan import BROKEN_LINK, Scan, folder_state
 from harness.runtime.errors import printable
 from harness.runtime.folder import LOGGER
 
-_FORMAT = 1  # of the file, and of the rules by which a scan chooses: whoever changes either raises it
+_FORMAT = 2  # of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises it
 _RACY_NS = 2_000_000_000  # a folder changed so shortly before its scan may change again without another time of change
 
 _log = logging.getLogger(LOGGER)
@@ -76,7 +77,8 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
 
     A later run finds it in the folder ``kept``, and only asks every folder of the tree for its times of change. They show what
     comes, goes or is renamed. They do not show a file that is written in place or loses its permissions, which its reader
-    reports, nor a link to an image that goes by another link, elsewhere, which now leads to another place.
+    reports, nor a link to an image that goes by another link, elsewhere, which now leads to another place. Where a link leads
+    nowhere, nothing shows when its target comes, as it does with ``git annex get``: such a tree is scanned each time.
 
     Raises:
         DataError: something cannot be read.
@@ -88,7 +90,8 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     began_ns = time.time_ns()
     scan = Scan(root, limit)
     content = _packed(scan)
-    settled = max(chain.from_iterable(state[1:] for state in scan.watched.values())) < began_ns - _RACY_NS
+    changed_ns = max(chain.from_iterable(state[1:] for state in scan.watched.values()))
+    settled = changed_ns < began_ns - _RACY_NS and BROKEN_LINK not in scan.skipped
     return Index((_remember(place, content) if settled else None) or in_memory("index", content))
 
 
@@ -138,16 +141,18 @@ def _remembered(place: Path) -> Index | None:
 
 def _remember(place: Path, content: bytes) -> MappedFile | None:
     """``content`` at ``place``, whole or not at all; None where it cannot be written, for example on a full disk."""
-    part = place.with_name(f"{place.name}.{os.getpid()}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        # Not named by the process alone: those of two machines may have the same number, and share the folder.
+        handle, part = tempfile.mkstemp(".part", f"{place.name}.", place.parent)
         try:
-            part.write_bytes(content)
+            with open(handle, "wb") as stream:
+                stream.write(content)
             file = MappedFile(os.open(part, os.O_RDONLY | os.O_CLOEXEC))
             os.replace(part, place)  # without fsync: what a power failure takes away, the checksum shows
             return file
         finally:
-            part.unlink(missing_ok=True)
+            Path(part).unlink(missing_ok=True)
     except OSError as error:
         _log.info("%s: the index is not remembered: %s", printable(str(place)), error.strerror or error)
         return None

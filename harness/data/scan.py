@@ -12,6 +12,7 @@ from harness.runtime.errors import DataError, printable
 # A file of these names is an image or a fault; of any other, only if its first bytes say so.
 _SUFFIXES = frozenset(b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split())
 _SHOWN = 5
+BROKEN_LINK = "broken link"
 _BY_USER = os.access in os.supports_effective_ids  # whether access() can be asked for the user that files are opened as
 
 State = tuple[int, int, int]
@@ -102,7 +103,7 @@ class Scan:
 
     def _unfit_link(self, entry: os.DirEntry[bytes]) -> str | None:
         if not os.path.exists(entry.path):  # also for a link that leads to itself
-            return "broken link"
+            return BROKEN_LINK
         if os.path.isdir(entry.path):
             return "link to a folder"
         target = os.path.realpath(entry.path)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.config import ConfigError
-from harness.data.decode import check_encoded
+from harness.data.decode import HEAD_BYTES, check_encoded, reader
 from harness.data.index import Index, open_index
 from harness.data.mapped import MappedFile, in_memory
 from harness.data.scan import listed
@@ -96,7 +96,8 @@ class FolderSource:
             raise BadSample(self.where(i), "the file is gone; it was there when the folder was read") from error
         except OSError as error:
             raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
-        check_encoded(data, self.where(i))
+        if reader(data[:HEAD_BYTES]) is None:
+            check_encoded(data, self.where(i))  # says what it is
         return data, int(self.labels[i])
 
 

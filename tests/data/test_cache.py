@@ -93,21 +93,53 @@ def test_a_changed_file_is_decoded_again(source: FolderSource, change: Callable[
 
 def test_a_file_is_looked_at_once_in_a_run(source: FolderSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first read of an image asks for its file, whichever process has it."""
-    kept = cache_of(source)
-    kept.put(0, pixels_of(0))
+    first = cache_of(source)
+    first.put(0, pixels_of(0))
+    later = next_run(first, source)
     looks: list[str] = []
     real = os.stat
     monkeypatch.setattr(os, "stat", lambda path: looks.append(path) or real(path))
-    for one in (kept, pickle.loads(pickle.dumps(kept)), kept):
+    for one in (later, pickle.loads(pickle.dumps(later)), later):
         assert one.get(0) is not None
     assert looks == [source.where(0)]
 
 
-def test_a_file_that_went_has_no_pixels(source: FolderSource) -> None:
-    """Neither are its pixels given, nor kept: its reader reports it."""
+def test_what_a_run_has_kept_it_need_not_check(source: FolderSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that wrote an image neither looks at its file again nor reads all of its pixels for their checksum."""
     kept = cache_of(source)
     kept.put(0, pixels_of(0))
+    monkeypatch.setattr(FolderSource, "where", lambda self, i: pytest.fail("looks for the file"))
+    monkeypatch.setattr(cache, "checksum", lambda pixels: pytest.fail("reads the pixels"))
+    for one in (kept, pickle.loads(pickle.dumps(kept))):
+        assert np.array_equal(one.get(0), pixels_of(0))  # type: ignore[arg-type]
+
+
+def test_a_place_of_an_earlier_run_is_not_taken_for_checked(source: FolderSource) -> None:
+    """Another process may give an image its new place at any moment while this one looks up the old one."""
+    first = cache_of(source)
+    first.put(0, pixels_of(0))
+    touch(Path(source.where(0)))
+    kept, other = next_run(first, source), next_run(first, source)
+    other._checked = kept._checked
+    places = kept._places
+
+    class Overtaken(list[int]):
+        def __getitem__(self, i: Any) -> Any:
+            place = places[i]
+            assert other.get(i) is None
+            other.put(i, pixels_of(i, change=1))
+            return place
+
+    kept._places = Overtaken([0])  # type: ignore[assignment]
+    assert kept.get(0) is None
+
+
+def test_a_file_that_went_has_no_pixels(source: FolderSource) -> None:
+    """Neither are its pixels given to a later run, nor kept: its reader reports it."""
+    first = cache_of(source)
+    first.put(0, pixels_of(0))
     Path(source.where(0)).unlink()
+    kept = next_run(first, source)
     assert kept.get(0) is None
     kept.put(0, pixels_of(0))
     assert kept.stats()["images"] == 0
@@ -143,7 +175,7 @@ def test_a_damaged_place_leads_nowhere(source: FolderSource, place: int) -> None
     kept = cache_of(source)
     kept.put(0, pixels_of(0))
     kept._places[0] = place
-    assert kept.get(0) is None
+    assert next_run(kept, source).get(0) is None
 
 
 def test_a_full_cache_keeps_what_fits(source: FolderSource) -> None:
@@ -259,5 +291,5 @@ def test_another_file_is_not_taken(content: bytes) -> None:
     """What has other facts, or is shorter than it says, is none of these files."""
     fd = memory("test", len(content))
     os.pwrite(fd, content, 0)
-    assert cache.used_bytes(fd, FACTS, COUNT) is None
+    assert cache.taken_bytes(fd, FACTS, COUNT) is None
     os.close(fd)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +132,16 @@ def test_workers_share_the_memory(root: Path) -> None:
     assert len(sent) < 5000
 
 
+def test_memory_that_the_cache_will_fill_is_reserved(root: Path) -> None:
+    """What it has still to fill is promised; what it has filled shows as used by itself, and a disk's is no memory."""
+    kept = loaded(root, RAM, cache_gb=0.01)
+    before = kept.reserved_bytes
+    batch(kept.train, 0)
+    assert 9e6 < before <= 1e7
+    assert kept.reserved_bytes < before - 6 * 3000
+    assert loaded(root, DISK).reserved_bytes == loaded(root, DataCache.none).reserved_bytes == 0
+
+
 def test_the_next_run_finds_the_disk(root: Path, decoded: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Pixels on the disk outlive the run, and the next one decodes nothing."""
     first = loaded(root, DISK)
@@ -166,11 +178,11 @@ def test_other_pixels_are_kept_anew(
     del first
     assert images(loaded(root, DISK, **change(root))) == 0
     assert "made anew" in caplog.text
-    assert len(list((root.parent / "cache/decoded").iterdir())) == 2  # it, and its lock
+    assert len(list((root.parent / "cache/decoded").iterdir())) == 3  # it, its lock, and that of whoever opens one
 
 
 def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """While one run fills the file, another takes what is there, waits for nothing and adds nothing."""
+    """While one run fills the file, another takes what is there, and adds nothing."""
     first = loaded(root, DISK)
     batch(first.val, 0)
     second = loaded(root, DISK)
@@ -182,6 +194,63 @@ def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -
     other = loaded(root, DISK, exif_orientation=True)
     assert kept_by(other) is None
     assert "another process fills it; of other pixels: nothing is kept in this run" in caplog.text
+    advice = "wait until it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
+    with pytest.raises(ConfigError, match=rf"^data\.cache_max_side=50: .* fills it, with other pixels; {advice}$"):
+        loaded(root, DISK, cache_max_side=50)  # without the cache its images would be larger
+
+
+def test_a_second_run_waits_until_the_file_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes while the first run makes the file has it as well."""
+    came, seconds, make_blank, flock = threading.Event(), [], cache.make_blank, fcntl.flock
+    late = threading.Thread(target=lambda: seconds.append(loaded(root, DISK)))
+
+    def slow_make_blank(*args: Any) -> None:
+        late.start()
+        assert came.wait(60)
+        make_blank(*args)
+
+    def told_flock(fd: Any, how: int) -> None:
+        if threading.current_thread() is late:
+            came.set()
+        flock(fd, how)
+
+    monkeypatch.setattr(cache, "make_blank", slow_make_blank)
+    monkeypatch.setattr(fcntl, "flock", told_flock)
+    first = loaded(root, DISK)
+    late.join()
+    batch(first.train, 0)
+    assert images(first) == images(seconds[0]) == 6
+
+
+def test_room_of_changed_files_is_given_back(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file most of which went to images that have changed is made anew when a run opens it next, and not before."""
+
+    def kept_after_a_run() -> int:
+        splits = loaded(root, DISK, cache_gb=7e-5)
+        batch(splits.train, 0)
+        batch(splits.val, 0)
+        return images(splits)
+
+    assert kept_after_a_run() == 8
+    for image in root.glob("*/*/*.*"):
+        os.utime(image, (1e9, 1e9))
+    assert kept_after_a_run() < 2
+    assert "made anew" not in caplog.text
+    assert [kept_after_a_run(), kept_after_a_run()] == [8, 8]
+    assert caplog.text.count("most of it of files that have changed: made anew") == 1
+
+
+@pytest.mark.parametrize("kind", [RAM, DISK], ids=["ram", "disk"])
+def test_a_full_file_is_named(root: Path, kind: DataCache) -> None:
+    """Whoever replaces files of a data set is told what to delete; memory has nothing that outlives a run."""
+    splits = loaded(root, kind, cache_gb=2e-5)
+    batch(splits.train, 0)
+    kept = kept_by(splits)
+    assert kept is not None
+    text = kept.summary()
+    assert "full: the others are decoded each time" in text
+    named = [str(path) for path in (root.parent / "cache").glob("decoded/*") if f"delete {path} to keep" in text]
+    assert len(named) == (kind is DISK)
 
 
 def test_a_folder_that_cannot_be_written_is_read(root: Path) -> None:
@@ -262,7 +331,7 @@ class Ranks:
 
     def first(self, value: Any) -> list[Any]:
         """The first rank, in a process of another number."""
-        if isinstance(value, tuple):
+        if isinstance(value[0], str):
             self.told.append((self.machine or value[0], -1))
             return [value]
         self.told.append(value)
@@ -270,7 +339,7 @@ class Ranks:
 
     def second(self, value: Any) -> list[Any]:
         """The second rank; this process."""
-        return [self.told[0 if isinstance(value, tuple) else 1], value]
+        return [self.told[0 if isinstance(value[0], str) else 1], value]
 
 
 @pytest.mark.parametrize("kind", [RAM, DISK], ids=["ram", "disk"])
@@ -290,6 +359,15 @@ def test_ranks_of_two_machines_have_a_cache_each(root: Path) -> None:
     first, second = loaded(root, RAM, ranks.first), loaded(root, RAM, ranks.second)
     batch(first.train, 0)
     assert (images(first), images(second)) == (6, 0)
+
+
+@pytest.mark.parametrize("machine", [None, "another machine"], ids=["one machine", "two machines"])
+def test_what_one_rank_is_refused_all_are(root: Path, machine: str | None) -> None:
+    """No rank goes on, to wait for one that ended."""
+    ranks = Ranks(machine)
+    for rank, cache_gb in ((ranks.first, 1e6), (ranks.second, 0.001)):
+        with pytest.raises(ConfigError, match=r"^data\.cache_gb=1e\+06: only .* GB are free"):
+            loaded(root, RAM, rank, cache_gb=cache_gb)
 
 
 def test_shrunk_images_say_how_far_they_change(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

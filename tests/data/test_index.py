@@ -121,6 +121,33 @@ def test_a_folder_changed_just_now_is_not_trusted(root: Path, scans: list[bytes]
 
 
 @pytest.mark.usefixtures("settled")
+def test_a_tree_with_a_broken_link_is_not_trusted(root: Path) -> None:
+    """The target may come to a folder that nothing tells of, as ``git annex get`` brings it."""
+    away = (root.parent / "store").rename(root.parent / "away")
+    assert paths(opened(root)) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg"]
+    away.rename(root.parent / "store")
+    assert paths(opened(root)) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
+
+
+@pytest.mark.usefixtures("settled")
+def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers that share the folder may have equal process numbers, and still do not write into one file."""
+    real, parts, twins = os.replace, [], []
+
+    def replace(part: str, place: Path) -> None:
+        parts.append(str(part))
+        if len(parts) == 1:
+            twins.append(opened(root))
+        real(part, place)
+
+    monkeypatch.setattr(os, "replace", replace)
+    first = opened(root)
+    assert len({*parts}) == 2
+    assert [paths(index) for index in (first, *twins, opened(root))] == [["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]] * 3
+    assert len(list((root.parent / "kept").iterdir())) == 1
+
+
+@pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize(
     ("damage", "text"),
     [

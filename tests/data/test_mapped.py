@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +40,18 @@ def test_a_closed_file_is_no_other() -> None:
     assert other.fd == number
     with pytest.raises(FileNotFoundError, match="closed before it was opened here"):
         pickle.loads(sent)
+
+
+def test_a_file_outlives_the_interpreter() -> None:
+    """Threads that still run while a process ends never find its number closed, or given to another file."""
+    program = """
+import atexit, os
+atexit.register(lambda: print(os.fstat(file.fd).st_size))  # the first to register is the last to be called
+from harness.data.mapped import in_memory
+file = in_memory("test", b"content")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("7\n", "")
 
 
 def test_a_file_for_reading_cannot_be_written() -> None:

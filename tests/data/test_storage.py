@@ -50,6 +50,13 @@ def as_a_user() -> Iterator[Path]:
                 os.seteuid(0)
 
 
+def test_a_good_file_needs_no_name(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file lies is written out for messages alone."""
+    source = FolderSource(tree)
+    monkeypatch.delattr(FolderSource, "where")
+    assert source.read(0) == (JPEG, 0)
+
+
 def test_a_folder_is_read_in_the_order_of_its_names(tree: Path) -> None:
     """Classes, files and labels come sorted, from every depth."""
     source = FolderSource(tree)

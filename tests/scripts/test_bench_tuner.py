@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -200,6 +201,14 @@ def test_a_paced_step_takes_its_time() -> None:
     batch = _Batches(Noise(8), None, None).__getitems__((0, np.arange(4)))
     run = PacedTrainee(0.005).demand(batch, limit_s=0.0)
     assert run.images == (4, 4) and min(run.seconds) >= 0.005
+
+
+@pytest.mark.parametrize("arrays", [["arrays"], []], ids=["arrays too", "no arrays"])
+def test_the_oracle_gives_each_form_the_workers_that_it_can_have(arrays: list[str]) -> None:
+    """Arrays have none; they are looked at where they can serve the data set."""
+    rig = SimpleNamespace(most=1, feeds=lambda: SimpleNamespace(forms=("processes", "threads", *arrays)))
+    found = {str(setting) for setting in tuner_strategies.candidates(rig)}
+    assert found == {"0", "1x2", "1x4", "threads 1x2", "threads 1x4", *(f"{form} 0" for form in arrays)}
 
 
 def test_a_run_goes_on_where_it_stopped(

@@ -8,6 +8,7 @@ import fake_cuda
 import pytest
 import torch
 
+from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
 from scripts import bench_pinned_copy, gpu_check
 from scripts.gpu_check import Finding, Options
@@ -91,9 +92,10 @@ def test_resnet50_reads_every_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return {"images_per_s": 9.6, "step_ms": spread, "stall_fraction": 0.0, "data_wait_fraction": 0.0, "loader": loader}
 
     monkeypatch.setattr(gpu_check, "train", train)
+    monkeypatch.setattr(datasets, "load", lambda *_: asked.append(("images", False, False)))
     found = gpu_check.check_resnet50(Options(torch.device("cpu"), True, tmp_path, 0.0))
     assert asked == [
-        ("made", False, False), ("fake-0", True, False), ("untuned-0", False, False), ("tuned-0", False, True),
+        ("images", False, False), ("fake-0", True, False), ("untuned-0", False, False), ("tuned-0", False, True),
     ]  # fmt: skip
     assert found.summary == "images/s: fake 10, untuned 10, tuned 10"
 
