@@ -411,7 +411,8 @@ def _check_together(c: Config) -> None:
          "loader.backend=auto: tuner=grid looks at processes alone; use tuner=auto, or set it to null"),
         *(
             (load_.backend is Backend.arrays and bool(value),
-             f"loader.{name}={_shown(value).lower()}: has no effect with loader.backend=arrays, which has no workers; set it to null")
+             f"loader.{name}={_shown(value).lower()}: has no effect with loader.backend=arrays, which has no workers; set it "
+             "to null")
             for name, value in (
                 ("num_workers", load_.num_workers), ("prefetch_factor", load_.prefetch_factor),
                 ("persistent_workers", load_.persistent_workers), ("val.num_workers", val.num_workers),

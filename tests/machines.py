@@ -26,9 +26,10 @@ def own(num_workers: int) -> FeedSettings:
 class Machine:
     """``cores`` processors, on which a sample takes ``wall_s``, ``cpu_s`` of them busy, and a step ``1 / demand`` an image.
 
-    ``ceiling`` is the most that the storage gives, ``handing`` the most that the trainer takes; ``noise`` the relative
-    standard deviation of a measurement; a setting in ``broken`` is refused. ``form_speed`` makes a form so much faster,
-    ``form_ceiling`` is the most that it gives with any number of workers, ``form_slows`` what it leaves of the step's speed.
+    ``receive_s`` is what the trainer's processor takes to receive an image. ``ceiling`` is the most that the storage gives,
+    ``handing`` the most that the trainer takes; ``noise`` the relative standard deviation of a measurement; a setting in
+    ``broken`` is refused. ``form_speed`` makes a form so much faster, ``form_ceiling`` is the most that it gives with any
+    number of workers, ``form_slows`` what it leaves of the step's speed.
     """
 
     wall_s: float
@@ -36,6 +37,7 @@ class Machine:
     demand: float
     cores: float = 2.0
     step_cpu_s: float = 0.0
+    receive_s: float = 0.0
     ceiling: float = math.inf
     handing: float = math.inf
     noise: float = 0.0
@@ -66,7 +68,7 @@ class Machine:
         speed = self.form_speed[s.backend]
         if s.num_workers == 0:
             return 1 / (1 / self.demand + 1 / self.loaded(s))
-        return min(self.steps(s), self.supply(s), self.cores / (self.cpu_s / speed + self.step_cpu_s))
+        return min(self.steps(s), self.supply(s), self.cores / (self.cpu_s / speed + self.receive_s + self.step_cpu_s))
 
     def times(self, mean_s: float) -> tuple[tuple[float, int], ...]:
         """One sample in a hundred takes so long that the variation is as said."""
@@ -83,7 +85,7 @@ class Machine:
         slowed = max(1.0, ask.settings.num_workers / self.wall_s / self.loaded(ask.settings)) if ask.settings.num_workers else 1
         speed = self.form_speed[ask.settings.backend]
         wall_s = self.wall_s / speed * slowed
-        cost = SampleCost(wall_s, self.cpu_s / speed, self.variation, times=self.times(wall_s))
+        cost = SampleCost(wall_s, self.cpu_s / speed, self.variation, self.receive_s, self.times(wall_s))
         wait = max(0.0, 1 - exact / self.steps(ask.settings))
         interval = Rate(rate, rate * 0.97, rate * 1.03)
         if steps:
@@ -91,16 +93,21 @@ class Machine:
         return Trial(ask.settings, "supply", interval, 1000, 1.5, cost=cost)
 
 
-def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
-           budget_s: float = 30.0) -> Choice:  # fmt: skip
-    """What tuner=auto chooses on ``machine``, before which the user had ``own``."""
+def problem(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
+            budget_s: float = 30.0) -> Problem:  # fmt: skip
+    """What is known of ``machine`` before a search, with a probe of ``own``, or of one worker."""
     first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
-    problem = Problem(
+    return Problem(
         own=own, calibration=(first,), forms=tuple(machine.form_speed),
         demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s, cores=machine.cores,
         most=most, pin_memory=False, overlaps=False, fits=fits or (lambda _: None), budget_s=budget_s,
     )  # fmt: skip
-    policy = Auto(problem).run()
+
+
+def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
+           budget_s: float = 30.0) -> Choice:  # fmt: skip
+    """What tuner=auto chooses on ``machine``, before which the user had ``own``."""
+    policy = Auto(problem(machine, own, most, fits, budget_s)).run()
     try:
         ask = next(policy)
         for _ in range(60):

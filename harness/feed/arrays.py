@@ -1,4 +1,4 @@
-"""The feed's ``arrays`` form: images that all lie in memory, cropped and mirrored by whole batches, without workers."""
+"""The feed's ``arrays`` form: images that all lie in memory, cropped and mirrored without workers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 
 from harness.data.images import ImageDataset
+from harness.feed.course import AHEAD, Course
 from harness.feed.gauge import Gauge
-from harness.feed.interface import THREADS, FeedSettings, FillableDataset, HostBatch
+from harness.feed.interface import ARRAYS as ARRAYS
+from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, stages_of
 from harness.feed.order import Order, ProbeOrder
 from harness.feed.pixels import Pixels
-from harness.feed.threads import ThreadFeed
+from harness.runtime import limits
 from harness.watch.stages import START, StageMeter
 
-ARRAYS = "arrays"
-_GATHER = "gather"  # the one stage
-_AHEAD = 2  # batches that threads are ahead while files are read
-_POLL_S = 0.5  # how soon a signal to the trainer ends a wait for them
+_GATHER = "gather"  # the stage after those of reading
+_POLL_S = 0.5  # how soon a signal to the trainer ends a wait for files
 
 
 def in_form(settings: FeedSettings, form: str) -> FeedSettings:
@@ -34,8 +34,8 @@ def in_form(settings: FeedSettings, form: str) -> FeedSettings:
 class ArrayFeed:
     """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` form.
 
-    Files are read and decoded once, by threads, in the first pass that asks for them. With ``Pixels`` on a GPU the batches are
-    there too, and nothing is copied.
+    Files are read and decoded once, by threads, for the first batch that asks for them. With ``Pixels`` on a GPU the batches
+    are there too, and nothing is copied.
 
     Args:
         dataset: one whose images have one form before crop and mirror.
@@ -43,6 +43,7 @@ class ArrayFeed:
         settings: of a feed without workers.
         gauge: is told what each sample took this process, reading apart.
         pixels: the data set's, to be shared with other feeds; None: this feed's own, on the host.
+        readers: threads that read files; None: as many as there are processors for this process.
 
     Raises:
         BadSample: from ``next()``, for a sample that cannot be read.
@@ -59,16 +60,20 @@ class ArrayFeed:
         settings: FeedSettings,
         gauge: Gauge | None = None,
         pixels: Pixels | None = None,
+        readers: int | None = None,
     ) -> None:
         assert isinstance(dataset, ImageDataset) and not settings.num_workers
         self.settings, self.order = settings, order
+        self.readers = readers = readers or max(1, int(limits.measure().cores))
         self.pixels = pixels or Pixels(dataset)
         self.on_device = self.pixels.device.type != "cpu"
-        self.meter: StageMeter | None = (meter := StageMeter((_GATHER,), 0))
-        self._timer, self._gauge, self._epoch = meter.timer(0), gauge, 0
-        threads = torch.get_num_threads()
-        reading = dataclasses.replace(settings, backend=THREADS, num_workers=threads, prefetch_factor=_AHEAD, pin_memory=False)
-        self._reader = ThreadFeed(self.pixels.stills, order, reading)
+        self._reading = dataclasses.replace(
+            settings, backend=ARRAYS, num_workers=readers, prefetch_factor=AHEAD, pin_memory=False
+        )
+        self.meter: StageMeter | None = StageMeter((*stages_of(self.pixels.stills), _GATHER), readers + 1, shared=False)
+        self._timer, self._gauge, self._epoch = self.meter.timer(readers), gauge, 0
+        self._course: Course | None = None  # the last pass
+        self._primed = False  # whether that was begun ahead of time
 
     def __len__(self) -> int:
         return len(self.order)
@@ -78,9 +83,10 @@ class ArrayFeed:
         self._epoch = epoch
 
     def prime(self, epoch: int) -> None:
-        """Begin to read what is not there yet of ``epoch``, where that takes decoding."""
-        if not self._at_hand():
-            self._reader.prime(epoch)
+        """Begin to read what the first batches of ``epoch`` lack."""
+        if self._course is None:
+            self._begin(epoch).look_ahead()
+            self._primed = True
 
     def __iter__(self) -> Iterator[HostBatch]:
         with closing(self._run(_POLL_S)) as batches:
@@ -94,27 +100,30 @@ class ArrayFeed:
 
     def close(self) -> None:
         """End the threads that read, if any do; what they have read stays."""
-        self._reader.close()
+        if self._course is not None:
+            self._course.close()
+        self._course, self._primed = None, False
 
     def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
-        epoch = self._epoch
-        if self._at_hand():
-            for indices in self.order.batches(epoch):
-                yield self._batch(epoch, indices)
-            return
-        self._reader.set_epoch(epoch)
-        with closing(self._reader.polled(poll_s)) as batches:  # type: ignore[type-var]
-            for read in batches:
-                if read is not None:
-                    self.pixels.keep(read)
-                yield None if read is None else self._batch(epoch, read.indices.numpy())
-                del read  # or its memory would be held while the next one is awaited
+        course = self._course
+        if course is None or not self._primed or course.epoch != self._epoch:
+            course = self._begin(self._epoch)
+        self._primed = False
+        try:
+            for due in course.polled(poll_s):
+                yield None if due is None else self._batch(course.epoch, *due)
+        finally:
+            course.close()
+            if course is self._course:  # not a later pass
+                self._course = None
 
-    def _at_hand(self) -> bool:
-        """Whether there is nothing to decode."""
-        return self.pixels.in_array or self.pixels.complete
+    def _begin(self, epoch: int) -> Course:
+        self.close()
+        self._course = Course(epoch, self.order.batches(epoch), self.pixels, self._reading, self.meter)
+        return self._course
 
-    def _batch(self, epoch: int, indices: np.ndarray) -> HostBatch:
+    def _batch(self, epoch: int, indices: np.ndarray, read: int) -> HostBatch:
+        """The batch of ``indices``, of which so many were counted when they were read."""
         timers, count = self._timer.begin(1), len(indices)  # a batch is timed like a single sample: it has one stage
         self._timer.fill()
         laps = timers[0] if timers else None
@@ -125,7 +134,7 @@ class ArrayFeed:
         wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
         if laps is not None:
             laps.lap(_GATHER)
-        stamps = self._timer.end(count)
+        stamps = self._timer.end(count - read, batches=int(not read))
         if self._gauge is not None:
             self._gauge.add(0, wall_s / count, cpu_s / count, count)
         return HostBatch(images, labels, torch.from_numpy(indices), (), epoch, stamps)

@@ -17,7 +17,7 @@ import torch
 
 from harness.feed.fill import Errors, Filler
 from harness.feed.gauge import Gauge
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch
+from harness.feed.interface import ARRAYS, FeedSettings, FillableDataset, HostBatch, alone
 from harness.feed.ring import Ring
 from harness.runtime.errors import LoaderError
 from harness.watch.stages import StageMeter, Stamps
@@ -40,10 +40,16 @@ class _Making:
     handed: int = 0  # samples that threads have taken on
     made: int = 0  # samples that are there
     runs: list[tuple[int, Errors, Stamps]] = field(default_factory=list)  # the first row of each, and what came of it
+    failure: BaseException | None = None  # of a run
 
     @property
     def complete(self) -> bool:
         return self.made == len(self.indices)
+
+    @property
+    def due(self) -> bool:
+        """Whether all that will come of it is there."""
+        return self.complete or self.failure is not None
 
     def batch(self) -> HostBatch:
         """What the runs have made together."""
@@ -75,7 +81,7 @@ class Crew:
         self._epoch = 0
         self._requests: Iterator[np.ndarray] | None = None  # the indices of each batch to come
         self._makings: deque[_Making] = deque()
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # of no batch: it comes after those that are in the making
         self._closed = False
         self._wanted, self._threads = settings.num_workers, dict[int, threading.Thread]()
         self._lock = threading.RLock()  # the collector may close a crew in the middle of a call of its own
@@ -97,7 +103,10 @@ class Crew:
                     thread.start()
                     self._threads[slot] = thread
             except RuntimeError as error:
-                self._failure = LoaderError(f"loader.num_workers={threads}: {error}; lower it")
+                text = f"loader.num_workers={threads}: {error}; lower it"
+                if self._settings.backend == ARRAYS:  # whose threads are no setting
+                    text = f"{error}, of {threads} that were to read files; set {alone(self._settings)}"
+                self._fail(LoaderError(text))
             self._work.notify_all()
 
     def take(self, wait_s: float) -> HostBatch | None:
@@ -109,19 +118,19 @@ class Crew:
                 del run
             if not self._done.wait_for(self._settled, wait_s):
                 return None
-            if self._makings and self._makings[0].complete:
-                first = self._makings.popleft()
-                self._work.notify_all()  # there is room for another one
-            elif self._failure is not None:
-                error, self._failure = self._failure, None
+            first = self._makings.popleft() if self._makings else None
+            error = self._failure if first is None else first.failure
+            if error is not None:
                 try:
                     raise error
-                finally:
-                    del error  # or its traceback would keep this frame, and this frame the error
-            else:
-                self.through = True
-                return None
-        return first.batch()
+                finally:  # or its traceback would keep this frame and the batch, and these the error
+                    self._failure = None
+                    if first is not None:
+                        first.failure = None
+                    del error, first
+            self.through = first is None
+            self._work.notify_all()  # there is room for another one
+        return first.batch() if first is not None else None
 
     def close(self) -> None:
         """End the threads; those that are busy for longer than a moment are not waited for."""
@@ -137,9 +146,9 @@ class Crew:
 
     def _settled(self) -> bool:
         """Whether there is no reason to wait: a batch is there, or none will come."""
-        if self._makings and self._makings[0].complete:
-            return True
-        return self._failure is not None or self._closed or (self._requests is None and not self._makings)
+        if self._makings:
+            return self._makings[0].due
+        return self._failure is not None or self._closed or self._requests is None
 
     def _serve(self, slot: int) -> None:
         try:
@@ -151,8 +160,12 @@ class Crew:
                 del run  # or the last batch of this thread would never be free
         except BaseException as error:  # handed to the consumer, who raises it
             with self._lock:
-                self._failure = self._failure or error
-                self._done.notify_all()
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """No further batch is begun, and ``error`` comes after those that were."""
+        self._failure, self._requests = self._failure or error, None
+        self._done.notify_all()
 
     def _next_run(self, slot: int) -> tuple[_Making, slice] | None:
         """Samples for the thread of ``slot``, which waits for them; None where it is to leave."""
@@ -188,12 +201,16 @@ class Crew:
 
     def _fill(self, filler: Filler, making: _Making, rows: slice) -> None:
         """Fill the samples of ``making`` that are at ``rows``."""
-        filler.begin(rows.stop - rows.start)
-        last = rows.stop == len(making.indices)
-        indices, images, labels = making.indices[rows], making.images[rows], making.labels[rows]
-        errors, stamps = filler.fill(making.epoch, indices, images, labels, batches=int(last))
+        try:
+            filler.begin(rows.stop - rows.start)
+            last = rows.stop == len(making.indices)
+            indices, images, labels = making.indices[rows], making.images[rows], making.labels[rows]
+            errors, stamps = filler.fill(making.epoch, indices, images, labels, batches=int(last))
+        except BaseException as error:  # raised by the consumer, when the batch is due
+            making.failure = making.failure or error
         with self._lock:
-            making.runs.append((rows.start, errors, stamps))
-            making.made += rows.stop - rows.start
-            if making.complete:
+            if making.failure is None:
+                making.runs.append((rows.start, errors, stamps))
+                making.made += rows.stop - rows.start
+            if making.due:
                 self._done.notify_all()

@@ -19,6 +19,7 @@ from harness.feed.pixels import Pixels, pixel_bytes, unserved
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
 from harness.feed.threads import ThreadFeed
+from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
@@ -171,5 +172,6 @@ class Feeds:
         if settings.backend == ARRAYS:
             if dataset not in self._pixels:
                 self._pixels[dataset] = Pixels(dataset, self.world.device)
-            return ArrayFeed(dataset, order, settings, gauge, self._pixels[dataset])
+            readers = max(1, int(limits.measure(self.world.local_size).cores))
+            return ArrayFeed(dataset, order, settings, gauge, self._pixels[dataset], readers)
         return FORMS[settings.backend](dataset, order, settings, gauge)

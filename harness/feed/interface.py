@@ -15,6 +15,7 @@ from harness.runtime.limits import Limits
 from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
 
 PROCESSES, THREADS = "processes", "threads"  # the forms that every data set can be served by
+ARRAYS = "arrays"  # the one for images that all fit in memory
 _TORCH_PREFETCH_FACTOR = 2
 
 
@@ -137,8 +138,13 @@ def too_slow(settings: FeedSettings) -> LoaderError:
     """The error for a batch that was waited for in vain."""
     return LoaderError(
         f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage does; raise the time, "
-        "or find the sample with loader.num_workers=0"
+        f"or find the sample with {alone(settings)}"
     )
+
+
+def alone(settings: FeedSettings) -> str:
+    """What to set so that the trainer itself loads each sample, as overrides that can be typed."""
+    return f"{'loader.backend=processes ' if settings.backend == ARRAYS else ''}loader.num_workers=0"
 
 
 def stages_of(dataset: FillableDataset) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The images of a data set in one array, as they are before crop and mirror: a crop is a window into it, a batch two gathers.
+"""The images of a data set in one array, as they are before crop and mirror: a crop is a window into it.
 
 That one form of each image is made once: of arrays at once, of files by whoever reads them first. On a GPU the array and the
 work on it lie there, by the same integers.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import mmap
+from contextlib import suppress
 from typing import TypeGuard
 
 import numpy as np
@@ -85,35 +86,30 @@ class Pixels:
         device: where they are to lie; where a GPU has not twice the memory free, it is the host.
 
     Attributes:
-        device: where they lie.
-        stills: a data set that makes what ``keep`` takes.
+        device: where they lie; a GPU's memory is taken at once.
+        stills: a data set that makes what ``keep`` takes: the images as they are before crop and mirror.
     """
 
     def __init__(self, dataset: ImageDataset, device: torch.device = _HOST) -> None:
-        self.device = device if device.type == "cuda" and _has_room(device, pixel_bytes(dataset)) else _HOST
         self._dataset, self._layout = dataset, _Layout.of(dataset)
-        self._labels = torch.tensor(dataset.labels, device=self.device)
+        self.device = _HOST
         self._memory: Tensor | None = None
+        if device.type == "cuda" and _has_room(device, pixel_bytes(dataset)):
+            with suppress(torch.OutOfMemoryError):  # somebody else was quicker
+                self._memory = torch.zeros(pixel_bytes(dataset), dtype=torch.uint8, device=device)
+                self.device = device
+        self._labels = torch.tensor(dataset.labels, device=self.device)
         self._there = np.zeros(len(dataset), bool)
         self._source = _rows_of(dataset)
-        self.stills = Stills(dataset, self._there)
+        self.stills = _stills(dataset)
 
-    @property
-    def complete(self) -> bool:
-        """Whether all images are there."""
-        return bool(self._there.all())
-
-    @property
-    def in_array(self) -> bool:
-        """Whether they lie in an array already, from which ``batch`` takes what it needs."""
-        return self._source is not None
+    def missing(self, indices: np.ndarray) -> np.ndarray:
+        """Those of ``indices`` whose images somebody has to make and to give to ``keep`` before ``batch`` can serve them."""
+        return indices[:0] if self._source is not None else indices[~self._there[indices]]
 
     def keep(self, made: HostBatch) -> None:
-        """Take in those of ``made``, a batch of ``stills``, that are not there yet."""
-        indices = made.indices.numpy()
-        new = ~self._there[indices]
-        if new.any():
-            self._put(indices[new], made.images.permute(0, 2, 3, 1).numpy()[new])
+        """Take in ``made``, a batch of ``stills``."""
+        self._put(made.indices.numpy(), made.images.permute(0, 2, 3, 1).numpy())
 
     def _fetch(self, indices: np.ndarray) -> None:
         """Take in those of ``indices`` that are not there yet and lie in an array."""
@@ -123,20 +119,35 @@ class Pixels:
             self._put(new, images[rows[new]])
 
     def _put(self, indices: np.ndarray, images: np.ndarray) -> None:
-        self._layout.images(self._array())[self._moved(indices)] = self._moved(images)
+        array = self._layout.images(self._array())
+        if self.device == _HOST:
+            array.numpy()[indices] = images
+        else:
+            array[self._moved(indices)] = self._moved(images)
         self._there[indices] = True
 
     def batch(self, epoch: int, indices: np.ndarray, pin_memory: bool) -> tuple[Tensor, Tensor]:
         """Images, uint8 ``[N, 3, S, S]`` in channels_last memory, and labels, int64 ``[N]``: ``indices`` as of ``epoch``."""
         self._fetch(indices)
         begin, mirrored = self._drawn(epoch, indices)
+        if self.device != _HOST:
+            return self._gathered(indices, begin, mirrored)
+        size, windows = self._layout.size, self._layout.windows(self._array()).unflatten(2, (-1, 3)).numpy()
+        images = torch.empty(len(indices), size, size, 3, dtype=torch.uint8, pin_memory=pin_memory)
+        # one by one: torch's team of threads would wait for processors that the step has, for longer than all the rest takes
+        for out, place, turned in zip(images.numpy(), begin.tolist(), mirrored.tolist(), strict=True):
+            out[:] = windows[place, :, ::-1] if turned else windows[place]
+        labels = torch.empty(len(indices), dtype=torch.int64, pin_memory=pin_memory)
+        return images.permute(0, 3, 1, 2), torch.index_select(self._labels, 0, torch.from_numpy(indices), out=labels)
+
+    def _gathered(self, indices: np.ndarray, begin: np.ndarray, mirrored: np.ndarray) -> tuple[Tensor, Tensor]:
+        """As ``batch``, by a few launches for all samples together."""
         order = np.argsort(mirrored, kind="stable")  # those to be mirrored come last, and lie together
         places, back, rows = self._moved(np.stack([begin[order], np.argsort(order), indices]))
         cut = torch.index_select(self._layout.windows(self._array()), 0, places)
-        images, plain = _as_images(cut), len(indices) - int(np.count_nonzero(mirrored))
+        images, plain = _as_images(cut), len(order) - int(np.count_nonzero(mirrored))
         images[plain:] = images[plain:].flip(3)
-        out = torch.empty(cut.shape, dtype=torch.uint8, device=self.device, pin_memory=pin_memory)
-        return _as_images(torch.index_select(cut, 0, back, out=out)), self._labels.index_select(0, rows)
+        return _as_images(cut.index_select(0, back)), self._labels.index_select(0, rows)
 
     def _drawn(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The place where each sample's crop begins, and whether it is mirrored, by the sample's own random numbers."""
@@ -151,34 +162,21 @@ class Pixels:
         return begin, drawn[:, -1] < transform.hflip
 
     def _array(self) -> Tensor:
-        if self._memory is None:
-            size = 3 * self._layout.pixels
-            if self.device == _HOST:  # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
-                self._memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
-            else:
-                self._memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        if self._memory is None:  # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
+            self._memory = torch.frombuffer(_pages(3 * self._layout.pixels), dtype=torch.uint8)
         return self._memory
 
     def _moved(self, array: np.ndarray) -> Tensor:
-        """``array`` on the device, which the host does not wait for."""
-        tensor = torch.from_numpy(array)
-        return tensor if self.device == _HOST else tensor.pin_memory().to(self.device, non_blocking=True)
+        """``array`` on the GPU, which the host does not wait for."""
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
 
-class Stills:
-    """The images of a data set as they are before crop and mirror; those that are ``there`` already are left out."""
-
-    def __init__(self, dataset: ImageDataset, there: np.ndarray) -> None:
-        self._dataset, self._there, self.image_size = copy.copy(dataset), there, dataset.image_size
-        if isinstance(dataset.transform, TrainTransform):
-            self._dataset.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-        """Write image ``index`` into ``out``, uint8 ``[3, S, S]``, and return its label."""
-        return int(self._dataset.labels[index]) if self._there[index] else self._dataset.fill(0, index, out)
+def _stills(dataset: ImageDataset) -> ImageDataset:
+    """``dataset`` without the margin and the mirroring that its transform draws for each epoch."""
+    stills = copy.copy(dataset)
+    if isinstance(dataset.transform, TrainTransform):
+        stills.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
+    return stills
 
 
 def _rows_of(dataset: ImageDataset) -> tuple[np.ndarray, np.ndarray] | None:

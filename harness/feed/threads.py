@@ -10,7 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 
 from harness.feed.crew import Crew
@@ -22,6 +22,29 @@ from harness.runtime.errors import BadSample, LoaderError
 from harness.watch.stages import StageMeter
 
 _POLL_S = 0.5  # how soon a signal to the trainer ends a wait
+
+
+def polls(crew: Crew, settings: FeedSettings, poll_s: float) -> Iterator[HostBatch | None]:
+    """The batches of ``crew`` until there are no more, and None for each wait that was in vain.
+
+    Raises:
+        LoaderError: none came within ``settings.timeout_s``.
+    """
+    waited_s, timeout_s = 0.0, settings.timeout_s
+    while True:
+        begin = time.monotonic()
+        batch = crew.take(min(poll_s, _POLL_S, timeout_s or _POLL_S))
+        if batch is not None:
+            waited_s = 0.0
+        elif crew.through:
+            return
+        else:
+            signals.check()
+            waited_s += time.monotonic() - begin
+            if 0 < timeout_s <= waited_s:
+                raise too_slow(settings)
+        yield batch
+        del batch
 
 
 class ThreadFeed:
@@ -45,9 +68,7 @@ class ThreadFeed:
         self.settings = settings
         self.order = order
         self.most_threads = max(settings.num_workers, os.cpu_count() or 1) if gauge is None else gauge.slots
-        self.meter: StageMeter | None = None
-        with suppress(RuntimeError, OSError):  # no shared memory for it: the feed does without
-            self.meter = StageMeter(stages_of(dataset), self.most_threads)
+        self.meter: StageMeter | None = StageMeter(stages_of(dataset), self.most_threads, shared=False)
         self._dataset, self._gauge = dataset, gauge
         self._epoch = 0
         self._primed: int | None = None  # the epoch of a pass that was begun ahead of time
@@ -104,7 +125,7 @@ class ThreadFeed:
     def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
         given, crew = 0, self._begin()
         try:
-            for batch in self._polls(crew, poll_s):
+            for batch in polls(crew, self.settings, poll_s):
                 if batch is not None and batch.errors:
                     raise BadSample(*batch.errors[0])
                 given += batch is not None
@@ -119,24 +140,6 @@ class ThreadFeed:
                 self._running = False
                 if given < len(self) or not self.settings.persistent_workers:  # what was asked for would come in the next one
                     self.close()
-
-    def _polls(self, crew: Crew, poll_s: float) -> Iterator[HostBatch | None]:
-        """The batches of one pass, and None for each wait that was in vain."""
-        waited_s, timeout_s = 0.0, self.settings.timeout_s
-        while True:
-            begin = time.monotonic()
-            batch = crew.take(min(poll_s, _POLL_S, timeout_s or _POLL_S))
-            if batch is not None:
-                waited_s = 0.0
-            elif crew.through:
-                return
-            else:
-                signals.check()
-                waited_s += time.monotonic() - begin
-                if 0 < timeout_s <= waited_s:
-                    raise too_slow(self.settings)
-            yield batch
-            del batch
 
     def _begin(self) -> Crew:
         """The threads at work on the chosen epoch: the primed pass if it is of that one."""

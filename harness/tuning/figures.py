@@ -69,7 +69,7 @@ class SampleCost:
         wall_s: seconds inside a worker, or inside this process where there are none.
         cpu_s: of these, seconds on a processor.
         variation: standard deviation of ``wall_s`` over its mean.
-        receive_s: processor seconds of the process that takes the batches.
+        receive_s: processor seconds of the process that takes the batches, less what making samples in it took.
         times: (seconds of wall, how many samples took them).
     """
 

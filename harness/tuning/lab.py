@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime.errors import BadSample, LoaderError
@@ -56,7 +58,7 @@ class Lab:
             trial = getattr(self, f"_{ask.kind}")(ask)
         except BadSample as error:
             bad, trial = (error.where, error.reason), Trial(ask.settings, kind)
-        except MemoryError:
+        except (MemoryError, torch.OutOfMemoryError):
             trial = Trial(ask.settings, kind, refused="out of memory")
         except LoaderError as error:
             trial = Trial(ask.settings, kind, refused=_symptom(str(error)))

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from harness.feed.gauge import Gauge, Work
-from harness.feed.interface import Feed, HostBatch
+from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch
 from harness.runtime import signals
 from harness.runtime.errors import LoaderError
 from harness.tuning.figures import Ranks, Rate, SampleCost
@@ -65,19 +65,26 @@ class Until:
     skip: int = 0
 
 
-def measure_supply(feed: Feed, gauge: Gauge, ranks: Ranks, until: Until, now: Clock = time.perf_counter) -> Supply:
+def measure_supply(
+    feed: Feed,
+    gauge: Gauge,
+    ranks: Ranks,
+    until: Until,
+    now: Clock = time.perf_counter,
+    cpu_now: Clock = time.process_time,
+) -> Supply:
     """Take batches from ``feed`` as fast as it gives them, and count samples in its workers; closes the feed.
 
     A worker's batches may take seconds each, and come in bursts: counting batches here would say nothing in a short time.
-    The window opens when every worker has moved and the queue is full. It closes at an interval of 5 %, at one that lies on
-    one side of the target, or after the limit, three of them if the interval is over 20 % (uneven samples). The clock is read
-    before any worker is ended. All ranks stop together.
+    The window opens when every worker has moved and the queue is full, after what is to be skipped. It closes at an interval
+    of 5 %, at one that lies on one side of the target, or after the limit, three of them if the interval is over 20 % (uneven
+    samples). The clock is read before any worker is ended. All ranks stop together.
 
     Raises:
         BadSample: a sample cannot be read.
         LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while longer at the start.
     """
-    meter = _Meter(gauge, max(1, feed.settings.num_workers), in_flight(feed.settings) + until.skip, until)
+    meter = _Meter(gauge, feed.settings, until, cpu_now)
     failure: Exception | None = None
     batches, looked = feed.polled(POLL_S), now()
     try:
@@ -128,15 +135,19 @@ class _Meter:
     """The window of one probe: (time, work so far) pairs, from when the feed runs steadily."""
 
     gauge: Gauge
-    workers: int
-    queue: int  # batches that come before it: what they take is no measure of the feed's speed
+    settings: FeedSettings
     until: Until
+    cpu_now: Clock
     points: list[tuple[float, Work]] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)  # of this process, at each point
     batches: int = 0
     last: HostBatch | None = None
     began: float | None = None  # when every worker had moved, or all were seen to be at work
     seen: tuple[float, int] | None = None  # when a sample was last seen to be done, and how many were
+
+    @property
+    def workers(self) -> int:
+        return max(1, self.settings.num_workers)
 
     def received(self, batch: HostBatch) -> None:
         self.batches += 1
@@ -155,14 +166,15 @@ class _Meter:
 
     def look(self, at: float) -> bool:
         """Note how far the workers are; whether enough is known."""
-        work = self.gauge.read()
-        if self.began is None and (work.moved >= self.workers or self.batches > self.queue):
+        work, skipped = self.gauge.read(), self.batches >= self.until.skip
+        full = self.batches > self.until.skip + in_flight(self.settings)  # what came before is no measure of the feed's speed
+        if self.began is None and (full or (skipped and work.moved >= self.workers)):
             self.began = at
-        if self.began is None or (self.batches <= self.queue and at - self.began < _QUEUE_S and not self.points):
+        if self.began is None or not (full or self.points or at - self.began >= _QUEUE_S):
             return False
         if not self.points or at - self.points[-1][0] >= min(0.02, self.until.limit_s / _BLOCKS):
             self.points.append((at, work))
-            self.cpu_s.append(time.process_time())
+            self.cpu_s.append(self.cpu_now())
         return self._enough(at - self.points[0][0])
 
     def _enough(self, elapsed_s: float) -> bool:
@@ -197,8 +209,10 @@ class _Meter:
         wall = (last.wall_s - first.wall_s) / count
         square = (last.wall_sq_s2 - first.wall_sq_s2) / count
         variation = math.sqrt(max(0.0, square - wall**2)) / wall
-        receive = (self.cpu_s[-1] - self.cpu_s[0]) / count
-        cost = SampleCost(wall, (last.cpu_s - first.cpu_s) / count, variation, receive, last.times_since(first))
+        made, receive = (last.cpu_s - first.cpu_s) / count, (self.cpu_s[-1] - self.cpu_s[0]) / count
+        if self.settings.backend != PROCESSES or self.settings.num_workers == 0:  # the samples are made in this process
+            receive = max(0.0, receive - made)
+        cost = SampleCost(wall, made, variation, receive, last.times_since(first))
         return Supply(self.rate(), count, cost, worker_bytes, self.batches, _owned(self.last))
 
 

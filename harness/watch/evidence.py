@@ -20,6 +20,10 @@ class LoaderSettings(Protocol):
     """What a verdict asks of a loader's settings; the names are torch's."""
 
     @property
+    def backend(self) -> str:
+        """The form of the feed; one of "arrays" never has workers."""
+
+    @property
     def batch_size(self) -> int:
         """Images in a batch."""
 

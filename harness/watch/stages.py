@@ -112,18 +112,19 @@ class StageMeter:
     Args:
         stages: the data set's, in order.
         workers: how many will write, from slot 0 on; without any the process itself does, into slot 0.
+        shared: whether they are processes; threads need no shared memory.
 
     Raises:
         RuntimeError, OSError: there is no shared memory to be had.
         ValueError: two stages have one name, or one has none.
     """
 
-    def __init__(self, stages: Sequence[str], workers: int) -> None:
+    def __init__(self, stages: Sequence[str], workers: int, shared: bool = True) -> None:
         self.stages = (*stages, COLLATE)
         if len({START, *self.stages}) <= len(self.stages):
             raise ValueError(f"stages {self.stages} of a data set: give each a name of its own ({COLLATE!r} is the batch's)")
         self._columns = _COUNTS + 2 * len(self.stages)
-        self._rows = Rows(max(1, workers), self._columns, shared=workers > 0)
+        self._rows = Rows(max(1, workers), self._columns, shared=shared and workers > 0)
 
     def read(self) -> StageTotals:
         """The totals over all slots, now; batches whose time is not divided yet are divided like those before them."""
@@ -266,7 +267,8 @@ class StageTimer:
     def end(self, samples: int, batches: int = 1) -> Stamps:
         """The batch's last sample is there; adds what the batch took to the totals.
 
-        Where workers share a batch each of them times its part, and ``batches`` is 1 for one of these and 0 for the others.
+        Where workers share a batch each of them times its part, and ``batches`` is 1 for one of these and 0 for the others;
+        so it is with ``samples`` where two of them see to the same one.
         """
         made_s = self._now()
         busy_s = made_s - self._begun_s
@@ -277,7 +279,7 @@ class StageTimer:
         self._busy_s += busy_s
         self._undivided_s += busy_s
         if self._timing:
-            self._divide(samples, alone=self._undivided_s == busy_s)
+            self._divide(max(1, samples), alone=self._undivided_s == busy_s)
         return Stamps(self._begun_s, made_s, made_s, made_s)
 
     def _divide(self, samples: int, alone: bool) -> None:

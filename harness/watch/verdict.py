@@ -29,6 +29,7 @@ _FROM_DISK, _CACHED = 0.5, 0.05  # of the bytes read: from here on the page cach
 _WORTH = 0.01  # of the time: a smaller suspect is not worth a word
 _DEEPEST = 8  # batches in flight for each worker; more have not helped
 _MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
+_WORKERLESS = "arrays"  # the form of the feed that never has workers
 _NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch"}
 
 _DOING: dict[Kind, str] = {
@@ -187,7 +188,7 @@ def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
         uneven = f"{workers} workers would do on average, but their batches come unevenly"
         return (f"loader.prefetch_factor={2 * depth}", uneven) if depth < _DEEPEST else (None, "")
     wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(_MOST, int(_MOST_PER_CORE * cores)))
-    if room < 1 + _HARM or wanted <= workers:
+    if room < 1 + _HARM or wanted <= workers or settings.backend == _WORKERLESS:
         return None, ""
     need = f"{1e3 * supply.wall_s:.3g} ms for a sample"
     does = f"1 worker needs {need}" if workers == 1 else f"{workers} workers need {need} each"

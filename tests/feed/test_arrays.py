@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ from harness.feed.interface import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.pixels import Pixels, pixel_bytes, unserved
 from harness.feed.processes import ProcessFeed
-from harness.runtime.errors import BadSample
+from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.seeding import SampleRng
 
 LENGTH, SIDE = 19, 8
@@ -129,6 +132,32 @@ def test_pixels_are_those_of_pillow() -> None:
             assert np.array_equal(image.permute(1, 2, 0).numpy(), expected)
 
 
+def test_a_device_s_way_makes_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All samples at once, as on a GPU, gives what one by one gives on the host."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    images = dataset(arrays())
+    shared = Pixels(images)
+    expected = epochs(feed(images, pixels=shared), 0, 3)
+    shared.device = torch.device("cpu", 0)  # another one than the host, by its name
+    assert_same(epochs(feed(images, pixels=shared), 0, 3), expected)
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="torch has no team of threads here")
+def test_making_batches_starts_no_threads() -> None:
+    """Torch's own would wait for processors that the step has: a thread that makes batches is alone with it."""
+    images, started = ImageDataset(arrays(64, 256), EvalTransform(64), DecodeOptions(), 64, seed=5), []
+
+    def make() -> None:
+        before = len(os.listdir("/proc/self/task"))
+        epochs(feed(images, Order(256, 128)), 0)
+        started.append(len(os.listdir("/proc/self/task")) - before)
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    maker.join()
+    assert started == [0]
+
+
 def test_files_are_read_once() -> None:
     """By the first pass that asks for them; those that its last short batch left out, by a later one."""
     source = Files()
@@ -137,6 +166,60 @@ def test_files_are_read_once() -> None:
     assert sorted(source.reads) == [0] * 3 + [1] * 16
     epochs(made, 1, 2, 3)
     assert source.reads == [1] * LENGTH
+
+
+def test_what_is_there_is_no_matter_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank sees its share of the set alone; a later pass over what it has seen needs no thread, and never waits."""
+    source = Files()
+    made = feed(dataset(source), Order(LENGTH, 4, shuffle=False, world_size=2))
+    first = epochs(made, 0)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
+    assert [batch is not None for batch in made.polled(0.01)] == [True] * len(first)
+    assert sum(source.reads) == sum(len(batch.labels) for batch in first) < LENGTH
+
+
+def test_of_a_batch_only_what_is_missing_is_read() -> None:
+    """Batches that are partly there come in their turn, between those that are there and those that are not."""
+    source = Files()
+    images = dataset(source)
+    shared = Pixels(images)
+    epochs(feed(images, Order(LENGTH, 7, seed=3, drop_last=True, world_size=2), pixels=shared), 0)
+    assert_same(epochs(feed(images, pixels=shared), 1), epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 1))
+    assert source.reads == [1] * LENGTH
+
+
+def test_a_feed_that_is_closed_amid_a_pass_tells() -> None:
+    """What is not there can no longer be read."""
+    made = feed(dataset(Files()))
+    batches = iter(made)
+    next(batches)
+    made.close()
+    with pytest.raises(LoaderError, match="closed amid a pass"):
+        list(batches)
+
+
+def test_readers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a way out that arrays allow."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    text = r"can't start new thread, of 3 that were to read files; set loader.backend=processes loader.num_workers=0$"
+    with pytest.raises(LoaderError, match=text):
+        epochs(feed(dataset(Files()), readers=3), 0)
+
+
+def test_a_read_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a way to find the sample that arrays allow."""
+    gate, source = threading.Event(), Files()
+    monkeypatch.setattr("harness.feed.crew._JOIN_S", 0.05)
+    monkeypatch.setattr(source, "read", lambda _: gate.wait(10.0))
+    made = ArrayFeed(dataset(source), ORDER, samples.settings(timeout_s=0.05))
+    with pytest.raises(LoaderError, match="find the sample with loader.backend=processes loader.num_workers=0$"):
+        epochs(made, 0)
+    gate.set()
+    assert samples.comes_true(lambda: samples.at_work() == [])
 
 
 def test_feeds_may_share_what_was_read() -> None:
@@ -216,6 +299,19 @@ def test_the_gauge_and_the_meter_count_samples() -> None:
     assert totals.stages["gather"].wall_s > 0.5 * totals.busy_s
 
 
+def test_the_meter_knows_what_reading_took() -> None:
+    """Each sample counts once, read or not, and a pass that reads shows what that takes."""
+    made = feed(dataset(Files()), readers=2)
+    epochs(made, 0)
+    assert made.meter is not None
+    first = made.meter.read()
+    assert (first.samples, first.batches) == (LENGTH, 5)
+    assert first.stages["decode"].wall_s > 0 and first.stages["gather"].wall_s > 0
+    epochs(made, 1)
+    later = made.meter.read().since(first)
+    assert (later.samples, later.batches, later.stages["decode"].wall_s) == (LENGTH, 5, 0.0)
+
+
 def test_a_pass_leaves_the_global_generators_alone() -> None:
     """Python's, numpy's and torch's random states are after a pass what they were before."""
 
@@ -268,6 +364,34 @@ def test_too_little_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) ->
         next(iter(feed(dataset(arrays()))))
 
 
+def test_a_gpu_that_is_full_after_all_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is taken when the room is checked, not at the first batch."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    images = dataset(arrays())
+    with monkeypatch.context() as patch:
+        patch.setattr(pixels, "_has_room", lambda *_: True)
+        patch.setattr(torch, "zeros", refuse)
+        shared = Pixels(images, torch.device("cuda", 0))
+    assert shared.device.type == "cpu"
+    assert_same(epochs(feed(images, pixels=shared), 0), epochs(feed(images), 0))
+
+
+def test_images_and_labels_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of a batch, where both are copied."""
+    pinned, empty = [], torch.empty
+
+    def made(*shape: int, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*shape, **more)
+
+    monkeypatch.setattr(torch, "empty", made)
+    Pixels(dataset(arrays())).batch(0, np.arange(4), pin_memory=True)
+    assert pinned == [True, True]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 class TestOnAGpu:
@@ -282,6 +406,18 @@ class TestOnAGpu:
         found = epochs(made, 0, 3)
         assert made.on_device and all(batch.images.device == batch.labels.device == device for batch in found)
         assert_same([b._replace(images=b.images.cpu(), labels=b.labels.cpu()) for b in found], epochs(feed(images), 0, 3))
+
+    def test_memory_is_taken_at_once(self) -> None:
+        """So that a second set sees what the first one leaves."""
+        images = dataset(arrays())
+        before = torch.cuda.memory_allocated()
+        kept = Pixels(images, torch.device("cuda", 0))
+        assert kept.device.type == "cuda" and torch.cuda.memory_allocated() - before >= pixel_bytes(images)
+
+    def test_batches_of_the_host_are_pinned(self) -> None:
+        """Images and labels."""
+        images, labels = Pixels(dataset(arrays())).batch(0, np.arange(4), pin_memory=True)
+        assert images.is_pinned() and labels.is_pinned()
 
     def test_no_step_waits_for_the_device(self) -> None:
         """Making batches of images that are there is a matter of launches alone."""

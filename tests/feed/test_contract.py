@@ -307,10 +307,8 @@ def test_gauge_and_meter_go_together(make_feed: MakeFeed) -> None:
     assert feed.meter.read().stages["draw"].wall_s > 0
 
 
-def test_a_feed_does_without_a_meter_where_there_is_no_memory_for_it(
-    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without shared memory for the meter the batches come all the same, and their stamps with them."""
+def test_a_feed_does_without_shared_memory_for_its_meter(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes have none then, threads never share it; the batches come all the same, and their stamps with them."""
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -318,7 +316,7 @@ def test_a_feed_does_without_a_meter_where_there_is_no_memory_for_it(
     with monkeypatch.context() as patch:
         patch.setattr("torch.Tensor.share_memory_", refuse)
         feed = make_feed(1, samples.Staged(LENGTH))
-    assert feed.meter is None
+    assert (feed.meter is None) == isinstance(feed, ProcessFeed)
     batches = list(feed)
     assert_same(batches, reference())
     assert all(batch.stamps is not None for batch in batches)

@@ -24,6 +24,7 @@ from harness.feed.interface import Feed
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
 from harness.feed.threads import ThreadFeed
+from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
 
@@ -242,6 +243,15 @@ def test_probes_and_training_share_the_images_in_memory() -> None:
     feeds.train(SETTINGS)
     again = feeds.probe(arrays)
     assert isinstance(again, ArrayFeed) and again.pixels is not probe.pixels
+
+
+def test_files_are_read_by_as_many_threads_as_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this rank, whatever torch's own threads are."""
+    monkeypatch.setattr(limits, "measure", lambda ranks: replace(LIMITS, cores=7.5 / ranks))
+    feeds = small(Backend.arrays)
+    feeds.world = replace(CPU, local_size=2)
+    feed = feeds.train(feeds.settings(LIMITS))
+    assert isinstance(feed, ArrayFeed) and feed.readers == 3
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

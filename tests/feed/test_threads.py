@@ -266,17 +266,42 @@ def test_whatever_a_thread_raises_comes_out_of_next(make_feed: MakeFeed, error: 
     assert comes_true(lambda: samples.at_work() == [])
 
 
-def test_an_order_that_fails_comes_out_of_next(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads ask for indices; an error there is as any other."""
+def test_a_failure_comes_in_the_place_of_its_batch(make_feed: MakeFeed, gate: threading.Event) -> None:
+    """The batches before it are given, although they are done later; those behind it do not matter."""
+
+    class Failing(samples.Troubled):
+        def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
+            if index == indices[7]:
+                raise MemoryError("full")
+            return super().fill(epoch, index, out)
+
+    indices = Order(19, 4, seed=3).indices(0)
+    feed = make_feed(2, Failing(19, int(indices[0]), lambda: gate.wait(WAIT_S)))
+    batches = feed.polled(0.01)
+    assert [next(batches) for _ in range(20)] == [None] * 20
+    gate.set()
+    assert_same([next(filter(None, batches))], reference(samples.Noise(19))[:1])
+    with pytest.raises(MemoryError, match="full"):
+        list(batches)
+
+
+def test_an_order_that_fails_comes_out_of_next(
+    make_feed: MakeFeed, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads ask for indices; an error there comes after the batches before it."""
 
     def fail(order: Order, epoch: int) -> Iterator[np.ndarray]:
         yield np.arange(4)
         raise KeyError("second")
 
     monkeypatch.setattr(Order, "batches", fail)
-    feed = make_feed(2, samples.Noise(19))
+    feed = make_feed(2, samples.Troubled(19, 0, lambda: gate.wait(WAIT_S)))
+    batches = feed.polled(0.01)
+    assert [next(batches) for _ in range(20)] == [None] * 20
+    gate.set()
+    assert len(next(filter(None, batches)).labels) == 4
     with pytest.raises(KeyError, match="second"):
-        list(feed)
+        list(batches)
 
 
 @pytest.mark.parametrize("prime", [False, True], ids=["iter", "prime"])

@@ -8,9 +8,10 @@ import random
 from itertools import product
 
 import pytest
-from machines import Machine, own, search
+from machines import Machine, own, problem, search
 
 from harness.feed.arrays import in_form
+from harness.tuning.evidence import Evidence
 from harness.tuning.figures import Trial
 from harness.tuning.search import Ask, with_workers
 
@@ -18,6 +19,15 @@ MOST = 16
 FORMS = {"processes": 1.0, "threads": 1.15}
 DECODED = {**FORMS, "arrays": 100.0}
 NOISE = pytest.mark.parametrize("noise", [0.0, 0.02], ids=["exact", "noisy"])
+
+
+def test_receiving_counts_beside_making() -> None:
+    """The most that processors allow is with both of them and the step, each of them once."""
+    machine = Machine(0.004, 0.004, demand=1000, cores=3.0, step_cpu_s=0.001, receive_s=0.001)
+    found = Evidence(problem(machine, own(8)))
+    found.note(found.problem.calibration[0])
+    assert found.roofline("processes") == pytest.approx(machine.cores / 0.006)
+    assert machine.delivered(own(8)) == pytest.approx(found.roofline("processes"))
 
 
 def best(machine: Machine, workers: int) -> float:

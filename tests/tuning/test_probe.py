@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,7 +41,8 @@ class TimedFeed:
     """Workers that each make ``rate`` samples a second from ``start_s`` on, on a clock of their own; ``queue_s`` more at first.
 
     In the first ``queue_s`` seconds they are ten times as fast, as long as the queue takes them. ``failure`` is raised at 2 s.
-    The work of ``idle`` ones is done by the others.
+    The work of ``idle`` ones is done by the others. In the first ``cold_s`` seconds they are ten times as slow. Each sample
+    takes this process ``receive_s`` of a processor, and half its time more where it is made here.
     """
 
     on_device = False
@@ -48,8 +50,10 @@ class TimedFeed:
     worker_pids = ()
 
     def __init__(self, rate: float, workers: int = 2, start_s: float = 0.5, *, queue_s: float = 0.0,
-                 failure: Exception | None = None, ends_s: float = math.inf, idle: int = 0) -> None:  # fmt: skip
-        self.settings = samples.settings(workers, batch_size=BATCH)
+                 failure: Exception | None = None, ends_s: float = math.inf, idle: int = 0,
+                 cold_s: float = 0.0, receive_s: float = 0.0, backend: str = "processes") -> None:  # fmt: skip
+        self.settings = dataclasses.replace(samples.settings(workers, batch_size=BATCH), backend=backend)
+        self.cold_s, self.receive_s = cold_s, receive_s
         self.gauge, self.idle = Gauge(workers), idle
         self.rate, self.start_s, self.queue_s, self.failure, self.ends_s = rate, start_s, queue_s, failure, ends_s
         self.clock = 1000.0
@@ -58,6 +62,10 @@ class TimedFeed:
 
     def now(self) -> float:
         return self.clock
+
+    def cpu_now(self) -> float:
+        work, here = self.gauge.read(), self.settings.backend != "processes" or not self.settings.num_workers
+        return work.samples * self.receive_s + (work.cpu_s if here else 0.0)
 
     def set_epoch(self, epoch: int) -> None: ...
 
@@ -78,7 +86,9 @@ class TimedFeed:
             if self.failure is not None and elapsed > 2:
                 raise self.failure
             active = max(0.0, min(elapsed, self.ends_s) - self.start_s)
-            due = int(len(self.worker_slots) * self.rate * (active + 9 * min(active, self.queue_s)))
+            due = int(
+                len(self.worker_slots) * self.rate * (active + 9 * min(active, self.queue_s) - 0.9 * min(active, self.cold_s))
+            )
             for sample in range(done, due):
                 self.gauge.add(sample % (len(self.worker_slots) - self.idle), 1 / self.rate, 0.5 / self.rate)
             done = max(done, due)
@@ -99,7 +109,7 @@ def measure(
     feed: TimedFeed, limit_s: float = 1.5, target: float | None = None, ranks: OneRank | None = None, need_batch: bool = False
 ) -> Supply:
     typed: Feed = feed
-    return measure_supply(typed, feed.gauge, ranks or OneRank(), Until(limit_s, target, need_batch), now=feed.now)
+    return measure_supply(typed, feed.gauge, ranks or OneRank(), Until(limit_s, target, need_batch), feed.now, feed.cpu_now)
 
 
 def test_samples_are_counted_in_the_workers() -> None:
@@ -123,6 +133,23 @@ def test_a_probe_may_begin_after_some_batches() -> None:
     feed = TimedFeed(rate=500.0, queue_s=0.03)
     supply = measure_supply(feed, feed.gauge, OneRank(), Until(1.5, skip=50), now=feed.now)
     assert supply.batches > 50 + supply.images // BATCH
+
+
+def test_what_is_skipped_is_not_measured_however_long_it_takes() -> None:
+    """The window opens behind it, not a second after the start: what is made only once may be slow."""
+    feed = TimedFeed(rate=100.0, cold_s=3.0)  # in which time six batches come
+    supply = measure_supply(feed, feed.gauge, OneRank(), Until(1.5, skip=6), now=feed.now)
+    assert supply.rate.images_per_s == pytest.approx(200.0, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers"), [("processes", 2), ("processes", 0), ("threads", 2), ("arrays", 0)],
+    ids=["processes", "the trainer", "threads", "arrays"],
+)  # fmt: skip
+def test_making_a_sample_here_is_not_receiving_it(backend: str, workers: int) -> None:
+    """Processor time counts once, wherever it was spent."""
+    cost = measure(TimedFeed(rate=100.0, workers=workers, backend=backend, receive_s=0.002)).cost
+    assert (cost.cpu_s, cost.receive_s) == (pytest.approx(0.005), pytest.approx(0.002))
 
 
 def test_workers_that_have_nothing_to_do_are_not_waited_for() -> None:

@@ -124,6 +124,18 @@ def test_totals_are_those_of_all_workers(clocks: Clocks) -> None:
     assert totals.stages["read"].cpu_s == pytest.approx(0.0)
 
 
+def test_two_may_see_to_the_same_samples(clocks: Clocks) -> None:
+    """The one that counts them and the one that does not both add their time."""
+    meter = StageMeter(STAGES, 2, shared=False)
+    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
+    timer = meter.timer(1, clocks.now, clocks.cpu_now)
+    timer.begin(1)
+    clocks.wall_s += 3.0
+    timer.end(0, batches=0)
+    totals = meter.read()
+    assert (totals.samples, totals.batches, totals.busy_s) == (1, 1, pytest.approx(5.0))
+
+
 def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
     """The totals of a slot survive its worker; since() leaves out what was there before."""
     meter = StageMeter(STAGES, 1)

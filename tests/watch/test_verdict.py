@@ -12,6 +12,7 @@ import pytest
 import samples
 
 from harness.config import Config, walk
+from harness.feed.arrays import in_form
 from harness.watch.evidence import Evidence, RankFigures
 from harness.watch.figures import Ledger, Spread
 from harness.watch.stages import StageCost, StageTotals
@@ -402,6 +403,10 @@ def test_a_network_that_sets_the_pace_is_told_what_it_does_not_do_yet(settings: 
         pytest.param(
             evidence(0.5, stages=WAITING, window={"images_per_s": 9000.0}, settings=samples.settings(32)), None,
             id="as many as there may be",
+        ),
+        pytest.param(
+            on_cpu(0.4, stages={"gather": (0.7, 0.7)}, settings=in_form(samples.settings(0, batch_size=64), "arrays"),
+                   window={"images_per_s": 150.0}, sampled={Tag.CPU_CORES: 0.9}), None, id="arrays have no workers",
         ),
         pytest.param(
             evidence(
