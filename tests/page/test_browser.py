@@ -220,7 +220,7 @@ def test_the_numbers_behind_a_chart_are_a_table(show: Callable[..., webdriver.Ch
     """Opened, it has a row for every group of windows."""
     page = show("cpu_run")
     one(page, ".course summary").click()
-    assert len(page.find_elements(By.CSS_SELECTOR, ".course details tbody tr")) == 40
+    until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, ".course details tbody tr")) == 40)
 
 
 def test_the_next_step_is_copied(show: Callable[..., webdriver.Chrome]) -> None:
