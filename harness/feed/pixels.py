@@ -132,13 +132,11 @@ class Pixels:
         begin, mirrored = self._drawn(epoch, indices)
         if self.device != _HOST:
             return self._gathered(indices, begin, mirrored)
-        size, windows = self._layout.size, self._layout.windows(self._array()).unflatten(2, (-1, 3)).numpy()
-        images = torch.empty(len(indices), size, size, 3, dtype=torch.uint8, pin_memory=pin_memory)
-        # one by one: torch's team of threads would wait for processors that the step has, for longer than all the rest takes
-        for out, place, turned in zip(images.numpy(), begin.tolist(), mirrored.tolist(), strict=True):
-            out[:] = windows[place, :, ::-1] if turned else windows[place]
-        labels = torch.empty(len(indices), dtype=torch.int64, pin_memory=pin_memory)
-        return images.permute(0, 3, 1, 2), torch.index_select(self._labels, 0, torch.from_numpy(indices), out=labels)
+        # by numpy: torch's team of threads would wait for processors that the step has, for longer than all the rest takes
+        cut = self._layout.windows(self._array()).numpy()[begin]
+        _mirror(cut.reshape(len(indices), self._layout.size, -1, 3), np.flatnonzero(mirrored))
+        images, labels = torch.from_numpy(cut), torch.from_numpy(self._labels.numpy()[indices])
+        return _as_images(images.pin_memory() if pin_memory else images), labels.pin_memory() if pin_memory else labels
 
     def _gathered(self, indices: np.ndarray, begin: np.ndarray, mirrored: np.ndarray) -> tuple[Tensor, Tensor]:
         """As ``batch``, by a few launches for all samples together."""
@@ -169,6 +167,15 @@ class Pixels:
     def _moved(self, array: np.ndarray) -> Tensor:
         """``array`` on the GPU, which the host does not wait for."""
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+
+def _mirror(images: np.ndarray, which: np.ndarray) -> None:
+    """Mirror ``which`` of ``images``, uint8 ``[N, S, S, 3]``, left and right, in place."""
+    plain = images[which]
+    mirrored = np.empty_like(plain)
+    for channel in range(3):  # in a quarter of the time of all three at once
+        mirrored[..., channel] = plain[:, :, ::-1, channel]
+    images[which] = mirrored
 
 
 def _stills(dataset: ImageDataset) -> ImageDataset:

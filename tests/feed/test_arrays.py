@@ -381,15 +381,18 @@ def test_a_gpu_that_is_full_after_all_leaves_it_to_the_host(monkeypatch: pytest.
 
 def test_images_and_labels_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of a batch, where both are copied."""
-    pinned, empty = [], torch.empty
+    pinned: list[torch.dtype] = []
 
-    def made(*shape: int, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        pinned.append(pin_memory)
-        return empty(*shape, **more)
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.dtype)
+        return tensor
 
-    monkeypatch.setattr(torch, "empty", made)
-    Pixels(dataset(arrays())).batch(0, np.arange(4), pin_memory=True)
-    assert pinned == [True, True]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    pixels = Pixels(dataset(arrays()))
+    pixels.batch(0, np.arange(4), pin_memory=False)
+    assert pinned == []
+    pixels.batch(0, np.arange(4), pin_memory=True)
+    assert pinned == [torch.uint8, torch.int64]
 
 
 @pytest.mark.gpu
