@@ -9,7 +9,6 @@ import random
 import threading
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
