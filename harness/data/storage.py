@@ -103,10 +103,18 @@ class FolderSource:
 
 def _read_regular(path: bytes) -> bytes:
     # A FIFO may have taken the file's place since the scan: without O_NONBLOCK, opening it would wait for ever.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        state = os.fstat(file)
+        if not stat.S_ISREG(state.st_mode):
             raise OSError("not a regular file")
-        return file.readall()
+        data = os.read(file, state.st_size + 1)  # most often all: a thread asks for the interpreter after each call
+        parts = [data]
+        while len(data) != state.st_size and parts[-1]:  # it has grown or shrunk meanwhile, or it is read in pieces
+            parts.append(os.read(file, 1 << 20))
+        return data if len(parts) == 1 else b"".join(parts)
+    finally:
+        os.close(file)
 
 
 def _check_folder(path: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ def uniforms(seed: int, epoch: int, indices: np.ndarray, draws: int, stream: int
         return (_mixed_array(states[:, None] + steps) >> np.uint64(11)) * 2.0**-53
 
 
+@lru_cache(maxsize=64)
 def _start(seed: int, epoch: int, stream: int) -> int:
     assert 0 <= seed < 2**32 and 0 <= epoch < 2**32
     return _mixed((_mixed(stream) + (seed << 32 | epoch)) & _MASK)

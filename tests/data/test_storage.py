@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,6 +56,22 @@ def test_a_good_file_needs_no_name(tree: Path, monkeypatch: pytest.MonkeyPatch) 
     source = FolderSource(tree)
     monkeypatch.delattr(FolderSource, "where")
     assert source.read(0) == (JPEG, 0)
+
+
+@pytest.mark.parametrize("most", [7, 1 << 20], ids=["in pieces", "at once"])
+@pytest.mark.parametrize("claimed", [-1, 0, 1], ids=["shrunk", "as it was", "grown"])
+def test_a_file_is_read_to_its_end(tree: Path, monkeypatch: pytest.MonkeyPatch, most: int, claimed: int) -> None:
+    """However few bytes a call gives, and whatever size the file had a moment ago."""
+    source, read, state = FolderSource(tree), os.read, os.fstat
+    expected = Path(source.where(0)).read_bytes()
+
+    def fstat(file: int) -> SimpleNamespace:
+        found = state(file)
+        return SimpleNamespace(st_mode=found.st_mode, st_size=found.st_size - claimed)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    monkeypatch.setattr(os, "read", lambda file, size: read(file, min(size, most)))
+    assert source.read(0)[0] == expected
 
 
 def test_a_folder_is_read_in_the_order_of_its_names(tree: Path) -> None:
