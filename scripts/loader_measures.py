@@ -77,13 +77,12 @@ def composed(*overrides: str) -> Config:
     schema.register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
-    found = GlobalHydra.instance()
-    before, found.hydra = found.hydra, None  # there is one in the whole process
+    before, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # there is one in the whole process
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             return schema.load(compose("config", overrides=["device=cpu", f"loader.batch_size={BATCH_SIZE}", *overrides]))
     finally:
-        found.hydra = before
+        GlobalHydra.instance().hydra = before  # the block above leaves another instance behind
 
 
 @contextmanager
