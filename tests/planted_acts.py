@@ -65,7 +65,7 @@ def asynchronous(act: Callable[[EmulatedStream], object], data: Splits | None = 
         return read(self)
 
     with (
-        patch("harness.watch.station.StepClock", lambda *_: clock),
+        patch("harness.watch.station.StepClock", lambda *_, **__: clock),
         patch.object(Step, "read", waiting_read),
         stepping(lambda: act(device), data),
     ):
