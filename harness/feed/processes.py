@@ -261,9 +261,9 @@ class _Batches(Dataset[HostBatch]):
 
     def __getitems__(self, key: Key) -> HostBatch:
         epoch, indices = key
-        filler, count, size = self._filler or self._new_filler(), len(indices), self.dataset.image_size
-        filler.begin(count)
-        images = _empty_images(count, size)
+        filler, count = self._filler or self._new_filler(), len(indices)
+        filler.begin(count)  # what the batch takes besides its samples begins here
+        images = _empty_images(count, self.dataset.image_size)
         labels = torch.zeros(count, dtype=torch.int64)
         errors, stamps = filler.fill(epoch, indices, images.numpy(), labels.numpy())
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
