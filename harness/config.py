@@ -42,6 +42,7 @@ DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
 
 
 _CONF = Path(__file__).parents[1] / "conf"
+_Refusal = tuple[bool, str]  # whether settings are at odds, and how to say so
 
 
 def setting(default: Any, text: str, **limits: Any) -> Any:
@@ -388,10 +389,15 @@ def _shown(value: Any) -> str:
 
 def _check_together(c: Config) -> None:
     """Refuse settings that contradict each other or have no effect together."""
+    for wrong, text in (*_loader_refusals(c), *_training_refusals(c), *_run_refusals(c)):
+        if wrong:
+            raise ConfigError(text)
+
+
+def _loader_refusals(c: Config) -> tuple[_Refusal, ...]:
     load_, val = c.loader, c.loader.val
     val_workers = load_.num_workers if val.num_workers is None else val.num_workers
-    plain_augment, steps = AugmentConfig(), c.profile.steps
-    refused = (
+    return (
         (load_.num_workers == 0 and load_.prefetch_factor is not None,
          f"loader.prefetch_factor={load_.prefetch_factor}: has no effect with loader.num_workers=0; set it to null or "
          "loader.num_workers to 1 or more"),
@@ -419,6 +425,12 @@ def _check_together(c: Config) -> None:
                 ("val.prefetch_factor", val.prefetch_factor),
             )
         ),
+    )  # fmt: skip
+
+
+def _training_refusals(c: Config) -> tuple[_Refusal, ...]:
+    plain_augment = AugmentConfig()
+    return (
         (c.data.cache is DataCache.none and c.data.cache_gb is not None,
          f"data.cache_gb={c.data.cache_gb}: has no effect with data.cache=none; add data.cache=ram or data.cache=disk"),
         (c.data.cache is DataCache.none and c.data.cache_max_side is not None,
@@ -438,15 +450,21 @@ def _check_together(c: Config) -> None:
         (c.data.eval_resize is not None and c.data.eval_resize < c.data.image_size,
          f"data.eval_resize={c.data.eval_resize}: smaller than data.image_size={c.data.image_size}; raise it or set it "
          "to null"),
+    )  # fmt: skip
+
+
+def _run_refusals(c: Config) -> tuple[_Refusal, ...]:
+    steps = c.profile.steps
+    return (
         (c.mode is Mode.evaluate and c.model.weights is None and c.resume is None,
          "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH"),
-        (c.mode is not Mode.train and load_.autotune,
+        (c.mode is not Mode.train and c.loader.autotune,
          f"loader.autotune=true: has no effect with mode={c.mode.name}; set it to false"),
         (c.mode is Mode.diagnose and c.resume is not None,
          f"resume={c.resume}: has no effect with mode=diagnose, which trains nothing; set it to null"),
         (c.mode is Mode.diagnose and c.data.name == "fake",
          "mode=diagnose: data=fake loads nothing that could be diagnosed; name a data set with data=NAME"),
-        (c.data.name == "fake" and load_.autotune,
+        (c.data.name == "fake" and c.loader.autotune,
          "loader.autotune=true: has no effect with data=fake, which loads nothing; set it to false"),
         (c.resume == "auto" and c.run.name is None,
          "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME, or resume=PATH"),
@@ -460,9 +478,6 @@ def _check_together(c: Config) -> None:
         (steps is not None and not _is_range(steps),
          f"profile.steps={steps}: write the first and the last step, such as 10-20"),
     )  # fmt: skip
-    for wrong, text in refused:
-        if wrong:
-            raise ConfigError(text)
 
 
 def _is_range(text: str) -> bool:

@@ -37,7 +37,7 @@ from scripts.loader_page import NORMALISED, UNCACHED, show
 from scripts.loader_peers import DECODE, EXAMPLES, PEERS
 from scripts.loader_score import AGAIN, BARE, KEY
 from scripts.loader_turn import FailedError, ask
-from scripts.measured import machine, write
+from scripts.measured import listed, machine, write
 from scripts.tuner_workloads import WORKLOADS, cifar_like
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,18 +257,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _listed(parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(known) if given is None else tuple(given.split(","))
-    if unknown := set(names) - set(known):
-        parser.error(f"{option}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return names
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     a = parser.parse_args(argv)
-    parts = _listed(parser, "--part", a.part, [*PARTS])
-    workloads = _listed(parser, "--workloads", a.workloads, [*WORKLOADS])
+    parts = listed(parser, "--part", a.part, [*PARTS])
+    workloads = listed(parser, "--workloads", a.workloads, [*WORKLOADS])
     results = Results(a.results)
     if not a.table:
         a.folder.mkdir(parents=True, exist_ok=True)

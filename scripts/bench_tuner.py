@@ -246,13 +246,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _listed(parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(known) if given is None else tuple(given.split(","))
-    if unknown := set(names) - set(known):
-        parser.error(f"{option}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return names
-
-
 def _passed_on(a: argparse.Namespace) -> Iterator[str]:
     """The options that a run of this script in another namespace needs."""
     for name in ("results", "folder", "strategies", "auto_repeats", "choosing_rounds", "rounds", "seconds"):
@@ -263,12 +256,14 @@ def _passed_on(a: argparse.Namespace) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     a = parser.parse_args(argv)
-    names = _listed(parser, "--only", a.only, [*WORKLOADS, *VARIANTS])
+    from scripts.measured import listed
+
+    names = listed(parser, "--only", a.only, [*WORKLOADS, *VARIANTS])
     results = Results(a.results)
     if not (a.table or a.write):
         from scripts.tuner_strategies import STRATEGIES
 
-        strategies = _listed(parser, "--strategies", a.strategies, [*STRATEGIES])
+        strategies = listed(parser, "--strategies", a.strategies, [*STRATEGIES])
         deadline = time.monotonic() + 60 * a.minutes
         plan = Plan(strategies, a.auto_repeats, a.choosing_rounds, a.rounds, a.seconds, deadline)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,14 @@ def write(path: Path, value: Mapping[str, Any] | str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def listed(parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    """The names ``given`` to an ``option``, with commas between; all that are ``known`` where none are."""
+    names = tuple(known) if given is None else tuple(given.split(","))
+    if unknown := set(names) - set(known):
+        parser.error(f"{option}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return names
 
 
 def plain(value: Any) -> Any:

@@ -93,7 +93,7 @@ def from_storage_bytes() -> int:
     """
     try:
         return int(psutil.Process().io_counters().read_bytes)
-    except (AttributeError, NotImplementedError, psutil.Error, OSError) as error:
+    except (AttributeError, RuntimeError, psutil.Error, OSError) as error:  # psutil raises all of these
         raise UnmeasuredError("this system does not tell what comes from storage and what from the page cache") from error
 
 

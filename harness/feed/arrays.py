@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from harness.data.images import ImageDataset
 from harness.feed.course import AHEAD, Course
 from harness.feed.gauge import Gauge
 from harness.feed.interface import ARRAYS as ARRAYS
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, stages_of
+from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, only_batches, stages_of
 from harness.feed.order import Order, ProbeOrder
 from harness.feed.pixels import Pixels
 from harness.runtime import limits
@@ -89,10 +88,7 @@ class ArrayFeed:
             self._primed = True
 
     def __iter__(self) -> Iterator[HostBatch]:
-        with closing(self._run(_POLL_S)) as batches:
-            for batch in batches:
-                if batch is not None:
-                    yield batch
+        return only_batches(self._run(_POLL_S))
 
     def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
         """One pass that gives None whenever ``poll_s`` seconds went by without a batch, which is where files are read."""

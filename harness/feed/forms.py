@@ -59,9 +59,8 @@ class Feeds:
         Raises:
             ConfigError: the form that the user named cannot serve the data set.
         """
-        if (
-            self.config.loader.pin_memory and self.world.device.type != "cuda"
-        ):  # accepted, so that a sweep over it runs anywhere
+        if self.config.loader.pin_memory and self.world.device.type != "cuda":
+            # accepted, so that a sweep over it runs anywhere
             _log.warning("loader.pin_memory=true has no effect on %s: there is no copy to a device", self.world.device.type)
         return self.derived_settings(limits)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -101,6 +102,12 @@ class Feed(Protocol):
     def close(self) -> None:
         """End the workers, if any; safe to call twice."""
         ...
+
+
+def only_batches(polled: Generator[HostBatch | None, None, None]) -> Iterator[HostBatch]:
+    """The batches of a pass without the waits that were in vain; the pass is closed with this."""
+    with closing(polled) as batches:
+        yield from filter(None, batches)  # not a loop, whose variable would hold a batch while the next one is awaited
 
 
 class FillableDataset(Protocol):

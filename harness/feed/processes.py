@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from harness.feed.fill import Filler
 from harness.feed.gauge import Gauge
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, stages_of, too_slow
+from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, only_batches, stages_of, too_slow
 from harness.feed.order import Order, ProbeOrder
 from harness.runtime import signals, workers
 from harness.runtime.errors import BadSample, LoaderError
@@ -91,10 +91,7 @@ class ProcessFeed:
         threading.Thread(target=self._prime, args=(*self._primed, device), name="prime").start()
 
     def __iter__(self) -> Iterator[HostBatch]:
-        with closing(self._run(_POLL_S)) as batches:
-            for batch in batches:
-                if batch is not None:
-                    yield batch
+        return only_batches(self._run(_POLL_S))
 
     def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
         """One pass that gives None whenever ``poll_s`` seconds, at most 2, went by without a batch; never without workers."""

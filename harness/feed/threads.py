@@ -10,12 +10,11 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
 from dataclasses import replace
 
 from harness.feed.crew import Crew
 from harness.feed.gauge import Gauge
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, stages_of, too_slow
+from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, only_batches, stages_of, too_slow
 from harness.feed.order import Order, ProbeOrder
 from harness.runtime import signals
 from harness.runtime.errors import BadSample, LoaderError
@@ -108,8 +107,7 @@ class ThreadFeed:
             self._crew.resize(threads)
 
     def __iter__(self) -> Iterator[HostBatch]:
-        with closing(self._run(_POLL_S)) as batches:
-            yield from filter(None, batches)  # not a loop, whose variable would hold a batch while the next one is awaited
+        return only_batches(self._run(_POLL_S))
 
     def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
         """One pass that gives None whenever ``poll_s`` seconds, at most 0.5, went by without a batch; never without threads."""

@@ -1,11 +1,11 @@
 """Where the workers' time goes: what reading, decoding, each transform and the batch around them take.
 
 A worker times every batch, by two looks at the clock, and finds out how that time divides by *laps*: a data set that names
-its ``stages`` is given a function to call at the end of each. It times as many samples as keep the laps' own cost below a
-thousandth of the work: all of them where a sample takes ten milliseconds, one in a few where it takes one, some in one batch
-of many where it takes microseconds. What a worker took is exact either way. How it divides is exact where all samples are
-timed; else it follows the last few hundred that were, so that a rare slow sample shows in its stage only if it is among them,
-and then counts for those that were not.
+its ``stages`` is given a function to call at the end of each. It times as many samples as are reckoned to keep the laps' own
+cost below a thousandth of the work: all of them where a sample takes ten milliseconds, one in a few where it takes one, some
+in one batch of many where it takes microseconds. What a worker took is exact either way. How it divides is exact where all
+samples are timed; else it follows the last few hundred that were, so that a rare slow sample shows in its stage only if it
+is among them, and then counts for those that were not.
 """
 
 from __future__ import annotations

@@ -263,10 +263,10 @@ def test_the_gauge_times_the_sample_alone(make_feed: MakeFeed, monkeypatch: pyte
     assert gauge.read() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
 
 
-@with_and_without_workers
-def test_the_meter_counts_what_each_worker_makes(make_feed: MakeFeed, num_workers: int) -> None:
+@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")])
+def test_the_meter_counts_what_each_worker_makes(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
     """Through two passes with new workers, every sample and batch counts once, and the stages add up to the busy time."""
-    feed = make_feed(num_workers, samples.Staged(LENGTH))
+    feed = make_feed(num_workers, samples.Staged(LENGTH), start_method=start_method)
     assert_same(passes(feed), reference(2))
     assert feed.meter is not None
     totals = feed.meter.read()

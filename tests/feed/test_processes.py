@@ -235,19 +235,6 @@ def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers
     assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
 
 
-@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")])
-def test_the_meter_counts_what_each_worker_makes(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
-    """Through two passes with new workers, every sample and batch counts once, and the stages add up to the busy time."""
-    feed = make_feed(num_workers, samples.Staged(LENGTH), start_method=start_method)
-    assert_same(epochs(feed), epochs(make_feed(0)))
-    assert feed.meter is not None
-    totals = feed.meter.read()
-    assert (totals.samples, totals.batches) == (2 * LENGTH, 10)
-    assert list(totals.stages) == ["draw", "label", "collate"]
-    assert sum(cost.wall_s for cost in totals.stages.values()) == pytest.approx(totals.busy_s)
-    assert totals.stages["draw"].wall_s > 0 and totals.stages["draw"].cpu_s > 0
-
-
 def test_stamps_follow_a_batch_from_its_worker(make_feed: MakeFeed) -> None:
     """A batch is begun, made, received and given out in this order, on one clock."""
     for batch in make_feed(2):
