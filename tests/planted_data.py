@@ -7,6 +7,7 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -75,8 +76,21 @@ class ColdFolder(FolderSource):
 
     def __init__(self, root: Path, cold: bool) -> None:
         super().__init__(root)
+        self._repeat(cold)
+
+    def _repeat(self, cold: bool) -> None:
         self.files, self.cold = len(self.labels), cold
         self.labels = np.resize(self.labels, IMAGES)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return super().__getstate__(), self.cold
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[0])
+        self._repeat(state[1])
 
     def _path(self, i: int) -> bytes:
         return super()._path(i % self.files)

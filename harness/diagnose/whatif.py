@@ -34,6 +34,7 @@ _DOING: Mapping[str, str] = {
     "decode": "decoding",
     "augment": "augmentation",
     "collate": "putting batches together",
+    "transport": "getting memory that processes share",
 }
 
 

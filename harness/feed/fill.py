@@ -35,6 +35,10 @@ class Filler:
         """A run of so many samples begins; what happens until ``fill`` is the batch's, not a sample's."""
         self._timers = self._timer.begin(samples)
 
+    def share(self) -> None:
+        """The batch gets memory that another process can map: that is handing it over."""
+        self._timer.share()
+
     def fill(
         self, epoch: int, indices: np.ndarray, pixels: np.ndarray, labels: np.ndarray, batches: int = 1
     ) -> tuple[Errors, Stamps]:

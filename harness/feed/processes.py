@@ -260,7 +260,9 @@ class _Batches(Dataset[HostBatch]):
         epoch, indices = key
         filler, count = self._filler or self._new_filler(), len(indices)
         filler.begin(count)  # what the batch takes besides its samples begins here
-        images = _empty_images(count, self.dataset.image_size)
+        size = self.dataset.image_size
+        filler.share()
+        images = _empty_images(count, size)
         labels = torch.zeros(count, dtype=torch.int64)
         errors, stamps = filler.fill(epoch, indices, images.numpy(), labels.numpy())
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)

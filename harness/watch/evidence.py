@@ -130,7 +130,9 @@ class Reckoning:
         found["copy"] = self.copy + self.starved * parts.get("move", 0.0)
         found["transport"] = self.starved * (parts.get("transport", 0.0) + parts.get("pin", 0.0))
         made = self.starved * parts["make"]
-        return found | {kind: made * share for kind, share in (self.supply.parts.items() if self.supply else ())}
+        for kind, share in self.supply.parts.items() if self.supply else ():
+            found[kind] = found.get(kind, 0.0) + made * share
+        return found
 
     def unmade(self) -> float:
         """The share of the time that steps would wait for batches if those were here as soon as they are made."""

@@ -14,14 +14,18 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
 from harness.watch.rows import Rows
 
 START = ""  # told to a lap at the beginning of a sample
-SAMPLE, COLLATE = "sample", "collate"  # all of a sample, where a data set names no stages; a batch but for its samples
-GROUPS: Mapping[str, str] = MappingProxyType({"read": "storage", "decode": "decode", COLLATE: "collate", SAMPLE: "sample"})
+SAMPLE = "sample"  # all of a sample, where a data set names no stages
+COLLATE, SHARE = "collate", "share"  # a batch but for its samples; of that, memory that another process can map
+GROUPS: Mapping[str, str] = MappingProxyType(
+    {"read": "storage", "decode": "decode", COLLATE: "collate", SHARE: "transport", SAMPLE: "sample"}
+)
 AUGMENT = "augment"  # the group of every stage that is not in GROUPS
 
 Clock = Callable[[], float]
@@ -82,7 +86,7 @@ class StageTotals:
         samples: how many they have made.
         batches: how many they have made.
         busy_s: wall seconds that they spent on them, summed over the workers; the stages' wall seconds add up to it.
-        stages: by name, in the order in which a sample goes through them; last ``collate``.
+        stages: by name, in the order in which a sample goes through them; then ``collate``, and ``share`` of processes.
     """
 
     samples: int
@@ -120,11 +124,14 @@ class StageMeter:
     """
 
     def __init__(self, stages: Sequence[str], workers: int, shared: bool = True) -> None:
-        self.stages = (*stages, COLLATE)
-        if len({START, *self.stages}) <= len(self.stages):
-            raise ValueError(f"stages {self.stages} of a data set: give each a name of its own ({COLLATE!r} is the batch's)")
+        shared = shared and workers > 0
+        self.stages = (*stages, COLLATE, SHARE) if shared else (*stages, COLLATE)
+        self._of_samples = tuple(stages)
+        if len({START, COLLATE, SHARE, *stages}) < len(stages) + 3:
+            own = f"{COLLATE!r} and {SHARE!r} are the batch's"
+            raise ValueError(f"stages {self._of_samples} of a data set: give each a name of its own ({own})")
         self._columns = _COUNTS + 2 * len(self.stages)
-        self._rows = Rows(max(1, workers), self._columns, shared=shared and workers > 0)
+        self._rows = Rows(max(1, workers), self._columns, shared=shared)
 
     def read(self) -> StageTotals:
         """The totals over all slots, now; batches whose time is not divided yet are divided like those before them."""
@@ -137,7 +144,7 @@ class StageMeter:
     def timer(self, slot: int, now: Clock = time.perf_counter, cpu_now: Clock = time.thread_time) -> StageTimer:
         """What writes the row of worker ``slot``; used in its process, and in one thread at a time."""
         row = self._rows.cells[slot * self._columns : (slot + 1) * self._columns]
-        return StageTimer(row, self.stages[:-1], now, cpu_now)
+        return StageTimer(row, self._of_samples, SHARE in self.stages, now, cpu_now)
 
 
 class Laps:
@@ -236,14 +243,16 @@ class _Recent:
 
 
 class StageTimer:
-    """Times the batches of one worker: for each batch ``begin``, ``fill`` and ``end``, in this order."""
+    """Times the batches of one worker: for each batch ``begin``, ``share`` where it is shared, ``fill`` and ``end``."""
 
-    def __init__(self, row: memoryview[float], stages: Sequence[str], now: Clock, cpu_now: Clock) -> None:
-        self._row, self._now, self._cpu_now = row, now, cpu_now
+    def __init__(self, row: memoryview[float], stages: Sequence[str], shares: bool, now: Clock, cpu_now: Clock) -> None:
+        self._row, self._shares, self._now, self._cpu_now = row, shares, now, cpu_now
         self._laps, self._cpu_laps = Laps(stages, _WALL_BUDGET, now), Laps(stages, _CPU_BUDGET, now, cpu_now)
-        self._wall, self._both = _Recent(len(stages) + 1), _Recent(2 * len(stages) + 2)
+        columns = len(stages) + 1 + shares
+        self._wall, self._both = _Recent(columns), _Recent(2 * columns)
         self._timing = False  # whether samples of this batch are timed
-        self._begun_s = self._filling_s = self._begun_cpu_s = self._filling_cpu_s = 0.0
+        self._begun_s = self._sharing_s = self._filling_s = 0.0
+        self._begun_cpu_s = self._sharing_cpu_s = self._filling_cpu_s = 0.0
         self._busy_s = self._undivided_s = 0.0  # so far, and as much of it as is not divided among the stages
 
     def begin(self, samples: int) -> Sequence[Laps | None] | None:
@@ -258,6 +267,11 @@ class StageTimer:
                 timers[row] = laps
         self._begun_s, self._begun_cpu_s = self._now(), self._cpu_now()
         return timers
+
+    def share(self) -> None:
+        """What is left to do until ``fill`` is to get memory that another process can map."""
+        if self._timing:
+            self._sharing_s, self._sharing_cpu_s = self._now(), self._cpu_now()
 
     def fill(self) -> None:
         """All is ready for the batch's first sample."""
@@ -287,10 +301,14 @@ class StageTimer:
         timed, wall_s, _ = self._laps.take()
         both, both_wall_s, both_cpu_s = self._cpu_laps.take()
         timed += both
-        collate_s = (self._filling_s - self._begun_s) / samples
-        collate_cpu_s = (self._filling_cpu_s - self._begun_cpu_s) / samples
-        own = [*(a + b for a, b in zip(wall_s, both_wall_s, strict=True)), timed * collate_s]
-        own_both = [*both_wall_s, both * collate_s, *both_cpu_s, both * collate_cpu_s]
+        marks_s, marks_cpu_s = [self._begun_s, self._filling_s], [self._begun_cpu_s, self._filling_cpu_s]
+        if self._shares:
+            marks_s.insert(1, self._sharing_s)
+            marks_cpu_s.insert(1, self._sharing_cpu_s)
+        around = [(end_s - begin_s) / samples for begin_s, end_s in pairwise(marks_s)]
+        around_cpu = [(end_s - begin_s) / samples for begin_s, end_s in pairwise(marks_cpu_s)]
+        own = [*(a + b for a, b in zip(wall_s, both_wall_s, strict=True)), *(timed * each_s for each_s in around)]
+        own_both = [*both_wall_s, *(both * each_s for each_s in around), *both_cpu_s, *(both * each_s for each_s in around_cpu)]
         recent, recent_both = self._wall.add(own, timed), self._both.add(own_both, both)
         shares = own if alone and timed == samples else recent
         both_sums = own_both if both == samples else recent_both

@@ -13,7 +13,7 @@ from typing import Literal
 
 from harness.watch.stages import GROUPS, StageCost, StageTotals
 
-Kind = Literal["storage", "decode", "augment", "collate"]
+Kind = Literal["storage", "decode", "augment", "collate", "transport"]
 
 SPARE = 1.1  # how much more than a demand workers should give: samples are uneven
 _TELLING = 0.1  # share of the processor time from which a stage tells how crowded the processors are
@@ -96,6 +96,8 @@ def _kind(stage: str, waits: bool) -> Kind:
         return "storage"
     if group == "decode" or group == "sample":
         return "decode"
+    if group == "transport":
+        return "transport"
     return "collate" if group == "collate" else "augment"
 
 

@@ -37,12 +37,14 @@ _DOING: dict[Kind, str] = {
     "decode": "decoding",
     "augment": "augmentation",
     "collate": "putting batches together",
+    "transport": "getting memory that processes share",
 }
 _CHEAPER: dict[Kind, str] = {
     "storage": "put the files on a faster disk or keep them in memory",
     "decode": "store smaller files (shorter side 1.15 to 2 times the crop) or add cores",
     "augment": "make the augmentation cheaper or add cores",
     "collate": "make images or batches smaller or add cores",
+    "transport": "make images or batches smaller",
 }
 _WAITING = "waiting for data"
 _MOST_HELD_UP = 0.99  # of a step
@@ -177,7 +179,8 @@ def _starved(r: Reckoning) -> _Finding:
     if more:
         return _Finding("workers", f"{_waited(r)}: {why}", more)
     full = f", and the {r.evidence.cores:g} cores have no room for more workers" if r.room() < 1 + _HARM else ""
-    return _Finding(supply.kind, f"{_waited(r)}: {took}{full}", None, _CHEAPER[supply.kind])
+    next_step = "loader.autotune=true" if supply.kind == "transport" and not tuned else None  # other forms share nothing
+    return _Finding(supply.kind, f"{_waited(r)}: {took}{full}", next_step, _CHEAPER[supply.kind])
 
 
 def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:

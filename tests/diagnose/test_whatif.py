@@ -26,6 +26,7 @@ def facts(
     decode: tuple[float, float] = (3.0, 3.0),
     crop: tuple[float, float] = (1.0, 1.0),
     collate: tuple[float, float] = (0.0, 0.0),
+    share: tuple[float, float] = (0.0, 0.0),
     cores: float = 8.0,
     cores_from: str = "affinity",
     step_cpu_ms: float = 0.0,
@@ -36,7 +37,7 @@ def facts(
     sizes: tuple[tuple[int, int], ...] = (),
 ) -> Facts:
     """A machine on which stages take so many (wall, processor) ms a sample."""
-    stages = {"read": read, "decode": decode, "crop": crop, "collate": collate}
+    stages = {"read": read, "decode": decode, "crop": crop, "collate": collate, "share": share}
     totals = StageTotals(100, 1, 0.1 * sum(wall for wall, _ in stages.values()), {
         name: StageCost(wall * 0.1, cpu * 0.1) for name, (wall, cpu) in stages.items()
     })  # fmt: skip
@@ -216,6 +217,7 @@ def test_no_change_makes_it_slower() -> None:
         pytest.param(facts(8, cores=2, delivered=400.0), "decode", id="processors full, decoding"),
         pytest.param(facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)), "augment", id="augmentation"),
         pytest.param(facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), collate=(2.5, 2.5)), "collate", id="collate"),
+        pytest.param(facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), share=(2.5, 2.5)), "transport", id="shared memory"),
         pytest.param(facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"), "quota", id="a quota"),
         pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
         pytest.param(facts(5, delivered=500.0), "transport", id="half of what workers make"),

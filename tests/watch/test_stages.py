@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import samples
 
-from harness.watch.stages import AUGMENT, COLLATE, GROUPS, START, StageCost, StageMeter, StageTimer, StageTotals, Stamps
+from harness.watch.stages import AUGMENT, COLLATE, GROUPS, SHARE, START, StageCost, StageMeter, StageTimer, StageTotals, Stamps
 
 STAGES = ("read", "decode", "crop")
 Sample = Sequence[tuple[float, float]]  # wall and processor seconds of each stage
@@ -51,10 +51,15 @@ def _server() -> None:
     samples.start_server()
 
 
-def make(timer: StageTimer, clocks: Clocks, batch: Sequence[Sample], collate_s: float = 0.0) -> Stamps:
-    """One batch, whose samples go through all stages and whose allocation computes for ``collate_s``."""
+def make(
+    timer: StageTimer, clocks: Clocks, batch: Sequence[Sample], collate_s: float = 0.0, share_s: float | None = None
+) -> Stamps:
+    """One batch, whose samples go through all stages; before them it computes for ``collate_s``, and then for ``share_s``."""
     timers = timer.begin(len(batch))
     clocks.go(collate_s, collate_s)
+    if share_s is not None:
+        timer.share()
+        clocks.go(share_s, share_s)
     timer.fill()
     for row, sample in enumerate(batch):
         laps = None if timers is None else timers[row]
@@ -102,20 +107,36 @@ def test_each_batch_is_divided_by_itself_where_all_samples_are_timed(clocks: Clo
 
 def test_nothing_has_been_done_at_first() -> None:
     """A new meter has all stages, at zero."""
-    totals = StageMeter(STAGES, 2).read()
+    totals = StageMeter(STAGES, 2, shared=False).read()
     assert totals == StageTotals(0, 0, 0.0, dict.fromkeys((*STAGES, COLLATE), StageCost(0.0, 0.0)))
 
 
-@pytest.mark.parametrize("stages", [("crop", "crop"), ("read", "collate"), ("read", "")], ids=str)
+def test_memory_that_processes_share_is_handing_over(clocks: Clocks) -> None:
+    """What a worker takes to get memory that the trainer can map is a stage of its own, of processes alone."""
+    meter = StageMeter(STAGES, 1)
+    timer = meter.timer(0, clocks.now, clocks.cpu_now)
+    for _ in range(3):
+        make(timer, clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]] * 2, collate_s=0.5, share_s=4.0)
+    totals = meter.read()
+    assert list(totals.stages) == [*STAGES, COLLATE, SHARE] and GROUPS[SHARE] == "transport"
+    assert walls(totals) == pytest.approx([6.0, 6.0, 0.0, 1.5, 12.0])
+    assert totals.stages[SHARE].cpu_s == pytest.approx(12.0)
+    assert_adds_up(totals)
+    for alone in (StageMeter(STAGES, 0), StageMeter(STAGES, 2, shared=False)):
+        make(alone.timer(0, clocks.now, clocks.cpu_now), clocks, [[(0.0, 0.0)] * 3], collate_s=0.5, share_s=4.0)
+        assert walls(alone.read()) == pytest.approx([0.0, 0.0, 0.0, 4.5])
+
+
+@pytest.mark.parametrize("stages", [("crop", "crop"), ("read", "collate"), ("share", "crop"), ("read", "")], ids=str)
 def test_each_stage_needs_a_name_of_its_own(stages: tuple[str, ...]) -> None:
     """Stages that could not be told apart are refused."""
-    with pytest.raises(ValueError, match=r"stages \('.*'collate'\) of a data set: give each a name of its own"):
+    with pytest.raises(ValueError, match=r"stages \('.*'\) of a data set: give each a name of its own \('collate' and 'share'"):
         StageMeter(stages, 0)
 
 
 def test_totals_are_those_of_all_workers(clocks: Clocks) -> None:
     """read() adds the slots up, each divided by its own shares."""
-    meter = StageMeter(STAGES, 3)
+    meter = StageMeter(STAGES, 3, shared=False)
     make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
     make(meter.timer(2, clocks.now, clocks.cpu_now), clocks, [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]] * 2)
     totals = meter.read()
@@ -138,7 +159,7 @@ def test_two_may_see_to_the_same_samples(clocks: Clocks) -> None:
 
 def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
     """The totals of a slot survive its worker; since() leaves out what was there before."""
-    meter = StageMeter(STAGES, 1)
+    meter = StageMeter(STAGES, 1, shared=False)
     make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
     before = meter.read()
     make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(0.0, 0.0), (2.0, 2.0), (0.0, 0.0)]])

@@ -24,6 +24,7 @@ READING = {"read": (9.0, 0.2), "decode": (3.0, 3.0), "crop": (0.5, 0.5), "collat
 WRITING = {"write": (1.2, 1.0)}
 WAITING = {"read": (9.0, 0.1), "crop": (0.1, 0.1)}
 CROPPING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "resize": (6.0, 6.0), "collate": (0.3, 0.3)}
+SHARING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "collate": (0.2, 0.2), "share": (4.8, 4.8)}
 COLLATING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "collate": (5.0, 5.0)}
 
 
@@ -119,6 +120,13 @@ CASES = [
         "and the 2 cores have no room for more workers; faster loading could give 1.67x at most: make images or batches "
         "smaller or add cores",
         id="slow collate",
+    ),
+    pytest.param(
+        evidence(0.4, stages=SHARING, cores=2.0), "transport",
+        "The device waited for data in 40% of the time: getting memory that processes share takes 4.8 of a worker's 6.7 ms for "
+        "a sample, and the 2 cores have no room for more workers; faster loading could give 1.67x at most: try "
+        "loader.autotune=true, or make images or batches smaller",
+        id="huge batches of processes",
     ),
     pytest.param(
         evidence(0.4, stages=DECODING), "workers",
@@ -430,7 +438,7 @@ def drawn(rng: random.Random) -> Evidence:
     """Evidence of any kind, with figures that contradict each other and figures that are missing."""
     maybe = lambda value: None if rng.random() < 0.2 else value
     share = lambda: rng.choice([0.0, 1.0, rng.random(), 10 ** rng.uniform(-4, 0)])
-    names = ("read", "decode", "crop", "sample", "own", "collate")
+    names = ("read", "decode", "crop", "sample", "own", "collate", "share")
     stages = {
         name: (10 ** rng.uniform(-4, 3) * rng.choice([0, 1]), 10 ** rng.uniform(-4, 3))
         for name in rng.sample(names, rng.randrange(7))
