@@ -164,7 +164,7 @@ PLANTS = (
     Plant("slow step", "compute", "sets the pace", acts.slow_step, 250, 500, "ms a step", LONG),
     Plant("slow launches", "launch", "waits for Python", acts.slow_launches, 60, 120, "launches of 4 ms", LONG),
     Plant("slow rank", "rank", "waiting for data", acts.slow_disk, 25, 80, "ms a read", TWO_RANKS, in_ranks),
-    Plant("quota", "quota", "quota", acts.quota, 0.2, 0.6, "processors", (), in_group, control_groups.quota),
+    Plant("quota", "quota", "quota", acts.quota, 0.3, 0.6, "processors", (), in_group, control_groups.quota),
     Plant("collections", "host", "garbage collection", acts.collections, 200, 800, "thousand objects", (FEW,)),
     Plant("slow logging", "host", "logging", acts.slow_logging, 100, 300, "ms a window", (FEW, "watch.window_steps=2")),
     Plant("slow callback", "host", "no name", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
