@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -54,12 +54,13 @@ class Filler:
         Raises:
             MemoryError: which is no sample's fault.
         """
-        timers, errors = self._timers, Errors()
-        fill = self._dataset.fill if timers is None else partial(self._timed, iter(timers))
+        fill, errors = self._dataset.fill, Errors()
+        timers = repeat(None) if self._timers is None else self._timers
         self._timer.fill()
-        for row, index in enumerate(indices.tolist()):
+        for row, (index, laps) in enumerate(zip(indices.tolist(), timers)):  # noqa: B905  # repeat() has no end
             try:
-                labels[row] = fill(epoch, index, pixels[row])
+                out = pixels[row]
+                labels[row] = fill(epoch, index, out) if laps is None else self._timed(laps, epoch, index, out)
             except BadSample as error:
                 errors.append((error.where, error.reason))
             except MemoryError:
@@ -68,11 +69,8 @@ class Filler:
                 errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
         return errors, self._timer.end(len(indices), batches)
 
-    def _timed(self, timers: Iterator[Laps | None], epoch: int, index: int, out: np.ndarray) -> int:
-        """As the data set's ``fill``, told to the next of ``timers``."""
-        laps = next(timers)
-        if laps is None:
-            return self._dataset.fill(epoch, index, out)
+    def _timed(self, laps: Laps, epoch: int, index: int, out: np.ndarray) -> int:
+        """As the data set's ``fill``, told to ``laps``."""
         laps.lap(START)
         try:
             if self._staged is not None:

@@ -2,8 +2,8 @@
 
 A worker times every batch, by two looks at the clock, and finds out how that time divides by *laps*: a data set that names
 its ``stages`` is given a function to call at the end of each. It times as many samples as are reckoned to keep the laps' own
-cost below a thousandth of the work: all of them where a sample takes ten milliseconds, one in a few where it takes one, some
-in one batch of many where it takes microseconds. What a worker took is exact either way. How it divides is exact where all
+cost well below a thousandth of the work: all of them where a sample takes twenty milliseconds, one in some where it takes one,
+some in one batch of many where it takes microseconds. What a worker took is exact either way. How it divides is exact where all
 samples are timed; else it follows the last few hundred that were, so that a rare slow sample shows in its stage only if it
 is among them, and then counts for those that were not.
 """
@@ -32,7 +32,7 @@ Clock = Callable[[], float]
 Lap = Callable[[str], None]  # called by a data set at the end of each of its stages, with the stage's name
 
 _COUNTS = 3  # samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then processor seconds
-_WALL_BUDGET, _CPU_BUDGET = 5e-4, 2e-4  # of the work, for looks at the wall clock and at the processor clock, a system call
+_WALL_BUDGET, _CPU_BUDGET = 2e-4, 5e-5  # of the work, for looks at the wall clock and at the processor clock, a system call
 _COLD = 3.0  # timing a sample amid work that fills the caches costs 1 to 5 times what it does in a loop of its own, as measured
 _FEW = 16  # samples that make timing a batch worth while, where it has so many
 _MEMORY = 512  # timed samples by which a batch is divided where not all of its own are

@@ -229,12 +229,12 @@ def test_timing_microseconds_costs_a_thousandth() -> None:
     assert_adds_up(totals)
     assert walls(totals)[:3] == pytest.approx([0.64, 0.64, 1.28], rel=0.01)
     laps_s = (clocks.looks - 2 * totals.batches) * clocks.look_s
-    assert 1e-4 < laps_s / totals.busy_s < 1e-3
+    assert 2e-5 < laps_s / totals.busy_s < 1e-3
 
 
 def test_all_samples_are_timed_where_they_take_their_time() -> None:
-    """With samples of 10 ms and ordinary clocks the costs of every single one are counted."""
-    slow, other = [(0.5, 0.0), (5e-3, 5e-3), (5e-3, 5e-3)], [(0.0, 0.0), (5e-3, 5e-3), (5e-3, 5e-3)]
+    """With samples of 20 ms and ordinary clocks the costs of every single one are counted."""
+    slow, other = [(0.5, 0.0), (1e-2, 1e-2), (1e-2, 1e-2)], [(0.0, 0.0), (1e-2, 1e-2), (1e-2, 1e-2)]
     totals, _, true = fed(50, lambda number: [slow if number % 10 == 7 and row == 3 else other for row in range(8)])
     assert_adds_up(totals)
     assert walls(totals)[:3] == pytest.approx(true, rel=1e-3)
@@ -254,7 +254,7 @@ def test_rare_slow_samples_count_on_average(size: int) -> None:
 def test_no_place_in_a_batch_is_favoured(place: int) -> None:
     """A stage that is slow only in one row of each batch is found as often as it happens."""
     plain, slow = [(1e-6, 1e-6), (1e-5, 1e-5), (1e-5, 1e-5)], [(1e-4, 1e-4), (1e-5, 1e-5), (1e-5, 1e-5)]
-    totals, _, true = fed(1000, lambda _: [slow if row == place else plain for row in range(64)], look_s=2e-8)
+    totals, _, true = fed(3000, lambda _: [slow if row == place else plain for row in range(64)], look_s=2e-8)
     assert walls(totals)[0] == pytest.approx(true[0], rel=0.1)
 
 
