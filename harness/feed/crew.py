@@ -19,6 +19,7 @@ from harness.feed.fill import Errors, Filler
 from harness.feed.gauge import Gauge
 from harness.feed.interface import ARRAYS, FeedSettings, FillableDataset, HostBatch, alone
 from harness.feed.ring import Ring
+from harness.runtime import workers
 from harness.runtime.errors import LoaderError
 from harness.watch.stages import StageMeter, Stamps
 
@@ -151,6 +152,7 @@ class Crew:
         return self._failure is not None or self._closed or self._requests is None
 
     def _serve(self, slot: int) -> None:
+        workers.give_way()
         try:
             if self._device is not None:  # a new thread is on the first one
                 torch.accelerator.set_device_index(self._device)

@@ -210,7 +210,7 @@ class ProcessFeed:
             prefetch_factor=s.prefetch_factor,
             persistent_workers=s.persistent_workers,
             timeout=wait_s,
-            worker_init_fn=enter_worker if s.num_workers else None,
+            worker_init_fn=_enter_feed if s.num_workers else None,
             multiprocessing_context=multiprocessing.get_context(s.start_method) if s.num_workers else None,
             generator=torch.Generator(),
         )
@@ -289,6 +289,12 @@ def _as_it_is(batch: HostBatch) -> HostBatch:
 def enter_worker(worker: int) -> None:
     """Prepare worker number ``worker`` in its own process."""
     workers.enter_worker()
+
+
+def _enter_feed(worker: int) -> None:
+    """The same for a worker of this project's own feeds."""
+    enter_worker(worker)
+    workers.give_way()
 
 
 def _stop_pinning(batches: object) -> None:

@@ -146,6 +146,15 @@ def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(make_fee
         list(batches)
 
 
+def test_workers_give_way_to_the_step(make_feed: MakeFeed) -> None:
+    """Where processors are short the step goes first: workers are nicer than the trainer, whose priority stays."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    feed = make_feed(2, persistent_workers=True)
+    list(feed)  # each has given a batch
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in feed.worker_pids} == {min(19, before + 10)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
 def test_a_batch_may_take_longer_than_one_look(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait longer than the time between two looks at the workers gives the batch in the end."""
     monkeypatch.setattr("harness.feed.processes._POLL_S", 0.001)

@@ -175,6 +175,17 @@ class TestEnds:
         assert late.wait(WAIT_S)
         assert_same([*given, *later], reference(samples.Noise(60)))
 
+    def test_threads_give_way_to_the_step(self, make_feed: MakeFeed, gate: threading.Event) -> None:
+        """Where processors are short the step's threads go first: the feed's are nicer, the trainer's own is as it was."""
+        before = os.getpriority(os.PRIO_PROCESS, 0)
+        feed = make_feed(2, samples.Troubled(40, 5, lambda: gate.wait(WAIT_S)))
+        feed.prime(0)
+        expected = [min(19, before + 10)] * 2
+        threads = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("feed-")]
+        assert comes_true(lambda: [os.getpriority(os.PRIO_PROCESS, id_ or 0) for id_ in threads] == expected)
+        assert os.getpriority(os.PRIO_PROCESS, 0) == before
+        gate.set()
+
     def test_closing_waits_for_no_thread_that_hangs(self, make_feed: MakeFeed, gate: threading.Event, impatient: None) -> None:
         """close() comes back at once, and the thread ends as soon as it comes back."""
         feed = make_feed(2, samples.Troubled(19, 5, lambda: gate.wait(WAIT_S)))
