@@ -156,7 +156,7 @@ def _parts(value: object) -> Iterator[bytes]:
 
 def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: None) -> None:
     """A real search with the real step: one hash of weights, buffers, optimizer and random states before and after."""
-    config = composed("data=digits", "loader.autotune=true", "tuner.budget_s=4", "tuner.max_workers=2", "loader.num_workers=1")
+    config = composed("data=digits", "loader.autotune=true", "tuner.budget_s=15", "tuner.max_workers=2", "loader.num_workers=1")
     seeding.seed_everything(3)
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
