@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.feed.interface import FeedSettings
@@ -17,7 +17,7 @@ from harness.tuning.evidence import Evidence, Problem, exactly
 from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.search import with_workers
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.supply import Supply, reckon
+from harness.watch.supply import DOING, Supply, reckon
 from harness.watch.verdict import Bottleneck
 
 FED, HARM = 0.02, 0.10  # of the time: below, nothing can be gained; from there on, MLPerf Storage calls a device starved
@@ -29,13 +29,6 @@ _SMALLER = 0.9  # of the pixels: otherwise the files are small already
 _TELLING = 0.02  # of a sample's time: less is not worth a row
 _LEAST = 0.001  # of a sample's time is left whatever is taken away
 _MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
-_DOING: Mapping[str, str] = {
-    "storage": "reading",
-    "decode": "decoding",
-    "augment": "augmentation",
-    "collate": "putting batches together",
-    "transport": "getting memory that processes share",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +176,7 @@ def bound(facts: Facts) -> Bound:
         return Bound("transport", "batches are made in time but reach the step late: handing them over is the limit")
     supply = reckon(facts.stages, max(1.0, facts.settings.num_workers / facts.cores))
     assert supply is not None, "at least one sample was made"
-    share = f"{_DOING[supply.kind]} takes a worker {supply.kind_s * 1e3:.3g} of {supply.wall_s * 1e3:.3g} ms a sample"
+    share = f"{DOING[supply.kind]} takes a worker {supply.kind_s * 1e3:.3g} of {supply.wall_s * 1e3:.3g} ms a sample"
     if supply.kind == "storage" and supply.waits:
         return Bound("storage", f"{share}, most of it waiting")
     if facts.reckoned < _MORE * most and workers > facts.settings.num_workers:

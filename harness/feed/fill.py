@@ -16,7 +16,7 @@ Errors = list[tuple[str, str]]  # where and why
 
 
 class Filler:
-    """Fills the samples of one worker: for each run of samples ``begin``, then ``fill``.
+    """Fills the samples of one worker: for each run of samples ``begin``, ``share`` if it is shared, then ``fill``.
 
     Args:
         dataset: whose samples.
@@ -57,7 +57,7 @@ class Filler:
         fill, errors = self._dataset.fill, Errors()
         timers = repeat(None) if self._timers is None else self._timers
         self._timer.fill()
-        for row, (index, laps) in enumerate(zip(indices.tolist(), timers)):  # noqa: B905  # repeat() has no end
+        for row, (index, laps) in enumerate(zip(indices.tolist(), timers, strict=False)):  # repeat() has no end
             try:
                 out = pixels[row]
                 labels[row] = fill(epoch, index, out) if laps is None else self._timed(laps, epoch, index, out)

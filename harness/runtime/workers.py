@@ -11,7 +11,7 @@ from multiprocessing import connection, forkserver
 
 from harness.runtime import signals
 
-_NICE = 10  # a weight of a ninth where processors are short; 5 gave half of the gain, 19 no more
+_NICE = 10  # where processors are short, a ninth of the weight of a thread that has none
 
 
 def start_server(preload: Sequence[str]) -> None:

@@ -301,12 +301,11 @@ class StageTimer:
         timed, wall_s, _ = self._laps.take()
         both, both_wall_s, both_cpu_s = self._cpu_laps.take()
         timed += both
-        marks_s, marks_cpu_s = [self._begun_s, self._filling_s], [self._begun_cpu_s, self._filling_cpu_s]
+        marks = [(self._begun_s, self._begun_cpu_s), (self._filling_s, self._filling_cpu_s)]
         if self._shares:
-            marks_s.insert(1, self._sharing_s)
-            marks_cpu_s.insert(1, self._sharing_cpu_s)
-        around = [(end_s - begin_s) / samples for begin_s, end_s in pairwise(marks_s)]
-        around_cpu = [(end_s - begin_s) / samples for begin_s, end_s in pairwise(marks_cpu_s)]
+            marks.insert(1, (self._sharing_s, self._sharing_cpu_s))
+        around = [(end_s - begin_s) / samples for (begin_s, _), (end_s, _) in pairwise(marks)]
+        around_cpu = [(end_s - begin_s) / samples for (_, begin_s), (_, end_s) in pairwise(marks)]
         own = [*(a + b for a, b in zip(wall_s, both_wall_s, strict=True)), *(timed * each_s for each_s in around)]
         own_both = [*both_wall_s, *(both * each_s for each_s in around), *both_cpu_s, *(both * each_s for each_s in around_cpu)]
         recent, recent_both = self._wall.add(own, timed), self._both.add(own_both, both)

@@ -9,11 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from harness.watch.stages import GROUPS, StageCost, StageTotals
 
 Kind = Literal["storage", "decode", "augment", "collate", "transport"]
+DOING: Mapping[Kind, str] = MappingProxyType(
+    {
+        "storage": "reading",
+        "decode": "decoding",
+        "augment": "augmentation",
+        "collate": "putting batches together",
+        "transport": "getting memory that processes share",
+    }
+)  # in words
 
 SPARE = 1.1  # how much more than a demand workers should give: samples are uneven
 _TELLING = 0.1  # share of the processor time from which a stage tells how crowded the processors are

@@ -10,7 +10,7 @@ from typing import Literal
 from harness.watch.evidence import THROTTLED, Reckoning
 from harness.watch.evidence import Evidence as Evidence
 from harness.watch.evidence import RankFigures as RankFigures
-from harness.watch.supply import Kind, Supply
+from harness.watch.supply import DOING, Kind, Supply
 from harness.watch.tags import Tag
 
 Bottleneck = Literal[
@@ -32,13 +32,6 @@ _MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tune
 _WORKERLESS = "arrays"  # the form of the feed that never has workers
 _NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch"}
 
-_DOING: dict[Kind, str] = {
-    "storage": "reading",
-    "decode": "decoding",
-    "augment": "augmentation",
-    "collate": "putting batches together",
-    "transport": "getting memory that processes share",
-}
 _CHEAPER: dict[Kind, str] = {
     "storage": "put the files on a faster disk or keep them in memory",
     "decode": "store smaller files (shorter side 1.15 to 2 times the crop) or add cores",
@@ -171,7 +164,7 @@ def _starved(r: Reckoning) -> _Finding:
     if supply is None:
         return _Finding("unknown", f"{_waited(r)}; the feed does not say for what", None if tuned else "loader.autotune=true")
     more, why = (None, "") if tuned else _more(r, supply)
-    took = f"{_DOING[supply.kind]} takes {1e3 * supply.kind_s:.3g} of a worker's {1e3 * supply.wall_s:.3g} ms for a sample"
+    took = f"{DOING[supply.kind]} takes {1e3 * supply.kind_s:.3g} of a worker's {1e3 * supply.wall_s:.3g} ms for a sample"
     took += f", {supply.stage} most of that" if supply.kind == "augment" else ""
     if supply.waits:
         took += f", which is waiting and not work{_where_from(r) if supply.kind == 'storage' else ''}"
