@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.data.images import ImageDataset
+from harness.data.resize import mirror_into
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import EvalTransform, TrainTransform, Transform
 from harness.feed.interface import HostBatch
@@ -173,8 +174,7 @@ def _mirror(images: np.ndarray, which: np.ndarray) -> None:
     """Mirror ``which`` of ``images``, uint8 ``[N, S, S, 3]``, left and right, in place."""
     plain = images[which]
     mirrored = np.empty_like(plain)
-    for channel in range(3):  # in a quarter of the time of all three at once
-        mirrored[..., channel] = plain[:, :, ::-1, channel]
+    mirror_into(plain, mirrored)
     images[which] = mirrored
 
 
