@@ -155,7 +155,10 @@ def _parts(value: object) -> Iterator[bytes]:
 
 
 def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: None) -> None:
-    """A real search with the real step: one hash of weights, buffers, optimizer and random states before and after."""
+    """A real search with the real step: one hash of weights, buffers, optimizer and random states before and after.
+
+    Whether it ranks by steps on a feed depends on what it measures; that those leave no trace is test_trial's.
+    """
     config = composed("data=digits", "loader.autotune=true", "tuner.budget_s=15", "tuner.max_workers=2", "loader.num_workers=1")
     seeding.seed_everything(3)
     splits = datasets.load(config.data, config.augment, config.seed)
@@ -163,5 +166,5 @@ def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: Non
     step, before = Step(state, config, ALONE), digest(state)
     report = tuned(Feeds(splits, config, ALONE), StepTrials(step, config, ALONE), config, LIMITS, ALONE).report
     assert digest(state) == before
-    assert report.demand is not None and any(trial.kind == "steps" for trial in report.trials)
+    assert report.demand is not None
     assert step.read().loss is None
