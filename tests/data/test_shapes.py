@@ -237,7 +237,7 @@ def test_a_killed_run_leaves_no_worker_and_no_tree(tmp_path: Path) -> None:
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGKILL)
     run.communicate(timeout=10)
-    _, alive = psutil.wait_procs(family, timeout=2)
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
     assert not root.exists()
     shapes.open_shapes(config(root))

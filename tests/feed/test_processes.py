@@ -395,24 +395,26 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[s
         process.kill()
 
 
-def gone_within_1_s(processes: list[psutil.Process]) -> bool:
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all have ended before torch's own workers would look for their trainer, which they do every 5 s."""
+
     def alive(process: psutil.Process) -> bool:
         try:
             return process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
-    return comes_true(lambda: not any(map(alive, processes)), within_s=1.0)
+    return comes_true(lambda: not any(map(alive, processes)), within_s=4.0)
 
 
 @pytest.mark.parametrize("trainer", either("forkserver"), indirect=True)
 def test_no_worker_outlives_a_killed_trainer(trainer: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
-    """Within one second of the trainer's SIGKILL its workers are gone."""
+    """Soon after the trainer's SIGKILL its workers are gone."""
     process, its_workers = trainer
     assert len(its_workers) == 2
     process.kill()
     process.wait()
-    assert gone_within_1_s(its_workers)
+    assert gone(its_workers)
 
 
 @pytest.mark.parametrize("trainer", either("fork"), indirect=True)
@@ -423,4 +425,4 @@ def test_a_trainer_ends_with_a_pass_half_way(trainer: tuple[subprocess.Popen[str
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
     assert time.monotonic() - begin < 5
-    assert gone_within_1_s(its_workers)
+    assert gone(its_workers)
