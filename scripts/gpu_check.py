@@ -32,7 +32,7 @@ from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch.clock import StepClock
-from scripts import gpu_feeds
+from scripts import gpu_feeds, gpu_peers
 from scripts.bench_loop import make_batches
 from scripts.bench_pinned_copy import Work, overlap, plain_copies
 from scripts.differential import Rig, compare, emulated_rig
@@ -236,8 +236,30 @@ def check_feeds(o: Options) -> Finding:
     o.cuda("a CPU takes minutes for a step of ResNet-50")
     common, files = gpu_feeds.resnet50(o.scratch, *((1280, 25) if o.quick else (2560, 60)))
     rows = gpu_feeds.cores(train, common, files, o.scratch / "feeds", lambda: o.deadline - time.monotonic())
-    failed = [f"{row['backend']} on {row['cores']} cores: {row['failed']}" for row in rows if row["failed"]]
-    return Finding(gpu_feeds.fewest(rows), rows, failed)
+    return Finding(gpu_feeds.fewest(rows), rows, _failed(rows))
+
+
+def check_peers(o: Options) -> Finding:
+    """The same network fed by the loaders of other projects (pytorch/examples, nvJPEG, DALI, SPDL), if they can be imported."""
+    o.cuda("a CPU takes minutes for a step of ResNet-50")
+    images, steps = (1280, 25) if o.quick else (2560, 60)
+    common, _ = gpu_feeds.resnet50(o.scratch, images, steps)
+    ready = train(["data=fake", *common], o.scratch / "peers-fake", gpu_feeds.LIMIT_S)["images_per_s"]
+    root = str(gpu_feeds.shapes(o.scratch, images).root)
+
+    def run(name: str, cores: int) -> float:
+        arguments = [str(ROOT / "scripts" / "gpu_peers.py"), name, root, str(cores), f"--steps={steps}"]
+        done = _run(arguments, gpu_feeds.LIMIT_S, cores)
+        if done.returncode != 0:
+            raise RuntimeError(f"gpu_peers.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
+        return float(json.loads(done.stdout.splitlines()[-1])["images_per_s"])
+
+    rows = gpu_feeds.ladder(gpu_peers.available(), run, ready, lambda: o.deadline - time.monotonic())
+    return Finding(f"nvJPEG by {gpu_peers.decoder()[0]}; {gpu_feeds.fewest(rows)}", rows, _failed(rows))
+
+
+def _failed(rows: Iterable[Row]) -> list[str]:
+    return [f"{row['feed']} on {row['cores']} cores: {row['failed']}" for row in rows if row["failed"]]
 
 
 def check_launches(o: Options) -> Finding:
@@ -291,6 +313,7 @@ PARTS: dict[str, Callable[[Options], Finding]] = {
     "resnet50": check_resnet50,
     "launches": check_launches,
     "feeds": check_feeds,
+    "peers": check_peers,
 }
 
 

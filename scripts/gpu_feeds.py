@@ -44,7 +44,7 @@ FED = 0.99  # of the rate of a run that loads nothing
 BESIDE = 1.02  # step time with decoding threads over that without, at most
 THREADS = 16
 _STEPS, _TURNS = 20, 6
-_LIMIT_S = 120  # of one run
+LIMIT_S = 120  # of one run
 _SETTLE_S = 0.2  # until threads that are no longer needed have filled what they may, and others have been given what lay ready
 
 Row = dict[str, Any]
@@ -82,20 +82,30 @@ def cores(train: Train, common: Sequence[str], files: Sequence[str], scratch: Pa
         scratch: a folder for the runs.
         left_s: the time that is left.
     """
+    ready = train(["data=fake", *common], scratch / "fake", LIMIT_S, None)["images_per_s"]
+
+    def run(backend: str, count: int) -> float:
+        loader = [f"loader.backend={backend}", f"loader.num_workers={count}"]
+        rate: float = train([*files, *common, *loader], scratch / f"{backend}-{count}", LIMIT_S, count)["images_per_s"]
+        return rate
+
+    return ladder(("threads", "processes"), run, ready, left_s)
+
+
+def ladder(feeds: Sequence[str], run: Callable[[str, int], float], ready: float, left_s: Callable[[], float]) -> list[Row]:
+    """A row for each of ``feeds`` on ever fewer cores, while there is time: images/s, and of ``ready``, which loads nothing."""
     rows: list[Row] = []
     have = len(os.sched_getaffinity(0))
-    ready = train(["data=fake", *common], scratch / "fake", _LIMIT_S, None)["images_per_s"]
     for count in (n for n in CORES[::-1] if n <= have):
-        for backend in ("threads", "processes"):
+        for feed in feeds:
             if left_s() < 90:
                 return rows
-            loader = [f"loader.backend={backend}", f"loader.num_workers={count}"]
-            row: Row = {"cores": count, "backend": backend, "images/s": 0, "of no loading": 0.0, "failed": ""}
+            row: Row = {"cores": count, "feed": feed, "images/s": 0, "of no loading": 0.0, "failed": ""}
             try:
-                rate = train([*files, *common, *loader], scratch / f"{backend}-{count}", _LIMIT_S, count)["images_per_s"]
+                rate = run(feed, count)
                 row |= {"images/s": round(rate), "of no loading": rate / ready}
             except subprocess.TimeoutExpired:
-                row["failed"] = f"took more than {_LIMIT_S} s"
+                row["failed"] = f"took more than {LIMIT_S} s"
             except RuntimeError as error:
                 row["failed"] = " ".join(str(error).split())
             rows.append(row)
@@ -103,11 +113,11 @@ def cores(train: Train, common: Sequence[str], files: Sequence[str], scratch: Pa
 
 
 def fewest(rows: Sequence[Row]) -> str:
-    """For each form the fewest cores that keep the network fed, in words."""
+    """For each feed the fewest cores that keep the network fed, in words."""
     said = []
-    for backend in dict.fromkeys(row["backend"] for row in rows):
-        enough = [row["cores"] for row in rows if row["backend"] == backend and row["of no loading"] >= FED]
-        said.append(f"{backend}: {f'{min(enough)} cores' if enough else 'none of these'} reach {FED}")
+    for feed in dict.fromkeys(row["feed"] for row in rows):
+        enough = [row["cores"] for row in rows if row["feed"] == feed and row["of no loading"] >= FED]
+        said.append(f"{feed}: {f'{min(enough)} cores' if enough else 'none of these'} reach {FED}")
     return "; ".join(said)
 
 

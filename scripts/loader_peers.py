@@ -70,11 +70,12 @@ def _found(module: str) -> bool:
         return False
 
 
-def endless(dataset: Dataset[Any], workers: int, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
+def endless(
+    dataset: Dataset[Any], workers: int, collate: Callable[[Any], Any] | None = None, size: int = BATCH_SIZE, **how: Any
+) -> DataLoader[Any]:
     """Torch's loader over ``dataset`` in one random order after the other, without a new start between them."""
-    return DataLoader(
-        dataset, BATCH_SIZE, sampler=RandomSampler(dataset, num_samples=_ENDLESS), num_workers=workers, collate_fn=collate  # type: ignore[arg-type]
-    )  # fmt: skip
+    sampler = RandomSampler(dataset, num_samples=_ENDLESS)  # type: ignore[arg-type]
+    return DataLoader(dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate, **how)
 
 
 def counted(loader: DataLoader[Any]) -> Counts:
@@ -82,12 +83,12 @@ def counted(loader: DataLoader[Any]) -> Counts:
     return (len(labels) for _, labels in loader)
 
 
-def examples(root: Path, workers: int, side: int = _SIDE) -> DataLoader[Any]:
+def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoader[Any]:
     """pytorch/examples' imagenet/main.py: PIL, float tensors normalised one by one, torch's collate."""
     return endless(ImageFolder(str(root / "train"), transforms.Compose([
         transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
         transforms.Normalize(_MEAN, _STD),
-    ])), workers)  # fmt: skip
+    ])), workers, **how)  # fmt: skip
 
 
 def apex(root: Path, workers: int) -> Counts:
@@ -133,8 +134,11 @@ def _v2(root: Path, workers: int, decode: Callable[[str], Any]) -> Counts:
     return counted(endless(ImageFolder(str(root / "train"), crop, loader=decode), workers))
 
 
-def dali(root: Path, threads: int) -> Counts:
-    """DALI's own threads: decoding of the crop alone, resize with a triangular filter, flip; all on the processor."""
+def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
+    """DALI's own threads: decoding of the crop alone, resize with a triangular filter, flip; all on the processor.
+
+    Its tensors ``[N, H, W, C]``, whose memory it uses again for the next batch.
+    """
     of_dali, fn = import_module("nvidia.dali"), import_module("nvidia.dali.fn")
 
     def graph() -> Any:
@@ -145,15 +149,19 @@ def dali(root: Path, threads: int) -> Counts:
         images = fn.resize(images, size=(_SIDE, _SIDE), interp_type=of_dali.types.INTERP_LINEAR, antialias=True)
         return fn.flip(images, horizontal=fn.random.coin_flip()), labels
 
-    running = of_dali.pipeline_def(graph, batch_size=BATCH_SIZE, num_threads=threads, device_id=None)()
+    running = of_dali.pipeline_def(graph, batch_size=size, num_threads=threads, device_id=None)()
     running.build()
     while True:
         images, _ = running.run()
-        yield images.as_tensor().shape()[0]
+        yield images.as_tensor()
 
 
-def spdl(root: Path, threads: int) -> Counts:
-    """SPDL's threads, with simplejpeg and torchvision v2 as its stages."""
+def _dali_counts(root: Path, threads: int) -> Counts:
+    return (images.shape()[0] for images in dali(root, threads))
+
+
+def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Tensor]:
+    """SPDL's threads, with simplejpeg and torchvision v2 as its stages; uint8 ``[N, H, W, C]``."""
     torch.set_num_threads(1)  # its threads are all the parallelism that there is to be
     files = [path for path, _ in ImageFolder(str(root / "train")).samples]
     crop = v2.Compose([v2.RandomResizedCrop(_SIDE, antialias=True), v2.RandomHorizontalFlip()])
@@ -168,16 +176,11 @@ def spdl(root: Path, threads: int) -> Counts:
         return image.permute(1, 2, 0)  # as it lies in memory, so that stacking only copies
 
     builder = (
-        import_module("spdl.pipeline")
-        .PipelineBuilder()
-        .add_source(shuffled())
-        .pipe(load, concurrency=threads)
-        .aggregate(BATCH_SIZE)
+        import_module("spdl.pipeline").PipelineBuilder().add_source(shuffled()).pipe(load, concurrency=threads).aggregate(size)
     )
     pipeline = builder.pipe(torch.stack).add_sink(2).build(num_threads=threads)
     with pipeline.auto_stop():
-        for images in pipeline.get_iterator():
-            yield len(images)
+        yield from pipeline.get_iterator()
 
 
 def ffcv(root: Path, threads: int) -> Counts:
@@ -230,7 +233,7 @@ PEERS = {
     "timm": Peer("PIL, uint8 collate, no jitter", timm, "timm", "timm"),
     "torchvision v2": Peer("decode_jpeg, v2 on uint8", torchvision, "torchvision"),
     "TorchCodec + v2": Peer("decode_image, v2 on uint8", torchcodec, "torchcodec", "torchcodec"),
-    "DALI": Peer("on the CPU, fused random crop", dali, "nvidia-dali-cuda120", "nvidia.dali"),
-    "SPDL": Peer("simplejpeg, v2 on uint8, torch.stack", spdl, "spdl", "spdl.pipeline"),
+    "DALI": Peer("on the CPU, fused random crop", _dali_counts, "nvidia-dali-cuda120", "nvidia.dali"),
+    "SPDL": Peer("simplejpeg, v2 on uint8, torch.stack", lambda root, n: map(len, spdl(root, n)), "spdl", "spdl.pipeline"),
     "FFCV": Peer("JPEG mode, its own file", ffcv, "ffcv", "ffcv"),
 }

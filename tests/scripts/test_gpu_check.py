@@ -1,6 +1,8 @@
 """The GPU check: its parts on the CPU, on a fake CUDA, and what it makes of failures."""
 
 import json
+import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
-from scripts import bench_pinned_copy, gpu_check
+from scripts import bench_pinned_copy, gpu_check, gpu_feeds, gpu_peers
 from scripts.gpu_check import Finding, Options
 
 
@@ -24,12 +26,14 @@ def test_without_a_gpu_parts_run_or_say_why_not(tmp_path: Path, capsys: pytest.C
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert (
-        gpu_check.main(["--parts", "pytest,stall_compiled,copies,resnet50,launches,feeds", "--quick", "--out", str(tmp_path)])
+        gpu_check.main(
+            ["--parts", "pytest,stall_compiled,copies,resnet50,launches,feeds,peers", "--quick", "--out", str(tmp_path)]
+        )
         == 0
     )
-    parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
-    assert [part["status"] for part in parts] == ["skipped"] * 6
-    assert all(part["found"].startswith("no CUDA device: ") for part in parts)
+    found = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
+    assert [part["status"] for part in found] == ["skipped"] * 7
+    assert all(part["found"].startswith("no CUDA device: ") for part in found)
     assert (tmp_path / "gpu_check.md").read_text().rstrip() == capsys.readouterr().out.rstrip()
 
 
@@ -98,6 +102,28 @@ def test_resnet50_reads_every_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("images", False, False), ("fake-0", True, False), ("untuned-0", False, False), ("tuned-0", False, True),
     ]  # fmt: skip
     assert found.summary == "images/s: fake 10, untuned 10, tuned 10"
+
+
+def test_peers_are_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on the cores that it is to have; the last line that one prints is its rate, and one that fails says why."""
+    asked: list[tuple[list[str], int | None]] = []
+
+    def run(arguments: list[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
+        asked.append((arguments[1:], cores))
+        if arguments[1] == "SPDL":
+            return subprocess.CompletedProcess(arguments, 3, "", "no such thing")
+        return subprocess.CompletedProcess(arguments, 0, 'a warning\n{"images_per_s": 995.0}\n', "")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(gpu_check, "_run", run)
+    monkeypatch.setattr(gpu_check, "train", lambda *_: {"images_per_s": 1000.0})
+    monkeypatch.setattr(datasets, "load", lambda *_: None)
+    monkeypatch.setattr(gpu_peers, "available", lambda: ["pytorch/examples", "SPDL"])
+    found = gpu_check.check_peers(Options(torch.device("cpu"), True, tmp_path, time.monotonic() + 900))
+    root = str(gpu_feeds.shapes(tmp_path, 1280).root)
+    assert asked == [(["pytorch/examples", root, "1", "--steps=25"], 1), (["SPDL", root, "1", "--steps=25"], 1)]
+    assert found.summary.endswith("pytorch/examples: 1 cores reach 0.99; SPDL: none of these reach 0.99")
+    assert found.problems == ["SPDL on 1 cores: gpu_peers.py ended with 3: no such thing"]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_every_form_runs_on_ever_fewer_cores(tmp_path: Path, monkeypatch: pytest
         return {"images_per_s": rate}
 
     rows = gpu_feeds.cores(train, ["common"], ["files"], tmp_path, lambda: next(left))
-    assert [(row["cores"], row["backend"]) for row in rows] == [
+    assert [(row["cores"], row["feed"]) for row in rows] == [
         (4, "threads"), (4, "processes"), (2, "threads"), (2, "processes"), (1, "threads"),
     ]  # fmt: skip
     assert seen[1] == (["loader.backend=threads", "loader.num_workers=4"], 4)
