@@ -40,6 +40,7 @@ class Lab:
     worker_bytes: int = _WORKER_BYTES
     batch: HostBatch | None = None
     _sample_s: float = 0.0  # the longest mean of a probe
+    _start_s: float = probe.START_S  # of one worker, the longest that was seen
     _seen: int = 0  # batches of the last probe on samples of its own
     _batch_bytes: dict[int, int] = field(default_factory=dict)  # by batch size, where only loading one tells
 
@@ -116,9 +117,10 @@ class Lab:
             raise LoaderError(f"no shared memory for counting: {error}") from error
         again = ask.settings.num_workers == 0 and self._seen > 0  # none of these hangs this process, and none is to be decoded
         feed = self.probes.probe(self._patient(ask.settings), gauge, again=again)
-        until = probe.Until(ask.limit_s, ask.target, need_batch=self.batch is None, skip=self._seen if again else 0)
+        skip = self._seen if again else 0
+        until = probe.Until(ask.limit_s, ask.target, need_batch=self.batch is None, skip=skip, start_s=self._start_s)
         found = probe.measure_supply(feed, gauge, self.ranks, until)
-        self._learn(found)
+        self._learn(found, ask.settings.num_workers)
         if found.batches and not again:
             self._seen = found.batches
             self.probes.saw(found.batches)
@@ -144,20 +146,21 @@ class Lab:
         images, seconds = probe.measure_passes(lambda: self.probes.probe(settings), PASSES, PASS_BATCHES)
         return Trial(ask.settings, "supply", Rate.of([images], [seconds]), images)
 
-    def _learn(self, found: probe.Supply) -> None:
+    def _learn(self, found: probe.Supply, workers: int) -> None:
         seen = int(-self.ranks.smallest(-found.worker_bytes))
         if seen:
             self.worker_bytes = seen if self.worker_bytes == _WORKER_BYTES else max(self.worker_bytes, seen)
         self._sample_s = max(self._sample_s, found.cost.wall_s)
+        self._start_s = max(self._start_s, found.first_s / max(1, workers))
         if found.batch is not None and self.batch is None:
             self.batch = found.batch
             tensors = (found.batch.images, found.batch.labels, found.batch.indices)
             self._batch_bytes[len(found.batch.labels)] = sum(tensor.nbytes for tensor in tensors)
 
     def _patient(self, settings: FeedSettings) -> FeedSettings:
-        """``settings`` that wait for a batch as long as three take at the slowest that was seen, and some seconds more."""
+        """``settings`` that wait for a batch as long as workers start and three take at the slowest seen, and some seconds."""
         wait_s = 3 * settings.batch_size * self._sample_s if self._sample_s else 2 * probe.STUCK_S
-        return dataclasses.replace(settings, timeout_s=wait_s + probe.STUCK_S)
+        return dataclasses.replace(settings, timeout_s=settings.num_workers * self._start_s + wait_s + probe.STUCK_S)
 
 
 def _symptom(text: str) -> str:

@@ -21,7 +21,7 @@ from harness.tuning.search import in_flight
 
 POLL_S = 0.05
 STUCK_S = 10.0  # without a single sample for so long, the workers hang
-_START_S = 0.5  # more for each worker that starts
+START_S = 0.5  # more for each worker that starts
 _QUEUE_S = 1.0  # so long the queue may take to fill before the window opens all the same
 _SHORTEST_S = 0.4  # a window that is shorter tells nothing
 _PRECISE = 0.05  # half of the interval over the mean with which a probe is done
@@ -42,6 +42,7 @@ class Supply:
         worker_bytes: private memory of one worker; 0 without workers.
         batches: how many came.
         batch: the last of them, in memory of its own; None where none came.
+        first_s: seconds until the first sample was seen to be done: what the workers took to start, and it.
     """
 
     rate: Rate
@@ -50,19 +51,21 @@ class Supply:
     worker_bytes: int
     batches: int
     batch: HostBatch | None
+    first_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Until:
     """When a probe is over: after ``limit_s``, sooner where ``target`` is decided, not before a batch where one is needed.
 
-    It begins after ``skip`` batches besides those that fill the queue.
+    It begins after ``skip`` batches besides those that fill the queue. Each worker is given ``start_s`` to start.
     """
 
     limit_s: float
     target: float | None = None
     need_batch: bool = False
     skip: int = 0
+    start_s: float = START_S
 
 
 def measure_supply(
@@ -84,9 +87,9 @@ def measure_supply(
         BadSample: a sample cannot be read.
         LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while longer at the start.
     """
-    meter = _Meter(gauge, feed.settings, until, cpu_now)
     failure: Exception | None = None
     batches, looked = feed.polled(POLL_S), now()
+    meter = _Meter(gauge, feed.settings, until, cpu_now, looked)
     try:
         while True:
             failure = failure or _take(batches, meter, now)
@@ -138,12 +141,14 @@ class _Meter:
     settings: FeedSettings
     until: Until
     cpu_now: Clock
+    opened: float
     points: list[tuple[float, Work]] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)  # of this process, at each point
     batches: int = 0
     last: HostBatch | None = None
     began: float | None = None  # when every worker had moved, or all were seen to be at work
     seen: tuple[float, int] | None = None  # when a sample was last seen to be done, and how many were
+    first_s: float = 0.0
 
     @property
     def workers(self) -> int:
@@ -158,7 +163,9 @@ class _Meter:
         samples = self.gauge.read().samples
         if self.seen is None or samples > self.seen[1]:
             self.seen = (at, samples)
-        allowed_s = STUCK_S + (_START_S * self.workers if samples == 0 else 0.0)
+        if samples and not self.first_s:
+            self.first_s = at - self.opened
+        allowed_s = STUCK_S + (self.until.start_s * self.workers if samples == 0 else 0.0)
         if at - self.seen[0] <= allowed_s:
             return None
         what = "sample" if samples == 0 else "further sample"
@@ -213,7 +220,7 @@ class _Meter:
         if self.settings.backend != PROCESSES or self.settings.num_workers == 0:  # the samples are made in this process
             receive = max(0.0, receive - made)
         cost = SampleCost(wall, made, variation, receive, last.times_since(first))
-        return Supply(self.rate(), count, cost, worker_bytes, self.batches, _owned(self.last))
+        return Supply(self.rate(), count, cost, worker_bytes, self.batches, _owned(self.last), self.first_s)
 
 
 def _owned(batch: HostBatch | None) -> HostBatch | None:
