@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,25 +24,25 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from harness.config import Config, ModelConfig, Precision, TrainerConfig
+from harness.config import AugmentConfig, Config, ModelConfig, Precision, TrainerConfig
+from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch.clock import StepClock
-from scripts import gpu_feeds, gpu_peers
+from scripts import gpu_feeds, gpu_loaders
 from scripts.bench_loop import make_batches
 from scripts.bench_pinned_copy import Work, overlap, plain_copies
 from scripts.differential import Rig, compare, emulated_rig
+from scripts.gpu_overlap import Slow, step_ms, wait, wrong_values
 from scripts.measured import Sample, machine, machine_line, markdown, write
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN_FLOOR = 0.7  # share of the copy that the prefetcher must hide
 STALL_TOLERANCE = 0.01  # how far the clock's stall may be from the differential method's, as shares of the time
 EMULATED_TOLERANCE = 0.03  # the same where the device is made of threads, which a busy machine wakes late
-NUMBERED = 24  # batches in a check of values
 
 Row = dict[str, Any]
 
@@ -90,91 +90,22 @@ def check_prefetcher(o: Options) -> Finding:
     if o.device:  # batches of ImageNet's size, and work that takes twice as long as their copy
         what, loader = "copy", Slow(make_batches(4, 256, 224, pin=True), count=40)
         work: Callable[[], object] = Work(
-            device, 2 * _step_ms(DataPrefetcher(loader, device, ahead=False), lambda: None, device)
+            device, 2 * step_ms(DataPrefetcher(loader, device, ahead=False), lambda: None, device)
         )
     else:
         what, loader = "loading (CPU)", Slow(make_batches(1, 1, 8, pin=False), 0.004, count=25)
         work = lambda: time.sleep(0.008)
     times: dict[str, list[float]] = {"step alone": [], "ahead=False": [], "ahead=True": []}
     for _ in range(3 if o.quick else 9):
-        times["step alone"].append(_step_ms(range(loader.count), work, device))
+        times["step alone"].append(step_ms(range(loader.count), work, device))
         for ahead in (False, True):
-            times[f"ahead={ahead}"].append(_step_ms(DataPrefetcher(loader, device, ahead=ahead), work, device))
+            times[f"ahead={ahead}"].append(step_ms(DataPrefetcher(loader, device, ahead=ahead), work, device))
     alone, plain, hiding = (median(values) for values in times.values())
     hidden = (plain - hiding) / (plain - alone)
     problems = [] if hidden >= HIDDEN_FLOOR else [f"less than {HIDDEN_FLOOR:.0%} is hidden"]
-    problems += _wrong_values(device, slow="copy") + _wrong_values(device, slow="step")
+    problems += wrong_values(device, slow="copy") + wrong_values(device, slow="step")
     rows = [{"loop": name, "step ms": Sample.of(values)} for name, values in times.items()]
     return Finding(f"{hidden:.0%} of the {what} hidden; values checked with a slow copy and with a slow step", rows, problems)
-
-
-class Slow:
-    """A loader of ``count`` ready batches that takes ``sleep_s`` over each."""
-
-    def __init__(self, batches: Sequence[Any], sleep_s: float = 0.0, count: int = 0) -> None:
-        self.batches, self.sleep_s, self.count = batches, sleep_s, count
-
-    def __iter__(self) -> Iterator[Any]:
-        for i in range(self.count):
-            if self.sleep_s:
-                time.sleep(self.sleep_s)
-            yield self.batches[i % len(self.batches)]
-
-
-def _step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step that takes a batch and does ``work``; the first one does not count."""
-    begin, steps = 0.0, -1
-    for _ in batches:
-        work()
-        steps += 1
-        if steps == 0:
-            _wait(device)
-            begin = time.perf_counter()
-    _wait(device)
-    return 1e3 * (time.perf_counter() - begin) / steps
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _hold_up(device: torch.device) -> None:
-    """Hold the current stream up for some milliseconds; without one, the thread."""
-    torch.cuda._sleep(10_000_000) if device.type == "cuda" else time.sleep(0.002)
-
-
-class _SlowToMove:
-    """Images whose copy waits behind a sleep on the stream that it is issued to."""
-
-    def __init__(self, images: Tensor) -> None:
-        self.images, self.device = images, images.device
-
-    def to(self, device: torch.device, **how: Any) -> Tensor:
-        _hold_up(device)
-        return self.images.to(device, **how)
-
-
-def _wrong_values(device: torch.device, slow: str) -> list[str]:
-    """What is wrong with batches that each hold their number, when their copy or the step that reads them is held up.
-
-    Each is made anew and dropped at once, so that memory goes round on both sides as fast as the allocators let it.
-    """
-
-    def numbered() -> Iterator[tuple[Any, Tensor]]:
-        for i in range(NUMBERED):
-            images, labels = torch.full((64, 3, 64, 64), i, dtype=torch.uint8), torch.full((64,), i)
-            if device.type == "cuda":
-                images, labels = images.pin_memory(), labels.pin_memory()
-            yield _SlowToMove(images) if slow == "copy" else images, labels
-
-    seen = []
-    for images, labels in DataPrefetcher(numbered(), device, ahead=True):
-        if slow == "step":
-            _hold_up(device)
-        seen.append(torch.stack((images.amin(), images.amax(), labels.amin().float(), labels.amax().float())))
-    right = torch.arange(NUMBERED).float().view(-1, 1).expand(-1, 4)
-    return [] if torch.equal(torch.stack(seen).cpu(), right) else [f"wrong values where the {slow} is slow"]
 
 
 def resnet_rig(device: torch.device, compiled: bool) -> Rig:
@@ -187,7 +118,7 @@ def resnet_rig(device: torch.device, compiled: bool) -> Rig:
         clock=lambda: StepClock(device),
         batches=lambda sleep_s, count, clock: iter(DataPrefetcher(Slow(ready, sleep_s, count), device, clock=clock, **how)),
         launch=lambda batch: step(*batch),
-        wait=lambda: _wait(device),
+        wait=lambda: wait(device),
     )
 
 
@@ -232,34 +163,42 @@ def check_resnet50(o: Options) -> Finding:
 
 
 def check_feeds(o: Options) -> Finding:
-    """``train.py`` with ResNet-50 fed by threads and by processes, on ever fewer cores, against a run that loads nothing."""
-    o.cuda("a CPU takes minutes for a step of ResNet-50")
-    common, files = gpu_feeds.resnet50(o.scratch, *((1280, 25) if o.quick else (2560, 60)))
-    rows = gpu_feeds.cores(train, common, files, o.scratch / "feeds", lambda: o.deadline - time.monotonic())
-    return Finding(gpu_feeds.fewest(rows), rows, _failed(rows))
+    """ResNet-50 fed by threads and by processes, on ever fewer cores, against a run that loads nothing."""
+    return _fed(o, gpu_loaders.OURS)
+
+
+def check_feeds_compiled(o: Options) -> Finding:
+    """The same with ``torch.compile``."""
+    return _fed(o, gpu_loaders.OURS, "--compile")
 
 
 def check_peers(o: Options) -> Finding:
-    """The same network fed by the loaders of other projects (pytorch/examples, nvJPEG, DALI, SPDL), if they can be imported."""
-    o.cuda("a CPU takes minutes for a step of ResNet-50")
-    images, steps = (1280, 25) if o.quick else (2560, 60)
-    common, _ = gpu_feeds.resnet50(o.scratch, images, steps)
-    ready = train(["data=fake", *common], o.scratch / "peers-fake", gpu_feeds.LIMIT_S)["images_per_s"]
-    root = str(gpu_feeds.shapes(o.scratch, images).root)
+    """The same fed by the loaders of other projects that can be imported: pytorch/examples, nvJPEG, DALI and SPDL."""
+    return _fed(o, gpu_loaders.peers())
 
-    def run(name: str, cores: int) -> float:
-        arguments = [str(ROOT / "scripts" / "gpu_peers.py"), name, root, str(cores), f"--steps={steps}"]
+
+def _fed(o: Options, loaders: Sequence[str], *how: str) -> Finding:
+    o.cuda("a CPU takes minutes for a step of ResNet-50")
+
+    def left_s() -> float:
+        return o.deadline - time.monotonic()
+
+    if left_s() < 2 * gpu_feeds.LEAST_S:
+        raise SkippedError("too little time is left; name this part alone with --parts")
+    data = gpu_feeds.shapes(o.scratch, 1280 if o.quick else 2560)
+    datasets.load(data, AugmentConfig(), 0)
+
+    def run(name: str, cores: int) -> Row:
+        arguments = [str(ROOT / "scripts" / "gpu_loaders.py"), name, str(data.root), str(cores), *how]
         done = _run(arguments, gpu_feeds.LIMIT_S, cores)
         if done.returncode != 0:
-            raise RuntimeError(f"gpu_peers.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
-        return float(json.loads(done.stdout.splitlines()[-1])["images_per_s"])
+            raise RuntimeError(f"gpu_loaders.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
+        found: Row = json.loads(done.stdout.splitlines()[-1])
+        return found
 
-    rows = gpu_feeds.ladder(gpu_peers.available(), run, ready, lambda: o.deadline - time.monotonic())
-    return Finding(f"nvJPEG by {gpu_peers.decoder()[0]}; {gpu_feeds.fewest(rows)}", rows, _failed(rows))
-
-
-def _failed(rows: Iterable[Row]) -> list[str]:
-    return [f"{row['feed']} on {row['cores']} cores: {row['failed']}" for row in rows if row["failed"]]
+    rows = gpu_feeds.cores(loaders, run, left_s)
+    failed = [f"{row['feed']} on {row['cores']} cores: {row['failed']}" for row in rows if row["failed"]]
+    return Finding(gpu_feeds.fewest(rows), rows, failed)
 
 
 def check_launches(o: Options) -> Finding:
@@ -271,14 +210,14 @@ def check_launches(o: Options) -> Finding:
     return Finding(", ".join(f"{row['network']} {row['ratio']:.3f}" for row in rows) + " times the step alone", rows, slow)
 
 
-def train(overrides: Sequence[str], run_folder: Path, limit_s: float, cores: int | None = None) -> Row:
-    """``report.json`` of a run of ``train.py``, on as many ``cores`` of those that this process may use; None: on all.
+def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
+    """``report.json`` of a run of ``train.py``.
 
     Raises:
         RuntimeError: it failed; with its last words.
         subprocess.TimeoutExpired: it took longer than ``limit_s``.
     """
-    done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s, cores)
+    done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s)
     if done.returncode != 0:
         raise RuntimeError(f"train.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
     report: Row = json.loads((run_folder / "report.json").read_text(encoding="utf-8"))
@@ -313,6 +252,7 @@ PARTS: dict[str, Callable[[Options], Finding]] = {
     "resnet50": check_resnet50,
     "launches": check_launches,
     "feeds": check_feeds,
+    "feeds_compiled": check_feeds_compiled,
     "peers": check_peers,
 }
 

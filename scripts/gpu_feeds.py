@@ -38,17 +38,18 @@ from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step
 from scripts.bench_loop import make_batches
+from scripts.gpu_loaders import NONE
 
 CORES = (1, 2, 4, 6, 8, 16)
 FED = 0.99  # of the rate of a run that loads nothing
 BESIDE = 1.02  # step time with decoding threads over that without, at most
 THREADS = 16
 _STEPS, _TURNS = 20, 6
-LIMIT_S = 120  # of one run
+LIMIT_S, LEAST_S = 120, 90  # of one run, at most; left before one
 _SETTLE_S = 0.2  # until threads that are no longer needed have filled what they may, and others have been given what lay ready
 
 Row = dict[str, Any]
-Train = Callable[[Sequence[str], Path, float, int | None], Row]  # overrides, run folder, limit in seconds, cores
+Run = Callable[[str, int], Row]  # a loader, cores
 
 
 def shapes(scratch: Path, images: int) -> DataConfig:
@@ -70,40 +71,28 @@ def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[st
     return common, ["data=shapes", f"data.root={data.root}"]
 
 
-def cores(train: Train, common: Sequence[str], files: Sequence[str], scratch: Path, left_s: Callable[[], float]) -> list[Row]:
-    """Images/s of ``train.py`` by form of the feed and by cores that the whole run may use, as far as the time goes.
+def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> list[Row]:
+    """Images/s with each of ``feeds`` on ever fewer cores, as far as the time goes, and of those where nothing is loaded.
 
     A run that fails is a row that says why.
 
     Args:
-        train: runs ``train.py`` and gives its ``report.json``.
-        common: overrides of all runs.
-        files: those that name the images.
-        scratch: a folder for the runs.
+        feeds: loaders of ``gpu_loaders.py``.
+        run: the answer of ``gpu_loaders.py`` for one of them on so many cores.
         left_s: the time that is left.
     """
-    ready = train(["data=fake", *common], scratch / "fake", LIMIT_S, None)["images_per_s"]
-
-    def run(backend: str, count: int) -> float:
-        loader = [f"loader.backend={backend}", f"loader.num_workers={count}"]
-        rate: float = train([*files, *common, *loader], scratch / f"{backend}-{count}", LIMIT_S, count)["images_per_s"]
-        return rate
-
-    return ladder(("threads", "processes"), run, ready, left_s)
-
-
-def ladder(feeds: Sequence[str], run: Callable[[str, int], float], ready: float, left_s: Callable[[], float]) -> list[Row]:
-    """A row for each of ``feeds`` on ever fewer cores, while there is time: images/s, and of ``ready``, which loads nothing."""
     rows: list[Row] = []
     have = len(os.sched_getaffinity(0))
+    ready = run(NONE, have)["images_per_s"]
     for count in (n for n in CORES[::-1] if n <= have):
         for feed in feeds:
-            if left_s() < 90:
+            if left_s() < LEAST_S:
                 return rows
-            row: Row = {"cores": count, "feed": feed, "images/s": 0, "of no loading": 0.0, "failed": ""}
+            row: Row = {"cores": count, "feed": feed, "images/s": 0, "of no loading": 0.0, "by": "", "failed": ""}
             try:
-                rate = run(feed, count)
-                row |= {"images/s": round(rate), "of no loading": rate / ready}
+                found = run(feed, count)
+                rate = found["images_per_s"]
+                row |= {"images/s": round(rate), "of no loading": rate / ready, "by": found["decoder"]}
             except subprocess.TimeoutExpired:
                 row["failed"] = f"took more than {LIMIT_S} s"
             except RuntimeError as error:

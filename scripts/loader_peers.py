@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module, metadata, util
@@ -160,7 +160,7 @@ def _dali_counts(root: Path, threads: int) -> Counts:
     return (images.shape()[0] for images in dali(root, threads))
 
 
-def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Tensor]:
+def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
     """SPDL's threads, with simplejpeg and torchvision v2 as its stages; uint8 ``[N, H, W, C]``."""
     torch.set_num_threads(1)  # its threads are all the parallelism that there is to be
     files = [path for path, _ in ImageFolder(str(root / "train")).samples]

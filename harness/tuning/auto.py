@@ -40,6 +40,7 @@ class Auto:
             known.note(trial)
         if known.uneven(own.backend):
             yield from self._uneven()
+        if known.uneven(own.backend):
             return self._choice(known.cheapest_on_paper([form for form in self._forms() if form in known.costs]))
         if self._may_keep_up():
             yield from self._steps(own)
@@ -67,13 +68,19 @@ class Auto:
         return self.problem.budget_s - sum(trial.seconds for trial in spent) >= seconds
 
     def _uneven(self) -> Asking:
-        """Probe what looks best on paper, to know the samples' times better, until it stays the same; then other forms once."""
+        """Probe what looks best on paper, to know the samples' times better, until it stays the same; then other forms once.
+
+        At least one probe more than the first: if it finds the samples even, the machine was busy.
+        """
         own, known = self.problem.own, self.known
         for _ in range(3):
             looked = known.cheapest_on_paper([own.backend])
-            if looked.num_workers in (0, *known.points(own.backend)) or not self._has(3 * _PROBE_S):
+            probed = looked.num_workers in (0, *known.points(own.backend))
+            if (probed and known.probes(own.backend) > 1) or not self._has(3 * _PROBE_S):
                 break
-            yield from self._supply(looked)
+            yield from self._supply(looked if looked.num_workers else self.problem.calibration[-1].settings, anew=probed)
+            if not known.uneven(own.backend):
+                return
         for form in self._forms():
             if form != own.backend and self._has(3 * _PROBE_S):
                 yield from self._supply(with_workers(known.base(form), max(1, looked.num_workers)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +24,7 @@ OWN_TOLERANCE = 0.01  # and so much less than the user's own
 STEADY_BATCH_S = 0.4  # a worker's batch that takes longer makes steps come in bursts that short runs cannot judge
 _UNEVEN = 0.3  # standard deviation of a batch's time over its mean from which short measurements say little
 _UNEVEN_S = 0.01
+_ENOUGH = 0.5  # of a probe's samples: so many without slow ones, and the machine was to blame for those
 SPARE = 1.1  # how much more than demand uneven samples are reckoned to have to meet
 DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
 _LONG_WAIT = 0.15  # of the time
@@ -80,7 +80,7 @@ class Evidence:
             if form not in self.costs or alone.wall_s < self.costs[form].wall_s:
                 self.costs[form] = alone
             if self.uneven(form):  # known from all probes together, not from the luckiest
-                self.costs[form] = dataclasses.replace(cost, wall_s=self._moments(form)[0])
+                self.costs[form] = dataclasses.replace(cost, wall_s=queueing.moments(self.times(form))[0])
 
     def _alone(self, cost: SampleCost, workers: int) -> float:
         """A sample's wall seconds without the other workers, who took each other's processors if all of them were busy."""
@@ -112,25 +112,27 @@ class Evidence:
                 points[trial.settings.num_workers] = max(rate, points.get(trial.settings.num_workers, 0.0))
         return points
 
-    def times(self, form: str) -> list[tuple[float, float]]:
-        """(seconds, samples) over all probes of ``form``."""
-        counts: Counter[float] = Counter()
-        for trial in self.of("supply"):
-            if trial.settings.backend == form and trial.cost:
-                counts.update(dict(trial.cost.times))
-        return [(seconds, float(count)) for seconds, count in sorted(counts.items())]
+    def times(self, form: str) -> queueing.Times:
+        """(seconds, samples) over all probes of ``form``, less the one that the machine was too busy for, if there is one."""
+        probes = [trial.cost.times for trial in self.of("supply") if trial.settings.backend == form and trial.cost]
+        pooled = queueing.pooled(probes)
+        if len(probes) > 1 and self._are_uneven(pooled):
+            worst = max(range(len(probes)), key=lambda i: queueing.moments(probes[i])[1])
+            rest = queueing.pooled(probes[:worst] + probes[worst + 1 :])
+            if queueing.samples(rest) >= _ENOUGH * queueing.samples(probes[worst]) and not self._are_uneven(rest):
+                return rest  # the data's own slow samples would have come again
+        return pooled
 
-    def _moments(self, form: str) -> tuple[float, float]:
-        """Mean and variance of a sample's seconds over all probes of ``form``; zeros before the first."""
-        times = self.times(form)
-        samples = sum(count for _, count in times)
-        mean = sum(seconds * count for seconds, count in times) / samples if samples else 0.0
-        return mean, sum((seconds - mean) ** 2 * count for seconds, count in times) / samples if samples else 0.0
+    def probes(self, form: str) -> int:
+        """How many probes of ``form`` gave a figure."""
+        return sum(trial.settings.backend == form for trial in self.of("supply"))
 
     def uneven(self, form: str) -> bool:
         """Whether few samples take so long that even whole batches differ much, and by more than handing them over takes."""
-        mean, variance = self._moments(form)
-        size = self.problem.own.batch_size
+        return self._are_uneven(self.times(form))
+
+    def _are_uneven(self, times: queueing.Times) -> bool:
+        (mean, variance), size = queueing.moments(times), self.problem.own.batch_size
         return size * variance > max(_UNEVEN * size * mean, _UNEVEN_S) ** 2
 
     def on_paper(self, settings: FeedSettings, demand: float | None = None) -> float:

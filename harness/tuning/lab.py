@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Lab:
     worker_bytes: int = _WORKER_BYTES
     batch: HostBatch | None = None
     _sample_s: float = 0.0  # the longest mean of a probe
-    _start_s: float = probe.START_S  # of one worker, the longest that was seen
+    _start_s: float = 0.0  # of as many workers as there are cores, the longest that was seen
     _seen: int = 0  # batches of the last probe on samples of its own
     _batch_bytes: dict[int, int] = field(default_factory=dict)  # by batch size, where only loading one tells
 
@@ -117,8 +118,13 @@ class Lab:
             raise LoaderError(f"no shared memory for counting: {error}") from error
         again = ask.settings.num_workers == 0 and self._seen > 0  # none of these hangs this process, and none is to be decoded
         feed = self.probes.probe(self._patient(ask.settings), gauge, again=again)
-        skip = self._seen if again else 0
-        until = probe.Until(ask.limit_s, ask.target, need_batch=self.batch is None, skip=skip, start_s=self._start_s)
+        until = probe.Until(
+            ask.limit_s,
+            ask.target,
+            need_batch=self.batch is None,
+            skip=self._seen if again else 0,
+            start_s=self._starting_s(ask.settings),
+        )
         found = probe.measure_supply(feed, gauge, self.ranks, until)
         self._learn(found, ask.settings.num_workers)
         if found.batches and not again:
@@ -151,16 +157,26 @@ class Lab:
         if seen:
             self.worker_bytes = seen if self.worker_bytes == _WORKER_BYTES else max(self.worker_bytes, seen)
         self._sample_s = max(self._sample_s, found.cost.wall_s)
-        self._start_s = max(self._start_s, found.first_s / max(1, workers))
+        if workers:
+            self._start_s = max(self._start_s, found.first_s / self._turns(workers))
         if found.batch is not None and self.batch is None:
             self.batch = found.batch
             tensors = (found.batch.images, found.batch.labels, found.batch.indices)
             self._batch_bytes[len(found.batch.labels)] = sum(tensor.nbytes for tensor in tensors)
 
     def _patient(self, settings: FeedSettings) -> FeedSettings:
-        """``settings`` that wait for a batch as long as workers start and three take at the slowest seen, and some seconds."""
+        """``settings`` that wait for a batch as long as workers took to start and three batches to be made, at the slowest."""
         wait_s = 3 * settings.batch_size * self._sample_s if self._sample_s else 2 * probe.STUCK_S
-        return dataclasses.replace(settings, timeout_s=settings.num_workers * self._start_s + wait_s + probe.STUCK_S)
+        return dataclasses.replace(settings, timeout_s=self._starting_s(settings) + wait_s + probe.STUCK_S)
+
+    def _starting_s(self, settings: FeedSettings) -> float:
+        """Seconds that the workers may take to start: as long as was seen, for each time that the cores have to start some."""
+        workers = settings.num_workers
+        return max(probe.START_S * max(1, workers), self._start_s * self._turns(workers))
+
+    def _turns(self, workers: int) -> int:
+        """How often the cores have to start workers."""
+        return math.ceil(workers / max(1.0, self.limits.cores))
 
 
 def _symptom(text: str) -> str:

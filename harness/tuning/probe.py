@@ -21,7 +21,7 @@ from harness.tuning.search import in_flight
 
 POLL_S = 0.05
 STUCK_S = 10.0  # without a single sample for so long, the workers hang
-START_S = 0.5  # more for each worker that starts
+START_S = 0.5  # more for each worker that starts, at the least
 _QUEUE_S = 1.0  # so long the queue may take to fill before the window opens all the same
 _SHORTEST_S = 0.4  # a window that is shorter tells nothing
 _PRECISE = 0.05  # half of the interval over the mean with which a probe is done
@@ -58,14 +58,14 @@ class Supply:
 class Until:
     """When a probe is over: after ``limit_s``, sooner where ``target`` is decided, not before a batch where one is needed.
 
-    It begins after ``skip`` batches besides those that fill the queue. Each worker is given ``start_s`` to start.
+    It begins after ``skip`` batches besides those that fill the queue. The workers are given ``start_s`` to start.
     """
 
     limit_s: float
     target: float | None = None
     need_batch: bool = False
     skip: int = 0
-    start_s: float = START_S
+    start_s: float = 0.0
 
 
 def measure_supply(
@@ -165,7 +165,7 @@ class _Meter:
             self.seen = (at, samples)
         if samples and not self.first_s:
             self.first_s = at - self.opened
-        allowed_s = STUCK_S + (self.until.start_s * self.workers if samples == 0 else 0.0)
+        allowed_s = STUCK_S + (self.until.start_s if samples == 0 else 0.0)
         if at - self.seen[0] <= allowed_s:
             return None
         what = "sample" if samples == 0 else "further sample"

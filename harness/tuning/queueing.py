@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 _BATCHES = 1000
+
+Times = Sequence[tuple[float, int]]  # seconds, and how many samples took them
 
 
 class Batches(NamedTuple):
@@ -17,7 +20,27 @@ class Batches(NamedTuple):
     longest_s: np.ndarray
 
 
-def batch_times(times: Sequence[tuple[float, float]], batch_size: int) -> Batches:
+def pooled(probes: Iterable[Times]) -> Times:
+    """The samples of all ``probes``, by their seconds."""
+    counts: Counter[float] = Counter()
+    for times in probes:
+        counts.update(dict(times))
+    return sorted(counts.items())
+
+
+def samples(times: Times) -> int:
+    """How many there are."""
+    return sum(count for _, count in times)
+
+
+def moments(times: Times) -> tuple[float, float]:
+    """Mean and variance of a sample's seconds; zeros where there is none."""
+    of = max(1, samples(times))
+    mean = sum(seconds * count for seconds, count in times) / of
+    return mean, sum((seconds - mean) ** 2 * count for seconds, count in times) / of
+
+
+def batch_times(times: Times, batch_size: int) -> Batches:
     """Batches drawn from the times of samples, the same on every call.
 
     Args:

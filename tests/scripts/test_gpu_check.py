@@ -12,7 +12,7 @@ import torch
 
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
-from scripts import bench_pinned_copy, gpu_check, gpu_feeds, gpu_peers
+from scripts import bench_pinned_copy, gpu_check, gpu_feeds, gpu_loaders, gpu_overlap
 from scripts.gpu_check import Finding, Options
 
 
@@ -25,14 +25,10 @@ def test_without_a_gpu_parts_run_or_say_why_not(tmp_path: Path, capsys: pytest.C
     """The parts that need a device name their reason, nothing fails, and both files are written."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert (
-        gpu_check.main(
-            ["--parts", "pytest,stall_compiled,copies,resnet50,launches,feeds,peers", "--quick", "--out", str(tmp_path)]
-        )
-        == 0
-    )
+    parts = "pytest,stall_compiled,copies,resnet50,launches,feeds,feeds_compiled,peers"
+    assert gpu_check.main(["--parts", parts, "--quick", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
-    assert [part["status"] for part in found] == ["skipped"] * 7
+    assert [part["status"] for part in found] == ["skipped"] * 8
     assert all(part["found"].startswith("no CUDA device: ") for part in found)
     assert (tmp_path / "gpu_check.md").read_text().rstrip() == capsys.readouterr().out.rstrip()
 
@@ -70,11 +66,11 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_right_values_pass_and_wrong_ones_do_not(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The race check is silent about a right prefetcher and names the slow side of one that gives other values."""
     cpu = torch.device("cpu")
-    assert gpu_check._wrong_values(cpu, slow) == []
+    assert gpu_overlap.wrong_values(cpu, slow) == []
     monkeypatch.setattr(
-        gpu_check, "DataPrefetcher", lambda *a, **k: ((i + (i.max() == 7), n) for i, n in DataPrefetcher(*a, **k))
+        gpu_overlap, "DataPrefetcher", lambda *a, **k: ((i + (i.max() == 7), n) for i, n in DataPrefetcher(*a, **k))
     )
-    assert gpu_check._wrong_values(cpu, slow) == [f"wrong values where the {slow} is slow"]
+    assert gpu_overlap.wrong_values(cpu, slow) == [f"wrong values where the {slow} is slow"]
 
 
 def test_copies_summarises_both_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,26 +100,45 @@ def test_resnet50_reads_every_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.summary == "images/s: fake 10, untuned 10, tuned 10"
 
 
-def test_peers_are_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on the cores that it is to have; the last line that one prints is its rate, and one that fails says why."""
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int | None]]:
+    """What was run on a machine of one core, where SPDL fails; no image is made."""
     asked: list[tuple[list[str], int | None]] = []
 
     def run(arguments: list[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
         asked.append((arguments[1:], cores))
         if arguments[1] == "SPDL":
             return subprocess.CompletedProcess(arguments, 3, "", "no such thing")
-        return subprocess.CompletedProcess(arguments, 0, 'a warning\n{"images_per_s": 995.0}\n', "")
+        rate = 1000.0 if arguments[1] == gpu_loaders.NONE else 995.0
+        return subprocess.CompletedProcess(arguments, 0, f'a warning\n{{"images_per_s": {rate}, "decoder": ""}}\n', "")
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     monkeypatch.setattr(gpu_check, "_run", run)
-    monkeypatch.setattr(gpu_check, "train", lambda *_: {"images_per_s": 1000.0})
     monkeypatch.setattr(datasets, "load", lambda *_: None)
-    monkeypatch.setattr(gpu_peers, "available", lambda: ["pytorch/examples", "SPDL"])
+    monkeypatch.setattr(gpu_loaders, "peers", lambda: ["pytorch/examples", "SPDL"])
+    return asked
+
+
+def test_loaders_run_in_processes_of_their_own(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
+    """Each on the cores that it is to have; the last line that one prints is its rate, and one that fails says why."""
     found = gpu_check.check_peers(Options(torch.device("cpu"), True, tmp_path, time.monotonic() + 900))
     root = str(gpu_feeds.shapes(tmp_path, 1280).root)
-    assert asked == [(["pytorch/examples", root, "1", "--steps=25"], 1), (["SPDL", root, "1", "--steps=25"], 1)]
-    assert found.summary.endswith("pytorch/examples: 1 cores reach 0.99; SPDL: none of these reach 0.99")
-    assert found.problems == ["SPDL on 1 cores: gpu_peers.py ended with 3: no such thing"]
+    assert one_core == [([name, root, "1"], 1) for name in ("no loading", "pytorch/examples", "SPDL")]
+    assert found.summary == "pytorch/examples: 1 cores reach 0.99; SPDL: none of these reach 0.99"
+    assert found.problems == ["SPDL on 1 cores: gpu_loaders.py ended with 3: no such thing"]
+
+
+def test_a_compiled_network_is_asked_for(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
+    """Also where nothing is loaded."""
+    gpu_check.check_feeds_compiled(Options(torch.device("cpu"), True, tmp_path, time.monotonic() + 900))
+    assert [arguments[0] for arguments, _ in one_core] == ["no loading", "threads", "processes"]
+    assert all(arguments[-1] == "--compile" for arguments, _ in one_core)
+
+
+def test_a_part_without_time_is_skipped(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
+    """It says how to run it, and nothing is called measured."""
+    options = Options(torch.device("cpu"), True, tmp_path, time.monotonic() + 100)
+    assert gpu_check.run_part("peers", options)["status"] == "skipped" and one_core == []
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +17,44 @@ from harness.config import DataConfig
 from harness.data import datasets
 from harness.feed.order import Order
 from harness.feed.threads import ThreadFeed
-from scripts import gpu_feeds
+from scripts import gpu_feeds, gpu_loaders
 from scripts.gpu_feeds import Decoding
 
 
-def test_every_form_runs_on_ever_fewer_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many workers as cores, the most cores first, until the time is over; the fewest that feed the network are named."""
+def test_every_form_runs_on_ever_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most cores first, until the time is over, beside a run that loads nothing; the fewest that are enough are named."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     left, seen = iter([900.0] * 5 + [0.0]), []
 
-    def train(overrides: Sequence[str], folder: Path, limit_s: float, cores: int | None) -> dict[str, Any]:
-        seen.append((overrides[-2:], cores))
-        rate = 1000.0 if cores is None else min(1000.0, cores * (333.0 if "threads" in overrides[-2] else 240.0))
-        return {"images_per_s": rate}
+    def run(feed: str, cores: int) -> dict[str, Any]:
+        seen.append((feed, cores))
+        each = {"threads": 333.0, "processes": 240.0}.get(feed, 1000.0)
+        return {"images_per_s": min(1000.0, cores * each), "decoder": ""}
 
-    rows = gpu_feeds.cores(train, ["common"], ["files"], tmp_path, lambda: next(left))
-    assert [(row["cores"], row["feed"]) for row in rows] == [
-        (4, "threads"), (4, "processes"), (2, "threads"), (2, "processes"), (1, "threads"),
-    ]  # fmt: skip
-    assert seen[1] == (["loader.backend=threads", "loader.num_workers=4"], 4)
+    rows = gpu_feeds.cores(gpu_loaders.OURS, run, lambda: next(left))
+    measured = [(4, "threads"), (4, "processes"), (2, "threads"), (2, "processes"), (1, "threads")]
+    assert [(row["cores"], row["feed"]) for row in rows] == measured
+    assert seen == [("no loading", 4), *((feed, cores) for cores, feed in measured)]
     assert gpu_feeds.fewest(rows) == "threads: 4 cores reach 0.99; processes: none of these reach 0.99"
 
 
 @pytest.mark.parametrize(
     ("error", "why"),
     [
-        pytest.param(subprocess.TimeoutExpired("train.py", 120), "took more than 120 s", id="too slow"),
-        pytest.param(RuntimeError("train.py ended with 2:\nno"), "train.py ended with 2: no", id="an error"),
+        pytest.param(subprocess.TimeoutExpired("gpu_loaders.py", 120), "took more than 120 s", id="too slow"),
+        pytest.param(RuntimeError("gpu_loaders.py ended with 2:\nno"), "gpu_loaders.py ended with 2: no", id="an error"),
     ],
 )
-def test_a_run_that_fails_is_a_row(error: Exception, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_is_a_row(error: Exception, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says why, and the others are measured; nothing is fed by it."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
 
-    def train(overrides: Sequence[str], folder: Path, limit_s: float, cores: int | None) -> dict[str, Any]:
-        if folder.name == "threads-2":
+    def run(feed: str, cores: int) -> dict[str, Any]:
+        if (feed, cores) == ("threads", 2):
             raise error
-        return {"images_per_s": 1000.0}
+        return {"images_per_s": 1000.0, "decoder": ""}
 
-    rows = gpu_feeds.cores(train, [], [], tmp_path, lambda: 900.0)
+    rows = gpu_feeds.cores(gpu_loaders.OURS, run, lambda: 900.0)
     assert [row["failed"] for row in rows] == [why, "", "", ""]
     assert gpu_feeds.fewest(rows[:2]) == "threads: none of these reach 0.99; processes: 2 cores reach 0.99"
 

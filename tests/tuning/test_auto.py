@@ -9,6 +9,7 @@ import random
 import pytest
 from machines import Machine, own, search
 
+from harness.tuning.figures import Trial
 from harness.tuning.search import Ask
 
 
@@ -116,6 +117,33 @@ def test_the_fastest_form_is_chosen_without_knowing_its_name() -> None:
     """A form that needs half the time serves the demand that the other cannot."""
     machine = Machine(0.002, 0.0019, demand=1800, form_speed={"processes": 1.0, "other": 2.5})
     assert search(machine, own(1)).settings.backend == "other"
+
+
+@dataclasses.dataclass
+class BusyAtFirst(Machine):
+    """Other programs hold up the samples of the first ``busy`` probes, a hundredth of them by far."""
+
+    busy: int = 1
+
+    def answer(self, ask: Ask) -> Trial:
+        self.variation = 7.0 if len(self.asked) < self.busy else 0.1
+        return super().answer(ask)
+
+
+def test_a_machine_that_was_busy_once_does_not_make_samples_uneven() -> None:
+    """The samples' own slow ones would have come again in the next probe: the search goes its usual way."""
+    even = Machine(0.01, demand=640, variation=0.1, **SLEEPS)
+    busy, always = BusyAtFirst(0.01, demand=640, **SLEEPS), BusyAtFirst(0.01, demand=640, busy=99, **SLEEPS)
+    wanted = search(even, own(1)).settings
+    assert search(busy, own(1)).settings == wanted != search(always, own(1)).settings
+    assert any(ask.kind == "steps" for ask in busy.asked) and all(ask.kind == "supply" for ask in always.asked)
+
+
+def test_what_looks_best_is_probed_again_before_samples_are_called_uneven() -> None:
+    """Though it was the first that was probed: one probe cannot tell the data's slow samples from the machine's."""
+    machine = BusyAtFirst(0.001, demand=640, **SLEEPS)  # one worker does
+    search(machine, own(1))
+    assert [ask.settings.num_workers for ask in machine.asked[:2]] == [1, 1]
 
 
 def test_uneven_samples_get_a_deeper_queue() -> None:

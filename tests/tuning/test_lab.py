@@ -145,16 +145,17 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
 
 
 def test_a_supply_probe_teaches_how_slowly_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them are given as much each, until their first sample and until their first batch."""
+    """Later ones are given as much, once for each time that the cores have to; until their first sample and first batch."""
     allowed = []
     found = probe.Supply(Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, 7, batch(), first_s=16.0)
     monkeypatch.setattr(probe, "measure_supply", lambda feed, gauge, ranks, until: (allowed.append(until.start_s), found)[1])
-    own = lab()
-    for workers in (2, 4):
+    own = lab(limits=dataclasses.replace(PLENTY, cores=4.0))
+    for workers in (6, 3, 9):
         own.attempt(Ask(dataclasses.replace(OWN, num_workers=workers), "supply"))
-    assert allowed == [probe.START_S, 8.0]
-    short, long = (settings.timeout_s for settings, _ in asked(own))
-    assert (short, long) == (2 * probe.START_S + 30.0, pytest.approx(4 * 8.0 + 3 * OWN.batch_size * 0.01 + 10.0))
+    assert allowed == [6 * probe.START_S, 8.0, 48.0]
+    made_s = 3 * OWN.batch_size * 0.01
+    waits_s = [settings.timeout_s for settings, _ in asked(own)]
+    assert waits_s == pytest.approx([6 * probe.START_S + 30.0, 8.0 + made_s + 10.0, 48.0 + made_s + 10.0])
 
 
 def test_real_steps_tell_the_wait() -> None:

@@ -201,12 +201,12 @@ def test_workers_that_hang_are_told(ends_s: float, text: str) -> None:
 
 
 def test_workers_that_start_slowly_are_waited_for() -> None:
-    """As long as workers were seen to take before, each; how long these took is told."""
+    """As long as is allowed; how long these took is told."""
     feed = TimedFeed(100.0, workers=3, start_s=20.0)
-    until = Until(1.5, start_s=8.0)
+    until = Until(1.5, start_s=16.0)
     supply = measure_supply(feed, feed.gauge, OneRank(), until, feed.now, feed.cpu_now)
     assert supply.first_s == pytest.approx(20.0, abs=0.1)
-    with pytest.raises(LoaderError, match="no sample within 11.5 s"):
+    with pytest.raises(LoaderError, match="no sample within 10 s"):
         measure(TimedFeed(100.0, workers=3, start_s=20.0))
 
 
