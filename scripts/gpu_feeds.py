@@ -1,6 +1,6 @@
 """What the feeds are worth beside a GPU: how few cores keep ResNet-50 busy, and whether decoding threads slow its launches.
 
-Two parts of ``gpu_check.py``.
+Parts of ``gpu_check.py``.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ def step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.de
 
 
 def wait(device: torch.device) -> None:
+    """Until all streams of a GPU are through, the prefetcher's own too; ``synchronize`` waits for the current one alone."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
