@@ -150,7 +150,7 @@ class ValLoaderConfig:
 
     batch_size: int | None = setting(None, "Images per batch and rank; null: loader.batch_size.", ge=1)
     num_workers: int | None = setting(None, "Worker processes per rank; null: as the training feed.", ge=0, le=512)
-    prefetch_factor: int | None = setting(None, "Batches in flight per worker; null: torch's 2.", ge=1)
+    prefetch_factor: int | None = setting(None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,7 +167,7 @@ class LoaderConfig:
         ge=0, le=512,
     )  # fmt: skip
     pin_memory: bool | None = setting(None, "Page-locked batches; null: where there is a CUDA device.")
-    prefetch_factor: int | None = setting(None, "Batches in flight per worker; null: torch's 2.", ge=1)
+    prefetch_factor: int | None = setting(None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1)
     persistent_workers: bool | None = setting(None, "Keep the workers between epochs; null: where there are workers.")
     drop_last: bool = setting(True, "Leave a training epoch's last short batch out.")
     timeout_s: float = setting(120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", ge=0.0)

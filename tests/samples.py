@@ -17,7 +17,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from harness.feed.interface import FeedSettings, HostBatch
+from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
 from harness.runtime.seeding import SampleRng
@@ -135,6 +135,7 @@ def settings(
     timeout_s: float = 60.0,
     start_method: str = "forkserver",
     pin_memory: bool = False,
+    backend: str = PROCESSES,
 ) -> FeedSettings:
     """Settings of a small feed."""
     return FeedSettings(
@@ -145,6 +146,7 @@ def settings(
         persistent_workers=persistent_workers and num_workers > 0,
         timeout_s=timeout_s,
         start_method=start_method,
+        backend=backend,
     )
 
 

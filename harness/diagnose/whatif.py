@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.evidence import Evidence, Problem, exactly
+from harness.tuning.evidence import Evidence, Problem
 from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.search import with_workers
 from harness.watch.stages import StageCost, StageTotals
@@ -138,7 +138,7 @@ def problem_of(facts: Facts) -> Problem:
 
 def delivers(facts: Facts, settings: FeedSettings, cost: SampleCost) -> float:
     """Images/s that steps get by the model, with ``settings`` and samples of ``cost``."""
-    rate = exactly(max(1, settings.num_workers) / cost.wall_s)
+    rate = Rate.exactly(max(1, settings.num_workers) / cost.wall_s)
     known = Evidence(problem_of(facts), [Trial(settings, "supply", rate, cost=cost)], {settings.backend: cost})
     got = known.delivered(settings)
     assert got is not None

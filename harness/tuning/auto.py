@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from harness.feed.arrays import ARRAYS
 from harness.feed.interface import PROCESSES, THREADS, FeedSettings
-from harness.tuning.evidence import DEPTHS, GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem, saturated
+from harness.tuning.evidence import GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem, depths, saturated
 from harness.tuning.figures import Trial
 from harness.tuning.search import Ask, Choice, Search, with_workers
 
@@ -41,7 +41,7 @@ class Auto:
         if known.uneven(own.backend):
             yield from self._uneven()
         if known.uneven(own.backend):
-            return self._choice(known.cheapest_on_paper([form for form in self._forms() if form in known.costs]))
+            return self._choice(known.cheapest_on_paper(self._measured()))
         if self._may_keep_up():
             yield from self._steps(own)
             if self._keeps_up(own):
@@ -70,7 +70,8 @@ class Auto:
     def _uneven(self) -> Asking:
         """Probe what looks best on paper, to know the samples' times better, until it stays the same; then other forms once.
 
-        At least one probe more than the first: if it finds the samples even, the machine was busy.
+        At least one probe more than the first: if it finds the samples even, the machine was busy. Threads that would be best
+        if they left the steps alone are tried with real ones.
         """
         own, known = self.problem.own, self.known
         for _ in range(3):
@@ -84,6 +85,13 @@ class Auto:
         for form in self._forms():
             if form != own.backend and self._has(3 * _PROBE_S):
                 yield from self._supply(with_workers(known.base(form), max(1, looked.num_workers)))
+        best = known.cheapest_on_paper(self._measured(), sure=False)
+        if best.backend == THREADS and best.num_workers and not known.crowded(THREADS) and self._has(_STEPS_S):
+            yield from self._steps(best)
+
+    def _measured(self) -> list[str]:
+        """The forms of which a sample's cost is known."""
+        return [form for form in self._forms() if form in self.known.costs]
 
     def _forms(self) -> list[str]:
         """The forms in the order in which they are looked at: first arrays, which take one probe, then the user's own."""
@@ -208,9 +216,9 @@ class Auto:
         """``settings`` with batches enough in flight for the spread of the samples' times, and no fewer than the user's."""
         if settings.num_workers == 0 or not self.known.times(settings.backend):
             return settings
-        depths = sorted({settings.prefetch_factor or 2, *DEPTHS})
-        rates = {k: self.known.on_paper(dataclasses.replace(settings, prefetch_factor=k)) for k in depths}
-        deep = min(k for k in depths if rates[k] >= (1 - QUEUE_EMPTY) * max(rates.values()))
+        tried = sorted({settings.prefetch_factor or 2, *depths(settings.backend)})
+        rates = {k: self.known.on_paper(dataclasses.replace(settings, prefetch_factor=k)) for k in tried}
+        deep = min(k for k in tried if rates[k] >= (1 - QUEUE_EMPTY) * max(rates.values()))
         deeper = dataclasses.replace(settings, prefetch_factor=max(deep, settings.prefetch_factor or 2))
         return deeper if self.problem.fits(deeper) is None else settings
 

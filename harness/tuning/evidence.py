@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from harness.feed.arrays import ARRAYS, in_form
 from harness.feed.interface import THREADS, FeedSettings
 from harness.tuning import queueing
-from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.figures import MOSTLY, Rate, SampleCost, Trial
 from harness.tuning.search import cost_of, in_flight, with_workers
 
 MET = 1.05  # supply over demand with which a measured setting feeds the model
@@ -26,7 +27,8 @@ _UNEVEN = 0.3  # standard deviation of a batch's time over its mean from which s
 _UNEVEN_S = 0.01
 _ENOUGH = 0.5  # of a probe's samples: so many without slow ones, and the machine was to blame for those
 SPARE = 1.1  # how much more than demand uneven samples are reckoned to have to meet
-DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
+_DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
+_DEPTHS_TOGETHER = (*_DEPTHS, 16, 32)  # of threads, whose batches are in flight for all of them
 _LONG_WAIT = 0.15  # of the time
 _SLOWED = 0.05  # of its speed: what a step may lose to threads, which share its interpreter, without waiting for data
 BUSY = 0.8  # share of the cores above which workers and step are in each other's way
@@ -142,24 +144,35 @@ class Evidence:
         if workers == 0:
             return 1 / (1 / demand + cost.wall_s)
         crowding = max(1.0, workers * cost.cpu_s / cost.wall_s / self.problem.cores)
-        drawn = queueing.batch_times(self.times(settings.backend), size)
+        drawn = queueing.batch_times(self._likely(settings.backend), size)
         batches = queueing.Batches(crowding * drawn.total_s, crowding * drawn.longest_s)
         if settings.backend == THREADS:
             return size * queueing.delivered_together(batches, workers, in_flight(settings), size / demand)
         return size * queueing.delivered(batches.total_s, workers, settings.prefetch_factor or 1, size / demand)
 
-    def cheapest_on_paper(self, forms: Iterable[str]) -> FeedSettings:
+    def _likely(self, form: str) -> queueing.Times:
+        """``times``, but of uneven samples the slow ones as all forms saw them that wait for them: each sees only a few."""
+        waiting = [other for other in self.costs if other != ARRAYS]
+        if form == ARRAYS or not any(map(self.uneven, waiting)):
+            return self.times(form)
+        return queueing.with_slow_of(queueing.pooled(map(self.times, waiting)), self.times(form))
+
+    def cheapest_on_paper(self, forms: Iterable[str], sure: bool = True) -> FeedSettings:
         """The cheapest setting of ``forms`` that on paper delivers as much as their best, and as the user's own.
 
         Both within the tolerances, and for a somewhat faster step: how many samples are slow is known from a few dozen at best.
         """
         own, demand = self.problem.own, SPARE * self.problem.demand.images_per_s
-        rates = {} if self.refused(own) else {own: self.on_paper(own, demand)}
+
+        def rate(settings: FeedSettings) -> float:
+            return (self._sure(settings) if sure else 1.0) * self.on_paper(settings, demand)
+
+        rates = {} if self.refused(own) else {own: rate(own)}
         for form in forms:
             base = self.base(form)
             for workers in range(1 if form == ARRAYS else self.most(form) + 1):
-                tried = [with_workers(base, workers, depth) for depth in (DEPTHS if workers else DEPTHS[:1])]
-                rates |= {s: self._sure(s) * self.on_paper(s, demand) for s in tried if not self.refused(s)}
+                tried = [with_workers(base, workers, depth) for depth in (depths(form) if workers else _DEPTHS[:1])]
+                rates |= {s: rate(s) for s in tried if not self.refused(s)}
                 if workers and any(rates.get(s, 0.0) >= 0.995 * demand for s in tried):  # more workers can only cost more
                     break
         return self.cheapest(rates)
@@ -170,19 +183,19 @@ class Evidence:
         if found:
             return max(found, key=lambda rate: rate.images_per_s)
         cost = self.costs.get(settings.backend)
-        return exactly(1 / cost.wall_s) if cost and settings.num_workers == 0 else None
+        return Rate.exactly(1 / cost.wall_s) if cost and settings.num_workers == 0 else None
 
     def delivered(self, settings: FeedSettings) -> Rate | None:
         """What steps get: as measured with real ones, all runs together; else predicted from supply and demand."""
         if self.uneven(settings.backend):
-            return exactly(self.on_paper(settings))
+            return Rate.exactly(self.on_paper(settings))
         runs, supply, demand = self.of("steps", settings), self.supply(settings), self.demand()
         if runs:
             return self._not_read_again(settings, _pooled(runs))
         if supply is None:
             return None
         if settings.num_workers == 0 and not self.problem.overlaps:
-            return exactly(1 / (1 / demand + 1 / supply.images_per_s))
+            return Rate.exactly(1 / (1 / demand + 1 / supply.images_per_s))
         reach = min(demand, self.roofline(settings.backend))
         return Rate(*(min(value, reach) for value in (supply.images_per_s, supply.low, supply.high)))
 
@@ -192,12 +205,11 @@ class Evidence:
         if settings.num_workers or cost is None or cost.cpu_s > 0.5 * cost.wall_s:
             return measured
         beside = 0.0 if self.problem.overlaps else 1 / self.problem.demand.images_per_s
-        return min(measured, exactly(1 / (beside + cost.wall_s)), key=lambda rate: rate.images_per_s)
+        return min(measured, Rate.exactly(1 / (beside + cost.wall_s)), key=lambda rate: rate.images_per_s)
 
     def demand(self) -> float:
         """Images/s that the step takes: as measured with a batch at hand, or more where steps took more while they had one."""
-        working = [t.rate.images_per_s / (1 - min(0.9, t.wait_fraction or 0.0)) for t in self.of("steps") if t.rate]
-        return max([self.problem.demand.images_per_s, *working])
+        return max([self.problem.demand.images_per_s, *(trial.working for trial in self.of("steps"))])
 
     def worth(self, settings: FeedSettings) -> float | None:
         """What tells two settings apart, in images/s.
@@ -213,9 +225,17 @@ class Evidence:
         return got.images_per_s if slowed else self._sure(settings) * by_waits
 
     def _sure(self, settings: FeedSettings) -> float:
-        """What is sure of a predicted rate: less of threads that were not seen beside real steps."""
-        seen = settings.backend != THREADS or settings == self.problem.own or self.of("steps", settings)
-        return 1.0 if seen or not settings.num_workers else 1 - _SLOWED
+        """What is sure of a predicted rate: less of threads that were not seen beside real steps.
+
+        With uneven samples the waits of so short a run say nothing, but what the steps took besides, beside any threads, does.
+        """
+        own, uneven = settings == self.problem.own, self.uneven(settings.backend)
+        if settings.backend != THREADS or not settings.num_workers or (not uneven and (own or self.of("steps", settings))):
+            return 1.0
+        runs = [t for t in self.of("steps") if t.settings.backend == THREADS and (t.wait_fraction or 0.0) < MOSTLY]
+        if uneven and runs and not self.crowded(THREADS):  # in a crowd any workers slow the steps
+            return min(1.0, statistics.median(t.working for t in runs) / self.problem.demand.images_per_s)
+        return 1.0 if own else 1 - _SLOWED
 
     def at_most(self, settings: FeedSettings) -> float:
         """What ``settings`` deliver, or at most, where only a sample's cost is known; 0 where they are refused."""
@@ -227,7 +247,7 @@ class Evidence:
     def wait(self, settings: FeedSettings) -> float | None:
         """The share of the time that steps wait for data."""
         runs = [t.wait_fraction for t in self.of("steps", settings) if t.wait_fraction is not None]
-        if runs:
+        if runs and not self.uneven(settings.backend):
             return sum(runs) / len(runs)
         got = self.delivered(settings)
         return None if got is None else max(0.0, 1 - got.images_per_s / self.demand())
@@ -315,15 +335,15 @@ class Evidence:
         return best < MET * self.demand() and best * (cost.cpu_s + cost.receive_s) < BUSY * self.problem.cores
 
 
+def depths(form: str) -> tuple[int, ...]:
+    """Values of ``prefetch_factor`` that are reckoned with."""
+    return _DEPTHS_TOGETHER if form == THREADS else _DEPTHS
+
+
 def saturated(points: Mapping[int, float]) -> bool:
     """Whether the last workers that were added gave nothing, by supply by number of workers."""
     counts = sorted(n for n, rate in points.items() if rate > 0)
     return len(counts) > 1 and points[counts[-1]] < (1 + GAIN) * max(points[n] for n in counts[:-1])
-
-
-def exactly(images_per_s: float) -> Rate:
-    """A rate that was computed and has no interval."""
-    return Rate(images_per_s, images_per_s, images_per_s)
 
 
 def _pooled(runs: Iterable[Trial]) -> Rate:

@@ -16,6 +16,7 @@ from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.watch.figures import StepRun
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.2, 2.18, 2.16, 2.14, 2.13)  # Student's t, from 1 degree
+MOSTLY = 0.9  # of the time: steps that wait longer are too short besides to tell their own speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class Rate:
         error = math.sqrt(float((residual**2).sum()) * len(count) / (len(count) - 1)) / float(spent.sum())
         half = (_T95[len(count) - 2] if len(count) - 2 < len(_T95) else 1.96) * error
         return cls(mean, max(0.0, mean - half), mean + half)
+
+    @classmethod
+    def exactly(cls, images_per_s: float) -> Rate:
+        """A rate that was computed and has no interval."""
+        return cls(images_per_s, images_per_s, images_per_s)
 
     @classmethod
     def typical(cls, images: Sequence[float], seconds: Sequence[float]) -> Rate:
@@ -104,6 +110,11 @@ class Trial:
     cost: SampleCost | None = None
     memory_bytes: int | None = None
     refused: str | None = None
+
+    @property
+    def working(self) -> float:
+        """Images/s of the steps but for their waits for data; 0 where there was no rate."""
+        return self.rate.images_per_s / (1 - min(MOSTLY, self.wait_fraction or 0.0)) if self.rate else 0.0
 
 
 class Trainee(Protocol):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 _BATCHES = 1000
+_SLOW = 4.0  # times the mean: a sample that takes longer
 
-Times = Sequence[tuple[float, int]]  # seconds, and how many samples took them
+Times = Sequence[tuple[float, float]]  # seconds, and how many samples took them
 
 
 class Batches(NamedTuple):
@@ -22,13 +23,24 @@ class Batches(NamedTuple):
 
 def pooled(probes: Iterable[Times]) -> Times:
     """The samples of all ``probes``, by their seconds."""
-    counts: Counter[float] = Counter()
+    counts: dict[float, float] = defaultdict(float)
     for times in probes:
-        counts.update(dict(times))
+        for seconds, count in times:
+            counts[seconds] += count
     return sorted(counts.items())
 
 
-def samples(times: Times) -> int:
+def with_slow_of(many: Times, times: Times) -> Times:
+    """``times`` with the slow samples of ``many`` in place of their own, as many for each fast one."""
+    limit_s = _SLOW * moments(many)[0]
+    slow, fast = [pair for pair in many if pair[0] > limit_s], [pair for pair in times if pair[0] <= limit_s]
+    if not slow or not fast:
+        return times
+    share = samples(fast) / (samples(many) - samples(slow))
+    return [*fast, *((seconds, share * count) for seconds, count in slow)]
+
+
+def samples(times: Times) -> float:
     """How many there are."""
     return sum(count for _, count in times)
 

@@ -28,8 +28,9 @@ _QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched 
 _FROM_DISK, _CACHED = 0.5, 0.05  # of the bytes read: from here on the page cache does not hold the files; up to here it does
 _WORTH = 0.01  # of the time: a smaller suspect is not worth a word
 _DEEPEST = 8  # batches in flight for each worker; more have not helped
+_DEEPEST_TOGETHER = 32  # of threads, whose batches are in flight for all of them
 _MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
-_WORKERLESS = "arrays"  # the form of the feed that never has workers
+_WORKERLESS, _TOGETHER = "arrays", "threads"  # forms of the feed: that never has workers, and whose workers share each batch
 _NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch"}
 
 _CHEAPER: dict[Kind, str] = {
@@ -179,10 +180,11 @@ def _starved(r: Reckoning) -> _Finding:
 def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
     """More workers, if there are processors for a tenth more images, or more batches in flight; and why."""
     rate, settings, cores = r.window.images_per_s or 0.0, r.evidence.settings, r.evidence.cores
-    workers, depth, room = settings.num_workers, settings.prefetch_factor or _DEEPEST, r.room()
+    deepest = _DEEPEST_TOGETHER if settings.backend == _TOGETHER else _DEEPEST
+    workers, depth, room = settings.num_workers, settings.prefetch_factor or deepest, r.room()
     if workers and r.unmade() == 0:
         uneven = f"{workers} workers would do on average, but their batches come unevenly"
-        return (f"loader.prefetch_factor={2 * depth}", uneven) if depth < _DEEPEST else (None, "")
+        return (f"loader.prefetch_factor={2 * depth}", uneven) if depth < deepest else (None, "")
     wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(_MOST, int(_MOST_PER_CORE * cores)))
     if room < 1 + _HARM or wanted <= workers or settings.backend == _WORKERLESS:
         return None, ""

@@ -14,8 +14,7 @@ from harness.diagnose.fetch import Fetch
 from harness.diagnose.report import Diagnosis, command, sentence
 from harness.diagnose.runs import Runs
 from harness.diagnose.whatif import Bound, Facts, WhatIf
-from harness.tuning.evidence import exactly
-from harness.tuning.figures import SampleCost, Trial
+from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.verdict import Bottleneck
 
@@ -25,16 +24,18 @@ STAGES = StageTotals(100, 10, 0.5, {"read": StageCost(0.1, 0.01), "decode": Stag
 
 def facts(delivered: float | None = 200.0, fetch_per_s: float | None = None) -> Facts:
     return Facts(
-        settings=OWN, cores=2, cores_from="affinity", on_cpu=False, overlaps=False, demand=exactly(1000), step_cpu_s=0.0,
-        cost=SampleCost(0.005, 0.0041, 0.0), stages=STAGES, delivered=None if delivered is None else exactly(delivered),
+        settings=OWN, cores=2, cores_from="affinity", on_cpu=False, overlaps=False, demand=Rate.exactly(1000), step_cpu_s=0.0,
+        cost=SampleCost(0.005, 0.0041, 0.0), stages=STAGES, delivered=None if delivered is None else Rate.exactly(delivered),
         fetch_per_s=fetch_per_s,
     )  # fmt: skip
 
 
 def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
     cost = SampleCost(0.005, 0.0041, 0.0)
-    loading = Trial(OWN, "supply", exactly(400), 100, cost=cost)
-    runs = Runs(demand=exactly(1000), step_cpu_s=0.0, loading=loading, stages=STAGES, delivered=exactly(200), fetch=fetch)
+    loading = Trial(OWN, "supply", Rate.exactly(400), 100, cost=cost)
+    runs = Runs(
+        demand=Rate.exactly(1000), step_cpu_s=0.0, loading=loading, stages=STAGES, delivered=Rate.exactly(200), fetch=fetch
+    )
     return Diagnosis(
         bottleneck="decode", ceiling=5.0, measured=True, sentence="Bound by decode.", command="python train.py",
         settings=OWN, runs=runs, what_ifs=(WhatIf("1 more core", 300.0, 1.5),), notes=("P was not measured: why",),

@@ -21,7 +21,6 @@ from harness.feed.gauge import Gauge
 from harness.feed.interface import FeedSettings, HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
-from harness.tuning.evidence import exactly
 from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.search import Ask
 from harness.watch.stages import StageMeter
@@ -56,7 +55,7 @@ class Rig:
 
     def demand(self, limit_s: float, rate: object = None) -> tuple[Rate, float]:
         self.spend("G")
-        return exactly(400.0), 0.002
+        return Rate.exactly(400.0), 0.002
 
     def attempt(self, ask: Ask) -> Trial:
         if ask.kind == "steps":
@@ -64,12 +63,12 @@ class Rig:
             got = self.steps[(self.did.count("A") - 1) % len(self.steps)]
             if isinstance(got, str):
                 return Trial(ask.settings, "steps", refused=got)
-            return Trial(ask.settings, "steps", exactly(got), images=50, wait_fraction=got / 1000)
+            return Trial(ask.settings, "steps", Rate.exactly(got), images=50, wait_fraction=got / 1000)
         self.spend("P" if self.warm else "loading")
         if self.loading and not self.warm:
             return Trial(ask.settings, "supply", refused=self.loading)
         self.saw(self.whole_batches)
-        return Trial(ask.settings, "supply", exactly(350.0), 100, cost=SampleCost(self.sample_s, self.sample_s, 0.1))
+        return Trial(ask.settings, "supply", Rate.exactly(350.0), 100, cost=SampleCost(self.sample_s, self.sample_s, 0.1))
 
     def saw(self, batches: int) -> None:
         self.has_seen = self.has_seen or batches > 0

@@ -11,8 +11,7 @@ import samples
 from harness.diagnose.whatif import Facts, bound, delivers, kept_pixels, reachable, what_ifs
 from harness.feed.arrays import ARRAYS, in_form
 from harness.feed.interface import FeedSettings
-from harness.tuning.evidence import exactly
-from harness.tuning.figures import SampleCost
+from harness.tuning.figures import Rate, SampleCost
 from harness.watch.stages import SAMPLE, StageCost, StageTotals
 
 
@@ -48,11 +47,11 @@ def facts(
         cores_from=cores_from,
         on_cpu=on_cpu,
         overlaps=overlaps,
-        demand=exactly(demand),
+        demand=Rate.exactly(demand),
         step_cpu_s=step_cpu_ms / 1e3,
         cost=SampleCost(wall_s, cpu_s, 0.0),
         stages=totals,
-        delivered=None if delivered is None else exactly(delivered),
+        delivered=None if delivered is None else Rate.exactly(delivered),
         wait_fraction=waits,
         fetch_per_s=fetch_per_s,
         copy_per_s=copy_per_s,

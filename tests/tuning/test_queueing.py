@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.tuning.queueing import Batches, batch_times, delivered, delivered_together
+from harness.tuning.queueing import Batches, batch_times, delivered, delivered_together, moments, pooled, with_slow_of
 
 EVEN = np.full(1000, 0.4)
 
@@ -62,3 +62,20 @@ def test_threads_go_on_while_one_is_held_up() -> None:
     shallow, deep = (delivered_together(batches, 4, ahead, 0.0) for ahead in (1, 60))
     assert deep > 1.5 * shallow
     assert deep <= 4 / batches.total_s.mean() * 1.01
+
+
+def test_slow_samples_are_taken_from_where_more_were_seen() -> None:
+    """As many for each fast one; the fast ones stay one's own."""
+    few, more = [(0.003, 500.0), (0.5, 1.0)], [(0.002, 980.0), (0.4, 10.0), (0.5, 10.0)]
+    np.testing.assert_allclose(with_slow_of(more, few), [(0.003, 500.0), (0.4, 500 / 98), (0.5, 500 / 98)])
+    slow = [count for seconds, count in with_slow_of(pooled([few, more]), few) if seconds > 0.1]
+    assert sum(slow) == pytest.approx(500 * 21 / 1480)
+    assert moments(with_slow_of(more, more)) == pytest.approx(moments(more))
+
+
+@pytest.mark.parametrize("many", [[(0.002, 99.0)], []], ids=["none of them is slow", "none was seen"])
+def test_without_slow_samples_elsewhere_times_stay_as_they_are(many: list[tuple[float, float]]) -> None:
+    """And so do those that hold nothing but slow ones."""
+    own = [(0.003, 50.0), (0.5, 1.0)]
+    assert with_slow_of(many, own) == own
+    assert with_slow_of([(0.002, 990.0), (0.5, 10.0)], [(0.5, 3.0)]) == [(0.5, 3.0)]

@@ -141,6 +141,13 @@ CASES = [
         id="uneven batches",
     ),
     pytest.param(
+        evidence(0.4, stages=DECODING, window={"images_per_s": 100.0},
+                 settings=samples.settings(2, batch_size=64, prefetch_factor=8, backend="threads")), "workers",
+        "The device waited for data in 40% of the time: 2 workers would do on average, but their batches come unevenly; faster "
+        "loading could give 1.67x at most: try loader.prefetch_factor=16",
+        id="uneven batches of threads, which are in flight for all of them",
+    ),
+    pytest.param(
         on_cpu(0.4, stages=DECODING, settings=samples.settings(0, batch_size=64), window={"images_per_s": 150.0},
                sampled={Tag.CPU_CORES: 0.9}), "workers",
         "Training waited for data in 40% of the time: loading has no workers, and 2 cores have room for more; faster loading "
