@@ -26,7 +26,7 @@ STEADY_BATCH_S = 0.4  # a worker's batch that takes longer makes steps come in b
 _UNEVEN = 0.3  # standard deviation of a batch's time over its mean from which short measurements say little
 _UNEVEN_S = 0.01
 _ENOUGH = 0.5  # of a probe's samples: so many without slow ones, and the machine was to blame for those
-SPARE = 1.15  # how much more than demand uneven samples are reckoned to have to meet
+_SPARE = 1.15  # how much more than demand uneven samples are reckoned to have to meet
 _DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
 _DEPTHS_TOGETHER = (*_DEPTHS, 16, 32)  # of threads, whose batches are in flight for all of them
 _LONG_WAIT = 0.15  # of the time
@@ -162,7 +162,7 @@ class Evidence:
 
         Both within the tolerances, and for a somewhat faster step: how many samples are slow is known from a few dozen at best.
         """
-        own, demand = self.problem.own, SPARE * self.problem.demand.images_per_s
+        own, demand = self.problem.own, _SPARE * self.problem.demand.images_per_s
 
         def rate(settings: FeedSettings) -> float:
             return (self._sure(settings) if sure else 1.0) * self.on_paper(settings, demand)
