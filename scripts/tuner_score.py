@@ -23,7 +23,10 @@ Line = dict[str, Any]  # one JSON line of the results
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """A loader setting, as the tables name it: ``3x2`` for 3 workers with 2 batches in flight each, ``0`` for no workers."""
+    """A loader setting, as the tables name it: ``3x2`` for 3 workers with 2 batches in flight each, ``0`` for no workers.
+
+    Of threads the batches are in flight for all of them together.
+    """
 
     num_workers: int
     prefetch_factor: int

@@ -12,9 +12,8 @@ import samples
 
 from harness.feed.interface import FeedSettings
 from harness.tuning.auto import Auto
-from harness.tuning.evidence import Problem
 from harness.tuning.figures import Rate, SampleCost, Trial
-from harness.tuning.search import Ask, Choice, with_workers
+from harness.tuning.search import Ask, Choice, Problem, with_workers
 
 
 def own(num_workers: int) -> FeedSettings:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.evidence import Evidence, Problem
+from harness.tuning.evidence import Evidence
 from harness.tuning.figures import Rate, SampleCost, Trial
-from harness.tuning.search import with_workers
+from harness.tuning.search import Problem, with_workers
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.supply import DOING, Supply, reckon
 from harness.watch.verdict import Bottleneck

@@ -1,7 +1,7 @@
 """The feed's ``threads`` form: threads of the trainer fill batches together, in memory that is used again.
 
-Decoders let go of the interpreter lock while they work. Nothing is copied or handed over, and there are a few batches in
-memory, however many threads there are.
+Decoders let go of the interpreter lock while they work. Nothing is copied or handed over, and how many batches there are in
+memory hangs on ``prefetch_factor`` alone, however many threads there are.
 """
 
 from __future__ import annotations

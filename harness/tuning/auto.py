@@ -12,9 +12,9 @@ from itertools import zip_longest
 
 from harness.feed.arrays import ARRAYS
 from harness.feed.interface import PROCESSES, THREADS, FeedSettings
-from harness.tuning.evidence import GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, Problem, depths, saturated
-from harness.tuning.figures import Trial
-from harness.tuning.search import Ask, Choice, Search, with_workers
+from harness.tuning.evidence import GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, saturated
+from harness.tuning.figures import MOSTLY, Trial
+from harness.tuning.search import Ask, Choice, Problem, Search, depths, with_workers
 
 HEADROOM = 1.15  # supply over demand that a prediction aims at
 KEEPS_UP = 0.98  # delivered over what can be reached with which there is nothing to gain
@@ -71,7 +71,7 @@ class Auto:
         """Probe what looks best on paper, to know the samples' times better, until it stays the same; then other forms once.
 
         At least one probe more than the first: if it finds the samples even, the machine was busy. Threads that would be best
-        if they left the steps alone are tried with real ones.
+        if they left the steps alone are tried with real ones, and as many processes.
         """
         own, known = self.problem.own, self.known
         for _ in range(3):
@@ -86,8 +86,20 @@ class Auto:
             if form != own.backend and self._has(3 * _PROBE_S):
                 yield from self._supply(with_workers(known.base(form), max(1, looked.num_workers)))
         best = known.cheapest_on_paper(self._measured(), sure=False)
-        if best.backend == THREADS and best.num_workers and not known.crowded(THREADS) and self._has(_STEPS_S):
-            yield from self._steps(best)
+        if best.backend == THREADS and best.num_workers and PROCESSES in known.costs:
+            yield from self._beside(with_workers(known.base(PROCESSES), best.num_workers), best)
+
+    def _beside(self, *feeds: FeedSettings) -> Asking:
+        """Real steps beside each of ``feeds``, if they would not only wait, and if there is time enough for a few batches.
+
+        With several ranks each waits for the slow samples of all, and the rest of its steps is no measure of anything.
+        """
+        demand, rates = self.problem.demand.images_per_s, [self.known.on_paper(settings) for settings in feeds]
+        seconds = sum(_STEPS_S + 4 * self.problem.own.batch_size / rate for rate in rates)
+        fit = not any(map(self.known.refused, feeds))
+        if fit and self.problem.ranks == 1 and min(rates) > (1 - MOSTLY) * demand and self._has(seconds):
+            for settings in feeds:
+                yield from self._steps(settings)
 
     def _measured(self) -> list[str]:
         """The forms of which a sample's cost is known."""
@@ -216,11 +228,11 @@ class Auto:
         """``settings`` with batches enough in flight for the spread of the samples' times, and no fewer than the user's."""
         if settings.num_workers == 0 or not self.known.times(settings.backend):
             return settings
-        tried = sorted({settings.prefetch_factor or 2, *depths(settings.backend)})
-        rates = {k: self.known.on_paper(dataclasses.replace(settings, prefetch_factor=k)) for k in tried}
-        deep = min(k for k in tried if rates[k] >= (1 - QUEUE_EMPTY) * max(rates.values()))
-        deeper = dataclasses.replace(settings, prefetch_factor=max(deep, settings.prefetch_factor or 2))
-        return deeper if self.problem.fits(deeper) is None else settings
+        least = settings.prefetch_factor or 2
+        tried = [dataclasses.replace(settings, prefetch_factor=k) for k in (least, *depths(settings.backend)) if k >= least]
+        rates = {deep: self.known.on_paper(deep) for deep in dict.fromkeys(tried) if self.problem.fits(deep) is None}
+        enough = (deep for deep, rate in rates.items() if rate >= (1 - QUEUE_EMPTY) * max(rates.values()))
+        return next(enough, settings)
 
     def _settle(self, finalists: Sequence[FeedSettings]) -> Asking:
         """Real steps on the finalists in turn, there and back, until the best is known or too little time is left."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from harness.feed.arrays import ARRAYS, in_form
-from harness.feed.interface import THREADS, FeedSettings
+from harness.feed.interface import PROCESSES, THREADS, FeedSettings
 from harness.tuning import queueing
-from harness.tuning.figures import MOSTLY, Rate, SampleCost, Trial
-from harness.tuning.search import cost_of, in_flight, with_workers
+from harness.tuning.figures import MOSTLY, Rate, SampleCost, Trial, together
+from harness.tuning.search import Problem, cost_of, depths, in_flight, with_workers
 
 MET = 1.05  # supply over demand with which a measured setting feeds the model
 GAIN = 0.03  # more workers that give less than this are not worth having
@@ -27,42 +27,9 @@ _UNEVEN = 0.3  # standard deviation of a batch's time over its mean from which s
 _UNEVEN_S = 0.01
 _ENOUGH = 0.5  # of a probe's samples: so many without slow ones, and the machine was to blame for those
 _SPARE = 1.15  # how much more than demand uneven samples are reckoned to have to meet
-_DEPTHS = (2, 4, 8)  # batches in flight for each worker that are reckoned with
-_DEPTHS_TOGETHER = (*_DEPTHS, 16, 32)  # of threads, whose batches are in flight for all of them
 _LONG_WAIT = 0.15  # of the time
 _SLOWED = 0.05  # of its speed: what a step may lose to threads, which share its interpreter, without waiting for data
 BUSY = 0.8  # share of the cores above which workers and step are in each other's way
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What is known before the search.
-
-    Attributes:
-        own: the user's own settings.
-        calibration: the probes so far: of ``own``, or of one worker where it has none or failed; the last succeeded.
-        forms: the names of the feed's forms, ``own``'s among them.
-        demand: images/s that the step takes with a batch at hand, on the slowest rank.
-        step_cpu_s: processor seconds of the step per image, in this process.
-        cores: processors that one rank may use.
-        most: workers that may be tried.
-        pin_memory: whether page-locked batches pay.
-        overlaps: whether loading without workers runs beside the step (a prefetching thread on a CUDA device).
-        fits: why a setting does not fit into memory, or None.
-        budget_s: seconds left for the search.
-    """
-
-    own: FeedSettings
-    calibration: tuple[Trial, ...]
-    forms: tuple[str, ...]
-    demand: Rate
-    step_cpu_s: float
-    cores: float
-    most: int
-    pin_memory: bool
-    overlaps: bool
-    fits: Callable[[FeedSettings], str | None]
-    budget_s: float
 
 
 @dataclass(slots=True)
@@ -130,8 +97,12 @@ class Evidence:
         return sum(trial.settings.backend == form for trial in self.of("supply"))
 
     def uneven(self, form: str) -> bool:
-        """Whether few samples take so long that even whole batches differ much, and by more than handing them over takes."""
-        return self._are_uneven(self.times(form))
+        """Whether few samples take so long that even whole batches differ much, and by more than handing them over takes.
+
+        What the user's own form has seen of that holds for the others: it is the data's, but for arrays, which wait for none.
+        """
+        own = self.problem.own.backend
+        return self._are_uneven(self.times(form)) or (ARRAYS not in (form, own) and self._are_uneven(self.times(own)))
 
     def _are_uneven(self, times: queueing.Times) -> bool:
         (mean, variance), size = queueing.moments(times), self.problem.own.batch_size
@@ -139,43 +110,56 @@ class Evidence:
 
     def on_paper(self, settings: FeedSettings, demand: float | None = None) -> float:
         """Images/s that steps of ``demand`` (None: the measured one) get by the times of all samples seen so far."""
-        demand = demand or self.problem.demand.images_per_s
         size, cost, workers = settings.batch_size, self.costs[settings.backend], settings.num_workers
+        times, wall_s = self.times(settings.backend), cost.wall_s
+        if self.uneven(settings.backend) and settings.backend != ARRAYS:
+            times = queueing.with_slow_of(map(self.times, self.costs.keys() - {ARRAYS}), times)
+            wall_s = queueing.moments(times)[0]
+        demand = demand or self.problem.demand.images_per_s
         if workers == 0:
-            return 1 / (1 / demand + cost.wall_s)
-        crowding = max(1.0, workers * cost.cpu_s / cost.wall_s / self.problem.cores)
-        drawn = queueing.batch_times(self._likely(settings.backend), size)
+            return 1 / (1 / demand + wall_s)
+        crowding = max(1.0, workers * cost.cpu_s / wall_s / self.problem.cores)
+        drawn = queueing.batch_times(times, size)
         batches = queueing.Batches(crowding * drawn.total_s, crowding * drawn.longest_s)
         if settings.backend == THREADS:
-            return size * queueing.delivered_together(batches, workers, in_flight(settings), size / demand)
+            step_s = size / (demand * self.kept(THREADS))
+            return size * queueing.delivered_together(batches, workers, in_flight(settings), step_s)
         return size * queueing.delivered(batches.total_s, workers, settings.prefetch_factor or 1, size / demand)
 
-    def _likely(self, form: str) -> queueing.Times:
-        """``times``, but of uneven samples the slow ones as all forms saw them that wait for them: each sees only a few."""
-        waiting = [other for other in self.costs if other != ARRAYS]
-        if form == ARRAYS or not any(map(self.uneven, waiting)):
-            return self.times(form)
-        return queueing.with_slow_of(queueing.pooled(map(self.times, waiting)), self.times(form))
+    def kept(self, form: str) -> float:
+        """What steps keep of their speed beside workers of ``form``: 1 but of threads that were tried beside uneven samples.
+
+        The waits of so short a run say nothing of such samples; the rest of a step beside threads, and beside processes, does.
+        """
+        return min(1.0, self._working(THREADS) / self._working(PROCESSES)) if form == THREADS and self._compared() else 1.0
+
+    def _compared(self) -> bool:
+        return self.uneven(THREADS) and self._working(THREADS) > 0 and self._working(PROCESSES) > 0
+
+    def _working(self, form: str) -> float:
+        """Images/s of the steps beside workers of ``form`` but for their waits; 0 where none was run that did not only wait."""
+        runs = [t for t in self.of("steps") if t.settings.backend == form and t.settings.num_workers]
+        return statistics.median([t.working for t in runs if (t.wait_fraction or 0.0) < MOSTLY] or [0.0])
 
     def cheapest_on_paper(self, forms: Iterable[str], sure: bool = True) -> FeedSettings:
         """The cheapest setting of ``forms`` that on paper delivers as much as their best, and as the user's own.
 
         Both within the tolerances, and for a somewhat faster step: how many samples are slow is known from a few dozen at best.
+        ``sure``: threads that were not seen beside real steps count less.
         """
         own, demand = self.problem.own, _SPARE * self.problem.demand.images_per_s
-
-        def rate(settings: FeedSettings) -> float:
-            return (self._sure(settings) if sure else 1.0) * self.on_paper(settings, demand)
-
-        rates = {} if self.refused(own) else {own: rate(own)}
+        rates: dict[FeedSettings, float] = {}
         for form in forms:
             base = self.base(form)
             for workers in range(1 if form == ARRAYS else self.most(form) + 1):
-                tried = [with_workers(base, workers, depth) for depth in (depths(form) if workers else _DEPTHS[:1])]
-                rates |= {s: rate(s) for s in tried if not self.refused(s)}
-                if workers and any(rates.get(s, 0.0) >= 0.995 * demand for s in tried):  # more workers can only cost more
+                tried = [with_workers(base, workers, depth) for depth in (depths(form) if workers else (None,))]
+                found = {s: self.on_paper(s, demand) for s in tried if not self.refused(s)}
+                rates |= found
+                if workers and max(found.values(), default=0.0) >= 0.995 * demand * self.kept(form):  # more only cost more
                     break
-        return self.cheapest(rates)
+        if not self.refused(own):
+            rates[own] = self.on_paper(own, demand)
+        return self.cheapest({s: (self._sure(s) if sure else 1.0) * rate for s, rate in rates.items()})
 
     def supply(self, settings: FeedSettings) -> Rate | None:
         """What the loader alone gives, as measured; without workers what one sample's cost predicts."""
@@ -191,7 +175,7 @@ class Evidence:
             return Rate.exactly(self.on_paper(settings))
         runs, supply, demand = self.of("steps", settings), self.supply(settings), self.demand()
         if runs:
-            return self._not_read_again(settings, _pooled(runs))
+            return self._not_read_again(settings, together(runs))
         if supply is None:
             return None
         if settings.num_workers == 0 and not self.problem.overlaps:
@@ -209,7 +193,8 @@ class Evidence:
 
     def demand(self) -> float:
         """Images/s that the step takes: as measured with a batch at hand, or more where steps took more while they had one."""
-        return max([self.problem.demand.images_per_s, *(trial.working for trial in self.of("steps"))])
+        runs = [t.working for t in self.of("steps") if not self.uneven(t.settings.backend)]
+        return max([self.problem.demand.images_per_s, *runs])
 
     def worth(self, settings: FeedSettings) -> float | None:
         """What tells two settings apart, in images/s.
@@ -225,17 +210,11 @@ class Evidence:
         return got.images_per_s if slowed else self._sure(settings) * by_waits
 
     def _sure(self, settings: FeedSettings) -> float:
-        """What is sure of a predicted rate: less of threads that were not seen beside real steps.
-
-        With uneven samples the waits of so short a run say nothing, but what the steps took besides, beside any threads, does.
-        """
-        own, uneven = settings == self.problem.own, self.uneven(settings.backend)
-        if settings.backend != THREADS or not settings.num_workers or (not uneven and (own or self.of("steps", settings))):
+        """What is sure of a predicted rate: less of threads that were not seen beside real steps, if there is another form."""
+        if settings.backend != THREADS or not settings.num_workers or len(self.problem.forms) == 1:
             return 1.0
-        runs = [t for t in self.of("steps") if t.settings.backend == THREADS and (t.wait_fraction or 0.0) < MOSTLY]
-        if uneven and runs and not self.crowded(THREADS):  # in a crowd any workers slow the steps
-            return min(1.0, statistics.median(t.working for t in runs) / self.problem.demand.images_per_s)
-        return 1.0 if own else 1 - _SLOWED
+        seen = settings == self.problem.own or self.of("steps", settings) or self._compared()
+        return 1.0 if seen else 1 - _SLOWED
 
     def at_most(self, settings: FeedSettings) -> float:
         """What ``settings`` deliver, or at most, where only a sample's cost is known; 0 where they are refused."""
@@ -335,21 +314,7 @@ class Evidence:
         return best < MET * self.demand() and best * (cost.cpu_s + cost.receive_s) < BUSY * self.problem.cores
 
 
-def depths(form: str) -> tuple[int, ...]:
-    """Values of ``prefetch_factor`` that are reckoned with."""
-    return _DEPTHS_TOGETHER if form == THREADS else _DEPTHS
-
-
 def saturated(points: Mapping[int, float]) -> bool:
     """Whether the last workers that were added gave nothing, by supply by number of workers."""
     counts = sorted(n for n, rate in points.items() if rate > 0)
     return len(counts) > 1 and points[counts[-1]] < (1 + GAIN) * max(points[n] for n in counts[:-1])
-
-
-def _pooled(runs: Iterable[Trial]) -> Rate:
-    """The rate over all runs of one setting, from three on of the median one; its interval spans the runs' own, or theirs."""
-    found = [(t.images, t.rate) for t in runs if t.rate]
-    counts, seconds = [n for n, _ in found], [n / rate.images_per_s for n, rate in found]
-    if len(found) > 2:
-        return Rate.typical(counts, seconds)
-    return Rate(sum(counts) / sum(seconds), min(rate.low for _, rate in found), max(rate.high for _, rate in found))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 _BATCHES = 1000
-_SLOW = 4.0  # times the mean: a sample that takes longer
+_SLOW = 4.0  # a sample is slow that takes so many times the mean
 
 Times = Sequence[tuple[float, float]]  # seconds, and how many samples took them
 
@@ -30,14 +31,23 @@ def pooled(probes: Iterable[Times]) -> Times:
     return sorted(counts.items())
 
 
-def with_slow_of(many: Times, times: Times) -> Times:
-    """``times`` with the slow samples of ``many`` in place of their own, as many for each fast one."""
-    limit_s = _SLOW * moments(many)[0]
-    slow, fast = [pair for pair in many if pair[0] > limit_s], [pair for pair in times if pair[0] <= limit_s]
+def with_slow_of(forms: Iterable[Times], times: Times) -> Times:
+    """``times`` with the slow samples of all ``forms`` in place of their own, as many for each fast one.
+
+    How many are slow is the data's, and each form has seen only a few; its own fast ones say how long a sample takes it.
+    """
+    parts = [_divided(each) for each in forms]
+    slow, fast = pooled(slow for slow, _ in parts), _divided(times)[1]
     if not slow or not fast:
         return times
-    share = samples(fast) / (samples(many) - samples(slow))
-    return [*fast, *((seconds, share * count) for seconds, count in slow)]
+    scale = samples(fast) / sum(samples(fast) for _, fast in parts)
+    return [*fast, *((seconds, scale * count) for seconds, count in slow)]
+
+
+def _divided(times: Times) -> tuple[Times, Times]:
+    """The slow samples, and the others."""
+    limit_s = _SLOW * moments(times)[0]
+    return [pair for pair in times if pair[0] > limit_s], [pair for pair in times if pair[0] <= limit_s]
 
 
 def samples(times: Times) -> float:
@@ -53,15 +63,22 @@ def moments(times: Times) -> tuple[float, float]:
 
 
 def batch_times(times: Times, batch_size: int) -> Batches:
-    """Batches drawn from the times of samples, the same on every call.
+    """Batches of samples of these times, each as often as its share says, and slow ones at the same places on every call.
 
     Args:
         times: (seconds, how many samples took them).
         batch_size: samples in a batch.
     """
+    return _batch_times(tuple(sorted(times)), batch_size)
+
+
+@lru_cache(maxsize=8)
+def _batch_times(times: Times, batch_size: int) -> Batches:
     seconds, counts = np.array(times, float).T
-    drawn = np.random.Generator(np.random.Philox(0)).multinomial(batch_size, counts / counts.sum(), size=_BATCHES)
-    return Batches(drawn @ seconds, np.where(drawn > 0, seconds, 0.0).max(axis=1))
+    size, up_to = _BATCHES * batch_size, np.cumsum(counts)
+    drawn = seconds[np.searchsorted(up_to / up_to[-1], (np.arange(size) + 0.5) / size)]
+    mixed = drawn[np.random.Generator(np.random.Philox(0)).permutation(size)].reshape(_BATCHES, batch_size)
+    return Batches(mixed.sum(axis=1), mixed.max(axis=1))
 
 
 def delivered(batches: np.ndarray, num_workers: int, prefetch_factor: int, step_s: float) -> float:

@@ -7,13 +7,46 @@ and ``tuner=auto`` (in ``auto.py``) run on the same measurements, and both can b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from harness.feed.arrays import ARRAYS, in_form
 from harness.feed.interface import PROCESSES, THREADS, FeedSettings
 from harness.tuning.figures import Rate, Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is known before the search.
+
+    Attributes:
+        own: the user's own settings.
+        calibration: the probes so far: of ``own``, or of one worker where it has none or failed; the last succeeded.
+        forms: the names of the feed's forms, ``own``'s among them.
+        demand: images/s that the step takes with a batch at hand, on the slowest rank.
+        step_cpu_s: processor seconds of the step per image, in this process.
+        cores: processors that one rank may use.
+        most: workers that may be tried.
+        pin_memory: whether page-locked batches pay.
+        overlaps: whether loading without workers runs beside the step (a prefetching thread on a CUDA device).
+        fits: why a setting does not fit into memory, or None.
+        budget_s: seconds left for the search.
+        ranks: how many measure together.
+    """
+
+    own: FeedSettings
+    calibration: tuple[Trial, ...]
+    forms: tuple[str, ...]
+    demand: Rate
+    step_cpu_s: float
+    cores: float
+    most: int
+    pin_memory: bool
+    overlaps: bool
+    fits: Callable[[FeedSettings], str | None]
+    budget_s: float
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +91,8 @@ class Choice:
 
 
 Search = Generator[Ask, Trial, Choice]
+_DEPTHS = (2, 4, 8)  # batches in flight for each worker
+_DEPTHS_TOGETHER = (*_DEPTHS, 16, 32)  # of threads, whose batches are in flight for all of them
 _CHEAPEST = (ARRAYS, THREADS, PROCESSES)  # forms by what they take beside their workers: processes share no memory
 
 
@@ -79,6 +114,11 @@ def in_flight(settings: FeedSettings) -> int:
     if settings.backend == THREADS:
         return each + 1 if settings.num_workers else 0
     return settings.num_workers * each
+
+
+def depths(form: str) -> tuple[int, ...]:
+    """Values of ``prefetch_factor`` that are reckoned with."""
+    return _DEPTHS_TOGETHER if form == THREADS else _DEPTHS
 
 
 def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:

@@ -15,11 +15,10 @@ from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
 from harness.tuning.auto import Auto
-from harness.tuning.evidence import Problem
 from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
 from harness.tuning.lab import Lab
 from harness.tuning.report import Side, TuningReport
-from harness.tuning.search import Ask, Choice, Search, grid, with_workers
+from harness.tuning.search import Ask, Choice, Problem, Search, grid, with_workers
 from harness.watch.console import LiveTable, live_table
 
 _DEMAND_S = 0.7
@@ -111,6 +110,7 @@ class _Session:
             overlaps=lab.trainee.overlaps,
             fits=lambda settings: lab.ranks.agreed(lab.refusal(settings)),
             budget_s=lab.ranks.agreed(self.config.budget_s - (time.perf_counter() - begin)),
+            ranks=len(lab.ranks.gathered(None)),
         )
         return self.follow(Auto(problem).run())
 

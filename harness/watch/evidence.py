@@ -33,7 +33,7 @@ class LoaderSettings(Protocol):
 
     @property
     def prefetch_factor(self) -> int | None:
-        """Batches in flight per worker; None without workers."""
+        """Batches in flight: per worker process, of threads in all; None without workers."""
 
     @property
     def pin_memory(self) -> bool:

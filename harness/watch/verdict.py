@@ -184,7 +184,7 @@ def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
     workers, depth, room = settings.num_workers, settings.prefetch_factor or deepest, r.room()
     if workers and r.unmade() == 0:
         uneven = f"{workers} workers would do on average, but their batches come unevenly"
-        return (f"loader.prefetch_factor={2 * depth}", uneven) if depth < deepest else (None, "")
+        return (f"loader.prefetch_factor={min(2 * depth, deepest)}", uneven) if depth < deepest else (None, "")
     wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(_MOST, int(_MOST_PER_CORE * cores)))
     if room < 1 + _HARM or wanted <= workers or settings.backend == _WORKERLESS:
         return None, ""

@@ -67,7 +67,7 @@ def test_a_folder_of_images(workers: int, photos: Path, tmp_path: Path, composed
         "loader.batch_size=4", f"loader.num_workers={workers}",
     )  # fmt: skip
     found, state, before = diagnosed(config, tmp_path)
-    assert found.measured and found.ceiling >= 1
+    assert found.runs.delivered is not None and found.ceiling >= 1  # which it rests on, unless the machine was too busy
     assert found.runs.warm is not None and found.runs.stages is not None
     assert list(found.runs.stages.stages)[:2] == ["read", "decode"]
     assert found.runs.fetch is not None or "F was not measured" in found.notes[-1]

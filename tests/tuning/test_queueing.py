@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.tuning.queueing import Batches, batch_times, delivered, delivered_together, moments, pooled, with_slow_of
+from harness.tuning.queueing import Batches, batch_times, delivered, delivered_together, moments, with_slow_of
 
 EVEN = np.full(1000, 0.4)
 
@@ -64,18 +64,27 @@ def test_threads_go_on_while_one_is_held_up() -> None:
     assert deep <= 4 / batches.total_s.mean() * 1.01
 
 
-def test_slow_samples_are_taken_from_where_more_were_seen() -> None:
-    """As many for each fast one; the fast ones stay one's own."""
+def test_slow_samples_are_as_many_as_all_forms_together_have_seen() -> None:
+    """For each fast one; the fast ones stay a form's own, and what is slow for it is judged by its own times."""
     few, more = [(0.003, 500.0), (0.5, 1.0)], [(0.002, 980.0), (0.4, 10.0), (0.5, 10.0)]
-    np.testing.assert_allclose(with_slow_of(more, few), [(0.003, 500.0), (0.4, 500 / 98), (0.5, 500 / 98)])
-    slow = [count for seconds, count in with_slow_of(pooled([few, more]), few) if seconds > 0.1]
-    assert sum(slow) == pytest.approx(500 * 21 / 1480)
-    assert moments(with_slow_of(more, more)) == pytest.approx(moments(more))
+    np.testing.assert_allclose(with_slow_of([few, more], few), [(0.003, 500.0), (0.4, 500 / 148), (0.5, 550 / 148)])
+    assert moments(with_slow_of([more], more)) == pytest.approx(moments(more))
+    crawling = [(0.016, 1500.0)]  # 16 times as slow, for want of processors: none of them is one of the data's slow ones
+    assert with_slow_of([crawling, more], crawling)[0] == (0.016, 1500.0)
+    assert sum(count for _, count in with_slow_of([crawling, more], more)) == pytest.approx(980 * (1 + 20 / 2480))
 
 
-@pytest.mark.parametrize("many", [[(0.002, 99.0)], []], ids=["none of them is slow", "none was seen"])
-def test_without_slow_samples_elsewhere_times_stay_as_they_are(many: list[tuple[float, float]]) -> None:
-    """And so do those that hold nothing but slow ones."""
+@pytest.mark.parametrize("others", [[[(0.002, 99.0)]], [[]], []], ids=["none of them is slow", "none was seen", "no others"])
+def test_without_slow_samples_elsewhere_times_stay_as_they_are(others: list[list[tuple[float, float]]]) -> None:
+    """And so do those of which none is fast."""
     own = [(0.003, 50.0), (0.5, 1.0)]
-    assert with_slow_of(many, own) == own
-    assert with_slow_of([(0.002, 990.0), (0.5, 10.0)], [(0.5, 3.0)]) == [(0.5, 3.0)]
+    assert with_slow_of(others, own) == own
+    assert with_slow_of([[(0.002, 990.0), (0.5, 10.0)]], []) == []
+
+
+def test_forms_meet_slow_samples_at_the_same_places() -> None:
+    """Each as often as its share says: what is drawn tells forms apart by nothing but their times."""
+    slow = (0.5, 10.0)
+    some, others = (batch_times([*fast, slow], 32) for fast in ([(0.002, 990.0)], [(0.001, 300.0), (0.003, 690.0)]))
+    assert ((some.longest_s == 0.5) == (others.longest_s == 0.5)).all()
+    assert some.total_s.mean() == pytest.approx(32 * (0.99 * 0.002 + 0.005), rel=1e-3)
