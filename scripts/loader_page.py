@@ -255,7 +255,8 @@ NOTES = """## How to read it
 - index: files made just before, so that their folders are in memory. Memory of a worker's own (what no other process shares),
   two of them reading beside each other.
 - tuner: `auto` may choose the form; the others are the tuner's choice where that form is set. All choices are then measured
-  in turns; less than 2 % is not told apart."""
+  in 4 to 12 turns, until the ratios' 95 % intervals are 3 % wide; less than 2 % is not told apart. All files are read once
+  before."""
 
 
 def show(lines: Sequence[Line]) -> str:

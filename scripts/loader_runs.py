@@ -35,11 +35,12 @@ from scripts.loader_data import CLASSES
 from scripts.loader_measures import Found, array_feeds, composed, counts, feeds, of_files, of_form, window
 from scripts.loader_peers import BATCH_SIZE, EXAMPLES, Counts, counted, examples
 from scripts.loader_score import AGAIN, BARE
-from scripts.tuner_score import Setting
+from scripts.tuner_score import Ratio, Setting
 from scripts.tuner_strategies import Rig
 from scripts.tuner_workloads import WORKLOADS
 
 _READ_STEPS = 10  # steps between two readings of the loss, as in training
+_MOST_TURNS, _CLEAR = 12, 0.03  # of measuring what was chosen, in turns until ratios are known so well
 _READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the other
 
 
@@ -194,6 +195,7 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
     with distributed.joined(0, composed()) as world:
         rig = Rig(one, one.make(Path(folder)), world)
         rig.config.loader.autotune = True
+        _warm(rig.dataset)
         choices: dict[str, str] = {}
         costs: dict[str, float] = {}
         for form in ("auto", *rig.feeds().forms):
@@ -202,11 +204,27 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
             costs[form] = time.perf_counter() - begin
         settings = sorted(set(choices.values()))
         rates: dict[str, list[float]] = {setting: [] for setting in settings}
-        for number in range(2 * rounds):  # there and back
+        for number in range(_MOST_TURNS):  # there and back
             for setting in settings if number % 2 == 0 else reversed(settings):
                 images, taken_s, _ = deliver(rig, Setting.parse(setting), number // 2, max(seconds, one.seconds))
                 rates[setting].append(images / taken_s if images else 0.0)
+            if number + 1 >= 2 * rounds and number % 2 and _widest(rates) <= _CLEAR:
+                break
     return {"choices": choices, "costs_s": costs, "rates": rates, "mean": {s: mean(r) for s, r in rates.items()}}
+
+
+def _widest(rates: dict[str, list[float]]) -> float:
+    """How wide the interval of a setting's ratio to the fastest is, at the widest."""
+    best = max(rates.values(), key=mean)
+    found = [Ratio.of(each, best) for each in rates.values()]
+    return max(ratio.high - ratio.low for ratio in found)
+
+
+def _warm(dataset: object) -> None:
+    """Read every file once: what the searches meet is not what other programs left of the page cache."""
+    source = getattr(dataset, "source", None)
+    if source is not None:
+        _read(getattr(source, "source", source), np.arange(len(source)))
 
 
 def _choice(rig: Rig, form: Backend) -> Setting:

@@ -14,11 +14,12 @@ from harness.feed.arrays import ARRAYS
 from harness.feed.interface import PROCESSES, THREADS, FeedSettings
 from harness.tuning.evidence import GAIN, MET, OWN_TOLERANCE, TOLERANCE, Evidence, saturated
 from harness.tuning.figures import MOSTLY, Trial
-from harness.tuning.search import Ask, Choice, Problem, Search, depths, with_workers
+from harness.tuning.search import Ask, Choice, Problem, Search, depths, in_flight, with_workers
 
 HEADROOM = 1.15  # supply over demand that a prediction aims at
 KEEPS_UP = 0.98  # delivered over what can be reached with which there is nothing to gain
 QUEUE_EMPTY = 0.01  # share of the images that may be lost for want of batches in flight
+_HELD_UP_S = 0.1  # for which a worker may have to wait for a processor: batches of so much time in flight gave 3 to 4 % more
 _PROBE_S, _STEPS_S = 1.8, 2.0  # what one more measurement is likely to cost
 _TURNS, _TURNS_CROWDED = 3, 4  # of real steps on what is left
 _POINTS, _POINTS_OTHER = 6, 3  # probes of the supply curve of the user's form, and of each other one
@@ -225,14 +226,18 @@ class Auto:
         return sorted({min(most, max(1, n)) for n in (alone - 1, alone, alone + 1)})
 
     def _deep_enough(self, settings: FeedSettings) -> FeedSettings:
-        """``settings`` with batches enough in flight for the spread of the samples' times, and no fewer than the user's."""
+        """``settings`` with batches enough in flight for the spread of the samples' times, and no fewer than the user's.
+
+        Where step and workers fight for the processors, also enough to go on while a worker has to wait for one.
+        """
         if settings.num_workers == 0 or not self.known.times(settings.backend):
             return settings
-        least = settings.prefetch_factor or 2
+        least, crowded = settings.prefetch_factor or 2, self.known.crowded(settings.backend)
         tried = [dataclasses.replace(settings, prefetch_factor=k) for k in (least, *depths(settings.backend)) if k >= least]
         rates = {deep: self.known.on_paper(deep) for deep in dict.fromkeys(tried) if self.problem.fits(deep) is None}
-        enough = (deep for deep, rate in rates.items() if rate >= (1 - QUEUE_EMPTY) * max(rates.values()))
-        return next(enough, settings)
+        held_up = _HELD_UP_S * self.known.reachable() / settings.batch_size if crowded else 0.0
+        good = (deep for deep, rate in rates.items() if rate >= (1 - QUEUE_EMPTY) * max(rates.values()))
+        return next((deep for deep in good if in_flight(deep) >= held_up), max(rates, key=in_flight, default=settings))
 
     def _settle(self, finalists: Sequence[FeedSettings]) -> Asking:
         """Real steps on the finalists in turn, there and back, until the best is known or too little time is left."""

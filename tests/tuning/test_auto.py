@@ -153,6 +153,14 @@ def test_uneven_samples_get_a_deeper_queue() -> None:
     assert depths[0] == 2 and (depths[1] or 0) > 2
 
 
+def test_short_batches_get_a_deeper_queue_where_all_processors_are_busy() -> None:
+    """Two batches of a fifth of a second each outlast what holds a worker up; two of 6 ms do not, unless the step is slow."""
+    short, long = (Machine(wall_s, wall_s, demand=10 / wall_s) for wall_s in (0.0002, 0.006))
+    fed = Machine(0.0002, 0.0002, demand=1000)
+    depths = [search(machine, own(1)).settings.prefetch_factor for machine in (short, long, fed)]
+    assert (depths[0] or 0) > 2 and depths[1:] == [2, 2]
+
+
 def test_a_small_budget_ends_the_search_and_says_so() -> None:
     """Little time: few questions, an answer all the same."""
     machine = Machine(0.0502, demand=2000, **SLEEPS)
