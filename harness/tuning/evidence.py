@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from harness.feed.arrays import ARRAYS, in_form
@@ -151,7 +151,7 @@ class Evidence:
         rates: dict[FeedSettings, float] = {}
         for form in forms:
             base = self.base(form)
-            for workers in range(1 if form == ARRAYS else self.most(form) + 1):
+            for workers in _counts(0 if form == ARRAYS else self.most(form)):
                 tried = [with_workers(base, workers, depth) for depth in (depths(form) if workers else (None,))]
                 found = {s: self.on_paper(s, demand) for s in tried if not self.refused(s)}
                 rates |= found
@@ -312,6 +312,14 @@ class Evidence:
         """Whether the loader alone gives too little, with processors to spare."""
         best = max(self.points(form).values(), default=0.0)
         return best < MET * self.demand() and best * (cost.cpu_s + cost.receive_s) < BUSY * self.problem.cores
+
+
+def _counts(most: int) -> Iterator[int]:
+    """Numbers of workers up to ``most``: all of them at first, later each sixteenth part more, as one more is hardly another."""
+    count = 0
+    while count <= most:
+        yield count
+        count += max(1, count // 16)
 
 
 def saturated(points: Mapping[int, float]) -> bool:

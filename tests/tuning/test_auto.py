@@ -153,6 +153,13 @@ def test_uneven_samples_get_a_deeper_queue() -> None:
     assert depths[0] == 2 and (depths[1] or 0) > 2
 
 
+def test_uneven_samples_may_need_very_many_workers() -> None:
+    """Where nothing is enough, nearly as many as may be tried."""
+    machine = Machine(0.05, 0.0001, demand=1e5, cores=64.0, variation=7.0)
+    chosen = search(machine, own(3), most=200).settings
+    assert 160 < chosen.num_workers <= 200
+
+
 def test_short_batches_get_a_deeper_queue_where_all_processors_are_busy() -> None:
     """Two batches of a fifth of a second each outlast what holds a worker up; two of 6 ms do not, unless the step is slow."""
     short, long = (Machine(wall_s, wall_s, demand=10 / wall_s) for wall_s in (0.0002, 0.006))
