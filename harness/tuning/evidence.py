@@ -315,7 +315,7 @@ class Evidence:
 
 
 def _counts(most: int) -> Iterator[int]:
-    """Numbers of workers up to ``most``: all of them at first, later each sixteenth part more, as one more is hardly another."""
+    """Numbers of workers up to ``most``: at first all, later each a sixteenth more, as one more is hardly another."""
     count = 0
     while count <= most:
         yield count
