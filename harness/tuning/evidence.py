@@ -113,7 +113,7 @@ class Evidence:
         size, cost, workers = settings.batch_size, self.costs[settings.backend], settings.num_workers
         times, wall_s = self.times(settings.backend), cost.wall_s
         if self.uneven(settings.backend) and settings.backend != ARRAYS:
-            times = queueing.with_slow_of(map(self.times, self.costs.keys() - {ARRAYS}), times)
+            times = queueing.with_slow_of([self.times(form) for form in self.costs if form != ARRAYS], times)
             wall_s = queueing.moments(times)[0]
         demand = demand or self.problem.demand.images_per_s
         if workers == 0:

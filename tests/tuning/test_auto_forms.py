@@ -122,6 +122,28 @@ def test_threads_are_tried_beside_real_steps_before_uneven_samples_are_given_to_
     assert chosen == ["threads", "processes"] and tried == [["processes", "threads"], []]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "demand", "budget_s"),
+    [(2, 560, 30.0), (1, 40_000, 30.0), (1, 560, 7.2)],
+    ids=["other ranks' slow samples count too", "steps would only wait", "no time left"],
+)
+def test_steps_that_tell_nothing_of_uneven_samples_are_not_run(ranks: int, demand: float, budget_s: float) -> None:
+    """Then what threads may cost the steps stays unknown."""
+    alike = {"processes": 1.0, "threads": 1.0}
+    machine = Machine(0.007, 0.0001, demand=demand, cores=8.0, variation=7.0, form_speed=alike)
+    search(machine, own(3), ranks=ranks, budget_s=budget_s)
+    assert [(ask.settings.backend, ask.kind) for ask in machine.asked][-1] == ("threads", "supply")
+    assert all(ask.kind == "supply" for ask in machine.asked)
+
+
+def test_uneven_samples_of_one_form_are_uneven_for_the_others() -> None:
+    """Also for threads whose own probe met none of the slow ones; what steps lose beside them is seen all the same."""
+    machine = Lucky(0.007, 0.0001, demand=560, cores=8.0, variation=7.0, form_speed=FORMS, form_slows={"threads": 0.7},
+                    luck={"processes": 1.0, "threads": 0.0})  # fmt: skip
+    assert search(machine, own(3)).settings.backend == "processes"
+    assert [ask.settings.backend for ask in machine.asked if ask.kind == "steps"] == ["processes", "threads"]
+
+
 def made_up(seed: int) -> Machine:
     """A machine of any kind with two or three forms."""
     rng = random.Random(seed)
