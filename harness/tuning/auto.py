@@ -19,7 +19,7 @@ from harness.tuning.search import Ask, Choice, Problem, Search, depths, in_fligh
 HEADROOM = 1.15  # supply over demand that a prediction aims at
 KEEPS_UP = 0.98  # delivered over what can be reached with which there is nothing to gain
 QUEUE_EMPTY = 0.01  # share of the images that may be lost for want of batches in flight
-_HELD_UP_S = 0.1  # for which a worker may have to wait for a processor: batches of so much time in flight gave 3 to 4 % more
+_HELD_UP_S = 0.1  # for which a worker may have to wait for a processor while the others go on
 _PROBE_S, _STEPS_S = 1.8, 2.0  # what one more measurement is likely to cost
 _TURNS, _TURNS_CROWDED = 3, 4  # of real steps on what is left
 _POINTS, _POINTS_OTHER = 6, 3  # probes of the supply curve of the user's form, and of each other one
