@@ -204,7 +204,7 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
             costs[form] = time.perf_counter() - begin
         settings = sorted(set(choices.values()))
         rates: dict[str, list[float]] = {setting: [] for setting in settings}
-        for number in range(_MOST_TURNS):  # there and back
+        for number in range(max(_MOST_TURNS, 2 * rounds)):  # there and back
             for setting in settings if number % 2 == 0 else reversed(settings):
                 images, taken_s, _ = deliver(rig, Setting.parse(setting), number // 2, max(seconds, one.seconds))
                 rates[setting].append(images / taken_s if images else 0.0)
