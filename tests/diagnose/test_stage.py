@@ -73,9 +73,7 @@ def test_a_folder_of_images(workers: int, photos: Path, tmp_path: Path, composed
     stages = found.runs.stages.stages
     assert list(stages)[:2] == ["read", "decode"]
     waited = sum(cost.cpu_s for cost in stages.values()) <= 0.5 * sum(cost.wall_s for cost in stages.values())
-    assert found.measured or (
-        waited and workers == 0
-    )  # then a first reading is reckoned with
+    assert found.measured or (waited and workers == 0)  # then a first reading is reckoned with
     assert found.runs.fetch is not None or "F was not measured" in found.notes[-1]
     limited = found.bottleneck in ("transport", "copy")  # on a busy machine: then no smaller file is said to help
     assert any("short side" in row.change for row in found.what_ifs) is not limited
