@@ -9,7 +9,8 @@ The rooms, in the order in which the data walks through them::
 
 Who may import whom, kept by import-linter (a lower line never imports a higher one, neighbours never each other)::
 
-    train.py            composes the settings, wires the rooms, tells every error
+    train.py            composes the settings, starts the jobs, tells every error
+    job                 wires the rooms: main_worker is one rank of a run
     diagnose | page     runs that tell what bounds training | the page that shows a run, as a file and in TensorBoard
     tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
     feed                which sample comes next, samples to batches, batches to the device
@@ -18,7 +19,7 @@ Who may import whom, kept by import-linter (a lower line never imports a higher 
     runtime             ranks, randomness, signals, limits, the run's folder, the ways to end
     config              every setting; with train.py the only module that knows Hydra
 
-Tuning knows the step by a protocol (``harness.tuning.figures.Trainee``), which training satisfies and train.py passes on.
+Tuning knows the step by a protocol (``harness.tuning.figures.Trainee``), which training satisfies and job passes on.
 
 For a loop of your own: ``harness.feed.prefetcher.DataPrefetcher``, ``harness.watch.clock.StepClock`` and
 ``harness.tuning.library.tune``.

@@ -365,12 +365,12 @@ def _make_tuples(config: Any) -> None:
 def _check_range(path: str, value: Any, meta: dict[str, Any]) -> None:
     numbers = value if isinstance(value, tuple) else (value,)
     if "each" in meta and len(numbers) != meta["each"]:
-        raise ConfigError(f"{path}={_shown(value)}: takes exactly {meta['each']} numbers")
+        raise ConfigError(f"{path}={shown(value)}: takes exactly {meta['each']} numbers")
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if not math.isfinite(number):
-            raise ConfigError(f"{path}={_shown(value)}: must be a finite number")
+            raise ConfigError(f"{path}={shown(value)}: must be a finite number")
         for name, sign, holds in (
             ("ge", ">=", operator.ge),
             ("gt", ">", operator.gt),
@@ -378,13 +378,16 @@ def _check_range(path: str, value: Any, meta: dict[str, Any]) -> None:
             ("lt", "<", operator.lt),
         ):
             if name in meta and not holds(number, meta[name]):
-                raise ConfigError(f"{path}={_shown(value)}: must be {sign} {meta[name]}")
+                raise ConfigError(f"{path}={shown(value)}: must be {sign} {meta[name]}")
     if meta.get("increasing") and list(numbers) != sorted(numbers):
-        raise ConfigError(f"{path}={_shown(value)}: the first number may not be larger than the second")
+        raise ConfigError(f"{path}={shown(value)}: the first number may not be larger than the second")
 
 
-def _shown(value: Any) -> str:
-    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
+def shown(value: Any) -> str:
+    """A setting's value as the command line takes it."""
+    if isinstance(value, tuple):
+        return "[" + ",".join(map(str, value)) + "]"
+    return "null" if value is None else value.name if isinstance(value, Enum) else str(value)
 
 
 def _check_together(c: Config) -> None:
@@ -417,7 +420,7 @@ def _loader_refusals(c: Config) -> tuple[_Refusal, ...]:
          "loader.backend=auto: tuner=grid looks at processes alone; use tuner=auto, or set it to null"),
         *(
             (load_.backend is Backend.arrays and bool(value),
-             f"loader.{name}={_shown(value).lower()}: has no effect with loader.backend=arrays, which has no workers; set it "
+             f"loader.{name}={shown(value).lower()}: has no effect with loader.backend=arrays, which has no workers; set it "
              "to null")
             for name, value in (
                 ("num_workers", load_.num_workers), ("prefetch_factor", load_.prefetch_factor),
@@ -436,7 +439,7 @@ def _training_refusals(c: Config) -> tuple[_Refusal, ...]:
         (c.data.cache is DataCache.none and c.data.cache_max_side is not None,
          f"data.cache_max_side={c.data.cache_max_side}: has no effect with data.cache=none; add data.cache=ram or disk"),
         (c.augment.color_jitter[3] > 0.5,
-         f"augment.color_jitter={_shown(c.augment.color_jitter)}: the last number is of the hue, whose circle is 1 long; use "
+         f"augment.color_jitter={shown(c.augment.color_jitter)}: the last number is of the hue, whose circle is 1 long; use "
          "at most 0.5"),
         (not c.augment.rand_augment and c.augment.rand_augment_magnitude != plain_augment.rand_augment_magnitude,
          f"augment.rand_augment_magnitude={c.augment.rand_augment_magnitude}: has no effect without "
@@ -538,9 +541,8 @@ def help_text() -> str:
         if here != section:
             section = here
             lines += ["", f"{section}:"]
-        shown = "null" if value is None else value.name if isinstance(value, Enum) else _shown(value)
         options = f" [{' | '.join(m.name for m in type(value))}]" if isinstance(value, Enum) else ""
-        lines.append(f"  {path}={shown}{options}")
+        lines.append(f"  {path}={shown(value)}{options}")
         lines.append(f"      {meta['text']}")
     return "\n".join(lines)
 

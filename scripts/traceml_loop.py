@@ -187,7 +187,7 @@ def _clocked(
 
 def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     """``train.py`` itself on the same data and network, which are the only things that are put in from outside."""
-    import train
+    from harness import job
     from harness.config import Config, DataConfig, LoaderConfig, TrainerConfig, WatchConfig
     from harness.data.datasets import Splits
     from harness.watch.board import Board
@@ -215,7 +215,7 @@ def run_harness(plant: Plant, folder: Path, steps: int) -> None:
             patch("harness.training.models.build", lambda *_, **__: Network(plant.forward_s)),
             patch.object(Board, "scalars", slow_scalars),
         ):
-            train.main_worker(0, train.Job(config, folder, ()))
+            job.main_worker(0, job.Job(config, folder, ()))
 
 
 def main(argv: list[str] | None = None) -> int:

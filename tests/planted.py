@@ -30,35 +30,35 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from planted_data import BATCH, SIDE, Memory, SlowDisk, images
 
-import train
 from harness import config as schema
 from harness.config import Config, ConfigError
+from harness.job import Job, main_worker
 from harness.runtime import distributed
 from scripts.measured import machine, machine_line, markdown, write
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def rank_worker(local_rank: int, job: tuple[train.Job, float]) -> None:
+def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
     """A rank of two, of which the one that ``size`` chooses has a slow disk; the steps are real."""
     run, size = job
     slow = local_rank == int(size) % 2
     with patch("harness.data.datasets.load", lambda *_: images(SlowDisk(size / 1e3) if slow else Memory())):
-        train.main_worker(local_rank, run)
+        main_worker(local_rank, run)
 
 
-def here(plant: Plant, size: float, job: train.Job) -> None:
+def here(plant: Plant, size: float, job: Job) -> None:
     """A run in this process."""
     with plant.act(size):
-        train.main_worker(0, job)
+        main_worker(0, job)
 
 
-def in_ranks(plant: Plant, size: float, job: train.Job) -> None:
+def in_ranks(plant: Plant, size: float, job: Job) -> None:
     """A run in two new processes."""
     distributed.launch(rank_worker, (job, size), job.config)
 
 
-def in_group(plant: Plant, size: float, job: train.Job) -> None:
+def in_group(plant: Plant, size: float, job: Job) -> None:
     """A run in a new process in a control group of its own; skips the test where none may be made."""
     with plant.group(size) as group:
         command = [sys.executable, __file__, "--only", plant.name, "--size", str(size), "--folder", str(job.folder)]
@@ -119,7 +119,7 @@ class Plant:
     high: float
     unit: str
     overrides: tuple[str, ...] = ()
-    start: Callable[[Plant, float, train.Job], None] = here
+    start: Callable[[Plant, float, Job], None] = here
     group: Callable[[float], AbstractContextManager[Path]] = lambda size: contextlib.nullcontext(Path())
 
     def draw(self, rng: random.Random) -> float:
@@ -129,7 +129,7 @@ class Plant:
     def run(self, size: float, folder: Path) -> dict[str, Any]:
         """The report of a run with it."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.start(self, size, train.Job(composed(*self.overrides), folder, ()))
+        self.start(self, size, Job(composed(*self.overrides), folder, ()))
         report: dict[str, Any] = json.loads((folder / "report.json").read_text())
         return report
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from harness.config import ConfigError, explain, is_refusal
 
@@ -105,17 +103,20 @@ def described(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
-def tell(failures: Sequence[tuple[Path, BaseException]]) -> int:
-    """Print each failure of a job in its folder, with a traceback only where the cause is not known; the first exit code."""
-    codes = []
-    for place, failure in failures:
-        text, code = described(failure) or (f"{type(failure).__name__}: {failure}", 1)
-        if code == 1:
-            traceback.print_exception(failure)
-        where = f"{printable(os.path.relpath(place))}: " if len(failures) > 1 else ""
-        print(f"error: {where}{text}", file=sys.stderr)
-        codes.append(code)
-    return codes[0] if codes else 0
+def told(error: BaseException) -> tuple[str, int]:
+    """The line that a user sees and the exit code; prints the traceback where the cause is not known."""
+    known = described(error)
+    if known is None:
+        traceback.print_exception(error)
+    return known or (f"{type(error).__name__}: {error}", 1)
+
+
+def tell(failures: Sequence[BaseException]) -> int:
+    """Prints a line for each failure; returns the first one's exit code, 0 without any."""
+    lines = [told(failure) for failure in failures]
+    for text, _ in lines:
+        print(f"error: {text}", file=sys.stderr)
+    return lines[0][1] if lines else 0
 
 
 def printable(text: str) -> str:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.runtime import signals, workers
-from harness.runtime.errors import RunError, described
+from harness.runtime.errors import RunError, told
 
 _GRACE_S = 5.0
 _POLL_S = 0.2
@@ -26,6 +25,9 @@ class ProcessError(RunError):
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__(text)
         self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[type[ProcessError], tuple[str, int]]:
+        return ProcessError, (str(self), self.exit_code)
 
 
 def began_s(stat: Path = Path("/proc/self/stat")) -> float:
@@ -46,6 +48,9 @@ def run_processes(work: Callable[[int, Any], Any], job: Any, count: int) -> None
     Raises:
         ProcessError: with the text and the exit code of the first process that failed.
     """
+    if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
+        # joblib's own, which a new process is told to use and does not know
+        multiprocessing.set_start_method("spawn", force=True)
     context = multiprocessing.get_context("spawn")
     started: list[tuple[SpawnProcess, Connection]] = []
     try:
@@ -68,10 +73,7 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
         with signals.caught():
             work(i, job)
     except BaseException as error:
-        known = described(error)
-        if known is None:
-            traceback.print_exc()
-        text, code = known or (f"{type(error).__name__}: {error}", 1)
+        text, code = told(error)
         errors.send((text, code))
         raise SystemExit(code) from error
 

@@ -134,20 +134,36 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
     return record, _load(target, record.sha256)
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """A network's weights from a checkpoint of ours (digest checked) or from a file with a plain state dictionary."""
+def read_any(path: Path) -> dict[str, Any]:
+    """What a checkpoint of ours (digest checked) or another file with weights holds.
+
+    Raises:
+        CheckpointError: missing, damaged or not a checkpoint.
+    """
     if path.is_dir() or path.resolve().with_suffix(".json").is_file():
-        state = read(path)[1]
-    elif path.is_file():
-        state = _load(path, None)
-    else:
-        raise CheckpointError(f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path")
+        return read(path)[1]
+    if path.is_file():
+        return _load(path, None)
+    raise CheckpointError(f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path")
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The network's weights in a file that ``read_any`` reads."""
+    return weights_of(read_any(path), printable(str(path)))
+
+
+def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
+    """The network's weights in what a file holds.
+
+    Raises:
+        CheckpointError: ``where``, which names the file, has none.
+    """
     for key in ("model", "state_dict"):  # ours and most others'; pytorch/examples'
         if isinstance(state.get(key), dict):
             state = state[key]
     weights = {str(key).removeprefix("module."): value for key, value in state.items()}
     if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise CheckpointError(f"{printable(str(path))}: holds no weights of a network")
+        raise CheckpointError(f"{where}: holds no weights of a network")
     return weights
 
 

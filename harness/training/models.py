@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ from torchvision import models as zoo
 
 from harness.config import ConfigError, ModelConfig
 from harness.runtime.errors import CheckpointError, printable
-from harness.training.checkpoint import read_weights
+from harness.training import checkpoint
 from harness.training.small import small
 from harness.watch.console import say
 
 
-def build(config: ModelConfig, num_classes: int, *, image_size: int) -> nn.Module:
+def build(config: ModelConfig, num_classes: int, *, image_size: int, filled: bool = False) -> nn.Module:
     """The network that ``config`` names, for images of ``image_size`` pixels a side, with a head for ``num_classes``.
 
-    With ``weights=DEFAULT`` or a path, the head's weights are taken over where its shape fits, else they stay random.
+    With ``weights=DEFAULT`` or a path, the head's weights are taken over where its shape fits, else they stay random. No
+    weights are read where the caller fills the network (``filled``).
 
     Raises:
         ConfigError: the name is unknown, the published weights cannot be had, or the network cannot take the image size.
@@ -28,10 +30,12 @@ def build(config: ModelConfig, num_classes: int, *, image_size: int) -> nn.Modul
     """
     _check(config, image_size)
     network = small(num_classes) if config.name == "small" else _random(config, num_classes, image_size)
-    if config.weights == "DEFAULT":
-        _take_over(network, _published(config.name), config, num_classes)
-    elif config.weights is not None:
-        _take_over(network, read_weights(Path(config.weights)), config, num_classes)
+    if config.weights is None or filled:
+        return network
+    weights = published(config.name) if config.weights == "DEFAULT" else checkpoint.read_weights(Path(config.weights))
+    where = f"model.weights={printable(config.weights)}"
+    if take_over(network, weights, f"{where}: does not fit model.name={config.name}", may_differ=_head_keys(network)):
+        say(f"{where}: the head is new, for {num_classes} classes")
     return network
 
 
@@ -72,8 +76,12 @@ def _random(config: ModelConfig, num_classes: int, image_size: int) -> nn.Module
     return network
 
 
-def _published(name: str) -> dict[str, torch.Tensor]:
-    """The published weights under today's keys: only torchvision's builder renames those of the densenets."""
+def published(name: str) -> dict[str, torch.Tensor]:
+    """The published weights under today's keys: only torchvision's builder renames those of the densenets.
+
+    Raises:
+        ConfigError: they cannot be fetched.
+    """
     try:
         weights: dict[str, torch.Tensor] = zoo.get_model(name, weights="DEFAULT").state_dict()
     except (OSError, RuntimeError) as error:
@@ -85,27 +93,43 @@ def _published(name: str) -> dict[str, torch.Tensor]:
     return {key: value for key, value in weights.items() if not key.startswith("AuxLogits.")}
 
 
-def _take_over(network: nn.Module, weights: dict[str, torch.Tensor], config: ModelConfig, num_classes: int) -> None:
-    """Load ``weights``, leaving the head random where its shape differs; an error, with nothing changed, if any other does."""
-    where = f"model.weights={printable(str(config.weights))}"
+def take_over(network: nn.Module, weights: dict[str, torch.Tensor], text: str, may_differ: Collection[str] = ()) -> bool:
+    """Loads ``weights`` into ``network``; returns whether the keys ``may_differ`` were left as they are.
+
+    They are left where any of them is missing from ``weights`` or has another shape.
+
+    Raises:
+        CheckpointError: another key differs; ``text`` and the first differences. The network is unchanged.
+    """
     own = network.state_dict()
-    head = _head_keys(network)
-    new_head = any(key not in weights or weights[key].shape != own[key].shape for key in head)
-    fitting = {key: value for key, value in weights.items() if not (new_head and key in head)}
-    problems = [f"{key} is missing" for key in own if key not in weights and key not in head]
-    problems += [f"{key} is not expected" for key in weights if key not in own]
-    problems += [
-        f"{key} is {list(value.shape)}, not {list(own[key].shape)}"
-        for key, value in fitting.items()
-        if key in own and value.shape != own[key].shape
-    ]
+    left = any(key not in weights or weights[key].shape != own[key].shape for key in may_differ)
+    skipped = set(may_differ) if left else set()
+    fitting = {key: value for key, value in weights.items() if key not in skipped}
+    refuse(differences({key: own[key] for key in own if key not in skipped}, fitting), text)
+    # In place: a new dict would lack _metadata, without which the mnasnets load nothing.
+    own.update(fitting)
+    network.load_state_dict(own)
+    return left
+
+
+def differences(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> list[str]:
+    """What keeps ``saved`` from being loaded into a network that has ``own``, one text a key."""
+    found = [f"{key} is missing" for key in own if key not in saved]
+    found += [f"{key} is not expected" for key in saved if key not in own]
+    for key, theirs in saved.items():
+        ours = own.get(key, theirs)
+        if theirs.shape != ours.shape:
+            found.append(f"{key} is {list(theirs.shape)}, not {list(ours.shape)}")
+        elif theirs.is_floating_point() != ours.is_floating_point():
+            found.append(f"{key} is {theirs.dtype}, not {ours.dtype}")
+    return found
+
+
+def refuse(problems: list[str], text: str) -> None:
+    """Raises ``CheckpointError`` with ``text`` and the first of ``problems``, if there are any."""
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"{where}: does not fit model.name={config.name}: {'; '.join(problems[:5])}{more}")
-    own.update(fitting)  # in place: a new dict would lack _metadata, without which the mnasnets load nothing
-    network.load_state_dict(own)
-    if new_head:
-        say(f"{where}: the head is new, for {num_classes} classes")
+        raise CheckpointError(f"{text}: {'; '.join(problems[:5])}{more}")
 
 
 def _head_keys(network: nn.Module) -> set[str]:

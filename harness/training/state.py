@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from harness.config import Config, Precision
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
-from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import random_state, restore_random_state
-from harness.training import checkpoint, models
+from harness.training import models
 from harness.training.optim import make_optimizer, make_schedule
-from harness.watch.console import say
-
-_log = logging.getLogger(LOGGER)
 
 
 @dataclass(slots=True)
@@ -69,11 +63,9 @@ class TrainState:
         needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
         if missing := needed - saved.keys():
             raise CheckpointError(f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}")
-        problems = _differences(self.network.state_dict(), saved["model"])
+        problems = models.differences(self.network.state_dict(), saved["model"])
         problems += _optimizer_differences(self.optimizer.state_dict(), saved["optimizer"])
-        if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise CheckpointError(f"{where}: does not fit this run: {'; '.join(problems[:5])}{more}")
+        models.refuse(problems, f"{where}: does not fit this run")
         self.network.load_state_dict(saved["model"])
         self._load_optimizer(saved)
         if saved["settings"]["trainer"]["precision"] == precision.name:
@@ -101,14 +93,14 @@ class TrainState:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: int) -> TrainState:
-    """A fresh network on this rank's device, and what trains it.
+def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: int, *, filled: bool = False) -> TrainState:
+    """A fresh network on this rank's device, and what trains it; no weights are read if the caller fills it (``filled``).
 
     Raises:
         ConfigError: the network's name or its published weights.
         CheckpointError: the file that ``model.weights`` names.
     """
-    network = models.build(config.model, num_classes, image_size=config.data.image_size).to(world.device)
+    network = models.build(config.model, num_classes, image_size=config.data.image_size, filled=filled).to(world.device)
     if config.trainer.channels_last:
         network = network.to(memory_format=torch.channels_last)
     if config.trainer.compile:
@@ -121,52 +113,6 @@ def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: 
 def make_scaler(precision: Precision, device: torch.device) -> GradScaler:
     """The gradient scaler; outside fp16 its scale is 1 and it serves to leave out non-finite updates on the device."""
     return GradScaler(device.type) if precision is Precision.fp16 else GradScaler(device.type, init_scale=1.0)
-
-
-def resume(state: TrainState, config: Config, world: World, folder: Path, classes: tuple[str, ...]) -> int | None:
-    """Take over the checkpoint that ``resume=`` names; its step, or None where training starts anew.
-
-    Raises:
-        CheckpointError: it is missing, damaged, does not fit, or the ranks do not see the same. Training never starts anew
-            in its place.
-    """
-    if config.resume is not None:
-        _take_over(state, config, folder, classes)
-    if world.smallest(state.step) != world.largest(state.step):
-        raise CheckpointError(f"{folder}: the ranks see different checkpoints; the run folder must be shared by all nodes")
-    return state.step if state.step else None
-
-
-def _take_over(state: TrainState, config: Config, folder: Path, classes: tuple[str, ...]) -> None:
-    assert config.resume is not None
-    if config.resume == "auto":
-        found = checkpoint.newest(folder / "checkpoints")
-        if found is None:
-            say("resume=auto: no checkpoint yet, starting at epoch 1")
-            return
-        record, saved, damaged = found
-        for text in damaged:
-            _log.warning("%s; falling back to %s", text, record.path.name)
-    else:
-        record, saved = checkpoint.read(Path(config.resume))
-    if tuple(saved.get("classes", classes)) != classes:
-        raise CheckpointError(f"{record.path}: its classes are not this data set's: {', '.join(saved['classes'][:5])} ...")
-    state.load_dict(saved, str(record.path), config.trainer.precision)
-    threads = saved.get("num_threads")
-    if threads != torch.get_num_threads():
-        _log.warning("saved with %s torch threads, now %d: not bitwise the same", threads, torch.get_num_threads())
-    say(f"resumed {record.path}: {state.epoch} epochs and {state.step} steps are done")
-
-
-def _differences(own: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    found = [f"{key} is missing" for key in own if key not in saved]
-    found += [f"{key} is not expected" for key in saved if key not in own]
-    found += [
-        f"{key} is {list(saved[key].shape)}, not {list(own[key].shape)}"
-        for key in own
-        if key in saved and saved[key].shape != own[key].shape
-    ]
-    return found
 
 
 def _optimizer_differences(own: dict[str, Any], saved: dict[str, Any]) -> list[str]:

@@ -21,7 +21,6 @@ from harness.feed.interface import PROCESSES, FeedSettings, val_settings
 from harness.runtime.errors import printable
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning.chart import supply_figure
 from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.watch.board import Board, plain, write_whole
 from harness.watch.console import say, table
@@ -119,7 +118,7 @@ class TuningReport:
         return f"DataLoader(dataset, shuffle=True, {', '.join(f'{k}={v!r}' for k, v in self.loader_arguments.items())})"
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
-        """Print it; write ``tuning.json`` into ``folder`` and TensorBoard's pages to ``board``, where there are such."""
+        """Print it; write ``tuning.json`` into ``folder`` and TensorBoard's Text page to ``board``, unless they are None."""
         self.show()
         if folder is not None:
             try:
@@ -128,9 +127,6 @@ class TuningReport:
                 _log.warning("%s: %s; the run goes on without it", folder / "tuning.json", error.strerror or error)
         if board is not None:
             board.text("tuning", self.markdown())
-            forms = {trial.settings.backend: None for trial in self.trials} or {self.settings.backend: None}
-            for form in forms:
-                board.image("tuning/supply" if len(forms) == 1 else f"tuning/supply/{form}", *supply_figure(self, form))
 
     def show(self) -> None:
         """Print the outcome: before and after, the sentence, how to get it again, what was refused."""

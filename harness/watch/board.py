@@ -70,10 +70,6 @@ class Board:
         """Put a text on TensorBoard's text page."""
         self._event(lambda events: events.text(tag, markdown))
 
-    def image(self, tag: str, png: bytes, width: int, height: int) -> None:
-        """Put an RGB image of so many pixels, encoded as PNG, on TensorBoard's images page."""
-        self._event(lambda events: events.image(tag, png, width, height))
-
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         """Make the run a row of TensorBoard's HParams page; every run of a sweep must give the same names."""
         self._event(lambda events: events.hparams(self._step, settings, metrics))
@@ -152,10 +148,6 @@ class _EventFile(_Records):
 
     def text(self, tag: str, markdown: str) -> None:
         self.append(self._record(summary=self._summary.text(tag, markdown)))
-
-    def image(self, tag: str, png: bytes, width: int, height: int) -> None:
-        image = {"width": width, "height": height, "colorspace": 3, "encoded_image_string": png}
-        self.append(self._record(summary={"value": [{"tag": tag, "image": image}]}))
 
     def hparams(self, step: int, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         cells = {name: _hparam(value) for name, value in settings.items()}

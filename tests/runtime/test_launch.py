@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -39,6 +40,24 @@ def test_the_first_error_ends_the_others(tmp_path: Path) -> None:
         run_processes(jobs.first_fails, tmp_path, 2)
     assert caught.value.exit_code == 6
     assert not psutil.pid_exists(int((tmp_path / "0").read_text()))
+
+
+def test_an_error_can_go_on_to_another_process() -> None:
+    """Text and exit code survive the way from a launcher's process to the command line's."""
+    error = pickle.loads(pickle.dumps(ProcessError("multirun/x/0: no more", 6)))
+    assert (str(error), error.exit_code) == ("multirun/x/0: no more", 6)
+
+
+def test_a_start_method_that_others_do_not_know_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a job of joblib, whose own start method new processes do not know, they start all the same."""
+    former = multiprocessing.get_start_method()
+    default = multiprocessing.context._default_context  # type: ignore[attr-defined]
+    monkeypatch.setattr(default, "_actual_context", type("Loky", (), {"_name": "loky"})())
+    try:
+        run_processes(jobs.note, tmp_path, 1)
+        assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    finally:
+        multiprocessing.set_start_method(former, force=True)
 
 
 def test_an_unknown_error_shows_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
+from harness import job
 from harness.config import Config
 from harness.training.profile import Trace
 from harness.watch import marks
@@ -138,7 +138,7 @@ def test_a_run_names_what_it_does(composed: Callable[..., Config], tmp_path: Pat
         "data=digits", "loader.num_workers=0", "trainer.max_steps=3", "watch.window_steps=2", "trainer.accumulate_steps=2",
         "loader.batch_size=16", "profile.steps=2-3", "device=cpu",
     )  # fmt: skip
-    train.main_worker(0, train.Job(config, tmp_path, ()))
+    job.main_worker(0, job.Job(config, tmp_path, ()))
     part = ["wait for data", "copy", "forward", "backward"]
     ours = {*part, "update", "step 2", "step 3", "close window", "evaluate", "checkpoint"}
     found = [name for name in names(tmp_path / "trace" / "steps-2-3.json") if name in ours]

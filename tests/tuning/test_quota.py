@@ -16,7 +16,7 @@ import control_groups
 import pytest
 import samples
 
-import train
+from harness import job
 from harness.config import Config
 from harness.runtime import limits
 
@@ -85,6 +85,6 @@ def test_a_run_is_tuned_to_a_quota_that_it_reads(
     monkeypatch.setattr(limits, "measure", partial(limits.measure, root=tmp_path / "root"))
     folder = tmp_path / "run"
     folder.mkdir()
-    train.main_worker(0, train.Job(composed(*OVERRIDES), folder, ()))
+    job.main_worker(0, job.Job(composed(*OVERRIDES), folder, ()))
     tuned(folder, group)
     assert samples.left_behind() == []

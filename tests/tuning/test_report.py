@@ -45,9 +45,6 @@ class Pages:
     def text(self, tag: str, markdown: str) -> None:
         self.given[tag] = markdown
 
-    def image(self, tag: str, png: bytes, width: int, height: int) -> None:
-        self.given[tag] = png, width, height
-
 
 @pytest.mark.parametrize(
     ("settings", "val", "expected"),
@@ -116,15 +113,6 @@ def test_the_line_of_a_form_that_torch_has_not_is_python(form: str, capsys: pyte
     assert (type(feed).__module__, feed.settings, len(feed)) == (f"harness.feed.{form}", settings, 2)
     own.show()
     assert f"the same in a loop of your own: {own.dataloader}" in capsys.readouterr().out.splitlines()
-
-
-def test_each_form_has_a_picture_of_its_own() -> None:
-    """By its name, all to one scale."""
-    pages, threads = Pages(), dataclasses.replace(trial(3, rate(900.0)), settings=in_form(workers(3), "threads"))
-    report(trials=(trial(1, rate(240.0)), threads)).publish(None, pages)  # type: ignore[arg-type]
-    pictures = {tag: given for tag, given in pages.given.items() if tag.startswith("tuning/supply")}
-    assert set(pictures) == {"tuning/supply/processes", "tuning/supply/threads"}
-    assert len({png for png, _, _ in pictures.values()}) == 2
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than some machines have cores
@@ -244,13 +232,12 @@ def test_a_full_disk_costs_the_file_alone(
 
 
 def test_publishing_goes_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The console, tuning.json, and TensorBoard's text and images."""
+    """The console, tuning.json, and TensorBoard's text."""
     pages, own = Pages(), report()
     own.publish(tmp_path, pages)  # type: ignore[arg-type]
     assert own.sentence in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["tuning.json"]
     assert pages.given["tuning"] == own.markdown()
-    assert pages.given["tuning/supply"][1:] == (640, 360)
 
 
 def test_a_rank_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +248,7 @@ def test_a_rank_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_real_board_takes_the_pages(tmp_path: Path) -> None:
-    """Text and image fit the event file."""
+    """The text fits the event file."""
     with Board(tmp_path, tensorboard=True) as board:
         report().publish(None, board)
         assert board.dropped == 0

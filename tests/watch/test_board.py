@@ -86,7 +86,7 @@ def test_without_tensorboard_there_is_no_event_file(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from harness.watch.board import Board\n"
         f"board = Board(Path({str(tmp_path)!r}), tensorboard=False)\n"
-        "board.scalars(1, {'a': 1.0}); board.text('t', 'x'); board.image('i', b'', 1, 1); board.hparams({}, {})\n"
+        "board.scalars(1, {'a': 1.0}); board.text('t', 'x'); board.hparams({}, {})\n"
         "board.close()\n"
         "sys.exit('tensorboard' in sys.modules or 'torch' in sys.modules)"
     )
@@ -179,23 +179,15 @@ def test_text_reaches_the_text_page(tmp_path: Path) -> None:
     assert read.Tensors("verdict/text_summary")[0].tensor_proto.string_val == [b"**fine**"]
 
 
-def test_an_image_is_on_the_images_page(tmp_path: Path) -> None:
-    """The PNG is stored under its tag as it is, with its size."""
-    with Board(tmp_path, tensorboard=True) as board:
-        board.image("tuning/supply", b"\x89PNG and so on", 640, 360)
-    (image,) = events(tmp_path).Images("tuning/supply")
-    assert (image.encoded_image_string, image.width, image.height) == (b"\x89PNG and so on", 640, 360)
-
-
-def test_an_image_on_a_full_disk_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image that does not fit is counted, as all else is."""
+def test_a_text_on_a_full_disk_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that does not fit is counted, as all else is."""
 
     def full(handle: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with Board(tmp_path, tensorboard=True) as board:
         monkeypatch.setattr(os, "write", full)
-        board.image("tuning/supply", b"png", 1, 1)
+        board.text("tuning", "text")
     assert board.dropped == 1
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 
-import train
+from harness import job
 from harness.config import Config
 from harness.watch import station
 from harness.watch.device import GpuSource, Source
@@ -86,7 +86,7 @@ def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "trainer.max_steps=2",
             "trainer.num_threads=1",
         )
-        train.main_worker(0, train.Job(config, tmp_path, ()))
+        job.main_worker(0, job.Job(config, tmp_path, ()))
         report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
         assert (report["status"], report["steps"]) == ("completed", 2)
         return report, re.findall(r"\bno (?:gpu/|host/|GPU ).*", (tmp_path / "train.log").read_text())

@@ -1,0 +1,77 @@
+"""One run from its settings to its report, importable by every process that a launcher starts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.config import Config, Mode, StartMethod
+from harness.runtime import folder, workers
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: its settings, its folder, what its command line set, and when it began on ``time.perf_counter``."""
+
+    config: Config
+    folder: Path
+    overridden: tuple[str, ...]
+    began_s: float = field(default_factory=time.perf_counter)
+
+
+def main_worker(local_rank: int, job: Job) -> None:
+    """One rank of a run, from the data on disk to the report."""
+    if job.config.loader.start_method is StartMethod.forkserver:
+        # while torch is imported here
+        workers.start_server(["hydra", "harness.feed.processes", "harness.data.datasets"])
+    from harness.data import datasets
+    from harness.diagnose.stage import diagnose
+    from harness.feed.forms import Feeds
+    from harness.page import link, report
+    from harness.runtime import distributed, limits, seeding
+    from harness.training import resume
+    from harness.training.engine import Engine, Place
+    from harness.training.report import Page, Reporter
+    from harness.training.state import make_state
+    from harness.training.step import Step
+    from harness.training.trial import StepTrials
+    from harness.tuning.stage import tuned
+    from harness.watch import station
+
+    with (
+        distributed.joined(local_rank, job.config) as world,
+        folder.logging_to(job.folder, world.rank),
+        station.quiet_ranks(world),
+    ):
+        station.refuse_hidden_gpu(job.config, world)
+        saved = resume.find(job.config, job.folder)
+        config = resume.settings(job.config, saved, job.overridden)
+        seeding.seed_everything(config.seed, config.trainer.deterministic)
+        splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+        feeds = Feeds(splits, config, world)
+        state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch(), filled=saved is not None)
+        resumed_step = resume.take_over(state, saved, config, world, splits.classes)
+        with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
+            allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
+            step, train = Step(state, config, world, len(splits.classes)), feeds.settings(allowed)
+            trials, val, tuning = StepTrials(step, config, world), feeds.val_settings(train), None
+            if config.mode is Mode.diagnose:
+                diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
+                return
+            if config.loader.autotune:
+                tuning = tuned(feeds, trials, config, allowed, world).told(watch, job.folder)
+                train, val = tuning.settings, tuning.val
+            engine = Engine(config, world, step, feeds.train(train), feeds.val(val), watch, Place(job.folder, splits.classes))
+            page, told = Page(link.pinned_link(), report.write_report), tuning.summary() if tuning else None
+            with Reporter(config, job.overridden, told, allowed.cores, page, splits.cache).reporting(engine):
+                engine.fit() if config.mode is Mode.train else engine.evaluate_only()
+
+
+def run(index: int, job: Job) -> None:
+    """One run, in the processes that ``dist=`` asks for; ``index`` is 0."""
+    from harness.runtime import distributed
+
+    if folder.is_first_rank():
+        folder.own(job.folder)
+    distributed.launch(main_worker, job, job.config)

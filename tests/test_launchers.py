@@ -1,0 +1,84 @@
+"""Sweeps by Hydra's launchers and sweepers: each job trains, or the command fails and says which one and why.
+
+The plugins are a group of their own: ``uv run --group launchers pytest -m 'slow or not slow' tests/test_launchers.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("experiment=smoke", "trainer.max_steps=1", "loader.num_workers=0", "run.name=x")
+OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1")
+WAYS = {
+    "basic": ("hydra", ()),
+    "submitit": ("hydra_plugins.hydra_submitit_launcher", ("hydra/launcher=submitit_local",)),
+    "joblib": ("hydra_plugins.hydra_joblib_launcher", ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")),
+    "optuna": ("hydra_plugins.hydra_optuna_sweeper", OPTUNA),
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def installed(module: str) -> bool:
+    """Whether a plugin is there; its parent may be missing too."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The overrides that choose a launcher or a sweeper."""
+    module, overrides = WAYS[request.param]
+    if not installed(module):
+        pytest.skip(f"needs {module}: uv sync --group launchers")
+    return overrides
+
+
+def sweep(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A whole command."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *overrides],
+        cwd=cwd, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+
+
+def statuses(cwd: Path) -> list[str]:
+    """How each job's report says that it ended."""
+    return [json.loads(path.read_text())["status"] for path in sorted(cwd.glob("multirun/x/*/report.json"))]
+
+
+def test_every_job_trains(way: tuple[str, ...], tmp_path: Path) -> None:
+    """Two jobs, two reports, exit code 0."""
+    values = "seed=choice(1,2)" if OPTUNA[0] in way else "seed=1,2"
+    done = sweep(tmp_path, values, *way)
+    assert done.returncode == 0, done.stderr
+    assert statuses(tmp_path) == ["completed"] * 2
+
+
+def test_a_job_that_fails_is_named(way: tuple[str, ...], tmp_path: Path) -> None:
+    """The exit code is the job's, the line has its folder and its reason, and the others trained all the same."""
+    values = "loader.batch_size=choice(100000,200000)" if OPTUNA[0] in way else "loader.batch_size=100000,64"
+    done = sweep(tmp_path, values, *way)
+    assert done.returncode == 2, done.stderr
+    assert "\nerror: multirun/x/0: loader.batch_size=" in f"\n{done.stderr}"
+    assert statuses(tmp_path) == ([] if OPTUNA[0] in way else ["completed"])
+
+
+def test_optuna_looks_for_the_highest_top1(tmp_path: Path) -> None:
+    """What a job returns is its best top-1, and the best trial is the one that had the most."""
+    if not installed(WAYS["optuna"][0]):
+        pytest.skip("needs hydra_plugins.hydra_optuna_sweeper: uv sync --group launchers")
+    done = sweep(tmp_path, "optim.lr=choice(0.0,0.1)", *OPTUNA, "hydra.sweeper.n_trials=4", "trainer.max_steps=22")
+    assert done.returncode == 0, done.stderr
+    found = (tmp_path / "multirun/x/optimization_results.yaml").read_text()
+    top1 = [json.loads(path.read_text())["top1"] for path in tmp_path.glob("multirun/x/*/report.json")]
+    assert f"best_value: {max(top1)}" in found

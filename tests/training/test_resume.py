@@ -1,0 +1,216 @@
+"""What a run takes over from a checkpoint, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config import Config, DataCache, Mode, Precision, to_plain, walk
+from harness.runtime.distributed import World
+from harness.runtime.errors import CheckpointError
+from harness.training import checkpoint, models, resume
+from harness.training.resume import Saved
+from harness.training.state import TrainState, make_state
+
+Composed = Callable[..., Config]
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+CLASSES = ("ant", "bee")
+# Every setting that decides pixels, labels or the network, with a value that no data set here has by itself.
+TRAINED: dict[str, Any] = {
+    "data.root": "/elsewhere", "data.download": False, "data.mirror": "http://localhost/x", "data.md5": "0" * 32,
+    "data.image_size": 56, "data.eval_resize": 57, "data.mean": (0.1, 0.2, 0.3), "data.std": (0.4, 0.5, 0.6),
+    "data.split_fraction": 0.25, "data.exif_orientation": True, "data.background": (1, 2, 3), "data.max_pixels": 4321,
+    "data.cache": DataCache.ram, "data.cache_gb": 1.5, "data.cache_max_side": 99, "data.generate.classes": 7,
+    "data.generate.train_images": 70, "data.generate.val_images": 71, "data.generate.width": 72,
+    "data.generate.height": 73, "data.generate.quality": 74, "data.generate.seed": 75, "data.name": "imagefolder",
+    "model.name": "resnet18", "trainer.precision": Precision.bf16, "trainer.channels_last": False,
+}  # fmt: skip
+PIXELS = [path for path in TRAINED if path in resume._PIXELS]
+
+
+def set_(config: Config, path: str, value: Any) -> None:
+    """Set one setting by its dotted name."""
+    place: Any = config
+    *groups, name = path.split(".")
+    for group in groups:
+        place = getattr(place, group)
+    setattr(place, name, value)
+
+
+def values(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    return {path: value for path, value, _ in walk(config)}
+
+
+@pytest.fixture
+def trained(composed: Composed) -> Saved:
+    """A checkpoint of a run that set everything that matters."""
+    config = composed()
+    for path, value in TRAINED.items():
+        set_(config, path, value)
+    return Saved("best.pt", {"settings": to_plain(config), "classes": list(CLASSES)})
+
+
+def evaluated(composed: Composed, saved: Saved, *typed: str) -> dict[str, Any]:
+    """The settings that an evaluation with this command line has."""
+    typed = ("mode=evaluate", "resume=best.pt", *typed)
+    return values(resume.settings(composed(*typed), saved, typed))
+
+
+def test_the_list_of_settings_is_whole(composed: Composed) -> None:
+    """Every setting of the data set is in this file's list, so that a new one cannot be forgotten."""
+    assert {path for path in values(composed()) if path.startswith("data.")} == {p for p in TRAINED if p.startswith("data.")}
+
+
+def test_evaluation_needs_no_setting_again(composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    """All that decides pixels, labels and the network is the checkpoint's, and what was taken is printed."""
+    found = evaluated(composed, trained)
+    assert {path: found[path] for path in TRAINED} == TRAINED
+    printed = capsys.readouterr().out
+    assert "from the checkpoint: data.name=imagefolder data.root=/elsewhere" in printed
+    assert "data.mean=[0.1,0.2,0.3]" in printed and "trainer.precision=bf16" in printed
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value", "line"),
+    [
+        ("data.image_size", "48", 48, "data.image_size 56, now 48"),
+        ("data.mean", "[0.3,0.3,0.3]", (0.3, 0.3, 0.3), "data.mean [0.1,0.2,0.3], now [0.3,0.3,0.3]"),
+        ("data.root", "/here", "/here", "data.root /elsewhere, now /here"),
+        ("data.split_fraction", "null", None, "data.split_fraction 0.25, now null"),
+        ("trainer.precision", "fp32", Precision.fp32, "trainer.precision bf16, now fp32"),
+        ("model.name", "small", "small", "model.name resnet18, now small"),
+    ],
+)
+def test_what_is_typed_is_used_and_printed(
+    composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str], path: str, text: str, value: Any, line: str
+) -> None:
+    """A setting of the command line wins over the checkpoint's, and a line has both."""
+    found = evaluated(composed, trained, f"{path}={text}")
+    assert {key: found[key] for key in TRAINED} == TRAINED | {path: value}
+    assert f"checkpoint: {line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "typed", ["data=imagefolder", "model=resnet18", "data.name=imagefolder"], ids=["data", "model", "name"]
+)
+def test_a_choice_that_says_the_same_changes_nothing(composed: Composed, trained: Saved, typed: str) -> None:
+    """Naming the data set or the network again does not bring its file's values back."""
+    found = evaluated(composed, trained, typed)
+    assert {path: found[path] for path in TRAINED} == TRAINED
+
+
+@pytest.mark.parametrize("typed", ["data=cifar10", "experiment=cifar10_resnet18"])
+def test_another_data_set_is_seen_as_the_network_was_trained(composed: Composed, trained: Saved, typed: str) -> None:
+    """Where the images lie is the command's; their size and normalisation stay the checkpoint's."""
+    found = evaluated(composed, trained, typed)
+    assert (found["data.name"], found["data.root"], found["data.md5"]) == ("cifar10", None, None)
+    assert {path: found[path] for path in PIXELS} == {path: TRAINED[path] for path in PIXELS}
+
+
+def test_training_goes_on_with_its_own_settings(composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed training keeps this command's settings and prints each that is not the checkpoint's."""
+    config = composed("data.image_size=48", "resume=best.pt")
+    assert resume.settings(config, trained, ("data.image_size=48",)) == config
+    assert "checkpoint: data.image_size 56, now 48\n" in capsys.readouterr().out
+
+
+def test_a_foreign_file_says_that_it_has_no_settings(composed: Composed, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights alone cannot tell how images were normalised: the command's settings count, and a line says it."""
+    config = composed("mode=evaluate", "model.weights=x.pth", "data.image_size=48")
+    assert resume.settings(config, Saved("x.pth", {}), ()) == config
+    assert "x.pth: holds no settings; data.*, model.name" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "settings", [None, 5, "x", ["a"], {"data": 5}, {"data": {"image_size": -1}}, {"model": {"nome": "x"}}], ids=repr
+)
+def test_odd_settings_are_refused(composed: Composed, settings: Any) -> None:
+    """Settings that are none name the file, before anything is loaded."""
+    with pytest.raises(CheckpointError, match="best.pt: its settings cannot be used: "):
+        evaluated(composed, Saved("best.pt", {"settings": settings}))
+
+
+@pytest.fixture
+def state(composed: Composed) -> TrainState:
+    """A fresh network of two classes."""
+    return make_state(composed(), 2, ALONE, 10)
+
+
+def take(state: TrainState, composed: Composed, weights: dict[str, Any], classes: Any = list(CLASSES)) -> int | None:  # noqa: B006
+    """Evaluate what a checkpoint with these weights and classes holds."""
+    saved = Saved("best.pt", {"model": weights, "classes": classes, "settings": {}, "epoch": 3, "step": 30})
+    return resume.take_over(state, saved, composed("mode=evaluate", "resume=x"), ALONE, CLASSES)
+
+
+def test_evaluation_takes_the_network_alone(state: TrainState, composed: Composed) -> None:
+    """A checkpoint of another optimizer is evaluated; its step is that of the logged result."""
+    weights = {key: torch.ones_like(value) for key, value in state.network.state_dict().items()}
+    assert take(state, composed, weights) == 30
+    assert all(torch.equal(value, weights[key]) for key, value in state.network.state_dict().items())
+
+
+@pytest.mark.parametrize("mode", ["evaluate", "train"])
+def test_other_classes_name_both(state: TrainState, composed: Composed, mode: str) -> None:
+    """The error has the checkpoint's classes, the data set's, and the way out."""
+    saved = Saved("best.pt", {"model": {}, "classes": ["x\x1b[31m", "y"]})
+    config = composed(f"mode={mode}", "resume=x")
+    with pytest.raises(CheckpointError, match=r"x\\x1b\[31m, y, not ant, bee; choose its data set with data= and data.root="):
+        resume.take_over(state, saved, config, ALONE, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda w: w[:1], r"is \[1.*\], not \[2"),
+        (lambda w: w.to(torch.complex64), "is torch.complex64, not torch.float32"),
+        (lambda w: w.to(torch.int8), "is torch.int8, not torch.float32"),
+    ],
+    ids=["head", "complex", "integers"],
+)
+def test_weights_that_would_give_a_wrong_result_are_refused(
+    state: TrainState, composed: Composed, change: Callable[[torch.Tensor], torch.Tensor], text: str
+) -> None:
+    """A random head is not evaluated, and no part of a number is dropped; the network stays as it was."""
+    before = {key: value.clone() for key, value in state.network.state_dict().items()}
+    head = max(models._head_keys(state.network))
+    with pytest.raises(CheckpointError, match=f"best.pt: does not fit model.name=small: {head} {text}"):
+        take(state, composed, before | {head: change(before[head])})
+    assert all(torch.equal(value, before[key]) for key, value in state.network.state_dict().items())
+
+
+def test_nothing_to_evaluate_is_an_error(composed: Composed, tmp_path: Path) -> None:
+    """resume=auto without a checkpoint starts a training, and never evaluates random weights."""
+    config = composed("mode=train", "resume=auto", "run.name=x")
+    assert resume.find(config, tmp_path) is None
+    config.mode = Mode.evaluate
+    with pytest.raises(CheckpointError, match="holds no checkpoint; name one with resume=PATH"):
+        resume.find(config, tmp_path)
+
+
+def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
+    """best.pt that was copied away is evaluated through model.weights with the settings that it holds."""
+    record = checkpoint.save(
+        tmp_path, {"model": {}, "settings": to_plain(composed("data=digits"))}, step=1, epoch=1, top1=None, keep_last=2
+    )
+    copy = tmp_path / "copied.pt"
+    copy.write_bytes(record.path.read_bytes())
+    typed = ("mode=evaluate", f"model.weights={copy}")
+    saved = resume.find(composed(*typed), tmp_path)
+    assert resume.settings(composed(*typed), saved, typed).data.name == "digits"
+
+
+def test_a_network_of_published_weights_is_built_as_it_was(composed: Composed) -> None:
+    """The input of googlenet is transformed if and only if it was in training, whatever this command says of weights."""
+    for weights in ("DEFAULT", None):
+        config = composed("model.name=googlenet")
+        config.model.weights = weights
+        saved = Saved("best.pt", {"settings": to_plain(config)})
+        used = resume.settings(composed("mode=evaluate", "resume=best.pt"), saved, ())
+        network = models.build(used.model, 2, image_size=96, filled=True)
+        assert network.transform_input is (weights == "DEFAULT")
