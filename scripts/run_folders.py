@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from harness.runtime.files import read_inside, read_json
+
 _MOST_NAMES = 3  # of runs in a note
+_LARGEST = 1e300  # what is beyond is no figure, and an integer of JSON may be too long for a float
+_CONFIG = ".hydra/config.yaml"
 
 
 class Unusable(Exception):
@@ -52,7 +56,7 @@ class Figure:
         value: Any = report
         for part in self.path:
             value = value.get(part) if isinstance(value, Mapping) else None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
         return float(value) if is_number else None
 
     def change(self, value: float, first: float) -> float | None:
@@ -152,17 +156,17 @@ def _natural(folder: Path) -> list[str | int]:
 def _read(folder: Path, name: str) -> Run:
     path = folder / "report.json"
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = read_json(path)
         if not isinstance(report, dict) or not isinstance(report.get("status"), str):
             raise ValueError("holds no status")
-        path = folder / ".hydra" / "config.yaml"
-        settings = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+        path = folder / _CONFIG
+        settings = OmegaConf.to_container(OmegaConf.load(BytesIO(read_inside(folder, _CONFIG)))) if path.exists() else {}
     except FileNotFoundError:
         return Run(
             name, "unreadable", f"{os.path.relpath(path)}: not there; wait for the run's end, or look into its train.log"
         )
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        why = str(error).partition("\n")[0]
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
+        why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         return Run(name, "unreadable", f"{os.path.relpath(path)}: damaged: {why}; leave the run out")
     tree = {
         **(settings if isinstance(settings, dict) else {}),

@@ -23,17 +23,20 @@ from harness.config import ConfigError, DataCache, DataConfig
 from harness.data import cache
 from harness.data.cache import PixelCache
 from harness.data.decode import DecodeOptions
+from harness.data.download import exclusive
 from harness.data.images import ImageDataset
 from harness.data.mapped import MappedFile, memory
 from harness.data.storage import FolderSource, Source, Subset, cache_root
 from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
+from harness.runtime.files import make_way, open_regular, set_aside
 from harness.runtime.folder import LOGGER
 from harness.watch.console import say
 
 Gathered = Callable[[Any], list[Any]]  # every rank's value in the order of the ranks, on every rank
 
 _LOOKED_AT = 16
+_WAIT_S = 300.0  # for a run that opens the cache, which takes seconds
 
 _log = logging.getLogger(LOGGER)
 
@@ -122,9 +125,8 @@ def _budget(data: DataConfig, free_bytes: int, of_what: str) -> int:
 def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile | None:
     """The file at ``place``: to be filled by the first of several runs at a time, to be read by the others."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with open(place.with_name("opening"), "ab") as turn, ExitStack() as held:
-            fcntl.flock(turn, fcntl.LOCK_EX)  # who comes while another makes the file waits until it is there
+        # Who comes while another makes the file waits until it is there.
+        with exclusive(place.with_name("opening"), _WAIT_S), ExitStack() as held:
             lock = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             held.callback(os.close, lock)
             with suppress(BlockingIOError):
@@ -152,8 +154,9 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
 def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
     """The descriptor of the file at ``place``, made anew unless its pixels are the right ones."""
     free_bytes, fd, taken = shutil.disk_usage(place.parent).free, None, None
+    make_way(place)
     with suppress(FileNotFoundError):
-        fd = os.open(place, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_regular(place, os.O_RDWR | os.O_NOFOLLOW)
         free_bytes += os.fstat(fd).st_blocks * 512  # what it takes may go on being taken
         taken = cache.taken_bytes(fd, facts, rows)
     budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
@@ -170,7 +173,8 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
         _log.warning("%s: %s: made anew", printable(str(place)), why)
         place.unlink()  # its room is needed; who still reads it keeps it
     part = place.with_suffix(".part")
-    fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    set_aside(part)  # of a process that was killed
+    fd = open_regular(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         cache.make_blank(fd, facts, rows, budget_bytes)
         os.replace(part, place)
@@ -181,7 +185,7 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
 
 def _to_read(place: Path, facts: str, rows: int) -> MappedFile | None:
     with suppress(OSError), ExitStack() as held:
-        fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(place)
         held.callback(os.close, fd)
         if cache.taken_bytes(fd, facts, rows) is not None:
             held.pop_all()

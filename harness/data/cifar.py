@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from harness.data.archive import read_members
 from harness.data.download import fetch, make_once, md5_of
 from harness.data.storage import ArraySource, cache_root
 from harness.runtime.errors import DataError, printable
+from harness.runtime.files import read_json, set_aside
 from harness.runtime.folder import LOGGER
 
 _PUBLISHER = "https://www.cs.toronto.edu/~kriz"
@@ -140,11 +142,11 @@ def _obtain(published: _Published, archive: Path, md5: str, data: DataConfig) ->
 def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
     """The arrays in ``folder``, mapped; None unless they are whole and were made from the archive with this digest."""
     try:
-        if json.loads((folder / _MARKER).read_text(encoding="utf-8")) != _marker(folder, md5):
+        if read_json(folder / _MARKER) != _marker(folder, md5):
             return None
         arrays: Arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in _ARRAYS}
         fit = all(_fit(arrays[f"{split}_images"], arrays[f"{split}_labels"], classes) for split in _SPLITS)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return None
     return arrays if fit else None
 
@@ -161,12 +163,13 @@ def _marker(folder: Path, md5: str) -> dict[str, object]:
 
 def _write_arrays(published: _Published, archive: Path, md5: str, folder: Path, part: Path) -> None:
     """Write the arrays into ``part``, and take away what lies at ``folder``, their place."""
-    if folder.exists():
+    if os.path.lexists(folder):
         _log.warning("%s: damaged, or of another archive: made anew", folder)
     for name, array in _read_archive(published, archive).items():
         np.save(part / f"{name}.npy", array, allow_pickle=False)
     (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
+    set_aside(folder)
 
 
 def _read_archive(published: _Published, archive: Path) -> Arrays:

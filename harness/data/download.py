@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import itertools
 import logging
+import math
 import os
 import queue
 import re
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit
 
 from harness.runtime import signals
 from harness.runtime.errors import DataError, DiskError, printable
+from harness.runtime.files import make_way, open_regular
 from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
 
@@ -65,7 +67,7 @@ def fetch(
     _check_address(url)
     part = target.with_name(f"{target.name}.part")
     with _writing(part, _ADVICE), exclusive(part) as file:
-        if not target.exists():
+        if not target.is_file():
             _fetch_into(file, part, url, md5, stall_s, sleep)
             os.fsync(file.fileno())
             os.replace(part, target)
@@ -93,36 +95,46 @@ def make_once(folder: Path, is_made: Callable[[], bool], write: Callable[[Path],
 
 def md5_of(path: Path) -> str:
     """The MD5 digest of a file, in hexadecimal."""
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
 
 @contextmanager
 def _writing(path: Path, advice: str) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         raise DiskError(f"{printable(str(path))}: cannot be written: {error.strerror or error}; {advice}") from error
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[BufferedRandom]:
+def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
     """``path``, opened for reading and writing while no other process has it so; left empty, it is removed at the end.
 
-    The lock is the kernel's (``flock``) and goes with the process: a killed owner leaves none behind.
+    The lock is the kernel's (``flock``) and goes with the process: a killed owner leaves none behind. What lies there and is
+    no regular file gives way.
+
+    Raises:
+        TimeoutError: another process has had it for ``wait_s`` seconds.
+        OSError: it cannot be opened.
+        Interrupted: a signal came while waiting.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    end_s = time.monotonic() + wait_s
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make_way(path)
     for attempt in itertools.count():
-        with os.fdopen(os.open(path, flags, 0o666), "r+b") as file:
+        with open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+b") as file:
             if _owns(file, path):
                 try:
                     yield file
                 finally:
                     file.flush()
                     if os.fstat(file.fileno()).st_size == 0:
-                        path.unlink(missing_ok=True)
+                        with suppress(OSError):  # of a folder that may only be read
+                            path.unlink()
                 return
+        if time.monotonic() >= end_s:
+            raise TimeoutError(f"{printable(str(path))}: still held by another process after {wait_s:.0f} s")
         if attempt == 0:
             say(f"Waiting for the process that holds {path}")
         signals.check()

@@ -7,9 +7,11 @@ import io
 import json
 import logging
 import os
-import tempfile
+import re
 import time
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 from harness.data.mapped import MappedFile, checksum, in_memory
 from harness.data.scan import BROKEN_LINK, Scan, folder_state
 from harness.runtime.errors import printable
+from harness.runtime.files import open_regular, parsed, set_aside, typed, write_whole
 from harness.runtime.folder import LOGGER
 
 _FORMAT = 2  # of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises it
@@ -41,9 +44,9 @@ class Index:
     def __init__(self, file: MappedFile) -> None:
         self._file = file
         self.labels, self._ends, self._states, self._table, facts = _arrays(file)
-        lists: dict[str, Any] = json.loads(facts.tobytes())
+        lists: dict[str, Any] = parsed(facts.tobytes())
         self.folders, self._watched = (tuple(map(os.fsencode, lists[name])) for name in ("folders", "watched"))
-        self.skipped = Counter[str](lists["skipped"])
+        self.skipped = Counter[str](typed(Mapping[str, int], lists["skipped"]))
 
     def __reduce__(self) -> tuple[object, ...]:
         return Index, (self._file,)
@@ -62,6 +65,20 @@ class Index:
         for array in (self.labels, self._ends, self._table):
             found.update(array.data)
         return found.digest()
+
+    def check(self) -> None:
+        """Refuse what no scan finds.
+
+        Raises:
+            ValueError: places and labels do not fit together, or a name may lead out of the root.
+            IndexError: a name begins beyond the table.
+        """
+        sizes = np.diff(self._ends, prepend=0)
+        fit = self.labels.shape == sizes.shape and (sizes > 0).all() and sizes.sum() == len(self._table)
+        names = b"/".join((b"", *self.folders, self._table.tobytes()))
+        out = re.search(rb"/[./]|\0", names) or np.isin(self._table[self._ends - sizes], list(b"./")).any()
+        if out or not fit or not np.isin(self.labels, np.arange(len(self.folders))).all():
+            raise ValueError("holds what no scan finds")
 
     def holds(self, root: bytes) -> bool:
         """Whether every folder below ``root`` is as it was before it was scanned."""
@@ -85,14 +102,20 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     """
     key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), os.path.realpath(root), limit))  # another user may read other files
     place = kept / hashlib.sha256(key).hexdigest()[:32]
-    if (index := _remembered(place)) is not None and index.holds(root):
+    if (index := _remembered(place, root)) is not None:
         return index
     began_ns = time.time_ns()
     scan = Scan(root, limit)
     content = _packed(scan)
     changed_ns = max(chain.from_iterable(state[1:] for state in scan.watched.values()))
     settled = changed_ns < began_ns - _RACY_NS and BROKEN_LINK not in scan.skipped
-    return Index((_remember(place, content) if settled else None) or in_memory("index", content))
+    if settled:
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+            write_whole(place, content)
+        except OSError as error:
+            _log.info("%s: the index is not remembered: %s", printable(str(place)), error.strerror or error)
+    return Index(in_memory("index", content))
 
 
 def _arrays(file: MappedFile) -> list[np.ndarray]:
@@ -125,34 +148,19 @@ def _packed(scan: Scan) -> bytes:
     return stream.getvalue()
 
 
-def _remembered(place: Path) -> Index | None:
+def _remembered(place: Path, root: bytes) -> Index | None:
+    """The index at ``place``, if there is one that still holds."""
     try:
-        file = MappedFile(os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+        file = MappedFile(open_regular(place, os.O_RDONLY | os.O_NOFOLLOW))
+        if checksum(np.frombuffer(file.map, np.uint8)[:-8]) != int.from_bytes(file.map[-8:], "little"):
+            raise ValueError("its checksum differs")
+        index = Index(file)
+        index.check()
+        return index if index.holds(root) else None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
-        _log.warning("%s: cannot be used, made anew: %s", printable(str(place)), error)
-        return None
-    if checksum(np.frombuffer(file.map, np.uint8)[:-8]) != int.from_bytes(file.map[-8:], "little"):
-        _log.warning("%s: damaged, made anew", printable(str(place)))
-        return None
-    return Index(file)
-
-
-def _remember(place: Path, content: bytes) -> MappedFile | None:
-    """``content`` at ``place``, whole or not at all; None where it cannot be written, for example on a full disk."""
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        # Not named by the process alone: those of two machines may have the same number, and share the folder.
-        handle, part = tempfile.mkstemp(".part", f"{place.name}.", place.parent)
-        try:
-            with open(handle, "wb") as stream:
-                stream.write(content)
-            file = MappedFile(os.open(part, os.O_RDONLY | os.O_CLOEXEC))
-            os.replace(part, place)  # without fsync: what a power failure takes away, the checksum shows
-            return file
-        finally:
-            Path(part).unlink(missing_ok=True)
-    except OSError as error:
-        _log.info("%s: the index is not remembered: %s", printable(str(place)), error.strerror or error)
-        return None
+    except Exception as error:  # what is in a damaged file may raise anything
+        _log.warning("%s: damaged (%s): made again", printable(str(place)), printable(str(error)))
+        with suppress(OSError):
+            set_aside(place)
+    return None

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import shutil
@@ -26,6 +27,8 @@ from harness.data.download import make_once
 from harness.data.storage import Source, cache_root, open_folder_splits
 from harness.runtime import limits, signals, workers
 from harness.runtime.errors import DataError, DiskError, printable
+from harness.runtime.files import read_json, set_aside
+from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
 
 _VERSION = 1  # of the pictures: whoever changes a pixel raises it, and old trees are left alone
@@ -34,6 +37,8 @@ _SPLITS = ("train", "val")
 _CHUNK_PIXELS = 1_000_000  # 0.1 to 0.2 s of one core: how long a signal waits
 _ALONE_PIXELS = 2_000_000  # below this, starting processes takes longer than drawing
 _BLOCK_BYTES = 4096  # what a file system gives a file at least
+
+_log = logging.getLogger(LOGGER)
 
 
 def open_shapes(data: DataConfig) -> tuple[Source, Source]:
@@ -55,7 +60,15 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
             raise ConfigError(f"data.generate.{split}_images={count} {reason}")
     digest = hashlib.sha256(json.dumps(_facts(generate), sort_keys=True).encode()).hexdigest()
     tree = (Path(data.root).expanduser() if data.root else cache_root() / f"shapes-{digest[:12]}").absolute()
-    if not _is_made(tree, _facts(generate)):
+    try:
+        made = _is_made(tree, _facts(generate))
+    except DataError:
+        if data.root:
+            raise
+        _log.warning("%s: damaged: made again", printable(str(tree)))
+        set_aside(tree)
+        made = False
+    if not made:
         _make(tree, generate)
     sources = open_folder_splits(tree, None, 0)
     for split, source in zip(_SPLITS, sources, strict=True):
@@ -77,7 +90,9 @@ def _is_made(tree: Path, wanted: dict[str, int]) -> bool:
     """Whether ``tree`` is there; a refusal where something else is in its place."""
     shown, way_out = printable(str(tree)), "set data.root to a folder that does not exist yet"
     try:
-        found = json.loads((tree / _MARKER).read_text(encoding="utf-8"))
+        found = read_json(tree / _MARKER)
+        if not isinstance(found, dict):
+            raise ValueError("no object in its marker")
     except FileNotFoundError:
         if tree.is_dir() and any(tree.iterdir()):
             raise DataError(f"{shown}: holds something else; {way_out}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from harness.data.index import Index, open_index
 from harness.data.mapped import MappedFile, in_memory
 from harness.data.scan import listed
 from harness.runtime.errors import BadSample, DataError, printable
+from harness.runtime.files import read_regular
 from harness.runtime.folder import LOGGER
 
 _log = logging.getLogger(LOGGER)
@@ -91,7 +91,7 @@ class FolderSource:
             BadSample: the file is gone, unreadable, empty, or holds something else.
         """
         try:
-            data = _read_regular(self._path(i))
+            data = read_regular(self._path(i))
         except FileNotFoundError as error:
             raise BadSample(self.where(i), "the file is gone; it was there when the folder was read") from error
         except OSError as error:
@@ -99,22 +99,6 @@ class FolderSource:
         if reader(data[:HEAD_BYTES]) is None:
             check_encoded(data, self.where(i))  # says what it is
         return data, int(self.labels[i])
-
-
-def _read_regular(path: bytes) -> bytes:
-    # A FIFO may have taken the file's place since the scan: without O_NONBLOCK, opening it would wait for ever.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        state = os.fstat(file)
-        if not stat.S_ISREG(state.st_mode):
-            raise OSError("not a regular file")
-        data = os.read(file, state.st_size + 1)  # most often all: a thread asks for the interpreter after each call
-        parts = [data]
-        while len(data) != state.st_size and parts[-1]:  # it has grown or shrunk meanwhile, or it is read in pieces
-            parts.append(os.read(file, 1 << 20))
-        return data if len(parts) == 1 else b"".join(parts)
-    finally:
-        os.close(file)
 
 
 def _check_folder(path: str) -> None:

@@ -15,9 +15,10 @@ from harness.config import Config, DistName, Precision
 from harness.diagnose.runs import COLD, DELIVERED, DEMAND, LOADING, WARM, Runs
 from harness.diagnose.whatif import Bound, Facts, WhatIf, rate_in_words
 from harness.feed.interface import FeedSettings
+from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.tuning.figures import Rate
-from harness.watch.board import Board, plain, write_whole
+from harness.watch.board import Board, plain
 from harness.watch.console import say, table
 from harness.watch.stages import AUGMENT, GROUPS, StageTotals
 from harness.watch.verdict import Bottleneck

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from harness.page.shape import number
+from harness.runtime.files import open_regular, parsed
 
 SPREAD = ("median", "p95", "max")
 PARTS = ("compute", "starved", "exposed_copy", "host")  # of a step
@@ -54,12 +54,12 @@ def read_windows(path: Path) -> Windows:
     """
     lines: list[tuple[int, Figures]] = []
     windows = Windows()
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         for text in file:
             try:
-                line = json.loads(text)
+                line = parsed(text)
                 step = line["step"]
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 windows.damaged += text.endswith(b"\n")
                 continue
             if number(step) is not None and number(line.get("time/step_ms/median")) is not None:

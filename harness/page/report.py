@@ -7,13 +7,13 @@ import hashlib
 import html
 import json
 import logging
-import os
 import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from harness.page.runs import BUCKETS, find_runs, run_json, told
+from harness.runtime.files import write_whole
 
 ASSETS = Path(__file__).parent
 SCRIPTS = (  # each imports from those before it
@@ -57,15 +57,7 @@ def write_page(path: Path, runs: Sequence[str], notes: Sequence[str]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(page(runs, notes, title=f"Data stalls: {path.parent.resolve().name}"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, page(runs, notes, title=f"Data stalls: {path.parent.resolve().name}").encode())
 
 
 def page(runs: Sequence[str], notes: Sequence[str], title: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from harness.page.course import Windows, course, latest, read_windows
 from harness.page.shape import REPORT, TUNING, fitted
+from harness.runtime.files import read_inside, read_json
 
 BUCKETS = 400  # points of a chart that has the page's width
 REPORT_JSON, METRICS_JSONL, TUNING_JSON = "report.json", "metrics.jsonl", "tuning.json"
@@ -20,7 +21,6 @@ FILES = (REPORT_JSON, METRICS_JSONL, TUNING_JSON)
 _CONFIG = ".hydra/config.yaml"
 
 _MOST_RUNS, _MOST_FOLDERS = 1000, 50_000  # looked at below one folder
-_LARGEST_BYTES = 16 * 2**20  # of report.json and tuning.json, which have a few kilobytes
 _CONFIG_CHARACTERS = 32_000
 _OF_A_RUN = ("checkpoints", "trace")  # folders in which there are no runs
 
@@ -110,35 +110,33 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
         "latest": report is None,
         "tuning": tuning,
         "course": course(windows, buckets),
-        "config": _config(folder / _CONFIG),
+        "config": _config(folder, notes),
         "notes": notes,
     }
 
 
 def _json(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
     """The object in a file; None, with a note unless it is just not there, where there is none."""
-    if not os.path.exists(path):
-        return None
     try:
-        if not os.path.isfile(path) or path.stat().st_size > _LARGEST_BYTES:
-            raise ValueError(f"it is not a file of at most {_LARGEST_BYTES >> 20} MiB")
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
         if not isinstance(value, dict):
             raise ValueError(f"it holds no object but {type(value).__name__}")
         return value
+    except FileNotFoundError:
+        pass
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         notes.append(f"{path.name} is damaged: {error}")
     return None
 
 
 def _windows(path: Path, notes: list[str]) -> Windows:
-    if not os.path.isfile(path):
-        notes.append(f"{path.name} is missing: there is no course over time")
-        return Windows()
     try:
         windows = read_windows(path)
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing: there is no course over time")
+        return Windows()
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
         return Windows()
@@ -149,8 +147,11 @@ def _windows(path: Path, notes: list[str]) -> Windows:
     return windows
 
 
-def _config(path: Path) -> str | None:
+def _config(folder: Path, notes: list[str]) -> str | None:
     try:
-        return path.read_text(errors="replace")[:_CONFIG_CHARACTERS]
-    except OSError:
-        return None
+        return read_inside(folder, _CONFIG).decode(errors="replace")[:_CONFIG_CHARACTERS]
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        notes.append(f"{_CONFIG} is not shown: {error.strerror or error}")
+    return None

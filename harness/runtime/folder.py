@@ -14,6 +14,7 @@ from typing import TextIO
 from harness.config import ConfigError, Mode
 from harness.runtime import rendezvous
 from harness.runtime.errors import LockedError
+from harness.runtime.files import open_regular
 
 LOGGER = "wellfed"
 
@@ -75,14 +76,14 @@ def own(folder: Path) -> Path:
         return folder
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until the process ends
+        # Held until the process ends.
+        handle = open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise _unusable(folder, error) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         with handle:
-            handle.seek(0)
             owner = handle.read().strip() or "another process"
         raise LockedError(f"{folder}: in use by {owner}; wait for it or set another run.name") from error
     handle.truncate(0)
@@ -103,9 +104,9 @@ def refuse_used(folder: Path) -> None:
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{folder}: cannot be the run's folder: {error.strerror}; start from a folder you may write to, or set hydra.run.dir"
-    )
+    reason = error.strerror or error
+    advice = "start from a folder you may write to, or set hydra.run.dir"
+    return ConfigError(f"{folder}: cannot be the run's folder: {reason}; {advice}")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import zipfile
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from harness.runtime.errors import CheckpointError, DiskError, printable
+from harness.runtime.files import open_regular, read_json, typed
 
 SCHEMA = 1
 
@@ -87,7 +87,7 @@ def records(folder: Path) -> list[Record]:
 
 def best_of(committed: list[Record]) -> Record | None:
     """The first of those with the highest finite top-1, if any has one."""
-    rated = [r for r in committed if r.top1 is not None and r.top1 == r.top1]
+    rated = [r for r in committed if r.top1 is not None]
     return max(rated, key=lambda r: (r.top1, -r.step)) if rated else None
 
 
@@ -170,10 +170,12 @@ def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
 def _record(manifest: Path) -> Record:
     name = printable(str(manifest))
     try:
-        facts = json.loads(manifest.read_text(encoding="utf-8"))
-        schema, step, epoch = int(facts["schema"]), int(facts["step"]), int(facts["epoch"])
-        top1 = None if facts["top1"] is None else float(facts["top1"])
-        digest = str(facts["sha256"])
+        facts = read_json(manifest)
+        schema, step, epoch = (typed(int, facts[name]) for name in ("schema", "step", "epoch"))
+        top1 = typed(float | None, facts["top1"] if facts["top1"] == facts["top1"] else None)
+        digest = typed(str, facts["sha256"])
+        if not schema or _step_of(manifest) not in (-1, step):
+            raise ValueError("another step, or no schema")
     except FileNotFoundError as error:
         raise CheckpointError(f"{name}: missing, so the checkpoint beside it was never committed") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -186,7 +188,7 @@ def _record(manifest: Path) -> Record:
 def _load(path: Path, sha256: str | None) -> dict[str, Any]:
     name = printable(str(path))
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise CheckpointError(f"{name}: empty file")
             if sha256 is not None:
@@ -198,9 +200,11 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
                 raise CheckpointError(f"{name}: not a checkpoint")
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
+    except (CheckpointError, MemoryError):
+        raise
     except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read: {error.strerror}") from error
-    except (RuntimeError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{name}: cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{name}: refused: holds more than tensors and plain containers, or is damaged") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{name}: not a checkpoint")

@@ -25,7 +25,7 @@ class Rate:
 
     images_per_s: float
     low: float
-    high: float
+    high: float = math.inf
 
     @classmethod
     def of(cls, images: Sequence[float], seconds: Sequence[float]) -> Rate:

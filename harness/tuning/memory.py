@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 from harness.config import Config, to_plain
+from harness.data.download import exclusive
 from harness.data.storage import cache_root
-from harness.runtime import signals
+from harness.runtime.files import read_json, set_aside, typed, write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.watch.console import say
 from harness.watch.host import environment
 
-_FORMAT = 1  # of the file; another number and the answer is not taken
 _MAX_AGE_S = 30 * 24 * 3600.0
-_POLL_S = 0.1
 _SOURCES = ("data", "feed", "tuning")  # rooms whose code decides what a sample costs, and what is chosen
 _SETTINGS = {  # those that decide what a sample or a step costs, besides all of augment and tuner
     "data": ("image_size", "eval_resize", "exif_orientation", "cache", "cache_gb", "cache_max_side"),
@@ -36,6 +31,8 @@ _SETTINGS = {  # those that decide what a sample or a step costs, besides all of
 }
 
 _log = logging.getLogger(LOGGER)
+
+T = TypeVar("T")
 
 
 class Memory:
@@ -50,47 +47,42 @@ class Memory:
         self.path = (folder or cache_root() / "tuning") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         self._warned = False
 
-    def recall(self, now: Callable[[], float] = time.time) -> dict[str, Any] | None:
-        """What was kept last; None where nothing was, or it is over 30 days old, damaged, or not of this fingerprint."""
+    def recall(self, read: Callable[[Any], T], now: Callable[[], float] = time.time) -> T | None:
+        """What ``read`` makes of what was kept last; None where nothing was, or it is over 30 days old.
+
+        What is damaged goes, and so does what ``read`` answers with a KeyError, TypeError or ValueError.
+        """
         try:
-            entry = json.loads(self.path.read_text(encoding="utf-8"))
-            if entry["format"] != _FORMAT or entry["fingerprint"] != self.fingerprint:
+            entry = read_json(self.path)
+            if entry["fingerprint"] != self.fingerprint:
+                raise ValueError("of another run")
+            if abs(now() - typed(float, entry["saved_at"])) > _MAX_AGE_S:  # from the future too: a clock was wrong
                 return None
-            if abs(now() - entry["saved_at"]) > _MAX_AGE_S:  # from the future too: a clock was wrong
-                return None
-            return dict(entry["answer"])
+            return read(entry["answer"])
         except FileNotFoundError:
             return None
-        except OSError as error:
-            self._warn(error)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            _log.warning("%s: damaged, so that this run tunes anew", self.path)
-            self.forget()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if self.forget():
+                _log.warning("%s: damaged (%s), so that this run tunes again", self.path, error)
         return None
 
     def keep(self, answer: Mapping[str, Any]) -> None:
         """Remember ``answer``, which holds what JSON can, in place of any before it."""
-        entry = {"format": _FORMAT, "saved_at": time.time(), "fingerprint": self.fingerprint, "answer": dict(answer)}
-        part = self.path.with_suffix(f".{uuid.uuid4().hex}.part")
+        entry = {"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": dict(answer)}
         try:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with part.open("w", encoding="utf-8") as file:
-                    json.dump(entry, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(self.path)
-            finally:
-                part.unlink(missing_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, json.dumps(entry, indent=1).encode())
         except OSError as error:
             self._warn(error)
 
-    def forget(self) -> None:
-        """Remove the answer, if there is one."""
+    def forget(self) -> bool:
+        """Remove the answer, if there is one; whether that could be done."""
         try:
-            self.path.unlink(missing_ok=True)
+            set_aside(self.path)
         except OSError as error:
             self._warn(error)
+            return False
+        return True
 
     @contextmanager
     def held(self, wait_s: float = 300.0) -> Iterator[None]:
@@ -103,39 +95,17 @@ class Memory:
         """
         with ExitStack() as stack:
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(self.path.with_suffix(".lock").open("ab"))  # it stays: removing it could let two in
-                if self._locked(file, wait_s):
-                    stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # forked workers have the file too: closing is not enough
+                stack.enter_context(exclusive(self.path.with_suffix(".lock"), wait_s))
+            except TimeoutError as error:
+                _log.warning("%s; this one tunes too", error)
             except OSError as error:  # no such folder, or a file system without locks
                 self._warn(error)
             yield
-
-    def _locked(self, file: IO[bytes], wait_s: float) -> bool:
-        if _taken(file):
-            return True
-        say("waiting for another run that tunes the same")
-        begin = time.monotonic()
-        while time.monotonic() - begin < wait_s:
-            signals.check()
-            time.sleep(_POLL_S)
-            if _taken(file):
-                return True
-        _log.warning("%s: still held by another run after %.0f s; this one tunes too", file.name, wait_s)
-        return False
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             _log.warning("%s: %s; tuning is not remembered; set WELLFED_CACHE", self.path.parent, error.strerror or error)
         self._warned = True
-
-
-def _taken(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def fingerprint(

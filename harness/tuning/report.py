@@ -6,9 +6,8 @@ import dataclasses
 import html
 import json
 import logging
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
 from pathlib import Path
@@ -19,10 +18,11 @@ from harness.feed.arrays import ARRAYS
 from harness.feed.forms import FORMS
 from harness.feed.interface import PROCESSES, FeedSettings, val_settings
 from harness.runtime.errors import printable
+from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning.figures import Rate, SampleCost, Trial
-from harness.watch.board import Board, plain, write_whole
+from harness.tuning.figures import Rate, Trial
+from harness.watch.board import Board, plain
 from harness.watch.console import say, table
 
 _log = logging.getLogger(LOGGER)
@@ -175,28 +175,9 @@ class TuningReport:
         return "\n\n".join(part for part in parts if part)
 
     def to_plain(self) -> dict[str, Any]:
-        """Everything as JSON can hold it, an open end of an interval as None."""
+        """Everything as JSON can hold it, an open end of an interval as None; ``files.typed`` is the inverse."""
         whole: dict[str, Any] = plain(dataclasses.asdict(self))
         return whole
-
-    @classmethod
-    def from_plain(cls, whole: Mapping[str, Any]) -> TuningReport:
-        """The inverse of ``to_plain``.
-
-        Raises:
-            KeyError, TypeError: it is not what ``to_plain`` of this version gives.
-        """
-        return cls(**{
-            **whole,
-            "settings": FeedSettings(**whole["settings"]),
-            "val": FeedSettings(**whole["val"]),
-            "before": Side(**_rebuilt(whole["before"])),
-            "after": Side(**_rebuilt(whole["after"])),
-            "demand": _rate(whole["demand"]),
-            "trials": tuple(Trial(**_rebuilt(trial)) for trial in whole["trials"]),
-            "limits": Limits(**whole["limits"]),
-            "notes": tuple(whole["notes"]),
-        })  # fmt: skip
 
     def _alone(self) -> str:
         return "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
@@ -264,22 +245,3 @@ def _cell(text: str) -> str:
 
 def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in (columns, ["---"] * len(columns), *rows))
-
-
-def _rate(value: Mapping[str, Any] | None) -> Rate | None:
-    return None if value is None else Rate(**{**value, "high": math.inf if value["high"] is None else value["high"]})
-
-
-def _cost(value: Mapping[str, Any] | None) -> SampleCost | None:
-    return None if value is None else SampleCost(**{**value, "times": tuple((s, count) for s, count in value["times"])})
-
-
-def _rebuilt(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a side or a trial, with dataclasses again where they had them."""
-    build: dict[str, Callable[[Any], Any]] = {
-        "settings": lambda value: FeedSettings(**value),
-        "images_per_s": _rate,
-        "rate": _rate,
-        "cost": _cost,
-    }
-    return {name: build[name](value) if name in build else value for name, value in fields.items()}

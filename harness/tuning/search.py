@@ -91,8 +91,9 @@ class Choice:
 
 
 Search = Generator[Ask, Trial, Choice]
+DEEPEST = 32
 _DEPTHS = (2, 4, 8)  # batches in flight for each worker
-_DEPTHS_TOGETHER = (*_DEPTHS, 16, 32)  # of threads, whose batches are in flight for all of them
+_DEPTHS_TOGETHER = (*_DEPTHS, 16, DEEPEST)  # of threads, whose batches are in flight for all of them
 _CHEAPEST = (ARRAYS, THREADS, PROCESSES)  # forms by what they take beside their workers: processes share no memory
 
 

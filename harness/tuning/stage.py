@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,19 @@ import torch
 
 from harness.config import Config
 from harness.data.identity import identity
+from harness.feed.arrays import in_form
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
 from harness.runtime.distributed import World
+from harness.runtime.files import typed
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
 from harness.tuning.figures import Trainee
 from harness.tuning.follow import Follow
 from harness.tuning.memory import Memory, fingerprint
 from harness.tuning.report import TuningReport
-from harness.tuning.tuner import tune
+from harness.tuning.search import DEEPEST, with_workers
+from harness.tuning.tuner import most_workers, tune
 from harness.watch.console import say
 from harness.watch.station import Watch
 
@@ -57,7 +60,8 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
     with memory.held() if memory else nullcontext():
         if memory and config.tuner.fresh:
             memory.forget()
-        report = world.agreed(_recalled(memory.recall(), own, feeds, limits) if memory else None)
+        recalled = memory and memory.recall(lambda answer: _recalled(answer, own, feeds, limits))
+        report: TuningReport | None = world.agreed(recalled)
         if report is not None:
             report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
         else:
@@ -72,27 +76,41 @@ def _fingerprint(feeds: Feeds, config: Config, limits: Limits, world: World) -> 
     return fingerprint(config, identity(feeds.splits), limits, world.size, world.local_size, device)
 
 
-def _recalled(answer: dict[str, Any] | None, own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
+def _recalled(answer: Mapping[str, Any], own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
     """The remembered report as it holds for this run; None where there is none, or what it chose does not fit today.
 
     What is never tuned comes from this run's settings, and so does all about the validation feed.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no report, or no search of this run could have come to its choice.
     """
-    try:
-        if answer is None:
-            return None
-        report, at = TuningReport.from_plain(answer["report"]), str(answer["at"])
-    except (KeyError, TypeError, ValueError):
-        return None
+    report: TuningReport = typed(TuningReport, answer["report"])
     settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
+    if not _may_be_chosen(settings, own, feeds, limits) or (report.demand and not report.demand.images_per_s):
+        raise ValueError(f"no choice for this run: {settings}")
     size, worker_bytes, held_bytes = feeds.batch_bytes(settings), _worker_bytes(report, feeds), feeds.held_bytes(settings)
     if capacity.refusal(settings, size, worker_bytes, limits, held_bytes=held_bytes) is not None:
         return None
     val = feeds.val_settings(settings)
     val = capacity.beside(settings, val, size, feeds.batch_bytes(val), worker_bytes, limits)
-    notes = [f"found by a run of {at}; tuner.fresh=true tunes anew"]
+    notes = [f"found by a run of {typed(str, answer['at'])}; tuner.fresh=true tunes anew"]
     if own != dataclasses.replace(report.before.settings, timeout_s=own.timeout_s):
         notes.append(f"before and the ceiling are that run's, which came with {report.before.settings}; yours is {own}")
     return dataclasses.replace(report, settings=settings, val=val, notes=(*notes, *report.notes), reused=True)
+
+
+def _may_be_chosen(found: FeedSettings, own: FeedSettings, feeds: Feeds, limits: Limits) -> bool:
+    """Whether a search of this run may come to ``found``: the rest of it is ``own``, and the numbers are such as are tried."""
+    workers = max(own.num_workers, most_workers(feeds.config.tuner, limits))
+    deepest = 4 * max(DEEPEST, own.prefetch_factor or 0)  # a search may double it twice
+    made = with_workers(in_form(own, found.backend), found.num_workers, found.prefetch_factor)
+    made = dataclasses.replace(
+        made,
+        pin_memory=found.pin_memory and feeds.world.device.type == "cuda",
+        persistent_workers=found.persistent_workers and found.num_workers > 0,
+    )
+    tried = found.num_workers in range(workers + 1) and (found.prefetch_factor or 1) in range(1, deepest + 1)
+    return tried and found.backend in feeds.forms and found == made
 
 
 def _worker_bytes(report: TuningReport, feeds: Feeds) -> int:

@@ -62,6 +62,11 @@ def tune(
     return session.report(own, choice, time.perf_counter() - begin)
 
 
+def most_workers(config: TunerConfig, limits: Limits) -> int:
+    """The most workers that a search tries, but for the user's own number."""
+    return config.max_workers or max(8, 4 * int(limits.cores))
+
+
 @dataclass(slots=True)
 class _Session:
     """One tuning: what was tried, and the table that shows it."""
@@ -105,7 +110,7 @@ class _Session:
             demand=self.demand,
             step_cpu_s=step_cpu_s,
             cores=lab.limits.cores,
-            most=self.config.max_workers or max(8, 4 * int(lab.limits.cores)),
+            most=most_workers(self.config, lab.limits),
             pin_memory=lab.pays_to_pin(own),
             overlaps=lab.trainee.overlaps,
             fits=lambda settings: lab.ranks.agreed(lab.refusal(settings)),

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
+from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
 from harness.runtime.folder import LOGGER
 from harness.watch.figures import Spread, Window
 from harness.watch.stages import StageTotals
@@ -111,7 +112,7 @@ class _Records:
         """Append one record; when it does not fit, the file stays as it was."""
         data = self.head + data
         if self._handle is None:
-            self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._handle = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
         before = os.fstat(self._handle).st_size
         if (written := os.write(self._handle, data)) < len(data):
             os.ftruncate(self._handle, before)
@@ -212,28 +213,16 @@ def plain(value: Any) -> Any:
 
 def _step_of(line: bytes) -> float:
     try:
-        return float(json.loads(line)["step"])
+        return cast(float, typed(float, parsed(line)["step"]))
     except (ValueError, KeyError, TypeError):
         return math.inf  # a damaged line is of no use
 
 
 def _drop_lines_after(path: Path, step: int | None) -> None:
     """Take out the lines of later steps, and a last one that was cut off."""
-    data = path.read_bytes() if path.exists() else b""
+    make_way(path)
+    data = read_regular(path) if path.exists() else b""
     lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
     kept = b"".join(line for line in lines if step is None or _step_of(line) <= step)
     if kept != data:
         write_whole(path, kept)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write the file ``path``, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -151,10 +151,10 @@ def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], "damaged, made anew"),
-        (lambda content: content[:200], "damaged, made anew"),
-        (lambda content: bytes(len(content)), "damaged, made anew"),
-        (lambda content: b"", "cannot be used, made anew"),
+        (lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], "damaged (its checksum differs): made again"),
+        (lambda content: content[:200], "damaged (its checksum differs): made again"),
+        (lambda content: bytes(len(content)), "damaged (its checksum differs): made again"),
+        (lambda content: b"", "damaged (cannot mmap an empty file): made again"),
     ],
     ids=["flipped", "cut", "zeros", "empty"],
 )

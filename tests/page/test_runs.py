@@ -55,9 +55,9 @@ def test_an_empty_folder_is_told(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         pytest.param("[1, 2]", "it holds no object but list", id="no-object"),
-        pytest.param("[" * 200_000, "recursion", id="nested-too-deep"),
+        pytest.param("[" * 200_000, "nested too deeply", id="nested-too-deep"),
         pytest.param("{", "Expecting", id="cut-off"),
-        pytest.param(" " * (16 * 2**20 + 1), "not a file of at most 16 MiB", id="too-large"),
+        pytest.param(" " * (16 * 2**20 + 1), "more than 16 MiB", id="too-large"),
     ],
 )
 def test_any_contents_of_a_report_are_survived(tmp_path: Path, text: str, reason: str) -> None:
@@ -69,7 +69,7 @@ def test_any_contents_of_a_report_are_survived(tmp_path: Path, text: str, reason
 def test_a_pipe_in_place_of_a_report_does_not_hang(tmp_path: Path) -> None:
     """Only plain files are opened."""
     os.mkfifo(tmp_path / "report.json")
-    assert any("report.json is damaged: it is not a file" in note for note in read_run(tmp_path, "run")["notes"])
+    assert any("report.json cannot be read: not a regular file" in note for note in read_run(tmp_path, "run")["notes"])
 
 
 def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from harness.feed.arrays import ArrayFeed, in_form
 from harness.feed.interface import FeedSettings, train_settings, val_settings
 from harness.feed.order import Order
 from harness.feed.threads import ThreadFeed
+from harness.runtime.files import typed
 from harness.runtime.limits import Limits
 from harness.tuning.report import Side, TuningReport
 from harness.watch.board import Board
@@ -188,7 +189,7 @@ def test_the_summary_is_for_the_report() -> None:
 )
 def test_an_answer_can_be_recalled(original: TuningReport) -> None:
     """Through JSON and back it is the same, limits' sources too."""
-    recalled = TuningReport.from_plain(json.loads(json.dumps(original.to_plain(), allow_nan=False)))
+    recalled = typed(TuningReport, json.loads(json.dumps(original.to_plain(), allow_nan=False)))
     assert recalled == original
     assert recalled.limits.sources == original.limits.sources
 
@@ -196,8 +197,8 @@ def test_an_answer_can_be_recalled(original: TuningReport) -> None:
 @pytest.mark.parametrize("damage", [{"search": None, "extra": 1}, {"settings": {"num_workers": 1}}], ids=["unknown", "missing"])
 def test_an_answer_of_another_version_is_refused(damage: dict[str, Any]) -> None:
     """Fields that this version does not know, or lacks, are an error and no guess."""
-    with pytest.raises(TypeError):
-        TuningReport.from_plain(report().to_plain() | damage)
+    with pytest.raises(ValueError, match="does not fit"):
+        typed(TuningReport, report().to_plain() | damage)
 
 
 def test_everything_is_written(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_everything_is_written(tmp_path: Path) -> None:
 
     written = json.loads((tmp_path / "tuning.json").read_text(), parse_constant=refuse)
     assert (written.pop("override"), written.pop("dataloader")) == (own.override, own.dataloader)
-    assert TuningReport.from_plain(written) == own
+    assert typed(TuningReport, written) == own
     assert written["trials"][0]["rate"] == {"images_per_s": 55.0, "low": 0.0, "high": None}
 
 

@@ -1,0 +1,151 @@
+"""Files that this project writes and reads again: written whole, and not believed when they come back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+from uuid import uuid4
+
+_MOST_BYTES = 16 << 20  # of a text, which has kilobytes
+_LARGEST = 1e18  # no number that is kept is so large, and an integer of JSON may be too long for a float
+
+_log = logging.getLogger("wellfed")  # the run's own, whose name stands in a file that is too heavy for the page to import
+
+
+def open_regular(path: str | bytes | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """The descriptor of the regular file at ``path``; it never waits, as ``open`` does for a FIFO.
+
+    Raises:
+        OSError: it cannot be opened, or is something else.
+    """
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError("not a regular file")
+
+
+def read_regular(path: str | bytes | os.PathLike[str], most_bytes: int = sys.maxsize) -> bytes:
+    """The content of the regular file at ``path``.
+
+    Raises:
+        OSError: it cannot be read, is something else, or has more than ``most_bytes``.
+    """
+    file = open_regular(path)
+    try:
+        size = os.fstat(file).st_size
+        if size > most_bytes:
+            raise OSError(f"more than {most_bytes >> 20} MiB")
+        data = os.read(file, size + 1)  # most often all: a thread asks for the interpreter after each call
+        parts = [data]
+        while len(data) != size and parts[-1]:  # it has grown or shrunk meanwhile, or it is read in pieces
+            parts.append(os.read(file, 1 << 20))
+        return data if len(parts) == 1 else b"".join(parts)
+    finally:
+        os.close(file)
+
+
+def read_inside(folder: Path, name: str) -> bytes:
+    """The content of the file ``name`` of ``folder``, which no link may put somewhere else.
+
+    Raises:
+        OSError: it cannot be read, is somewhere else, or is no regular file of at most 16 MiB.
+    """
+    path = os.path.realpath(folder / name)
+    if path != os.path.join(os.path.realpath(folder), name):
+        raise OSError("a link to another place")
+    return read_regular(path, _MOST_BYTES)
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The value in the JSON file at ``path``.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file of at most 16 MiB.
+        ValueError: it is damaged.
+    """
+    return parsed(read_regular(path, _MOST_BYTES))
+
+
+def parsed(text: bytes) -> Any:
+    """The value that ``text`` has as JSON.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """``value``, as JSON has it, as a ``kind``: dataclasses and tuples are made again, all else must be one already.
+
+    Where a dataclass has a float, null leaves its default. Numbers are finite, and none is negative.
+
+    Raises:
+        ValueError: it is something else.
+        TypeError: null for a float without a default.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
+        hints = get_type_hints(kind)
+        if value.keys() == hints.keys():
+            given = ((name, hints[name], item) for name, item in value.items())
+            return kind(**{name: typed(hint, item) for name, hint, item in given if (hint, item) != (float, None)})
+    elif isinstance(value, dict) and origin is Mapping:
+        return {name: typed(inner[1], item) for name, item in value.items()}
+    elif isinstance(value, list) and origin is tuple:
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(typed(*pair) for pair in zip(kinds, value, strict=True))
+    elif origin is UnionType:
+        return None if value is None else typed(inner[0], value)
+    elif (value in inner or type(value) in (kind, int if kind is float else kind)) and (
+        isinstance(value, str) or 0 <= value < _LARGEST
+    ):
+        return value
+    raise ValueError("a value does not fit")
+
+
+def make_way(path: Path) -> None:
+    """Set aside what is no regular file at ``path``, and say so, for one is about to be made there."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            _log.warning("%s: not a regular file: made again", path)
+            set_aside(path)
+
+
+def set_aside(path: Path) -> None:
+    """Remove what lies at ``path``, if anything does; a folder gets another name instead.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        path.rename(path.with_name(f"{path.name}.{time.time_ns()}"))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write the file ``path``, whole or not at all."""
+    # Not named by the process alone: those of two machines may have the same number, and share the folder.
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
