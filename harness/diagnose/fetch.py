@@ -15,7 +15,6 @@ import psutil
 
 from harness.data.decode import HEAD_BYTES, reader
 from harness.data.storage import FolderSource, Source, Subset
-from harness.runtime.files import open_regular, read_regular
 
 _CHUNK_BYTES, _CHUNK_FILES = 64 << 20, 2000  # dropped at once: no more than these leave the page cache without coming back
 _MOST_BYTES = 1 << 30
@@ -152,12 +151,15 @@ def _drop(path: str) -> int:
     if not hasattr(os, "posix_fadvise"):
         raise UnmeasuredError("this system cannot drop files from the page cache")
     try:
-        with open(open_regular(path), "rb") as file:
-            state = os.fstat(file.fileno())
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            state = os.fstat(file)
             if time.time() - state.st_mtime < _DIRTY_S:
                 os.fsync(file)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             return state.st_size
+        finally:
+            os.close(file)
     except OSError as error:
         raise UnmeasuredError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -170,7 +172,8 @@ def _read(chunk: deque[str], readers: int, end: float, now: Clock) -> list[int]:
     def work() -> None:
         try:
             while not sizes or now() < end:
-                sizes.append(len(read_regular(chunk.popleft())))
+                with open(chunk.popleft(), "rb", buffering=0) as file:
+                    sizes.append(len(file.readall()))
         except IndexError:  # all are taken
             return
         except OSError as error:

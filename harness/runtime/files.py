@@ -83,7 +83,7 @@ def parsed(text: bytes) -> Any:
         ValueError: it is damaged.
     """
     try:
-        return json.loads(text)
+        return json.loads(text.decode())
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -91,7 +91,7 @@ def parsed(text: bytes) -> Any:
 def typed(kind: Any, value: Any) -> Any:
     """``value``, as JSON has it, as a ``kind``: dataclasses and tuples are made again, all else must be one already.
 
-    Where a dataclass has a float, null leaves its default. Numbers are finite, and none is negative.
+    Where a dataclass has a float, null leaves its default. Texts are printable, numbers finite and not negative.
 
     Raises:
         ValueError: it is something else.
@@ -111,7 +111,7 @@ def typed(kind: Any, value: Any) -> Any:
     elif origin is UnionType:
         return None if value is None else typed(inner[0], value)
     elif (value in inner or type(value) in (kind, int if kind is float else kind)) and (
-        isinstance(value, str) or 0 <= value < _LARGEST
+        value.isprintable() if isinstance(value, str) else 0 <= value < _LARGEST
     ):
         return value
     raise ValueError("a value does not fit")

@@ -12,7 +12,7 @@ import torch
 
 from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
-from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.errors import BadSample, LoaderError, printable
 from harness.runtime.limits import Limits
 from harness.tuning import capacity, probe
 from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
@@ -63,7 +63,7 @@ class Lab:
         except (MemoryError, torch.OutOfMemoryError):
             trial = Trial(ask.settings, kind, refused="out of memory")
         except LoaderError as error:
-            trial = Trial(ask.settings, kind, refused=_symptom(str(error)))
+            trial = Trial(ask.settings, kind, refused=_symptom(printable(str(error))))
         outcome = dataclasses.replace(trial, seconds=time.perf_counter() - begin), bad
         outcomes: list[tuple[Trial, tuple[str, str] | None]] = self.ranks.gathered(outcome)
         for _, where in outcomes:

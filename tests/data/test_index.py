@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -9,10 +11,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
+import oddities
 import pytest
+from oddities import Plant
 
 from harness.data import index as module
 from harness.data.index import Index, open_index
+from harness.data.mapped import MappedFile, checksum
 from harness.runtime.errors import DataError
 
 
@@ -170,6 +176,87 @@ def test_a_damaged_index_is_made_anew(
     caplog.clear()
     assert paths(opened(root)) == expected
     assert not caplog.text
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.usefixtures("settled")
+@oddities.every
+def test_an_odd_index_is_made_again(root: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever lies in the index's place gives way, with one warning."""
+    expected = paths(opened(root))
+    (place,) = (root.parent / "kept").iterdir()
+    oddities.put(plant, place)
+    assert [paths(opened(root)), paths(opened(root))] == [expected, expected]
+    assert oddities.untouched(place) and place.is_file()
+    assert [text.split(" (")[0] for text in caplog.messages] == [f"{place}: damaged"]
+
+
+def _sealed(content: bytes) -> bytes:
+    return content + checksum(np.frombuffer(content, np.uint8)).to_bytes(8, "little")
+
+
+def _with(number: int, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[list[np.ndarray]], bytes]:
+    def content(arrays: list[np.ndarray]) -> bytes:
+        stream = io.BytesIO()
+        for i, array in enumerate(arrays):
+            np.lib.format.write_array(stream, change(array) if i == number else array, version=(1, 0))
+        return stream.getvalue()
+
+    return content
+
+
+def _facts(name: str, value: object) -> Callable[[list[np.ndarray]], bytes]:
+    def change(facts: np.ndarray) -> np.ndarray:
+        return np.frombuffer(json.dumps(json.loads(facts.tobytes()) | {name: value}).encode(), np.uint8)
+
+    return _with(4, change)
+
+
+LABELS, ENDS, STATES, NAMES, FACTS = range(5)
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(lambda arrays: b"", id="nothing"),
+        pytest.param(lambda arrays: b"\1", id="one byte"),
+        pytest.param(lambda arrays: b"12345678", id="eight bytes"),
+        pytest.param(_with(LABELS, lambda a: a + 10**6), id="labels without a class"),
+        pytest.param(_with(LABELS, lambda a: a - 1), id="negative labels"),
+        pytest.param(_with(LABELS, lambda a: a[1:]), id="too few labels"),
+        pytest.param(_with(LABELS, lambda a: a.astype(float)), id="labels of another kind"),
+        pytest.param(_with(LABELS, lambda a: a.astype(object)), id="objects"),
+        pytest.param(_with(ENDS, lambda a: a[::-1]), id="ends that fall"),
+        pytest.param(_with(ENDS, lambda a: a + 1), id="ends beyond the names"),
+        pytest.param(_with(ENDS, lambda a: a * 10**17), id="ends beyond everything"),
+        pytest.param(_with(NAMES, lambda a: a[:-1]), id="names cut off"),
+        pytest.param(_with(NAMES, lambda a: np.frombuffer(b"../xx" + a.tobytes()[5:], np.uint8)), id="a name that leads out"),
+        pytest.param(_with(NAMES, lambda a: np.frombuffer(b"/etcx" + a.tobytes()[5:], np.uint8)), id="a whole path"),
+        pytest.param(_with(NAMES, lambda a: np.frombuffer(b"a/../" + a.tobytes()[5:], np.uint8)), id="a way back"),
+        pytest.param(_with(NAMES, lambda a: a * 0), id="zeros for names"),
+        pytest.param(_with(FACTS, lambda a: a[:9]), id="facts cut off"),
+        pytest.param(_with(FACTS, lambda a: np.frombuffer(b"[" * 100_000, np.uint8)), id="deep facts"),
+        pytest.param(_with(FACTS, lambda a: np.frombuffer(b"[1]", np.uint8)), id="facts that are a list"),
+        pytest.param(_facts("folders", [1, 2]), id="folders that are numbers"),
+        pytest.param(_facts("folders", ["a"]), id="too few folders"),
+        pytest.param(_facts("folders", ["..", "b"]), id="a folder that leads out"),
+        pytest.param(_facts("folders", ["/etc", "b"]), id="a folder elsewhere"),
+        pytest.param(_facts("folders", None), id="no folders"),
+        pytest.param(_facts("watched", ["\0"]), id="a zero in a watched folder"),
+        pytest.param(_facts("skipped", {"x": "y"}), id="skipped that is no number"),
+        pytest.param(_facts("skipped", [1]), id="skipped that is a list"),
+    ],
+)
+def test_a_sealed_index_of_odd_content_is_made_again(
+    root: Path, content: Callable[[list[np.ndarray]], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A right checksum is no reason to believe what no scan finds."""
+    expected = paths(opened(root))
+    (place,) = (root.parent / "kept").iterdir()
+    place.write_bytes(_sealed(content(list(map(np.array, module._arrays(MappedFile(os.open(place, os.O_RDONLY))))))))
+    assert [paths(opened(root)), paths(opened(root))] == [expected, expected]
+    assert [text.split(" (")[0] for text in caplog.messages] == [f"{place}: damaged"]
 
 
 @pytest.mark.usefixtures("settled")

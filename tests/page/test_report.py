@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from page import runs
 
-from harness.page import report
 from harness.page.__main__ import main
 from harness.page.report import ASSETS, SCRIPTS, bundle, write_report, write_sweep
 from harness.page.runs import read_run
@@ -103,7 +102,7 @@ def test_a_page_that_cannot_be_written_costs_a_warning(
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "replace", refuse)
+    monkeypatch.setattr("os.replace", refuse)
     with caplog.at_level(logging.WARNING, "wellfed"):
         write_report(tmp_path)
     assert "No space left" in caplog.text and (tmp_path / "report.html").read_text() == "before"

@@ -16,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import oddities
 import pytest
+from oddities import Plant
 
 from harness.config import Config, Crop, OptimName, Precision, StartMethod
 from harness.data import download
@@ -101,6 +103,31 @@ def test_a_damaged_file_is_removed_with_one_warning(one: Memory, content: bytes,
     assert len(warnings()) == 1
     assert re.fullmatch(rf"{one.path}: damaged \(.+\), so that this run tunes again", warnings()[0])
     assert not one.path.exists()
+
+
+@pytest.mark.timeout(20)
+@oddities.every
+def test_an_odd_file_gives_way_with_one_warning(one: Memory, plant: Plant, warnings: Callable[[], list[str]]) -> None:
+    """Whatever lies in the answer's place is no answer, and the next one is kept in its place."""
+    oddities.put(plant, one.path)
+    assert one.recall(dict) is None
+    assert len(warnings()) == 1 and warnings()[0].startswith(f"{one.path}: damaged (")
+    one.keep({"num_workers": 3})
+    assert one.recall(dict) == {"num_workers": 3}
+    assert oddities.untouched(one.path) and len(warnings()) == 1
+
+
+@pytest.mark.timeout(20)
+@oddities.special
+def test_an_odd_lock_gives_way(one: Memory, plant: Plant, warnings: Callable[[], list[str]]) -> None:
+    """Nobody waits for it, and of two runs one still goes first."""
+    lock = one.path.with_suffix(".lock")
+    oddities.put(plant, lock)
+    with one.held(), Memory(one.fingerprint, one.path.parent).held(wait_s=0.0):
+        assert [text.split(": ")[1] for text in warnings()] == [
+            "not a regular file", "still held by another process after 0 s; this one tunes too"
+        ]  # fmt: skip
+    assert oddities.untouched(lock)
 
 
 def test_a_cache_that_cannot_be_used_is_one_warning(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:

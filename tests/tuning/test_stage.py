@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reports
@@ -104,6 +106,84 @@ def test_an_answer_of_another_version_is_not_used(composed: Composed, searches: 
     run(composed)
     (file,) = cache.glob("*.json")
     file.write_text(file.read_text().replace('"wait_fraction"', '"waiting"'))
+    assert not run(composed).report.reused
+
+
+def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    """Puts ``value`` at a dotted path of the file's entry."""
+
+    def change(entry: dict[str, Any]) -> None:
+        *parts, last = path.split(".")
+        inner: Any = entry
+        for part in parts:
+            inner = inner[int(part) if isinstance(inner, list) else part]
+        inner[last] = value
+
+    return change
+
+
+ODD: dict[str, list[object]] = {
+    "answer.report.settings.num_workers": [-5, "x", None, 1.5, 512, 10**400, True],
+    "answer.report.settings.prefetch_factor": [-1, 0, "x", None, 10_000],
+    "answer.report.settings.pin_memory": [True, "x", None, 1],
+    "answer.report.settings.persistent_workers": ["x", None, 0],
+    "answer.report.settings.batch_size": [1, 0, -64, "x", None],
+    "answer.report.settings.backend": ["evil", None, 3, "arrays"],
+    "answer.report.settings.start_method": ["evil", None],
+    "answer.report.settings.timeout_s": ["x", None],
+    "answer.report.settings": [None, [], "x", {}],
+    "answer.report.trials": ["x", None, [1], [{}], {}],
+    "answer.report.trials.0.rate.images_per_s": ["x", None, -1.0, float("inf"), float("nan")],
+    "answer.report.trials.0.kind": ["passes", None],
+    "answer.report.demand": ["x", {}, {"images_per_s": 0, "low": 0, "high": 0}],
+    "answer.report.after.memory_bytes": ["x", -1, 10**400],
+    "answer.report.sentence": [None, 3, "\x1b[2J", "\ud800"],
+    "answer.report.notes": [None, "x", [3]],
+    "answer.report.limits": [None, {}],
+    "answer.report": [None, [], {}, "x"],
+    "answer.at": [None, 3],
+    "answer": [None, [], [1], {}, "x", 3],
+    "saved_at": ["x", None, 10**400, float("inf")],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [pytest.param(path, value, id=f"{path}={value!s:.9}") for path, values in ODD.items() for value in values],
+)
+def test_an_odd_answer_is_tuned_again(
+    composed: Composed, searches: list[int], cache: Path, path: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What no search of this run could have kept is said, forgotten and made again, whatever it parses to."""
+    run(composed)
+    (file,) = cache.glob("*.json")
+    entry = json.loads(file.read_text())
+    _set(path, value)(entry)
+    file.write_text(json.dumps(entry))
+    caplog.clear()
+    assert not run(composed).report.reused
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [f"{file}: damaged"]
+    assert run(composed).report.reused and len(searches) == 2
+
+
+def test_no_workers_are_not_persistent(composed: Composed, searches: list[int], cache: Path) -> None:
+    """Settings that torch would refuse together are refused as an answer."""
+    run(composed)
+    (file,) = cache.glob("*.json")
+    entry = json.loads(file.read_text())
+    entry["answer"]["report"]["settings"] |= {"num_workers": 0, "prefetch_factor": None}
+    file.write_text(json.dumps(entry))
+    assert not run(composed).report.reused
+
+
+def test_more_workers_than_are_tried_may_be_the_users_own(composed: Composed, searches: list[int], cache: Path) -> None:
+    """A number beyond the search's own is taken from a run that asks for as many."""
+    run(composed)
+    (file,) = cache.glob("*.json")
+    entry = json.loads(file.read_text())
+    entry["answer"]["report"]["settings"]["num_workers"] = 40
+    file.write_text(json.dumps(entry))
+    assert run(composed, "loader.num_workers=40").report.reused
     assert not run(composed).report.reused
 
 
