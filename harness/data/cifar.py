@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pickle
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from harness.data.archive import read_members
 from harness.data.download import fetch, make_once, md5_of
 from harness.data.storage import ArraySource, cache_root
 from harness.runtime.errors import DataError, printable
-from harness.runtime.files import read_json, set_aside
+from harness.runtime.files import read_json, remove
 from harness.runtime.folder import LOGGER
 
 _PUBLISHER = "https://www.cs.toronto.edu/~kriz"
@@ -168,8 +167,7 @@ def _write_arrays(published: _Published, archive: Path, md5: str, folder: Path, 
     for name, array in _read_archive(published, archive).items():
         np.save(part / f"{name}.npy", array, allow_pickle=False)
     (part / _MARKER).write_text(json.dumps(_marker(part, md5)), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    set_aside(folder)
+    remove(folder)
 
 
 def _read_archive(published: _Published, archive: Path) -> Arrays:

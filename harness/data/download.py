@@ -13,7 +13,6 @@ import math
 import os
 import queue
 import re
-import shutil
 import threading
 import time
 import urllib.request as web
@@ -27,7 +26,7 @@ from urllib.parse import urlsplit
 
 from harness.runtime import signals
 from harness.runtime.errors import DataError, DiskError, printable
-from harness.runtime.files import make_way, open_regular
+from harness.runtime.files import make_way, open_regular, remove
 from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
 
@@ -84,13 +83,13 @@ def make_once(folder: Path, is_made: Callable[[], bool], write: Callable[[Path],
         if is_made():  # by another process, meanwhile
             return
         try:
-            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            remove(part)  # of a process that was killed
             part.mkdir()
             write(part)
             # No fsync: it takes longer than the writing, and what a power failure cut off is refused when it is read.
             os.replace(part, folder)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            remove(part)
 
 
 def md5_of(path: Path) -> str:

@@ -74,7 +74,8 @@ class Index:
             IndexError: a name begins beyond the table.
         """
         sizes = np.diff(self._ends, prepend=0)
-        fit = self.labels.shape == sizes.shape and (sizes > 0).all() and sizes.sum() == len(self._table)
+        fit = self.labels.shape == sizes.shape and (sizes > 0).all() and sizes.sum() == self._table.nbytes
+        fit = fit and sizes.dtype == self.labels.dtype == np.int64
         names = b"/".join((b"", *self.folders, self._table.tobytes()))
         out = re.search(rb"/[./]|\0", names) or np.isin(self._table[self._ends - sizes], list(b"./")).any()
         if out or not fit or not np.isin(self.labels, np.arange(len(self.folders))).all():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import stat
 import sys
 import time
@@ -135,6 +136,11 @@ def set_aside(path: Path) -> None:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
         path.rename(path.with_name(f"{path.name}.{time.time_ns()}"))
+
+
+def remove(path: Path) -> None:
+    """Remove what lies at ``path``, with all that is in it, as far as that can be done."""
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:

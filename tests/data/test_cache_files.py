@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oddities
 import pytest
 import samples
+from oddities import Plant
 from PIL import Image
 
 from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
-from harness.data import cache, cache_files
+from harness.data import cache, cache_files, download
 from harness.data.cache import PixelCache
 from harness.data.cache_files import crop_error, open_caches
 from harness.data.datasets import Splits, load
@@ -27,7 +29,8 @@ from harness.data.storage import ArraySource
 from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
-from harness.runtime import limits
+from harness.runtime import limits, signals
+from harness.runtime.errors import Interrupted
 
 RAM, DISK = DataCache.ram, DataCache.disk
 
@@ -391,3 +394,66 @@ def test_images_that_are_small_enough_do_not_change(root: Path, capsys: pytest.C
     """A longest side that no image exceeds has no error to tell."""
     loaded(root, RAM, cache_max_side=64)
     assert "looked at, no image was larger" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(60)
+@oddities.every
+def test_an_odd_cache_is_made_again(root: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever lies in the place of the pixels gives way, with one warning."""
+    first = loaded(root, DISK)
+    expected = batch(first.train, 0)
+    del first
+    place = next(path for path in (root.parent / "cache/decoded").iterdir() if not path.suffix)
+    oddities.put(plant, place)
+    second = loaded(root, DISK)
+    assert np.array_equal(batch(second.train, 0), expected)
+    assert images(second) == 6 and oddities.untouched(place)
+    (told,) = (text for text in caplog.messages if str(place) in text)
+    assert told.startswith(f"{place}: ") and "made a" in told
+
+
+@pytest.mark.timeout(60)
+@oddities.every
+def test_an_odd_turn_gives_way(root: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+    """The file that says whose turn it is to open a cache may be anything: nobody waits for it, nothing is lost."""
+    turn = root.parent / "cache/decoded/opening"
+    oddities.put(plant, turn)
+    found = loaded(root, DISK)
+    batch(found.train, 0)
+    assert images(found) == 6 and oddities.untouched(turn)
+    assert [text for text in caplog.messages if str(turn) in text] in ([], [f"{turn}: not a regular file: made again"])
+
+
+def test_a_turn_that_is_not_given_up_is_waited_for_aloud(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another run that was stopped while it opened the cache: this one says so, and a signal ends it."""
+    turn = root.parent / "cache/decoded/opening"
+    turn.parent.mkdir(parents=True)
+    looks = iter(range(10_000))
+
+    def check() -> None:
+        if next(looks) == 2:
+            raise Interrupted(15)
+
+    monkeypatch.setattr(download, "_POLL_S", 0.001)
+    with turn.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        monkeypatch.setattr(signals, "check", check)
+        with pytest.raises(Interrupted):
+            loaded(root, DISK)
+    assert f"Waiting for the process that holds {turn}" in capsys.readouterr().out
+
+
+def test_a_turn_is_not_waited_for_for_ever(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After its time a run reads what there is, and says why it adds nothing."""
+    first = loaded(root, DISK)
+    batch(first.train, 0)
+    del first
+    monkeypatch.setattr(cache_files, "_WAIT_S", 0.0)
+    with (root.parent / "cache/decoded/opening").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert images(loaded(root, DISK)) == 6
+    assert "still held by another process after 0 s; what is in it is used, nothing is added" in caplog.text

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oddities
 import pytest
 from archives import (
     CIFAR10,
@@ -29,6 +30,7 @@ from archives import (
     write_members,
 )
 from loopback import files, reply, site
+from oddities import Plant
 
 from harness.config import DataConfig
 from harness.data.cifar import open_cifar10, open_cifar100
@@ -442,3 +444,28 @@ def test_default_root(tmp_path: Path) -> None:
     shutil.move(tmp_path / CIFAR10, cache / "cifar10" / CIFAR10)
     open_cifar10(DataConfig(name="cifar10", md5=md5.upper(), download=False))
     assert listing(cache / "cifar10") == made(cache)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["complete.json", "val_labels.npy", "."])
+@oddities.every
+def test_odd_arrays(tmp_path: Path, name: str, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever lies in the place of a file of the arrays, or of their folder, gives way, with one warning."""
+    md5 = write_cifar10(tmp_path)
+    expected = open_cifar10(settings(tmp_path, md5))[1].images.copy()
+    place = tmp_path / "cifar10-arrays" / name
+    oddities.put(plant, place)
+    caplog.clear()
+    for _ in range(2):
+        assert np.array_equal(open_cifar10(settings(tmp_path, md5))[1].images, expected)
+    assert caplog.messages == [f"{tmp_path}/cifar10-arrays: damaged, or of another archive: made anew"]
+
+
+@pytest.mark.timeout(20)
+@oddities.special
+def test_odd_archive(tmp_path: Path, plant: Plant) -> None:
+    """No archive but a regular file is read; without leave to fetch one it is an error that names the file."""
+    oddities.put(plant, tmp_path / CIFAR10)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/{CIFAR10}: (not there|the md5 digest differs)"):
+        open_cifar10(settings(tmp_path, "0" * 32))
+    assert oddities.untouched(tmp_path / CIFAR10)

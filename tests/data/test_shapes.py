@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import oddities
 import psutil
 import pytest
 from numpy.typing import NDArray
+from oddities import Plant
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from sklearn.linear_model import RidgeClassifier
@@ -337,3 +339,32 @@ def test_processes_follow_cores_and_work(monkeypatch: pytest.MonkeyPatch, images
     monkeypatch.setattr(limits, "measure", lambda: limits.Limits(cores, 1 << 30, None, 1024))
     generate = GenerateConfig(train_images=images, val_images=10)
     assert shapes._processes(generate, 13) == processes
+
+
+@pytest.mark.timeout(60)
+@oddities.every
+def test_an_odd_marker_in_the_cache_is_made_again(
+    tmp_path: Path, plant: Plant, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tree in the program's own cache that nobody can vouch for gives way, with one warning."""
+    monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))
+    settings = DataConfig(root=None, generate=TINY)
+    shapes.open_shapes(settings)
+    (marker,) = tmp_path.glob("cache/*/shapes.json")
+    expected = contents(marker.parent)
+    oddities.put(plant, marker)
+    for _ in range(2):
+        assert len(shapes.open_shapes(settings)[0]) == 7
+    assert contents(marker.parent) == expected
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == [f"{marker.parent}: damaged: made again"]
+
+
+@pytest.mark.timeout(20)
+@oddities.every
+def test_an_odd_marker_in_the_users_folder_is_refused(tmp_path: Path, plant: Plant) -> None:
+    """What the user named is never removed: one line says what to do."""
+    oddities.put(plant, tmp_path / "tree" / "shapes.json")
+    with pytest.raises(DataError, match=r"tree: (cannot be used|was generated with) .*; .*set data\.root to "):
+        shapes.open_shapes(config(tmp_path / "tree"))
+    assert (tmp_path / "tree" / "shapes.json").exists() or (tmp_path / "tree" / "shapes.json").is_symlink()

@@ -7,7 +7,9 @@ import os
 from functools import partial
 from pathlib import Path
 
+import oddities
 import pytest
+from oddities import Plant
 from page import runs
 
 from harness.page.runs import each_run, find_runs, read_run
@@ -128,3 +130,33 @@ def test_all_that_is_read_can_be_sent(tmp_path: Path) -> None:
     runs.write(tmp_path, report={"images_per_s": float("nan"), "shares": {"compute": float("inf"), "host": 1.0}})
     run = read_run(tmp_path, "run")
     assert run["report"] == {"shares": {"host": 1.0}} and json.dumps(run, allow_nan=False)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "tuning.json", ".hydra/config.yaml"])
+@oddities.every
+def test_an_odd_file_is_a_note_at_most(tmp_path: Path, name: str, plant: Plant) -> None:
+    """No file of a run folder that came from elsewhere is waited for, and no link out of the folder is shown."""
+    runs.damaged(tmp_path / "run")
+    oddities.put(plant, tmp_path / "run" / name)
+    shown = json.dumps(read_run(tmp_path / "run", "run"), allow_nan=False)
+    assert oddities.SECRET.strip() not in shown
+
+
+@pytest.mark.timeout(20)
+@oddities.special
+def test_a_configuration_that_is_no_file_is_told(tmp_path: Path, plant: Plant) -> None:
+    """The page says why it is not there."""
+    oddities.put(plant, tmp_path / ".hydra" / "config.yaml")
+    run = read_run(tmp_path, "run")
+    assert run["config"] is None
+    assert any(note.startswith(".hydra/config.yaml is not shown: ") for note in run["notes"])
+
+
+def test_a_configuration_below_a_link_is_not_shown(tmp_path: Path) -> None:
+    """Nor is one in a folder that is a link."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text(oddities.SECRET)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".hydra").symlink_to(tmp_path / "other")
+    assert read_run(tmp_path / "run", "run")["config"] is None

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import oddities
 import pytest
+from oddities import Plant
 
 from harness.config import ConfigError
 from harness.runtime import folder
@@ -124,3 +126,22 @@ def test_the_log_goes_to_the_folder(tmp_path: Path, rank: int, name: str) -> Non
     log.error("too late")
     assert (logger.level, logger.propagate, logger.handlers) == former
     assert (tmp_path / name).read_text().endswith(" INFO hello\n")
+
+
+@pytest.mark.timeout(20)
+@oddities.special
+def test_an_odd_lock_is_refused(plant: Plant) -> None:
+    """No link is followed and no FIFO waited for; what a link leads to keeps what it held."""
+    oddities.put(plant, Path("run/.lock"))
+    with pytest.raises(ConfigError, match=r"^run: cannot be the run's folder: \S.*; .*set hydra.run.dir"):
+        folder.own(Path("run"))
+    assert oddities.untouched(Path("run/.lock"))
+
+
+@pytest.mark.parametrize("name", oddities.CONTENTS)
+def test_odd_content_of_a_lock_is_replaced(name: str) -> None:
+    """Whatever a lock held, its owner is what it says."""
+    Path("run").mkdir()
+    Path("run/.lock").write_bytes(oddities.CONTENTS[name])
+    folder.own(Path("run"))
+    assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oddities
 import pytest
+from oddities import Plant
 from omegaconf import OmegaConf
 
 from scripts import compare_runs
@@ -387,3 +389,20 @@ def test_two_real_runs_are_compared(tmp_path: Path) -> None:
     assert [(row["run"], row["steps"], row["loader.num_workers"]) for row in rows] == [("0", "12", "0"), ("1", "12", "1")]
     assert all(row[column] != "-" for row in rows for column in ("images/s", "step ms", "p95 ms", "stall", "top-1", "verdict"))
     assert "x)" in rows[1]["images/s"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("file", ["report.json", ".hydra/config.yaml"])
+@oddities.every
+def test_an_odd_file_is_an_error_beside_the_others(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], file: str, plant: Plant
+) -> None:
+    """Nothing is waited for and no link out of the folder is shown; the other run is there all the same."""
+    good, bad = make_run("good"), make_run("bad")
+    oddities.put(plant, bad / file)
+    code, said, errors = compare(capsys, good, bad)
+    assert code in (0, 2) and len(errors) == (code == 2)
+    assert cells(said)[0]["run"] == "good"
+    assert oddities.SECRET.strip() not in said + "".join(errors)
+    if file == "report.json":
+        assert code == 2 and os.path.relpath(bad / file) in errors[0]

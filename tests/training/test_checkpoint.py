@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
@@ -12,8 +13,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import oddities
 import pytest
 import torch
+from oddities import Plant
 
 from harness.runtime.errors import CheckpointError, DiskError
 from harness.training import checkpoint
@@ -214,3 +217,44 @@ for step in itertools.count(1):
         assert not found[2]
     checkpoint.save(tmp_path, state(), step=10**6, epoch=1, top1=None, keep_last=2)
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("suffix", [".json", ".pt"])
+@oddities.every
+def test_an_odd_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, suffix: str, plant: Plant) -> None:
+    """Whatever lies in the place of a record or of a file of weights: one warning, and no wait."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2).path.with_suffix(suffix)
+    oddities.put(plant, path)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found[0].step == 1
+    assert len(found[2]) == 1 and str(path) in found[2][0] and oddities.untouched(path)
+    assert [record.step for record in checkpoint.records(tmp_path)] == ([1] if suffix == ".json" else [1, 2])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 0}, {"schema": -5}, {"schema": "1"}, {"schema": None}, {"schema": True}, {"step": 9}, {"step": -2},
+        {"step": "2"}, {"step": 2.0}, {"step": math.inf}, {"step": 10**400}, {"epoch": -1}, {"epoch": "0"}, {"epoch": None},
+        {"top1": "0.5"}, {"top1": []}, {"top1": math.inf}, {"top1": True}, {"sha256": None}, {"sha256": 5},
+        {"sha256": "\x1b[2J"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_odd_record_is_no_checkpoint(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A record of other types, or of another step than its name's, is not believed because it parses."""
+    save(tmp_path, 1)
+    record = save(tmp_path, 2).path.with_suffix(".json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | change))
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found[0].step == 1
+    assert found[2][0].startswith(f"{record}: not the record of a checkpoint (")
+
+
+def test_a_record_without_a_number_for_top1_is_unrated(tmp_path: Path) -> None:
+    """NaN is no accuracy, and no damage either."""
+    record = save(tmp_path, 2, top1=0.5).path.with_suffix(".json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"top1": math.nan}))
+    assert [found.top1 for found in checkpoint.records(tmp_path)] == [None]

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import reports
@@ -23,6 +23,7 @@ from harness.training.state import TrainState, make_state
 from harness.training.step import Step
 from harness.training.trial import StepTrials
 from harness.tuning import stage
+from harness.tuning.figures import Trainee
 from harness.tuning.report import TuningReport
 from harness.tuning.stage import Tuned, tuned
 
@@ -109,6 +110,14 @@ def test_an_answer_of_another_version_is_not_used(composed: Composed, searches: 
     assert not run(composed).report.reused
 
 
+@pytest.fixture(scope="module")
+def quick(composed: Composed) -> Callable[[], Tuned]:
+    """The stage of a run like ``run``'s, again and again, for searches that need no step."""
+    config = composed("data=digits", "loader.autotune=true")
+    splits = datasets.load(config.data, config.augment, config.seed)
+    return lambda: tuned(Feeds(splits, config, ALONE), cast(Trainee, None), config, LIMITS, ALONE)
+
+
 def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
     """Puts ``value`` at a dotted path of the file's entry."""
 
@@ -152,18 +161,17 @@ ODD: dict[str, list[object]] = {
     [pytest.param(path, value, id=f"{path}={value!s:.9}") for path, values in ODD.items() for value in values],
 )
 def test_an_odd_answer_is_tuned_again(
-    composed: Composed, searches: list[int], cache: Path, path: str, value: object, caplog: pytest.LogCaptureFixture
+    quick: Callable[[], Tuned], searches: list[int], cache: Path, path: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What no search of this run could have kept is said, forgotten and made again, whatever it parses to."""
-    run(composed)
+    quick()
     (file,) = cache.glob("*.json")
     entry = json.loads(file.read_text())
     _set(path, value)(entry)
     file.write_text(json.dumps(entry))
-    caplog.clear()
-    assert not run(composed).report.reused
-    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [f"{file}: damaged"]
-    assert run(composed).report.reused and len(searches) == 2
+    assert not quick().report.reused
+    assert [text.split(" (")[0] for text in caplog.messages] == [f"{file}: damaged"]
+    assert quick().report.reused and len(searches) == 2
 
 
 def test_no_workers_are_not_persistent(composed: Composed, searches: list[int], cache: Path) -> None:

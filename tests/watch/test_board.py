@@ -12,7 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import oddities
 import pytest
+from oddities import Plant
 
 from harness.watch.board import Board, stages, timings
 from harness.watch.figures import Ledger, Spread, Window
@@ -290,3 +292,33 @@ def test_windows_and_spreads_are_not_confused(tmp_path: Path) -> None:
     with Board(tmp_path, tensorboard=False) as board:
         board.report({"total": window})
     assert json.loads((tmp_path / "report.json").read_text())["total"]["data_wait_ms"]["max"] == 2.0
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("step", [None, 5], ids=["new", "resumed"])
+@oddities.every
+def test_odd_metrics_give_way(tmp_path: Path, plant: Plant, step: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    """What lies in the place of the figures is neither waited for nor kept; what is logged is whole."""
+    path = tmp_path / "metrics.jsonl"
+    oddities.put(plant, path)
+    with Board(tmp_path, tensorboard=False, resumed_step=step) as board:
+        board.scalars(6, {Tag.LOSS: 0.5})
+    assert [line["step"] for line in lines(tmp_path)] == [6]
+    assert board.dropped == 0 and oddities.untouched(path) and len(caplog.messages) <= 1
+
+
+@pytest.mark.parametrize("name", oddities.CONTENTS)
+def test_an_odd_line_is_dropped_on_resuming(tmp_path: Path, name: str) -> None:
+    """A line that holds no step is of no use; the others stay."""
+    good = b'{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(good + oddities.CONTENTS[name] + b"\n" + good)
+    Board(tmp_path, tensorboard=False, resumed_step=5).close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good + good
+
+
+@pytest.mark.parametrize("step", ["1e999", "1" + "0" * 400, "null", "true", '"3"', "[3]", "-1", "NaN"])
+def test_an_odd_step_is_dropped_on_resuming(tmp_path: Path, step: str) -> None:
+    """So is a line whose step is none."""
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+    Board(tmp_path, tensorboard=False, resumed_step=5).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
