@@ -170,7 +170,7 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
     if fd is not None:
         os.close(fd)
         why = "most of it of files that have changed" if used else "of other files, settings or versions, or damaged"
-        _log.warning("%s: %s: made anew", printable(str(place)), why)
+        _log.warning("%s: %s: made anew", place, why)
         place.unlink()  # its room is needed; who still reads it keeps it
     part = place.with_suffix(".part")
     set_aside(part)  # of a process that was killed

@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -20,8 +19,7 @@ import numpy as np
 
 from harness.data.mapped import MappedFile, checksum, in_memory
 from harness.data.scan import BROKEN_LINK, Scan, folder_state
-from harness.runtime.errors import printable
-from harness.runtime.files import open_regular, parsed, set_aside, typed, write_whole
+from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import LOGGER
 
 _FORMAT = 2  # of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises it
@@ -46,7 +44,7 @@ class Index:
         self.labels, self._ends, self._states, self._table, facts = _arrays(file)
         lists: dict[str, Any] = parsed(facts.tobytes())
         self.folders, self._watched = (tuple(map(os.fsencode, lists[name])) for name in ("folders", "watched"))
-        self.skipped = Counter[str](typed(Mapping[str, int], lists["skipped"]))
+        self.skipped = Counter[str](**lists["skipped"])
 
     def __reduce__(self) -> tuple[object, ...]:
         return Index, (self._file,)
@@ -75,7 +73,7 @@ class Index:
         """
         sizes = np.diff(self._ends, prepend=0)
         fit = self.labels.shape == sizes.shape and (sizes > 0).all() and sizes.sum() == self._table.nbytes
-        fit = fit and sizes.dtype == self.labels.dtype == np.int64
+        fit = fit and sizes.dtype == self.labels.dtype == np.int64 and self.skipped.total() >= 0
         names = b"/".join((b"", *self.folders, self._table.tobytes()))
         out = re.search(rb"/[./]|\0", names) or np.isin(self._table[self._ends - sizes], list(b"./")).any()
         if out or not fit or not np.isin(self.labels, np.arange(len(self.folders))).all():
@@ -115,7 +113,7 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
             kept.mkdir(parents=True, exist_ok=True)
             write_whole(place, content)
         except OSError as error:
-            _log.info("%s: the index is not remembered: %s", printable(str(place)), error.strerror or error)
+            _log.info("%s: the index is not remembered: %s", place, error.strerror or error)
     return Index(in_memory("index", content))
 
 
@@ -161,7 +159,7 @@ def _remembered(place: Path, root: bytes) -> Index | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # what is in a damaged file may raise anything
-        _log.warning("%s: damaged (%s): made again", printable(str(place)), printable(str(error)))
+        _log.warning("%s: damaged (%s): made again", place, error)
         with suppress(OSError):
             set_aside(place)
     return None

@@ -65,7 +65,7 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     except DataError:
         if data.root:
             raise
-        _log.warning("%s: damaged: made again", printable(str(tree)))
+        _log.warning("%s: damaged: made again", tree)
         set_aside(tree)
         made = False
     if not made:

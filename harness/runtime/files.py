@@ -16,13 +16,15 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
+AnyPath = str | bytes | os.PathLike[str]
+
 _MOST_BYTES = 16 << 20  # of a text, which has kilobytes
 _LARGEST = 1e18  # no number that is kept is so large, and an integer of JSON may be too long for a float
 
 _log = logging.getLogger("wellfed")  # the run's own, whose name stands in a file that is too heavy for the page to import
 
 
-def open_regular(path: str | bytes | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_regular(path: AnyPath, flags: int = os.O_RDONLY) -> int:
     """The descriptor of the regular file at ``path``; it never waits, as ``open`` does for a FIFO.
 
     Raises:
@@ -35,7 +37,7 @@ def open_regular(path: str | bytes | os.PathLike[str], flags: int = os.O_RDONLY)
     raise OSError("not a regular file")
 
 
-def read_regular(path: str | bytes | os.PathLike[str], most_bytes: int = sys.maxsize) -> bytes:
+def read_regular(path: AnyPath, most_bytes: int = sys.maxsize) -> bytes:
     """The content of the regular file at ``path``.
 
     Raises:
@@ -67,7 +69,7 @@ def read_inside(folder: Path, name: str) -> bytes:
     return read_regular(path, _MOST_BYTES)
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: Path) -> Any:
     """The value in the JSON file at ``path``.
 
     Raises:
@@ -102,8 +104,8 @@ def typed(kind: Any, value: Any) -> Any:
     if isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
         hints = get_type_hints(kind)
         if value.keys() == hints.keys():
-            given = ((name, hints[name], item) for name, item in value.items())
-            return kind(**{name: typed(hint, item) for name, hint, item in given if (hint, item) != (float, None)})
+            given = {name: item for name, item in value.items() if (hints[name], item) != (float, None)}
+            return kind(**{name: typed(hints[name], item) for name, item in given.items()})
     elif isinstance(value, dict) and origin is Mapping:
         return {name: typed(inner[1], item) for name, item in value.items()}
     elif isinstance(value, list) and origin is tuple:

@@ -104,9 +104,10 @@ def refuse_used(folder: Path) -> None:
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:
-    reason = error.strerror or error
-    advice = "start from a folder you may write to, or set hydra.run.dir"
-    return ConfigError(f"{folder}: cannot be the run's folder: {reason}; {advice}")
+    return ConfigError(
+        f"{folder}: cannot be the run's folder: {error.strerror or error}; "
+        "start from a folder you may write to, or set hydra.run.dir"
+    )
 
 
 @contextmanager

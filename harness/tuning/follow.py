@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from harness.runtime.folder import LOGGER
 from harness.tuning.report import TuningReport
 from harness.watch.clock import StepClock
+from harness.watch.console import say
 from harness.watch.figures import Window
 
 STEPS = 100
@@ -24,11 +25,11 @@ class Follow:
 
     Attributes:
         report: holds the prediction.
-        on_miss: called when it did not hold.
+        on_miss: forgets the answer; called when it did not hold.
     """
 
     report: TuningReport
-    on_miss: Callable[[], None] | None = None
+    on_miss: Callable[[], object] | None = None
     done: bool = False
 
     def look(self, clock: StepClock) -> None:
@@ -43,8 +44,9 @@ class Follow:
         stall = total.data_wait_fraction if total.stall_fraction is None else total.stall_fraction
         if stall is not None and stall > predicted + _POINTS:
             _log.warning("%s", missed(self.report, total, stall, predicted))
-            if self.on_miss is not None:
+            if self.on_miss:
                 self.on_miss()
+                say("the remembered answer is forgotten; the next run tunes again")
 
 
 def missed(report: TuningReport, total: Window, stall: float, predicted: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from harness.config import Config, to_plain
 from harness.data.download import exclusive
@@ -32,8 +32,6 @@ _SETTINGS = {  # those that decide what a sample or a step costs, besides all of
 
 _log = logging.getLogger(LOGGER)
 
-T = TypeVar("T")
-
 
 class Memory:
     """The answer to one fingerprint, in a file of its own in ``folder`` (None: the user's cache).
@@ -42,12 +40,12 @@ class Memory:
     """
 
     def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
-        text = _canonical(fingerprint)
+        text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
         self.fingerprint = json.loads(text)  # as it comes back from a file
         self.path = (folder or cache_root() / "tuning") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         self._warned = False
 
-    def recall(self, read: Callable[[Any], T], now: Callable[[], float] = time.time) -> T | None:
+    def recall(self, read: Callable[[Any], Any], now: Callable[[], float] = time.time) -> Any:
         """What ``read`` makes of what was kept last; None where nothing was, or it is over 30 days old.
 
         What is damaged goes, and so does what ``read`` answers with a KeyError, TypeError or ValueError.
@@ -68,7 +66,7 @@ class Memory:
 
     def keep(self, answer: Mapping[str, Any]) -> None:
         """Remember ``answer``, which holds what JSON can, in place of any before it."""
-        entry = {"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": dict(answer)}
+        entry = {"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": answer}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(entry, indent=1).encode())
@@ -145,7 +143,3 @@ def _sources() -> str:
     for path in sorted(path for room in _SOURCES for path in (package / room).glob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _canonical(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -176,8 +176,7 @@ class TuningReport:
 
     def to_plain(self) -> dict[str, Any]:
         """Everything as JSON can hold it, an open end of an interval as None; ``files.typed`` is the inverse."""
-        whole: dict[str, Any] = plain(dataclasses.asdict(self))
-        return whole
+        return dict(plain(dataclasses.asdict(self)))
 
     def _alone(self) -> str:
         return "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from harness.tuning.memory import Memory, fingerprint
 from harness.tuning.report import TuningReport
 from harness.tuning.search import DEEPEST, with_workers
 from harness.tuning.tuner import most_workers, tune
-from harness.watch.console import say
 from harness.watch.station import Watch
 
 
@@ -56,7 +54,9 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
     """
     begin = time.perf_counter()
     own = feeds.settings(limits)
-    memory = Memory(_fingerprint(feeds, config, limits, world)) if world.is_main else None
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    facts = fingerprint(config, identity(feeds.splits), limits, world.size, world.local_size, device)
+    memory = Memory(facts) if world.is_main else None
     with memory.held() if memory else nullcontext():
         if memory and config.tuner.fresh:
             memory.forget()
@@ -67,24 +67,20 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
         else:
             report = tune(feeds, trainee, own, config.tuner, limits, world)
             if memory and report.complete and report.after.images_per_s is not None:
-                memory.keep({"report": report.to_plain(), "at": time.strftime("%Y-%m-%d %H:%M")})
-    return Tuned(report, Follow(report, _forgetting(memory)))
+                when = f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
+                memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
+    return Tuned(report, Follow(report, memory.forget if memory else None))
 
 
-def _fingerprint(feeds: Feeds, config: Config, limits: Limits, world: World) -> dict[str, Any]:
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    return fingerprint(config, identity(feeds.splits), limits, world.size, world.local_size, device)
-
-
-def _recalled(answer: Mapping[str, Any], own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
+def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
     """The remembered report as it holds for this run; None where there is none, or what it chose does not fit today.
 
     What is never tuned comes from this run's settings, and so does all about the validation feed.
 
     Raises:
-        KeyError, TypeError, ValueError: it is no report, or no search of this run could have come to its choice.
+        TypeError, ValueError: it is no report, or no search of this run could have come to its choice.
     """
-    report: TuningReport = typed(TuningReport, answer["report"])
+    report: TuningReport = typed(TuningReport, answer)
     settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
     if not _may_be_chosen(settings, own, feeds, limits) or (report.demand and not report.demand.images_per_s):
         raise ValueError(f"no choice for this run: {settings}")
@@ -93,15 +89,15 @@ def _recalled(answer: Mapping[str, Any], own: FeedSettings, feeds: Feeds, limits
         return None
     val = feeds.val_settings(settings)
     val = capacity.beside(settings, val, size, feeds.batch_bytes(val), worker_bytes, limits)
-    notes = [f"found by a run of {typed(str, answer['at'])}; tuner.fresh=true tunes anew"]
+    notes = report.notes
     if own != dataclasses.replace(report.before.settings, timeout_s=own.timeout_s):
-        notes.append(f"before and the ceiling are that run's, which came with {report.before.settings}; yours is {own}")
-    return dataclasses.replace(report, settings=settings, val=val, notes=(*notes, *report.notes), reused=True)
+        notes += (f"before and the ceiling are that run's, which came with {report.before.settings}; yours is {own}",)
+    return dataclasses.replace(report, settings=settings, val=val, notes=notes, reused=True)
 
 
 def _may_be_chosen(found: FeedSettings, own: FeedSettings, feeds: Feeds, limits: Limits) -> bool:
     """Whether a search of this run may come to ``found``: the rest of it is ``own``, and the numbers are such as are tried."""
-    workers = max(own.num_workers, most_workers(feeds.config.tuner, limits))
+    most = max(own.num_workers, most_workers(feeds.config.tuner, limits))
     deepest = 4 * max(DEEPEST, own.prefetch_factor or 0)  # a search may double it twice
     made = with_workers(in_form(own, found.backend), found.num_workers, found.prefetch_factor)
     made = dataclasses.replace(
@@ -109,7 +105,7 @@ def _may_be_chosen(found: FeedSettings, own: FeedSettings, feeds: Feeds, limits:
         pin_memory=found.pin_memory and feeds.world.device.type == "cuda",
         persistent_workers=found.persistent_workers and found.num_workers > 0,
     )
-    tried = found.num_workers in range(workers + 1) and (found.prefetch_factor or 1) in range(1, deepest + 1)
+    tried = found.num_workers <= most and (found.prefetch_factor or 1) <= deepest
     return tried and found.backend in feeds.forms and found == made
 
 
@@ -120,14 +116,3 @@ def _worker_bytes(report: TuningReport, feeds: Feeds) -> int:
         return 0
     batches = capacity.needs(settings, feeds.batch_bytes(settings), 0).memory_bytes
     return max(0, report.after.memory_bytes - batches) // settings.num_workers
-
-
-def _forgetting(memory: Memory | None) -> Callable[[], None] | None:
-    if memory is None:
-        return None
-
-    def forget() -> None:
-        memory.forget()
-        say("the remembered answer is forgotten; the next run tunes anew")
-
-    return forget

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
 from harness.runtime.folder import LOGGER
@@ -213,7 +213,7 @@ def plain(value: Any) -> Any:
 
 def _step_of(line: bytes) -> float:
     try:
-        return cast(float, typed(float, parsed(line)["step"]))
+        return float(typed(float, parsed(line)["step"]))
     except (ValueError, KeyError, TypeError):
         return math.inf  # a damaged line is of no use
 

@@ -445,7 +445,7 @@ def test_a_turn_that_is_not_given_up_is_waited_for_aloud(
     assert f"Waiting for the process that holds {turn}" in capsys.readouterr().out
 
 
-def test_a_turn_is_not_waited_for_for_ever(
+def test_a_turn_is_not_waited_for_without_end(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After its time a run reads what there is, and says why it adds nothing."""

@@ -132,25 +132,23 @@ def _set(path: str, value: object) -> Callable[[dict[str, Any]], None]:
 
 
 ODD: dict[str, list[object]] = {
-    "answer.report.settings.num_workers": [-5, "x", None, 1.5, 512, 10**400, True],
-    "answer.report.settings.prefetch_factor": [-1, 0, "x", None, 10_000],
-    "answer.report.settings.pin_memory": [True, "x", None, 1],
-    "answer.report.settings.persistent_workers": ["x", None, 0],
-    "answer.report.settings.batch_size": [1, 0, -64, "x", None],
-    "answer.report.settings.backend": ["evil", None, 3, "arrays"],
-    "answer.report.settings.start_method": ["evil", None],
-    "answer.report.settings.timeout_s": ["x", None],
-    "answer.report.settings": [None, [], "x", {}],
-    "answer.report.trials": ["x", None, [1], [{}], {}],
-    "answer.report.trials.0.rate.images_per_s": ["x", None, -1.0, float("inf"), float("nan")],
-    "answer.report.trials.0.kind": ["passes", None],
-    "answer.report.demand": ["x", {}, {"images_per_s": 0, "low": 0, "high": 0}],
-    "answer.report.after.memory_bytes": ["x", -1, 10**400],
-    "answer.report.sentence": [None, 3, "\x1b[2J", "\ud800"],
-    "answer.report.notes": [None, "x", [3]],
-    "answer.report.limits": [None, {}],
-    "answer.report": [None, [], {}, "x"],
-    "answer.at": [None, 3],
+    "answer.settings.num_workers": [-5, "x", None, 1.5, 512, 10**400, True],
+    "answer.settings.prefetch_factor": [-1, 0, "x", None, 10_000],
+    "answer.settings.pin_memory": [True, "x", None, 1],
+    "answer.settings.persistent_workers": ["x", None, 0],
+    "answer.settings.batch_size": [1, 0, -64, "x", None],
+    "answer.settings.backend": ["evil", None, 3, "arrays"],
+    "answer.settings.start_method": ["evil", None],
+    "answer.settings.timeout_s": ["x", None],
+    "answer.settings": [None, [], "x", {}],
+    "answer.trials": ["x", None, [1], [{}], {}],
+    "answer.trials.0.rate.images_per_s": ["x", None, -1.0, float("inf"), float("nan")],
+    "answer.trials.0.kind": ["passes", None],
+    "answer.demand": ["x", {}, {"images_per_s": 0, "low": 0, "high": 0}],
+    "answer.after.memory_bytes": ["x", -1, 10**400],
+    "answer.sentence": [None, 3, "\x1b[2J", "\ud800"],
+    "answer.notes": [None, "x", [3]],
+    "answer.limits": [None, {}],
     "answer": [None, [], [1], {}, "x", 3],
     "saved_at": ["x", None, 10**400, float("inf")],
 }
@@ -179,7 +177,7 @@ def test_no_workers_are_not_persistent(composed: Composed, searches: list[int], 
     run(composed)
     (file,) = cache.glob("*.json")
     entry = json.loads(file.read_text())
-    entry["answer"]["report"]["settings"] |= {"num_workers": 0, "prefetch_factor": None}
+    entry["answer"]["settings"] |= {"num_workers": 0, "prefetch_factor": None}
     file.write_text(json.dumps(entry))
     assert not run(composed).report.reused
 
@@ -189,7 +187,7 @@ def test_more_workers_than_are_tried_may_be_the_users_own(composed: Composed, se
     run(composed)
     (file,) = cache.glob("*.json")
     entry = json.loads(file.read_text())
-    entry["answer"]["report"]["settings"]["num_workers"] = 40
+    entry["answer"]["settings"]["num_workers"] = 40
     file.write_text(json.dumps(entry))
     assert run(composed, "loader.num_workers=40").report.reused
     assert not run(composed).report.reused
