@@ -77,8 +77,10 @@ def test_optuna_looks_for_the_highest_top1(tmp_path: Path) -> None:
     """What a job returns is its best top-1, and the best trial is the one that had the most."""
     if not installed(WAYS["optuna"][0]):
         pytest.skip("needs hydra_plugins.hydra_optuna_sweeper: uv sync --group launchers")
-    done = sweep(tmp_path, "optim.lr=choice(0.0,0.1)", *OPTUNA, "hydra.sweeper.n_trials=4", "trainer.max_steps=22")
+    grid = ("hydra/sweeper/sampler=grid", "optim.lr=choice(0.0,0.1)")
+    done = sweep(tmp_path, *grid, *OPTUNA, "trainer.max_steps=22")
     assert done.returncode == 0, done.stderr
     found = (tmp_path / "multirun/x/optimization_results.yaml").read_text()
     top1 = [json.loads(path.read_text())["top1"] for path in tmp_path.glob("multirun/x/*/report.json")]
-    assert f"best_value: {max(top1)}" in found
+    assert len(top1) == 2
+    assert f"best_value: {max(top1)}" in found and max(top1) > min(top1)
