@@ -23,6 +23,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+import train
 from harness import job
 from harness.config import Config, ConfigError
 from harness.runtime.errors import CheckpointError, NonFiniteError
@@ -375,6 +376,14 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
     assert ((folder / "tuning.json").exists(), "the slowest of 2 ranks" in done.stdout) == (way == "spawn", way == "spawn")
     alone = run_here(composed("data=digits", "mode=evaluate", f"resume={folder}", "device=cpu"), tmp_path / "alone")
     assert (alone["top1"], alone["loss"]) == (report["top1"], pytest.approx(report["loss"]))
+
+
+def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
+    """A sweeper is given the highest of all evaluations, and None of a run that had none."""
+    logged = ({"step": 1, "val/top1": 0.5}, {"step": 2, "train/loss": 1.0}, {"step": 3, "val/top1": 0.25})
+    for windows, best in (logged, 0.5), (logged[1:2], None):
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(window)}\n" for window in windows))
+        assert train._best_top1(tmp_path) == best
 
 
 def test_a_sweep_loses_no_job(tmp_path: Path) -> None:
