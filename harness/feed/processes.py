@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing.util
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, onl
 from harness.feed.order import Order, ProbeOrder
 from harness.runtime import signals, workers
 from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.workers import Watchdog
 from harness.watch.stages import StageMeter
 
 _POLL_S = 2.0  # how soon a dead worker, or a signal to the trainer, ends a wait
@@ -106,43 +106,48 @@ class ProcessFeed:
 
     def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
         given, self._running = 0, True
-        try:
-            batches = self._begin(poll_s)
-            for batch in self._polls(batches) if len(self) else ():
-                if batch is not None and batch.errors:
-                    raise BadSample(*batch.errors[0])
-                given += batch is not None
-                yield batch
-                if given == len(self):
-                    break
-            if given != len(self):
-                raise LoaderError(f"the feed ended after {given} of {len(self)} batches; no batch may be lost")
-        except (RuntimeError, OSError) as error:
-            if not self.settings.num_workers:
-                raise
-            raise _loader_error(error, self.settings) from error
-        finally:
-            self._running = False
-            if given < len(self) or not self.settings.persistent_workers:  # what was asked for would come in the next pass
-                self._end()
+        with Watchdog(self.settings.timeout_s, self._free) as watchdog:
+            try:
+                batches = self._begin(poll_s)
+                for batch in self._polls(batches) if len(self) else ():
+                    if batch is None and watchdog.fired:
+                        raise TimeoutError
+                    if batch is not None and batch.errors:
+                        raise BadSample(*batch.errors[0])
+                    given += batch is not None
+                    watchdog.wait = given if batch is None else None
+                    yield batch
+                    watchdog.wait = given
+                    if given == len(self):
+                        break
+                if given != len(self):
+                    raise LoaderError(f"the feed ended after {given} of {len(self)} batches; no batch may be lost")
+            except (RuntimeError, OSError, EOFError) as error:
+                if not self.settings.num_workers:
+                    raise
+                if watchdog.fired:
+                    signals.check()
+                    raise too_slow(self.settings) from error
+                raise _loader_error(error) from error
+            finally:
+                self._running = False
+                # what was asked for would come in the next pass
+                if given < len(self) or not self.settings.persistent_workers:
+                    self._end()
 
     def _polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
         """The batches of one pass, and None for each of torch's waits that was in vain.
 
         Torch looks for dead workers only when a wait is over, so that waits are short ones.
         """
-        waited_s = 0.0
         while True:
-            begin = time.monotonic()
             try:
                 batch = next(batches, None)
                 if batch is None:
                     return
-                waited_s = 0.0
             except RuntimeError as error:
                 signals.check()
-                waited_s += time.monotonic() - begin
-                if not _is_timeout(error) or 0 < self.settings.timeout_s <= waited_s:
+                if not _is_timeout(error):
                     raise
                 batch = None
             yield batch
@@ -189,6 +194,15 @@ class ProcessFeed:
                 signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)  # torch's raises wherever the trainer happens to be
         self._workers[:] = getattr(self._pass, "_workers", ())
         return self._pass
+
+    def _free(self) -> None:
+        """End a wait in a read from a worker, which has no limit of its own: kill the workers."""
+        # torch's pinning thread reads in this one's place, and must be ended before the workers are
+        if self._workers and not self.settings.pin_memory:
+            for worker in self._workers:
+                worker.kill()
+            # with the last writer goes the wait for the rest of a batch
+            self._pass._worker_result_queue._writer.close()  # type: ignore[union-attr]
 
     def _end(self) -> None:
         """Kill the workers, then drop torch's iterator: in the other order it waits up to 5 s for each that is busy."""
@@ -304,6 +318,8 @@ def _stop_pinning(batches: object) -> None:
         done.set()
         batches._worker_result_queue.put((None, None))  # type: ignore[attr-defined]  # wakes it
         thread.join(timeout=1.0)
+        # where it waits for a worker, the worker's death ends it, with an error that the feed tells
+        thread._invoke_excepthook = _as_it_is
 
 
 def _kill(running: list[BaseProcess]) -> None:
@@ -320,11 +336,9 @@ def _is_timeout(error: Exception) -> bool:
     return "timed out after" in str(error)
 
 
-def _loader_error(error: Exception, settings: FeedSettings) -> LoaderError:
+def _loader_error(error: Exception) -> LoaderError:
     """The typed form of what torch says of its workers."""
-    if _is_timeout(error):
-        return too_slow(settings)
-    lines = str(error).splitlines()
+    lines = (str(error) or type(error).__name__).splitlines()
     text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")  # a worker's own error comes behind its traceback
     return LoaderError(
         f"{text}: a worker died, or its batch could not be handed over (out of memory, full /dev/shm, too many open files); "

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import connection, forkserver
 
 from harness.runtime import signals
 
 _NICE = 10  # where processors are short, a ninth of the weight of a thread that has none
+_LOOK_S = 0.5  # how often a watchdog looks
+_HEARD_S = 2.0  # how soon a signal to the trainer ends a wait for workers
 
 
 def start_server(preload: Sequence[str]) -> None:
@@ -50,3 +53,43 @@ def leave_with_parent() -> None:
 def _leave_with(sentinel: int) -> None:
     connection.wait([sentinel])
     os._exit(1)
+
+
+class Watchdog:
+    """Calls ``free`` while one wait for workers lasts over ``limit_s`` seconds, or 2 s once a signal has come.
+
+    It is for waits that have no limit of their own: ``free`` kills the workers, and the wait ends with an error.
+
+    Args:
+        limit_s: 0 for no limit.
+        free: called in a thread of the watchdog's own, until the wait is over.
+
+    Attributes:
+        wait: which wait it is, None between two; the block begins with wait 0.
+        fired: whether ``free`` was called.
+    """
+
+    def __init__(self, limit_s: float, free: Callable[[], object]) -> None:
+        self.wait: int | None = 0
+        self.fired = False
+        self._limit_s = limit_s or math.inf
+        self._free = free
+        self._over = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def _look(self) -> None:
+        look_s = min(_LOOK_S, self._limit_s)
+        # counted by looks: a trainer that was stopped itself, as by a scheduler, has not waited in that time
+        seen, waited_s = None, 0.0
+        while not self._over.wait(look_s):
+            waited_s = waited_s + look_s if seen is not None and seen == self.wait else 0.0
+            seen = self.wait
+            if waited_s >= (_HEARD_S if signals.received() else self._limit_s):
+                self.fired = True
+                self._free()
