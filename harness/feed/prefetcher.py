@@ -37,9 +37,10 @@ class DataPrefetcher:
     new pass and ends the one before it.
 
     Args:
-        loader: gives batches whose first two items are images ``[N, C, H, W]`` and labels ``[N]``.
+        loader: gives batches ``(images, labels)``, two tensors ``[N, C, H, W]`` and ``[N]``, or is a feed of this project.
         device: where batches go.
-        mean: each channel's mean as fractions of 255; None leaves values as they are (but cast to ``dtype``).
+        mean: each channel's mean as fractions of 255, for uint8 images. None leaves values as they are (but cast to
+            ``dtype``): floats that are normalised already, or 0..255 of uint8.
         std: each channel's standard deviation as fractions of 255.
         dtype: the images' type on the device (float32, bfloat16 or float16).
         channels_last: lay images out as NHWC.
@@ -52,6 +53,8 @@ class DataPrefetcher:
         first_wait_s: seconds that the first ``next()`` of the latest pass took; None before it.
 
     Raises:
+        ValueError: ``mean`` and ``std`` do not fit each other, or, from ``next()``, the images.
+        TypeError: from ``next()``, for a batch with other parts than these two; none is dropped.
         Whatever ``loader`` raises, from ``next()``, in place of the batch that it was raised for.
     """
 
@@ -145,13 +148,22 @@ class _Normalise:
         dtype: torch.dtype,
         channels_last: bool,
     ) -> None:
-        assert (mean is None) == (std is None), "mean and std come together"
+        if len({None if values is None else len(values) for values in (mean, std)}) > 1:
+            raise ValueError(f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value for each channel")
         self._device, self._dtype = device, dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._mean = None if mean is None else self._constant([255.0 * value for value in mean])
         self._scale = None if std is None else self._constant([1.0 / (255.0 * value) for value in std])
 
     def __call__(self, images: Tensor) -> Tensor:
+        if self._mean is not None:
+            channels = self._mean.shape[1]
+            if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
+                raise ValueError(
+                    f"DataPrefetcher: images are {images.dtype} {list(images.shape)}; mean and std of {channels} values are "
+                    f"for torch.uint8 [N, {channels}, H, W], 0..255: load uint8 (torchvision.transforms.v2.PILToTensor), give "
+                    "one value for each channel, or leave mean and std out"
+                )
         images = images.contiguous(memory_format=self._format)
         if self._mean is not None and self._scale is not None:
             images = torch.sub(images, self._mean).mul_(self._scale)  # uint8 less float32 is float32: one pass, no copy
@@ -182,7 +194,7 @@ class _Mover:
 
     def __call__(self, batch: Any) -> _Ready:
         """``batch`` on the device, issued on the side stream if there is one."""
-        images, labels = batch[0], batch[1]
+        images, labels = _pair(batch)
         on_cuda = self.device.type == "cuda"
         copied = on_cuda and images.device != self.device
         timed = self._timed and copied
@@ -218,6 +230,19 @@ class _Mover:
         while self._copying and (self._copying[0][0].query() or (most is not None and len(self._copying) > most)):
             self._copying[0][0].synchronize()  # the host waits for the device, which without a side stream works in between
             self._copying.popleft()
+
+
+def _pair(batch: Any) -> list[Tensor]:
+    """The images and the labels of ``batch``, which has no other part, but for a feed's."""
+    parts = list(batch) if isinstance(batch, tuple | list) else [batch]
+    if hasattr(batch, "stamps"):
+        return parts[:2]
+    if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):
+        raise TypeError(
+            "DataPrefetcher: batches must be (images, labels), two tensors; this loader gives "
+            f"{', '.join(type(part).__name__ for part in parts)}: let its collate_fn return these two"
+        )
+    return parts
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:

@@ -109,6 +109,7 @@ class ProcessFeed:
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
                 batches = self._begin(poll_s)
+                watchdog.wait = 0
                 for batch in self._polls(batches) if len(self) else ():
                     if batch is None and watchdog.fired:
                         raise TimeoutError
@@ -197,12 +198,13 @@ class ProcessFeed:
 
     def _free(self) -> None:
         """End a wait in a read from a worker, which has no limit of its own: kill the workers."""
+        queue = getattr(self._pass, "_worker_result_queue", None)
         # torch's pinning thread reads in this one's place, and must be ended before the workers are
-        if self._workers and not self.settings.pin_memory:
+        if queue is not None and not self.settings.pin_memory:
             for worker in self._workers:
                 worker.kill()
             # with the last writer goes the wait for the rest of a batch
-            self._pass._worker_result_queue._writer.close()  # type: ignore[union-attr]
+            queue._writer.close()
 
     def _end(self) -> None:
         """Kill the workers, then drop torch's iterator: in the other order it waits up to 5 s for each that is busy."""

@@ -65,12 +65,12 @@ class Watchdog:
         free: called in a thread of the watchdog's own, until the wait is over.
 
     Attributes:
-        wait: which wait it is, None between two; the block begins with wait 0.
+        wait: a number that differs from wait to wait; None while there is none.
         fired: whether ``free`` was called.
     """
 
     def __init__(self, limit_s: float, free: Callable[[], object]) -> None:
-        self.wait: int | None = 0
+        self.wait: int | None = None
         self.fired = False
         self._limit_s = limit_s or math.inf
         self._free = free
