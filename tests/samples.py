@@ -82,6 +82,23 @@ class Refused(Noise):
         raise BadSample(f"sample {index}", "refused")
 
 
+class StopsAtStart(Noise):
+    """``Noise`` whose workers stop as soon as they have it."""
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__dict__ = state
+        halt()
+
+
+def halt() -> None:
+    """Stop this process, as a read that never comes back stops all its threads."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def refuse_at_length() -> NoReturn:
+    raise BadSample("cats/7.jpg", "empty " * 100_000)
+
+
 def refuse() -> NoReturn:
     raise BadSample("cats/7.jpg", "empty file")
 

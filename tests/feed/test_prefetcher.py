@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -132,12 +133,111 @@ def test_channels_last(make: Make, normalised: bool) -> None:
         assert torch.equal(images, expected)
 
 
-def test_float_images_are_not_changed_in_place(make: Make) -> None:
-    """A loader's own tensors keep their values."""
-    images = torch.rand(2, 3, 4, 4)
+def test_floats_come_as_they_are_without_a_mean(make: Make) -> None:
+    """Images that are normalised already keep their values, and so do the loader's own tensors."""
+    images = torch.randn(2, 3, 4, 4)
     before = images.clone()
-    (given, _), *_ = make([(images, torch.zeros(2))], mean=MEAN, std=STD)
-    assert torch.equal(images, before) and not torch.equal(given, before)
+    (given, _), *_ = make([(images, torch.zeros(2))])
+    assert torch.equal(images, before) and torch.equal(given, before)
+
+
+def pixels(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("images", "told"),
+    [
+        *(
+            pytest.param(pixels(2, 3, 4, 4, dtype=dtype), rf"{dtype} \[2, 3, 4, 4\]", id=str(dtype))
+            for dtype in (torch.float32, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64)
+        ),
+        pytest.param(pixels(2, 1, 4, 4), r"torch.uint8 \[2, 1, 4, 4\]", id="grey"),
+        pytest.param(pixels(2, 4, 4, 4), r"torch.uint8 \[2, 4, 4, 4\]", id="four channels"),
+        pytest.param(pixels(2, 4, 4, 3), r"torch.uint8 \[2, 4, 4, 3\]", id="channels behind"),
+        pytest.param(pixels(3, 4, 4), r"torch.uint8 \[3, 4, 4\]", id="one image"),
+        pytest.param(pixels(2, 3, 4, 4, 4), r"torch.uint8 \[2, 3, 4, 4, 4\]", id="volumes"),
+    ],
+)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["NCHW", "NHWC"])
+def test_images_that_mean_and_std_do_not_fit_are_refused(make: Make, images: Tensor, told: str, channels_last: bool) -> None:
+    """Only uint8 of as many channels is divided by 255 and normalised; all else says what came and the ways out."""
+    batches = make([(images, torch.zeros(2))], mean=MEAN, std=STD, channels_last=channels_last)
+    with pytest.raises(
+        ValueError, match=rf"^DataPrefetcher: images are {told}; .*for torch.uint8 \[N, 3, H, W\].*leave mean and std out$"
+    ):
+        next(batches)
+
+
+def test_a_later_batch_is_looked_at_too(make: Make) -> None:
+    """A batch that does not fit is refused wherever it comes, after those before it."""
+    batches = make([*host_batches((2,)), (torch.rand(2, 3, 5, 5), torch.zeros(2))], mean=MEAN, std=STD)
+    next(batches)
+    with pytest.raises(ValueError, match="images are torch.float32"):
+        next(batches)
+
+
+def test_one_mean_fits_grey_images(make: Make) -> None:
+    """Grey images with one mean and std are normalised."""
+    ((images, _),) = make([(pixels(2, 1, 4, 4), torch.zeros(2))], mean=(0.5,), std=(0.5,))
+    assert torch.equal(images, torch.full((2, 1, 4, 4), -1.0))
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"),
+    [(MEAN, None), (None, STD), (MEAN, (0.5,)), ((0.5,), STD), ((), STD)],
+    ids=["no std", "no mean", "one std", "one mean", "empty mean"],
+)
+def test_mean_and_std_that_do_not_fit_each_other_are_refused(make: Make, mean: object, std: object) -> None:
+    """One without the other, or of another length, is refused before anything is loaded; both are named."""
+    told = re.escape(f"DataPrefetcher: mean={mean} and std={std}: give both")
+    with pytest.raises(ValueError, match=told):
+        make([], mean=mean, std=std)
+
+
+class Pair(NamedTuple):
+    images: Tensor
+    labels: Tensor
+
+
+class Named(NamedTuple):
+    images: Tensor
+    labels: Tensor
+    path: list[str]
+
+
+IMAGES, LABELS = torch.rand(2, 3, 4, 4), torch.arange(2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        pytest.param({"image": IMAGES, "label": LABELS}, "dict", id="dictionary"),
+        pytest.param((IMAGES, LABELS, ["a", "b"]), "Tensor, Tensor, list", id="paths behind"),
+        pytest.param((IMAGES, LABELS, LABELS), "Tensor, Tensor, Tensor", id="three tensors"),
+        pytest.param(Named(IMAGES, LABELS, ["a", "b"]), "Tensor, Tensor, list", id="named tuple of three"),
+        pytest.param((IMAGES, {"boxes": LABELS}), "Tensor, dict", id="targets"),
+        pytest.param((IMAGES, [1, 2]), "Tensor, list", id="labels in a list"),
+        pytest.param(([IMAGES, IMAGES], LABELS), "list, Tensor", id="two views"),
+        pytest.param((IMAGES.numpy(), LABELS), "ndarray, Tensor", id="numpy"),
+        pytest.param((IMAGES,), "Tensor", id="no labels"),
+        pytest.param((), "", id="nothing"),
+        pytest.param(IMAGES, "Tensor", id="images alone"),
+        pytest.param(None, "NoneType", id="none"),
+    ],
+)
+def test_a_batch_of_other_parts_is_refused(make: Make, batch: object, told: str) -> None:
+    """Nothing of a batch is dropped: one that is not images and labels says what it has."""
+    told = rf"^DataPrefetcher: batches must be \(images, labels\), two tensors; this loader gives {told}: let its collate_fn"
+    with pytest.raises(TypeError, match=told):
+        next(make([batch]))
+
+
+@pytest.mark.parametrize("form", [tuple, list, lambda parts: Pair(*parts)], ids=["tuple", "list", "named"])
+def test_two_tensors_are_taken_in_any_form(make: Make, form: Callable[[Any], Any]) -> None:
+    """A tuple, as torch collates it, a list, and a named tuple of two."""
+    ((images, labels),) = make([form((IMAGES, LABELS))])
+    assert torch.equal(images, IMAGES) and torch.equal(labels, LABELS)
 
 
 def test_an_empty_loader(make: Make) -> None:

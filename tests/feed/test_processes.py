@@ -29,7 +29,8 @@ from harness.feed.interface import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed, _Batches
-from harness.runtime.errors import LoaderError
+from harness.runtime import signals
+from harness.runtime.errors import Interrupted, LoaderError
 
 LENGTH = 19
 ORDER = Order(LENGTH, 4, seed=3)
@@ -182,6 +183,133 @@ def test_workers_that_sleep_at_the_start_of_an_epoch_are_replaced(make_feed: Mak
     for worker in workers():
         os.kill(worker.pid or 0, signal.SIGSTOP)
     assert_same(list(feed), list(make_feed(0)))
+
+
+def stop(which: int | None = None) -> None:
+    """Stop so many of the workers, or all, as a read from a dead server would."""
+    for worker in workers()[:which]:
+        os.kill(worker.pid or 0, signal.SIGSTOP)
+
+
+def queued(feed: ProcessFeed, gauge: Gauge, batches: int) -> None:
+    """Come back when the workers of ``feed`` have made so many batches of 4, and have had time to queue them."""
+    assert comes_true(lambda: gauge.read().samples >= 4 * batches)
+    time.sleep(0.3)
+
+
+TOO_SLOW = r"^no batch within loader.timeout_s=1: "
+
+
+def ends_in_time(batches: Iterator[HostBatch], error: type[Exception] = LoaderError, match: str = TOO_SLOW) -> None:
+    """``batches`` end with ``error`` soon after a limit of one second, and leave no worker and no shared memory."""
+    begin, pids = time.monotonic(), [worker.pid for worker in workers()]
+    with pytest.raises(error, match=match):
+        list(batches)
+    assert time.monotonic() - begin < 15
+    assert workers() == []
+    assert [segment for pid in pids for segment in Path("/dev/shm").glob(f"torch_{pid}_*")] == []
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
+@pytest.mark.parametrize(("num_workers", "stopped"), [(1, 1), (2, 1), (2, 2)], ids=["the one", "one of two", "both"])
+def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
+    make_feed: MakeFeed, quick: None, num_workers: int, stopped: int, persistent_workers: bool
+) -> None:
+    """A batch that is queued, but whose memory its worker cannot hand over, is not waited for without a limit."""
+    gauge = Gauge(num_workers)
+    feed = make_feed(num_workers, gauge=gauge, persistent_workers=persistent_workers, timeout_s=1.0)
+    if persistent_workers:
+        list(feed)
+    batches, before = iter(feed), gauge.read().samples // 4
+    next(batches)
+    queued(feed, gauge, before + 1 + num_workers)
+    stop(stopped)
+    ends_in_time(batches)
+    assert_same(list(feed), list(make_feed(0)))
+
+
+def test_workers_that_stop_in_a_primed_pass_are_a_loader_error(make_feed: MakeFeed, quick: None) -> None:
+    """What was begun ahead of time has the same limit."""
+    gauge = Gauge(2)
+    feed = make_feed(2, gauge=gauge, timeout_s=1.0)
+    primed(feed, 0, gauge)
+    queued(feed, gauge, 2)
+    stop()
+    ends_in_time(iter(feed))
+
+
+def test_workers_that_stop_at_their_start_are_a_loader_error(make_feed: MakeFeed, quick: None) -> None:
+    """The first batch has the same limit."""
+    ends_in_time(iter(make_feed(2, samples.StopsAtStart(LENGTH), timeout_s=1.0)))
+
+
+def test_a_worker_that_stops_in_a_batch_is_a_loader_error(make_feed: MakeFeed, quick: None) -> None:
+    """Half of a message is in the pipe: the wait for the rest ends too."""
+    in_second_batch = int(ORDER.indices(0)[5])
+    batches = iter(make_feed(1, samples.Troubled(LENGTH, in_second_batch, samples.refuse_at_length), timeout_s=1.0))
+    next(batches)
+    time.sleep(0.5)  # the pipe is full, and the rest of the batch's long error waits
+    stop()
+    ends_in_time(batches)
+
+
+def test_polled_ends_with_a_stopped_worker(make_feed: MakeFeed, quick: None) -> None:
+    """A pass of the tuner's, which looks more often, has the limit as well."""
+    gauge = Gauge(1)
+    feed = make_feed(1, gauge=gauge, timeout_s=1.0)
+    batches = feed.polled(0.05)
+    assert comes_true(lambda: next(batches) is not None)
+    queued(feed, gauge, 2)
+    stop()
+    ends_in_time(batches)  # type: ignore[arg-type]
+
+
+def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
+    make_feed: MakeFeed, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first SIGTERM ends the wait for a batch's memory in seconds, long before loader.timeout_s."""
+    monkeypatch.setattr(signals, "_received", [])
+    gauge = Gauge(2)
+    feed = make_feed(2, gauge=gauge)
+    with signals.caught():
+        batches = iter(feed)
+        next(batches)
+        queued(feed, gauge, 3)
+        stop()
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        ends_in_time(batches, Interrupted, "stopped by signal 15")
+
+
+@pytest.fixture
+def pinning(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have torch's thread that pins without a device; it copies in its place, once the event is set."""
+    go = threading.Event()
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        assert go.wait(30)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    return go
+
+
+def test_a_stopped_worker_that_the_pinning_thread_waits_for(
+    make_feed: MakeFeed, quick: None, pinning: threading.Event, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where torch's thread waits for the worker, the error is the same, no thread stays, and nothing else is said."""
+    gauge = Gauge(1)
+    feed = make_feed(1, gauge=gauge, timeout_s=1.0, pin_memory=True)
+    primed(feed, 0, gauge)
+    queued(feed, gauge, 2)
+    stop()
+    pinning.set()
+    ends_in_time(iter(feed))
+    assert comes_true(lambda: not [thread for thread in threading.enumerate() if "pin_memory" in thread.name])
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import connection
 
-from harness.runtime import workers
+import pytest
+
+from harness.runtime import signals, workers
 
 SCRIPT = """
 import multiprocessing, jobs
@@ -44,3 +52,65 @@ def test_a_process_that_nobody_started_watches_nobody() -> None:
     before = threading.active_count()
     workers.leave_with_parent()
     assert threading.active_count() == before
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look fifty times a second."""
+    monkeypatch.setattr("harness.runtime.workers._LOOK_S", 0.02)
+
+
+def test_a_watchdog_fires_over_one_long_wait(quick: None) -> None:
+    """It calls back once a wait has lasted so long, and says so."""
+    freed = threading.Event()
+    with workers.Watchdog(0.1, freed.set) as watchdog:
+        watchdog.wait = 0
+        assert freed.wait(30) and watchdog.fired
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "waits"),
+    [(0.2, itertools.count()), (0.2, itertools.repeat(None)), (0.0, itertools.repeat(0))],
+    ids=["many waits", "no wait", "no limit"],
+)
+def test_a_watchdog_lets_be(quick: None, limit_s: float, waits: Iterator[int | None]) -> None:
+    """Waits that follow each other are not one long wait, the time between two is none, and no limit is none."""
+    with workers.Watchdog(limit_s, pytest.fail) as watchdog:
+        for wait in itertools.islice(waits, 50):
+            watchdog.wait = wait
+            time.sleep(0.01)
+    assert not watchdog.fired
+
+
+def test_a_signal_shortens_a_watchdog_s_limit(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a signal has come, a wait is ended long before its own limit."""
+    monkeypatch.setattr("harness.runtime.workers._HEARD_S", 0.1)
+    monkeypatch.setattr(signals, "_received", [])
+    freed = threading.Event()
+    with workers.Watchdog(3600.0, freed.set) as watchdog, signals.caught():
+        watchdog.wait = 0
+        assert not freed.wait(0.3)
+        signal.raise_signal(signal.SIGTERM)
+        assert freed.wait(30)
+
+
+def fired_after_a_stop(answer: connection.Connection) -> None:
+    """Send whether a watchdog fired over a wait in which this process was stopped by another."""
+    with workers.Watchdog(1.0, lambda: None) as watchdog:
+        watchdog.wait = 0
+        answer.send(None)
+        time.sleep(0.5)
+        answer.send(watchdog.fired)
+
+
+def test_a_trainer_that_was_stopped_has_not_waited(quick: None) -> None:
+    """A scheduler that suspends a job and lets it go on does not end it: only time in which it looked counts."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=fired_after_a_stop, args=(there,))
+    process.start()
+    here.recv()
+    os.kill(process.pid or 0, signal.SIGSTOP)
+    time.sleep(2.0)
+    os.kill(process.pid or 0, signal.SIGCONT)
+    assert here.recv() is False
+    process.join()
