@@ -23,7 +23,7 @@ from harness.data.resize import resized
 from harness.data.storage import Source
 from harness.runtime.errors import printable
 
-FORMAT = 1  # whoever changes what the file holds raises it
+FORMAT = 2  # whoever changes what the file holds raises it
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
 _TABLE_START = 128
 _COLUMNS = 4  # place, checksum, size and time of change of the source file

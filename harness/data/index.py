@@ -22,7 +22,7 @@ from harness.data.scan import BROKEN_LINK, Scan, folder_state
 from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import LOGGER
 
-_FORMAT = 2  # of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises it
+_FORMAT = 3  # of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises it
 _RACY_NS = 2_000_000_000  # a folder changed so shortly before its scan may change again without another time of change
 
 _log = logging.getLogger(LOGGER)

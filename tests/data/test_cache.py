@@ -157,16 +157,36 @@ def test_a_file_of_just_now_is_not_kept(source: FolderSource, monkeypatch: pytes
     assert kept.get(0) is not None
 
 
-def test_pixels_that_were_lost_are_not_used(source: FolderSource) -> None:
-    """A page that reads as zeros, as after a power failure, costs that image alone, and once."""
+def lost_page(pixels: np.ndarray) -> None:
+    pixels[-4096:] = 0
+
+
+def flipped_bits(pixels: np.ndarray) -> None:
+    pixels[7::8] ^= 0x80
+
+
+def swapped_rows(pixels: np.ndarray) -> None:
+    pixels[:1024] = pixels[:1024].reshape(2, 512)[::-1].reshape(-1)
+
+
+@pytest.mark.parametrize("damage", [lost_page, flipped_bits, swapped_rows])
+def test_damaged_pixels_are_not_used(source: FolderSource, damage: Callable[[np.ndarray], None]) -> None:
+    """Pixels that are not those that were kept cost that image alone, and once."""
     kept = cache_of(source)
     put_all(kept, range(3))
-    start = kept.stats()["bytes"] - 4096
-    kept._file.map[start : start + 4096] = bytes(4096)
+    damage(np.frombuffer(kept._file.map, np.uint8)[(kept._places[2] >> 30) * 512 : kept.stats()["bytes"]])
     later = next_run(kept, source)
     assert right(later, COUNT) == [0, 1]
     put_all(later, [2])
     assert right(later, COUNT) == [0, 1, 2]
+
+
+def test_sides_that_were_swapped_are_not_used(source: FolderSource) -> None:
+    """A row whose height and width changed places leads to the same bytes, and to another image."""
+    kept = cache_of(source)
+    kept.put(0, np.arange(120, dtype=np.uint8).reshape(4, 10, 3))
+    kept._places[0] = kept._places[0] >> 30 << 30 | 10 << 15 | 4
+    assert next_run(kept, source).get(0) is None
 
 
 @pytest.mark.parametrize("place", [-1, 2**62, 1, 2**40], ids=["negative", "far", "no size", "hole"])

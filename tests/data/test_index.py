@@ -158,11 +158,13 @@ def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.Mon
     ("damage", "text"),
     [
         (lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], "damaged (its checksum differs): made again"),
+        (lambda content: content[:7] + bytes([content[7] ^ 0x80]) + content[8:], "damaged (its checksum differs): made again"),
+        (lambda content: content[8:16] + content[:8] + content[16:], "damaged (its checksum differs): made again"),
         (lambda content: content[:200], "damaged (its checksum differs): made again"),
         (lambda content: bytes(len(content)), "damaged (its checksum differs): made again"),
         (lambda content: b"", "damaged (cannot mmap an empty file): made again"),
     ],
-    ids=["flipped", "cut", "zeros", "empty"],
+    ids=["flipped", "flipped top bit", "swapped words", "cut", "zeros", "empty"],
 )
 def test_a_damaged_index_is_made_anew(
     root: Path, damage: Callable[[bytes], bytes], text: str, caplog: pytest.LogCaptureFixture

@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,25 +67,102 @@ def test_memory_is_taken_as_it_is_written() -> None:
     assert os.fstat(file.fd).st_blocks * 512 < 1 << 22
 
 
-def zeroed(content: np.ndarray) -> np.ndarray:
-    content[4096:8192] = 0
-    return content
+CONTENT = np.random.default_rng(0).integers(0, 256, 40_003, dtype=np.uint8)  # with a rest that fills no word
+CONTENT.flags.writeable = False
 
 
-def flipped(content: np.ndarray) -> np.ndarray:
-    content[9999] ^= 1
-    return content
+def moved(*pieces: slice) -> np.ndarray:
+    """The content, with the first piece where the next one was, and so on around."""
+    changed = CONTENT.copy()
+    for to, of in zip(pieces, pieces[1:] + pieces[:1], strict=True):
+        changed[to] = CONTENT[of]
+    return changed
+
+
+def zeroed(start: int, count: int) -> np.ndarray:
+    changed = CONTENT.copy()
+    changed[start : start + count] = 0
+    return changed
 
 
 @pytest.mark.parametrize(
-    "change",
-    [zeroed, flipped, lambda content: content[:-1], lambda content: np.append(content, np.uint8(0)), np.zeros_like],
-    ids=["lost page", "flipped bit", "shorter", "longer", "nothing but zeros"],
+    "damaged",
+    [
+        pytest.param(zeroed(4096, 4096), id="lost page"),
+        pytest.param(zeroed(0, 40_960), id="nothing but zeros"),
+        pytest.param(zeroed(39_999, 4), id="lost end"),
+        pytest.param(CONTENT[:-1], id="shorter"),
+        pytest.param(CONTENT[:-4096], id="a page shorter"),
+        pytest.param(CONTENT[1:], id="without its first byte"),
+        pytest.param(np.append(CONTENT, np.uint8(0)), id="longer"),
+        pytest.param(np.append(CONTENT, np.zeros(4096, np.uint8)), id="a page longer"),
+        pytest.param(np.append(CONTENT, CONTENT), id="twice"),
+        pytest.param(CONTENT[::-1].copy(), id="backwards"),
+        pytest.param(np.roll(CONTENT, 8), id="moved on"),
+        *(
+            pytest.param(moved(slice(at, at + size), slice(to, to + size)), id=f"{size} bytes at {at} and {to} swapped")
+            for size in (1, 2, 4, 8, 64, 512, 4096)
+            for at, to in ((0, 20_480), (0, size), (8192, 8192 + 3 * size))
+        ),
+        pytest.param(moved(*(slice(at, at + 8) for at in (0, 800, 80, 8000))), id="four words around"),
+    ],
 )
-def test_a_checksum_shows_damage(change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """A lost page, a flipped bit and another length give another sum, within 63 bits."""
-    content = np.random.default_rng(0).integers(0, 256, 10_003, dtype=np.uint8)
-    before = checksum(content)
-    assert before == checksum(content.copy())
+def test_a_checksum_shows_lost_and_moved_parts(damaged: np.ndarray) -> None:
+    """What is zeroed, cut off, appended or elsewhere gives another sum, within 63 bits."""
+    before = checksum(CONTENT)
+    assert before == checksum(CONTENT.copy())
     assert 0 < before < 2**63
-    assert checksum(change(content.copy())) not in (before, 0)
+    assert checksum(damaged) not in (before, 0)
+
+
+def test_a_checksum_shows_each_flipped_bit() -> None:
+    """No single bit may flip unseen, and no two flips give the same sum."""
+    content = CONTENT[-8_203:].copy()
+    sums = {checksum(content)}
+    for at in range(content.size):
+        for bit in range(8):
+            content[at] ^= 1 << bit
+            sums.add(checksum(content))
+            content[at] ^= 1 << bit
+    assert len(sums) == 1 + 8 * content.size
+
+
+@pytest.mark.parametrize("size", [16_384, 40_003], ids=["whole blocks", "with a rest"])
+@pytest.mark.parametrize("like", ["noise", "zeros", "ones"])
+def test_a_checksum_shows_flips_all_over(size: int, like: str) -> None:
+    """The same flips in every k-th byte never cancel, whatever the bits and whatever the content."""
+    content = {"noise": CONTENT, "zeros": np.zeros_like(CONTENT), "ones": np.full_like(CONTENT, 255)}[like][:size]
+    sums = {checksum(content)}
+    cases = [(k, mask) for k in range(1, 65) for mask in (1, 2, 4, 8, 16, 32, 64, 128, 3, 0x81, 0xC0, 0xF0, 255)]
+    for k, mask in cases:
+        changed = content.copy()
+        changed[k - 1 :: k] ^= mask
+        sums.add(checksum(changed))
+    assert len(sums) == 1 + len(cases)
+
+
+def test_a_checksum_shows_two_flips_of_the_same_bit() -> None:
+    """Two flips of the same bit in words apart do not cancel, in either direction."""
+    rng, before = np.random.default_rng(1), checksum(CONTENT)
+    for _ in range(5_000):
+        changed = CONTENT.copy()
+        changed[rng.choice(CONTENT.size // 8, 2, replace=False) * 8 + 7] ^= 0x80
+        assert checksum(changed) != before
+
+
+def test_a_checksum_knows_the_shape() -> None:
+    """The same bytes as an image of other sides are another image."""
+    shapes = [(12, 4, 3), (4, 12, 3), (48, 1, 3), (144,)]
+    assert len({checksum(CONTENT[:144].reshape(shape)) for shape in shapes}) == len(shapes)
+
+
+def test_a_checksum_takes_any_content() -> None:
+    """Nothing at all, a single byte, and bytes at an odd address have sums, which do not depend on where they lie."""
+    sums = {checksum(CONTENT[:size]) for size in (0, 1, 4, 4095, 4096, 4097)}
+    assert len(sums) == 6
+    assert checksum(CONTENT[1:20_000]) == checksum(CONTENT[1:20_000].copy())
+
+
+def test_a_checksum_stays_what_it_is() -> None:
+    """Files of earlier runs hold it: whoever changes it raises the formats of the cache and of the index."""
+    assert checksum(np.arange(9000, dtype=np.uint16)) == 5169599564927351690
