@@ -31,6 +31,13 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMES = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 _TURNS = {orientation: Image.Transpose[name] for orientation, name in enumerate(_NAMES, start=2)}
 
+# By the kind of the first chunk: the first bit of width and height, their mask, and what is to be added.
+_WEBP_SIDES = {
+    b"WEBPVP8 ": (208, 224, 0x3FFF, 0),
+    b"WEBPVP8L": (168, 182, 0x3FFF, 1),
+    b"WEBPVP8X": (192, 216, 0xFFFFFF, 1),
+}
+
 
 class _Jpeg(JpegImageFile):
     """Pillow's reader without its look for a resolution in the EXIF block: it takes time, and damaged blocks warn."""
@@ -56,7 +63,7 @@ class DecodeOptions:
 
     exif_orientation: bool = False  # turn the image as its EXIF orientation says
     background: tuple[int, int, int] = (255, 255, 255)  # colour under transparent pixels, red, green, blue
-    max_pixels: int = 178_956_970  # of the largest image that is decoded
+    max_pixels: int = 50_000_000  # of the largest image that is decoded
 
 
 def reader(head: bytes) -> type[ImageFile] | None:
@@ -87,35 +94,54 @@ def decode(data: bytes, where: str, options: DecodeOptions) -> np.ndarray:
     Raises:
         BadSample: not an image of a supported format, damaged, or more pixels than ``options.max_pixels``.
     """
-    if data.startswith(_JPEG) and not (options.exif_orientation and _APP1 in data):
-        pixels = decode_jpeg(data, options.max_pixels)
-        if pixels is not None:
-            return pixels
-    return np.asarray(_by_pillow(data, where, options))
+    try:
+        pixels = decode_jpeg(data, options.max_pixels) if data.startswith(_JPEG) else None
+    except ValueError as error:
+        raise BadSample(where, str(error)) from error
+    if pixels is not None and not (options.exif_orientation and _APP1 in data):
+        return pixels
+    return np.asarray(_by_pillow(data, where, options, pixels))
 
 
-def _by_pillow(data: bytes, where: str, options: DecodeOptions) -> Image.Image:
-    """The image in mode RGB: Pillow reads every format, and what it says of damage is final."""
+def _by_pillow(data: bytes, where: str, options: DecodeOptions, pixels: np.ndarray | None) -> Image.Image:
+    """Returns the image in mode RGB, made of ``pixels`` if those are known.
+
+    Pillow reads every format, and what it says of damage is final.
+    """
     plugin = check_encoded(data, where)
     # Pillow's own limit is one for the process and warns before it refuses: it must not be lower than the user's.
     if Image.MAX_IMAGE_PIXELS is not None and options.max_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = options.max_pixels
-    size = "header claims too many"
     try:
+        # Pillow's reader of WebP takes memory for the whole canvas as it is made.
+        _check_size(_webp_canvas(data), where, options)
         # Not Image.open: it tries other formats as well, and warns of a large image that the next line refuses anyway.
         image = plugin(io.BytesIO(data))
-        size = f"{image.width}x{image.height}"
-        if image.width * image.height > options.max_pixels:
-            raise Image.DecompressionBombError
-        image.load()
-        rgb = _to_rgb(image, options.background)
+        _check_size(image.size, where, options)
+        if isinstance(image, TiffImageFile):
+            # Width and height of a tile, which may be larger than the image.
+            _check_size((image.tag_v2.get(322, 0), image.tag_v2.get(323, 0)), where, options)
+        rgb = Image.fromarray(pixels) if pixels is not None else _to_rgb(image, options.background)
         return _turned(rgb, image) if options.exif_orientation else rgb
-    except Image.DecompressionBombError as error:
-        raise BadSample(where, f"too large: {size} pixels, more than data.max_pixels={options.max_pixels}") from error
+    except BadSample:
+        raise
     except Exception as error:  # Pillow's readers raise anything on damaged bytes
         text = str(error) or type(error).__name__
         kind = "truncated file" if "truncated" in text.lower() else "cannot be decoded"
         raise BadSample(where, f"{kind}: {text}") from error
+
+
+def _check_size(size: tuple[int, int], where: str, options: DecodeOptions) -> None:
+    if size[0] * size[1] > options.max_pixels:
+        text = f"{size[0]}x{size[1]} pixels, more than data.max_pixels={options.max_pixels}"
+        raise BadSample(where, f"too large: {text}; raise it, or shrink the file")
+
+
+def _webp_canvas(data: bytes) -> tuple[int, int]:
+    """Returns the width and height that a WebP file's header claims; zeros for another file."""
+    x, y, mask, more = _WEBP_SIDES.get(data[8:16], (0, 0, 0, 0))
+    head = int.from_bytes(data[:30], "little")
+    return (head >> x & mask) + more, (head >> y & mask) + more
 
 
 def _turned(rgb: Image.Image, original: ImageFile) -> Image.Image:
@@ -127,6 +153,7 @@ def _turned(rgb: Image.Image, original: ImageFile) -> Image.Image:
 
 
 def _to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
+    image.load()
     if image.mode == "F" or image.mode.startswith("I"):
         rgb = _eight_bit(image).convert("RGB")
         if (clear := image.info.get("transparency")) is not None:

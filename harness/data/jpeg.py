@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import simplejpeg
 
 _COLOURS = frozenset({"Gray", "YCbCr", "RGB"})  # what libjpeg-turbo turns into RGB as Pillow has it turned
+_SCANS = 32  # each goes through all pixels, even one of ten bytes; libjpeg writes 10 of three colours, 18 of four inks
+# What libjpeg-turbo paints over in grey. A few bytes too many are harmless in a header and at the image's end; 100 or more
+# were pixels. Before a restart, a table or a scan they may hide more damage, for the decoder keeps its first warning alone.
+_LOSS = re.compile(r"premature end|bad \w+ code|of RST|progression|\d{3} extraneous|marker 0x(c4|d[0-8a])", re.IGNORECASE)
 
 
 def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     """The image in ``data``, uint8 ``[H, W, 3]``; None where anything is unusual, so that Pillow is to be asked.
 
-    That is an image of four inks, of more than ``max_pixels``, or whatever libjpeg-turbo refuses or merely warns of: damage
-    that it would paint over in grey. The interpreter lock is released meanwhile, and any number of threads may decode. The
-    memory is new each time: the allocator hands out what the image before gave back, and a buffer kept for each thread was
-    no faster.
+    That is an image of four inks, of more than ``max_pixels``, or what libjpeg-turbo cannot read, or warns of although all
+    pixels are there. The interpreter lock is released meanwhile, and any number of threads may decode. The memory is new each
+    time: the allocator hands out what the image before gave back, and a buffer kept for each thread was no faster.
+
+    Raises:
+        ValueError: libjpeg-turbo warned of missing or corrupt data, or there are too many scans.
     """
+    flat = np.frombuffer(data, np.uint8)
+    if np.count_nonzero((flat[:-2] == 0xFF) & (flat[1:-1] == 0xDA) & (flat[2:] == 0)) > _SCANS:
+        raise ValueError(f"more than {_SCANS} scans, which take too long; encode the file again")
     try:
         # first, for decoding asks for the memory unasked, whatever size the header claims
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        if colours not in _COLOURS or width * height > max_pixels:
+        if width * height > max_pixels:
             return None
         pixels: np.ndarray = simplejpeg.decode_jpeg(data)
-    except (ValueError, KeyError, RuntimeError):  # damaged, of an unknown colour space, or no decoder to be had
+    except (ValueError, KeyError, RuntimeError) as error:  # damaged, of an unknown colour space, or no decoder to be had
+        if _LOSS.search(str(error)):
+            raise ValueError(f"damaged: the decoder reported missing data ({error})") from error
         return None
-    return pixels
+    # Decoding showed that the data is whole.
+    return pixels if colours in _COLOURS else None

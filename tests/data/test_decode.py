@@ -2,6 +2,8 @@
 
 import io
 import random
+import re
+import resource
 import struct
 import subprocess
 import zlib
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.WebPImagePlugin import WebPImageFile
 
 from harness.data import decode as decode_room
 from harness.data.decode import DecodeOptions, decode
@@ -286,8 +289,8 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         (EPS, "not an image of a supported format"),
         (b"%PDF-1.4", "not an image of a supported format"),
         (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
-        (cut(encoded(photo(), "JPEG"), 2), "truncated file"),
-        (cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000), "truncated file"),
+        (cut(encoded(photo(), "JPEG"), 2), "damaged: the decoder reported missing data (Premature end of JPEG file)"),
+        (cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000), "Premature end of JPEG file"),
         (cut(encoded(photo(), "PNG"), 2000), "truncated file"),
         (encoded(photo(), "JPEG")[:10], ""),
         (encoded(photo(), "TIFF")[:4], ""),
@@ -327,6 +330,107 @@ def test_a_text_bomb_in_a_png_is_refused() -> None:
 def test_too_many_pixels_are_refused_unread(data: bytes, limit: int, text: str) -> None:
     """The header is enough to refuse an image, without a warning of Pillow's."""
     assert text in reason(data, DecodeOptions(max_pixels=limit))
+
+
+def claiming(data: bytes, at: int, width: bytes, height: bytes) -> bytes:
+    """The same with other sides in its header."""
+    return data[:at] + width + height + data[at + len(width + height) :]
+
+
+def large_jpeg(data: bytes) -> bytes:
+    found = re.search(rb"\xff[\xc0\xc2]\0[\x0b\x11\x14]\x08", data)
+    assert found is not None
+    return claiming(data, found.end(), SHORT[::-1], SHORT[::-1])
+
+
+def tile(side: int) -> bytes:
+    """A TIFF of 16x16 pixels in a tile that claims to be larger."""
+    rows = zlib.compress(bytes(256))
+    tags = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 134, 325: len(rows)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + entries + bytes(4) + rows
+
+
+SIDE = 13_001
+SHORT, LONG = SIDE.to_bytes(2, "little"), SIDE.to_bytes(4, "little")
+ANIMATION = encoded(Image.new("RGB", (9, 9)), "WEBP", save_all=True, append_images=[Image.new("RGB", (9, 9), RED)])
+LOSSLESS = encoded(photo(), "WEBP", lossless=True)
+CLAIMS: dict[str, bytes] = {
+    "JPEG": large_jpeg(encoded(photo(), "JPEG")),
+    "progressive JPEG": large_jpeg(encoded(photo(), "JPEG", progressive=True)),
+    "CMYK JPEG": large_jpeg(encoded(photo().convert("CMYK"), "JPEG")),
+    "PNG": png(SIDE, SIDE, 8, 2, bytes(9)),
+    "GIF": claiming(encoded(photo(), "GIF"), 6, SHORT, SHORT),
+    "BMP": claiming(encoded(photo(), "BMP"), 18, LONG, LONG),
+    "PPM": b"P6 13001 13001 255\n" + bytes(99),
+    "plain PPM": b"P3 13001 13001 255\n1 2 3",
+    "TIFF": encoded(Image.new("1", (SIDE, SIDE)), "TIFF", compression="group4"),
+    "tile of a TIFF": tile(SIDE),
+    "animated WebP": claiming(ANIMATION, 24, (SIDE - 1).to_bytes(3, "little"), (SIDE - 1).to_bytes(3, "little")),
+    "lossy WebP": claiming(encoded(photo(), "WEBP"), 26, SHORT, SHORT),
+    "lossless WebP": LOSSLESS[:21] + (SIDE - 1 | SIDE - 1 << 14).to_bytes(4, "little") + LOSSLESS[25:],
+}
+
+
+@pytest.mark.parametrize("kind", CLAIMS)
+def test_pixels_are_refused_before_they_take_memory(kind: str) -> None:
+    """A few bytes that claim 169 megapixels take the memory of a few bytes, in the default limit."""
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert reason(CLAIMS[kind], DecodeOptions()) == (
+        "too large: 13001x13001 pixels, more than data.max_pixels=50000000; raise it, or shrink the file"
+    )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 50_000
+
+
+def test_no_reader_of_a_large_webp_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow's reader takes memory for the canvas as it is made."""
+    monkeypatch.setattr(WebPImageFile, "_open", lambda self: pytest.fail("made"))
+    for kind in ("animated WebP", "lossy WebP", "lossless WebP"):
+        assert "too large" in reason(CLAIMS[kind])
+
+
+@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif\0\0"}], ids=["lossy", "lossless", "extended"])
+def test_sides_of_a_webp_are_known(options: dict[str, Any]) -> None:
+    """A WebP of exactly max_pixels is decoded, whatever its header is like, and one of a row more is not."""
+    data = encoded(photo(96, 64), "WEBP", **options)
+    assert pixels(data, DecodeOptions(max_pixels=96 * 64)).shape == (64, 96, 3)
+    assert "96x64 pixels" in reason(data, DecodeOptions(max_pixels=96 * 64 - 1))
+
+
+def test_forty_megapixels_are_decoded() -> None:
+    """The largest photographs of today's cameras are within the default limit."""
+    assert pixels(encoded(Image.new("L", (8000, 5000)), "JPEG"), DecodeOptions()).shape == (5000, 8000, 3)
+
+
+def cut_with_an_end(image: Image.Image, **options: Any) -> bytes:
+    data = encoded(image, "JPEG", **options)
+    return data[: len(data) * 2 // 3] + b"\xff\xd9"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        cut_with_an_end(photo()),
+        cut_with_an_end(photo(), exif=b"Exif\0\0"),
+        cut_with_an_end(photo().convert("CMYK")),
+        cut_with_an_end(photo().convert("L")),
+        encoded(photo(), "JPEG").replace(b"\xff\xc0", b"\xff\xc9"),
+    ],
+    ids=["RGB", "with EXIF", "CMYK", "grey", "arithmetic"],
+)
+@pytest.mark.parametrize("upright", [False, True])
+def test_a_jpeg_without_all_pixels_is_refused(data: bytes, upright: bool) -> None:
+    """What libjpeg would paint in grey is damage, whoever decodes."""
+    text = reason(data, DecodeOptions(exif_orientation=upright))
+    assert text.startswith("damaged: the decoder reported missing data (Corrupt JPEG data: ")
+
+
+@pytest.mark.parametrize("upright", [False, True])
+@pytest.mark.parametrize("at", [-2, 20], ids=["before its end", "in its header"])
+def test_a_jpeg_with_a_few_bytes_too_many_is_whole(at: int, upright: bool) -> None:
+    """Bytes that belong to nothing change no pixel."""
+    data = encoded(photo(), "JPEG", exif=b"Exif\0\0")
+    assert (pixels(data[:at] + bytes(5) + data[at:], DecodeOptions(exif_orientation=upright)) == pixels(data)).all()
 
 
 def test_the_limit_itself_is_allowed() -> None:

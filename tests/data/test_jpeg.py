@@ -75,23 +75,88 @@ def grown(data: bytes) -> bytes:
     return data[: at + 5] + (65_500).to_bytes(2, "big") + data[at + 7 :]
 
 
+def with_junk(data: bytes, at: int, count: int) -> bytes:
+    return data[:at] + bytes(count) + data[at:]
+
+
+def adobe(data: bytes, transform: int) -> bytes:
+    """The same with a mark of Adobe's for how colours are stored."""
+    return data[:2] + b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0" + bytes([transform]) + data[20:]
+
+
+def in_scan(data: bytes, content: bytes) -> bytes:
+    at = data.index(b"\xff\xda") + 100
+    return data[:at] + content + data[at + len(content) :]
+
+
+def with_last_scan_twice(data: bytes) -> bytes:
+    return data[:-2] + data[data.rindex(b"\xff\xda") :]
+
+
 @pytest.mark.parametrize(
     "data",
     [
         encoded(photo().convert("CMYK")),
-        encoded(photo())[:-2],
-        encoded(photo())[:-300],
-        encoded(photo(), progressive=True)[:-300],
-        encoded(photo())[:100],
+        with_junk(KINDS["4:2:0"], -2, 7),
+        with_junk(KINDS["4:2:0"], 20, 3),
+        KINDS["4:2:0"].replace(b"JFIF\0\1", b"JFIF\0\7"),
+        adobe(encoded(photo()), 7),
         b"\xff\xd8\xff",
-        grown(encoded(photo(16, 16))),
         encoded(photo()).replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc1\x00\x11\x0c"),
     ],
-    ids=["inks", "no end", "cut", "progressive, cut", "header alone", "three bytes", "too few rows", "twelve bits"],
+    ids=["inks", "bytes before its end", "bytes in its header", "JFIF 7", "odd Adobe mark", "three bytes", "twelve bits"],
 )
 def test_the_unusual_is_left_to_pillow(data: bytes) -> None:
-    """Four inks, damage that libjpeg-turbo would paint grey, and what it cannot read."""
+    """Four inks, what libjpeg-turbo warns of although no pixel is missing, and what it cannot read."""
     assert decode_jpeg(data, 10 * LIMIT) is None
+
+
+LOSSES: dict[str, tuple[bytes, str]] = {
+    "no end": (encoded(photo())[:-2], "Premature end of JPEG file"),
+    "cut": (encoded(photo())[:-300], "Premature end of JPEG file"),
+    "progressive, cut": (encoded(photo(), progressive=True)[:-300], "Premature end of JPEG file"),
+    "header alone": (encoded(photo())[:640], "Premature end of JPEG file"),
+    "too few rows": (grown(encoded(photo(16, 16))), "premature end of data segment"),
+    **{
+        f"{kind}, cut with an end behind": (KINDS[kind][:-400] + b"\xff\xd9", "premature end of data segment")
+        for kind in ("4:2:0", "4:4:4", "grey", "stored as RGB", "restart markers", "own tables", "progressive")
+    },
+    "inks, cut with an end behind": (encoded(photo().convert("CMYK"))[:-500] + b"\xff\xd9", "premature end of data segment"),
+    "no pixels but restart markers": (
+        KINDS["restart markers"][: KINDS["restart markers"].index(b"\xff\xd0")]
+        + b"".join(b"\xff" + bytes([0xD0 + i % 8]) for i in range(40)) + b"\xff\xd9",
+        "premature end of data segment",
+    ),
+    "a restart marker lost": (KINDS["restart markers"].replace(b"\xff\xd2", b"\xff\xd5", 1), "instead of RST"),
+    "arithmetic": (KINDS["4:2:0"].replace(b"\xff\xc0", b"\xff\xc9"), "extraneous bytes before marker 0xd9"),
+    "no Huffman code": (in_scan(KINDS["4:2:0"], b"\xff\0" * 40), "bad Huffman code"),
+    "scans in disorder": (with_last_scan_twice(KINDS["progressive"]), "Inconsistent progression"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_missing_pixels_are_refused(kind: str) -> None:
+    """Wherever libjpeg-turbo would paint what is missing in grey, its warning is the reason."""
+    data, text = LOSSES[kind]
+    with pytest.raises(ValueError, match=rf"^damaged: the decoder reported missing data \(.*{text}.*\)$"):
+        decode_jpeg(data, 100 * LIMIT)
+
+
+@pytest.mark.parametrize("side", [16, 1000])
+def test_many_scans_are_refused(side: int) -> None:
+    """Each scan of ten bytes would go through all pixels; as many as libjpeg writes are read."""
+    data = encoded(Image.new("L", (side, side)), progressive=True)
+    start, end = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"][:2]
+    scan = data[start : start + 9] + b"\0" + data[start + 10 : end]  # of all bits, for else they must differ
+    assert decode_jpeg(data[:start] + scan * 32 + data[-2:], LIMIT) is not None
+    with pytest.raises(ValueError, match=r"^more than 32 scans, which take too long; encode the file again$"):
+        decode_jpeg(data[:start] + scan * 33 + data[-2:], LIMIT)
+
+
+def test_scans_behind_the_image_do_not_count() -> None:
+    """A film behind a photograph holds any bytes; those of a scan's beginning come by chance too seldom to matter."""
+    film = np.random.default_rng(0).bytes(1 << 24)
+    assert decode_jpeg(KINDS["4:2:0"] + film, LIMIT) is not None
 
 
 def test_too_many_pixels_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +199,14 @@ def drop_a_part(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.parametrize("mutate", [flip_bits, flip_in_the_header, drop_a_part])
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "restart markers"])
 def test_damage_gives_pillows_pixels_or_none(kind: str, mutate: Callable[[bytes, random.Random], bytes]) -> None:
-    """Whatever happens to a file, pixels that come out are those that Pillow gives of it."""
+    """Whatever happens to a file, pixels that come out are those that Pillow gives of it; where some are missing, none do."""
     rng, decoded = random.Random(f"{kind} {mutate.__name__}"), 0
     for _ in range(100):
         data = mutate(KINDS[kind], rng)
-        pixels = decode_jpeg(data, LIMIT)
+        try:
+            pixels = decode_jpeg(data, LIMIT)
+        except ValueError:
+            continue
         if pixels is not None:
             decoded += 1
             assert np.array_equal(pixels, by_pillow(data))
