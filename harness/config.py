@@ -110,7 +110,9 @@ class DataConfig:
     background: tuple[int, int, int] = setting(
         (255, 255, 255), "Colour under transparent pixels, red, green, blue.", ge=0, le=255, each=3
     )
-    max_pixels: int = setting(50_000_000, "Largest image that is decoded, in pixels; a larger one ends the run: shrink it or raise this.", ge=1)
+    max_pixels: int = setting(
+        50_000_000, "Largest image that is decoded, in pixels; a larger one ends the run: shrink it or raise this.", ge=1
+    )
     cache: DataCache = setting(DataCache.none, "Keep decoded pixels: none, in ram (this run) or on disk (next ones too).")
     cache_gb: float | None = setting(None, "Most that the cache takes, in GB; null: half of what is free.", gt=0.0)
     cache_max_side: int | None = setting(

@@ -24,18 +24,24 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
     Raises:
         ValueError: libjpeg-turbo warned of missing or corrupt data, or there are too many scans.
     """
-    flat = np.frombuffer(data, np.uint8)
-    if np.count_nonzero((flat[:-2] == 0xFF) & (flat[1:-1] == 0xDA) & (flat[2:] == 0)) > _SCANS:
-        raise ValueError(f"more than {_SCANS} scans, which take too long; encode the file again")
     try:
         # first, for decoding asks for the memory unasked, whatever size the header claims
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if width * height > max_pixels:
             return None
-        pixels: np.ndarray = simplejpeg.decode_jpeg(data)
+        # Counting takes time. Of fewer pixels and bytes, no number of scans takes more than seconds.
+        many = width * height * len(data) > 2**35 and _scans(data) > _SCANS
+        pixels: np.ndarray = np.empty(0) if many else simplejpeg.decode_jpeg(data)
     except (ValueError, KeyError, RuntimeError) as error:  # damaged, of an unknown colour space, or no decoder to be had
         if _LOSS.search(str(error)):
             raise ValueError(f"damaged: the decoder reported missing data ({error})") from error
         return None
+    if many:
+        raise ValueError(f"more than {_SCANS} scans, which take too long; encode the file again")
     # Decoding showed that the data is whole.
     return pixels if colours in _COLOURS else None
+
+
+def _scans(data: bytes) -> int:
+    flat = np.frombuffer(data, np.uint8)
+    return int(np.count_nonzero((flat[:-2] == 0xFF) & (flat[1:-1] == 0xDA) & (flat[2:] == 0)))
