@@ -9,9 +9,11 @@ import simplejpeg
 
 _COLOURS = frozenset({"Gray", "YCbCr", "RGB"})  # what libjpeg-turbo turns into RGB as Pillow has it turned
 _SCANS = 32  # each goes through all pixels, even one of ten bytes; libjpeg writes 10 of three colours, 18 of four inks
-# What libjpeg-turbo paints over in grey. A few bytes too many are harmless in a header and at the image's end; 100 or more
-# were pixels. Before a restart, a table or a scan they may hide more damage, for the decoder keeps its first warning alone.
-_LOSS = re.compile(r"premature end|bad \w+ code|of RST|progression|\d{3} extraneous|marker 0x(c4|d[0-8a])", re.IGNORECASE)
+# What libjpeg-turbo paints over in grey. Bytes too many are harmless in a header and at the image's end: all pixels are there.
+# Before a restart, a table or a scan they may hide more damage, for the decoder keeps its first warning alone.
+_LOSS = re.compile(r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE)
+# Arithmetic coding, which never warns of a bad code: what it leaves over are pixels.
+_ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 
 
 def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
@@ -33,7 +35,7 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         many = width * height * len(data) > 2**35 and _scans(data) > _SCANS
         pixels: np.ndarray = np.empty(0) if many else simplejpeg.decode_jpeg(data)
     except (ValueError, KeyError, RuntimeError) as error:  # damaged, of an unknown colour space, or no decoder to be had
-        if _LOSS.search(str(error)):
+        if _LOSS.search(str(error)) or ("extraneous" in str(error) and _ARITHMETIC.search(data)):
             raise ValueError(f"damaged: the decoder reported missing data ({error})") from error
         return None
     if many:

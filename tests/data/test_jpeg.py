@@ -98,14 +98,18 @@ def with_last_scan_twice(data: bytes) -> bytes:
     [
         encoded(photo().convert("CMYK")),
         with_junk(KINDS["4:2:0"], -2, 7),
+        with_junk(KINDS["4:2:0"], -2, 2226),
         with_junk(KINDS["4:2:0"], 20, 3),
         KINDS["4:2:0"].replace(b"JFIF\0\1", b"JFIF\0\7"),
         adobe(encoded(photo()), 7),
         b"\xff\xd8\xff",
         encoded(photo()).replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc1\x00\x11\x0c"),
     ],
-    ids=["inks", "bytes before its end", "bytes in its header", "JFIF 7", "odd Adobe mark", "three bytes", "twelve bits"],
-)
+    ids=[
+        "inks", "bytes before its end", "many bytes before its end", "bytes in its header", "JFIF 7", "odd Adobe mark",
+        "three bytes", "twelve bits",
+    ],
+)  # fmt: skip
 def test_the_unusual_is_left_to_pillow(data: bytes) -> None:
     """Four inks, what libjpeg-turbo warns of although no pixel is missing, and what it cannot read."""
     assert decode_jpeg(data, 10 * LIMIT) is None
