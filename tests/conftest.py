@@ -20,6 +20,25 @@ from harness.config import Config
 ROOT = Path(__file__).parents[1]
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Knows the setting of pytest-timeout where that is missing: a bare machine with a GPU may have pytest alone."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds of a test; needs pytest-timeout")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Knows its mark there too."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout: needs pytest-timeout")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU torch's warnings are no errors: which ones come depends on the card, the driver and torch's version."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default::UserWarning", "error::pytest.PytestWarning"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """Starts the fork server with what workers import, before a test that needs less starts it without."""

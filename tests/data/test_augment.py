@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from pictures import numbered, pictures
+
+pytest.importorskip("scipy", reason="needs scipy (uv sync)")
 from scipy.stats import chisquare, ks_2samp
 from torchvision.transforms import v2
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from pictures import pictures
+
+pytest.importorskip("scipy", reason="needs scipy (uv sync)")
 from scipy.stats import chisquare
 from torch import Tensor
 from torchvision.transforms import v2

@@ -22,6 +22,8 @@ import pytest
 from numpy.typing import NDArray
 from oddities import Plant
 from PIL import Image
+
+pytest.importorskip("sklearn", reason="needs sklearn (uv sync)")
 from sklearn.datasets import load_sample_images
 from sklearn.linear_model import RidgeClassifier
 

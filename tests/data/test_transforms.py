@@ -10,6 +10,8 @@ import pytest
 import torch
 from photographs import NAMES, photograph
 from PIL import Image
+
+pytest.importorskip("scipy", reason="needs scipy (uv sync)")
 from scipy.stats import binomtest, ks_2samp
 from torchvision import transforms as tv
 from torchvision.transforms import v2

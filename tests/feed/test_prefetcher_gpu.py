@@ -95,19 +95,19 @@ class Ears(StepClock):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self.heard: list[tuple[Any, Any]] = []
+        self.heard: list[tuple[Any, ...]] = []
 
-    def copied(self, start: Any, end: Any) -> None:
-        self.heard.append((start, end))
+    def copied(self, *events: Any) -> None:
+        self.heard.append(events)
 
 
 def test_copies_are_told_to_the_clock() -> None:
-    """The clock hears of each batch's copy by two events of its own."""
+    """The clock hears of each batch's copy, and of its end on the way, by three events of its own."""
     ears = Ears()
     list(DataPrefetcher(Loader(3, 64), "cuda", clock=ears))
     torch.cuda.synchronize()
-    assert len({id(event) for pair in ears.heard for event in pair}) == 6
-    assert all(start.elapsed_time(end) > 0 for start, end in ears.heard)
+    assert len({id(event) for events in ears.heard for event in events}) == 9
+    assert all(start.elapsed_time(end) > 0 and end.elapsed_time(ready) >= 0 for start, end, ready in ears.heard)
 
 
 def test_an_error_leaves_no_thread() -> None:

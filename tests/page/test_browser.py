@@ -19,6 +19,8 @@ from urllib.request import urlopen
 import pytest
 from page import runs
 from PIL import Image
+
+pytest.importorskip("selenium", reason="needs selenium (uv sync)")
 from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
