@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
@@ -75,8 +75,8 @@ def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[flo
     return seconds, window
 
 
-def compare(rig: Rig, steps: int, tolerance: float) -> tuple[str, list[Row], list[str]]:
-    """What both methods say of every load: in a line, as a table, and what is wrong.
+def compare(rig: Rig, steps: int, tolerance: float) -> Generator[Row, None, str]:
+    """What both methods say: a row for every load, ``{"wrong": ...}`` for one on which they differ, and a line at the end.
 
     Args:
         rig: the steps.
@@ -85,16 +85,16 @@ def compare(rig: Rig, steps: int, tolerance: float) -> tuple[str, list[Row], lis
     """
     timed_epoch(rig, 0.0, 0.0, 5)  # kernels are chosen, the network is compiled
     step_s = timed_epoch(rig, 0.0, 0.0, steps)[0]
-    rows, problems, worst = [], [], 0.0
+    worst = 0.0
     for load, work in LOADS:
         epochs = [_both(rig, load * step_s, work * step_s, steps) for _ in range(_ROUNDS)]
         found = {name: median(epoch[name] for epoch in epochs) for name in epochs[0]}
-        rows.append({"loader / step": load, "loop / step": work, **{name: f"{value:.3f}" for name, value in found.items()}})
+        yield {"loader / step": load, "loop / step": work, **{name: f"{value:.3f}" for name, value in found.items()}}
         apart = median(abs(epoch["stall"] - epoch["differential"]) for epoch in epochs)
         worst = max(worst, apart)
         if apart > tolerance:
-            problems.append(f"loader / step {load:g}, loop / step {work:g}: they differ by more than {tolerance:g}")
-    return f"step {1e3 * step_s:.2f} ms; clock and differential method differ by up to {worst:.3f}", rows, problems
+            yield {"wrong": f"loader / step {load:g}, loop / step {work:g}: they differ by more than {tolerance:g}"}
+    return f"step {1e3 * step_s:.2f} ms; clock and differential method differ by up to {worst:.3f}"
 
 
 def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float]:

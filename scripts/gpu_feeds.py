@@ -10,11 +10,12 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -39,22 +40,23 @@ from harness.training.state import make_state
 from harness.training.step import Step
 from scripts.bench_loop import make_batches
 from scripts.gpu_loaders import NONE
+from scripts.gpu_options import Options, Row
 
 CORES = (1, 2, 4, 6, 8, 16)
 FED = 0.99  # of the rate of a run that loads nothing
 BESIDE = 1.02  # step time with decoding threads over that without, at most
 THREADS = 16
-_STEPS, _TURNS = 20, 6
+_STEPS = 20
 LIMIT_S, LEAST_S = 120, 90  # of one run, at most; left before one
 _SETTLE_S = 0.2  # until threads that are no longer needed have filled what they may, and others have been given what lay ready
 
-Row = dict[str, Any]
 Run = Callable[[str, int], Row]  # a loader, cores
 
 
 def shapes(scratch: Path, images: int) -> DataConfig:
     """So many JPEGs as large as ImageNet's, in a folder of their own."""
-    numbers = GenerateConfig(classes=100, train_images=images, val_images=256, width=500, height=375)
+    classes, val_images = min(100, images // 8), min(256, images // 4)
+    numbers = GenerateConfig(classes=classes, train_images=images, val_images=val_images, width=500, height=375)
     return DataConfig(root=str(scratch / f"shapes-{images}"), image_size=224, generate=numbers)
 
 
@@ -71,7 +73,7 @@ def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[st
     return common, ["data=shapes", f"data.root={data.root}"]
 
 
-def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> list[Row]:
+def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterator[Row]:
     """Images/s with each of ``feeds`` on ever fewer cores, as far as the time goes, and of those where nothing is loaded.
 
     A run that fails is a row that says why.
@@ -81,13 +83,12 @@ def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> list[R
         run: the answer of ``gpu_loaders.py`` for one of them on so many cores.
         left_s: the time that is left.
     """
-    rows: list[Row] = []
     have = len(os.sched_getaffinity(0))
     ready = run(NONE, have)["images_per_s"]
     for count in (n for n in CORES[::-1] if n <= have):
         for feed in feeds:
             if left_s() < LEAST_S:
-                return rows
+                return
             row: Row = {"cores": count, "feed": feed, "images/s": 0, "of no loading": 0.0, "by": "", "failed": ""}
             try:
                 found = run(feed, count)
@@ -97,8 +98,7 @@ def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> list[R
                 row["failed"] = f"took more than {LIMIT_S} s"
             except RuntimeError as error:
                 row["failed"] = " ".join(str(error).split())
-            rows.append(row)
-    return rows
+            yield row
 
 
 def fewest(rows: Sequence[Row]) -> str:
@@ -110,32 +110,44 @@ def fewest(rows: Sequence[Row]) -> str:
     return "; ".join(said)
 
 
-def launches(device: torch.device, scratch: Path, compiled: bool) -> Row:
-    """Step time of ResNet-50 on a batch at hand, alone and beside threads that decode all the while; turns alternate."""
+def launches(o: Options, compiled: bool) -> Iterator[Row]:
+    """Step time on a batch at hand, alone and beside threads that decode, in turns, on ever fewer cores."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
-    world = World(0, 1, 0, 1, device)
+    world, size = World(0, 1, 0, 1, o.device), 256 if o.on_gpu else 8
     config = Config(
-        data=shapes(scratch, 2560),
-        loader=LoaderConfig(backend=Backend.threads, batch_size=256, num_workers=THREADS),
-        model=ModelConfig(name="resnet50"),
+        data=shapes(o.scratch, o.images),
+        loader=LoaderConfig(backend=Backend.threads, batch_size=size, num_workers=THREADS),
+        model=ModelConfig(name="resnet50" if o.on_gpu else "small"),
         trainer=trainer,
     )
     step = Step(make_state(config, 10, world, 1000), config, world)
-    images, labels = make_batches(1, 256, 224, pin=False)[0][:2]
-    batch = images.to(device, torch.bfloat16, memory_format=torch.channels_last), labels.to(device)
+    images, labels = make_batches(1, size, 224, pin=False)[0][:2]
+    batch = images.to(o.device, torch.bfloat16, memory_format=torch.channels_last), labels.to(o.device)
     feeds = Feeds(datasets.load(config.data, config.augment, config.seed), config, world)
-    turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}  # beside decoding: ms of a step, images/s decoded
+    _step_ms(step, batch, o.device)  # compiles and chooses kernels
     with Decoding(feeds.train(feeds.settings(limits.measure()))) as decoding:
-        for turn in range(_TURNS + 1):
-            for busy in (False, True) if turn % 2 else (True, False):
-                found = decoding.beside(lambda: _step_ms(step, batch, device), busy)
-                if turn:  # the first compiles and chooses kernels
-                    turns[busy].append(found)
-    (alone, _), (beside, rates) = (zip(*turns[busy], strict=True) for busy in (False, True))
-    return {
-        "network": "compiled" if compiled else "eager", "alone ms": median(alone), "beside threads ms": median(beside),
-        "images/s beside": round(median(rates)), "ratio": median(b / a for a, b in zip(alone, beside, strict=True)),
-    }  # fmt: skip
+        allowed = os.sched_getaffinity(0)
+        for count in (n for n in CORES[::-1] if n <= len(allowed)):
+            _confine(sorted(allowed)[:count])
+            turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}  # beside decoding: ms of a step, images/s
+            for turn in range(o.turns + 1):
+                for busy in (False, True) if turn % 2 else (True, False):
+                    found = decoding.beside(lambda: _step_ms(step, batch, o.device), busy)
+                    if turn:  # the first moves threads to their cores
+                        turns[busy].append(found)
+            (alone, _), (beside, rates) = (zip(*turns[busy], strict=True) for busy in (False, True))
+            yield {
+                "cores": count, "alone ms": median(alone), "beside threads ms": median(beside),
+                "images/s beside": round(median(rates)), "ratio": median(b / a for a, b in zip(alone, beside, strict=True)),
+            }  # fmt: skip
+        _confine(allowed)
+
+
+def _confine(cores: Iterable[int]) -> None:
+    """Leave these cores alone to all threads of this process; those that it starts later take after them."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 class Decoding:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.feed.interface import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 
 _NUMBERED = 24  # batches in a check of values
@@ -51,15 +52,13 @@ def _hold_up(device: torch.device) -> None:
     torch.cuda._sleep(10_000_000) if device.type == "cuda" else time.sleep(0.002)
 
 
-class _SlowToMove:
-    """Images whose copy waits behind a sleep on the stream that it is issued to."""
+class _SlowToMove(Tensor):
+    """Images whose copy waits behind a sleep on the stream that it is issued to; in all else a plain tensor."""
 
-    def __init__(self, images: Tensor) -> None:
-        self.images, self.device = images, images.device
-
-    def to(self, device: torch.device, **how: Any) -> Tensor:
-        _hold_up(device)
-        return self.images.to(device, **how)
+    def to(self, *args: Any, **how: Any) -> Tensor:
+        """A plain tensor on the device that comes first among ``args``."""
+        _hold_up(torch.device(args[0]))
+        return self.as_subclass(Tensor).to(*args, **how)
 
 
 def wrong_values(device: torch.device, slow: str) -> list[str]:
@@ -68,12 +67,12 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
     Each is made anew and dropped at once, so that memory goes round on both sides as fast as the allocators let it.
     """
 
-    def numbered() -> Iterator[tuple[Any, Tensor]]:
+    def numbered() -> Iterator[HostBatch]:
         for i in range(_NUMBERED):
             images, labels = torch.full((64, 3, 64, 64), i, dtype=torch.uint8), torch.full((64,), i)
             if device.type == "cuda":
                 images, labels = images.pin_memory(), labels.pin_memory()
-            yield _SlowToMove(images) if slow == "copy" else images, labels
+            yield HostBatch(images.as_subclass(_SlowToMove) if slow == "copy" else images, labels, labels)
 
     seen = []
     for images, labels in DataPrefetcher(numbered(), device, ahead=True):

@@ -1,0 +1,63 @@
+"""What every part of ``gpu_check.py`` is given, and how it answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+Said = Generator[Row, None, str]
+"""The rows of a part as they are measured, ``{"wrong": ...}`` for what is wrong, and at the end one line."""
+Answer = Callable[[Row], None]
+"""Takes a row as ``{"row": ...}``, or what is wrong, at once."""
+
+
+class SkippedError(Exception):
+    """A part that this machine cannot run; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a part may use: a device, a folder that is thrown away, and how long."""
+
+    device: torch.device
+    quick: bool
+    scratch: Path
+    deadline: float
+    answer: Answer
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is a CUDA device; otherwise a part does less, on the CPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def images(self) -> int:
+        """How many JPEGs a part may generate."""
+        return (1280 if self.quick else 2560) if self.on_gpu else 64
+
+    @property
+    def turns(self) -> int:
+        """How often something is measured."""
+        return 3 if self.quick or not self.on_gpu else 9
+
+    def need_gpu(self, why: str) -> None:
+        """Does nothing where there is a CUDA device.
+
+        Raises:
+            SkippedError: there is none; with ``why`` the part needs one.
+        """
+        if not self.on_gpu:
+            raise SkippedError(f"no CUDA device: {why}")
+
+    def left_s(self) -> float:
+        """Seconds until the part has to be done."""
+        return self.deadline - time.monotonic()
+
+
+Part = Callable[[Options], Said]

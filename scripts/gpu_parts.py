@@ -1,0 +1,313 @@
+"""The parts of ``gpu_check.py``: one of them, in a process of its own, that says what it measures as it measures it.
+
+Lines of JSON on standard output: ``machine``, then each ``row`` and what is ``wrong``, then how it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config import AugmentConfig, Config, ModelConfig, Precision, TrainerConfig
+from harness.data import datasets
+from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime.distributed import World
+from harness.training.state import make_state
+from harness.training.step import Step
+from harness.watch.clock import StepClock
+from scripts import gpu_feeds, gpu_loaders, gpu_unsettled
+from scripts.bench_loop import make_batches
+from scripts.bench_pinned_copy import Work, host_copies, overlap, plain_copies
+from scripts.differential import Rig, compare, emulated_rig
+from scripts.gpu_options import Answer, Options, Part, Row, Said, SkippedError
+from scripts.gpu_overlap import Slow, step_ms, wait, wrong_values
+from scripts.measured import Sample, machine, plain
+
+ROOT = Path(__file__).resolve().parent.parent
+HIDDEN_FLOOR = 0.7  # share of the copy that the prefetcher must hide
+STALL_TOLERANCE = 0.01  # how far the clock's stall may be from the differential method's, as shares of the time
+EMULATED_TOLERANCE = 0.03  # the same where the device is made of threads, which a busy machine wakes late
+DEMAND_TOLERANCE = 0.05  # how far the tuner's demand may be from what a run without loading reaches
+_RUN_S = 120.0  # of one run of train.py, at most
+_ON_CPU = "; no CUDA device: this shows that the part runs, and nothing of a GPU"
+
+
+def check_pytest(o: Options) -> Said:
+    """The tests that are marked ``gpu``, each as it ends."""
+    yield from ()
+    return f"exit code {int(pytest.main(['-m', 'gpu', '-q', '-p', 'no:cacheprovider', 'tests'], plugins=[_Told(o.answer)]))}"
+
+
+class _Told:
+    """A plugin of pytest that answers with what became of each test."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for each test's setup, call and teardown."""
+        if report.when == "call" or not report.passed:
+            self._tell(report.nodeid, report.outcome, report.duration, report.longrepr)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Called for each file; one that cannot be imported fails."""
+        if report.failed:
+            self._tell(report.nodeid, report.outcome, 0.0, report.longrepr)
+
+    def _tell(self, test: str, outcome: str, seconds: float, said: object) -> None:
+        words = str((said[-1] if isinstance(said, tuple) else said) or "")[-600:]
+        self._answer({"row": {"test": test, "outcome": outcome, "s": round(seconds, 2), "said": words}})
+        if outcome == "failed":
+            self._answer({"wrong": f"{test} failed"})
+
+
+def check_prefetcher(o: Options) -> Said:
+    """Whether the prefetcher hides the copy behind the step, and gives the right values when either of them is slow."""
+    device = o.device
+    if o.on_gpu:  # batches of ImageNet's size, and work that takes twice as long as their copy
+        what, loader = "copy", Slow(make_batches(4, 256, 224, pin=True), count=40)
+        work: Callable[[], object] = Work(
+            device, 2 * step_ms(DataPrefetcher(loader, device, ahead=False), lambda: None, device)
+        )
+    else:
+        what, loader = "loading", Slow(make_batches(1, 1, 8, pin=False), 0.004, count=25)
+        work = lambda: time.sleep(0.008)
+    times: dict[str, list[float]] = {"step alone": [], "ahead=False": [], "ahead=True": []}
+    for _ in range(o.turns):
+        times["step alone"].append(step_ms(range(loader.count), work, device))
+        for ahead in (False, True):
+            times[f"ahead={ahead}"].append(step_ms(DataPrefetcher(loader, device, ahead=ahead), work, device))
+    yield from ({"loop": name, "step ms": Sample.of(values)} for name, values in times.items())
+    alone, unhidden, hiding = (median(values) for values in times.values())
+    hidden = (unhidden - hiding) / max(unhidden - alone, 1e-9)
+    if hidden < HIDDEN_FLOOR:
+        yield {"wrong": f"less than {HIDDEN_FLOOR:.0%} is hidden"}
+    for slow in ("copy", "step"):
+        yield from ({"wrong": text} for text in wrong_values(device, slow))
+    return f"{hidden:.0%} of the {what} hidden; values checked with a slow copy and with a slow step"
+
+
+def resnet_rig(device: torch.device, compiled: bool) -> Rig:
+    """ResNet-18 in bf16 and channels_last on 128 images of 160 pixels, fed by the prefetcher."""
+    trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
+    config, world = Config(model=ModelConfig(name="resnet18"), trainer=trainer), World(0, 1, 0, 1, device)
+    step, ready = Step(make_state(config, 10, world, 1000), config, world), make_batches(4, 128, 160, pin=True)
+    how: Row = {"mean": config.data.mean, "std": config.data.std, "dtype": torch.bfloat16, "channels_last": True}
+    return Rig(
+        clock=lambda: StepClock(device),
+        batches=lambda sleep_s, count, clock: iter(DataPrefetcher(Slow(ready, sleep_s, count), device, clock=clock, **how)),
+        launch=lambda batch: step(*batch),
+        wait=lambda: wait(device),
+    )
+
+
+def check_stall(o: Options) -> Said:
+    """The step clock's stall against the differential method; without a GPU on an emulated device."""
+    rig, tolerance = emulated_rig(), EMULATED_TOLERANCE
+    if o.on_gpu:
+        rig, tolerance = resnet_rig(o.device, compiled=False), STALL_TOLERANCE
+    return (yield from compare(rig, 10 if o.quick else 20, tolerance))
+
+
+def check_stall_compiled(o: Options) -> Said:
+    """The same with ``torch.compile``."""
+    o.need_gpu("the emulated device has no network to compile")
+    return (yield from compare(resnet_rig(o.device, compiled=True), 10 if o.quick else 20, STALL_TOLERANCE))
+
+
+def check_copies(o: Options) -> Said:
+    """Pinned against pageable copies, alone and beside work that does not need them; without a GPU, host to host."""
+    n = 5 if o.quick else 20
+    if not o.on_gpu:
+        yield from host_copies([36], n)
+        return "the host's own memory, which bounds both ways of a copy"
+    rows = plain_copies(o.device, [36], n) + overlap(o.device, 256, n)  # 36 MiB: 256 uint8 images of 224 pixels
+    yield from ({key: row.get(key, "") for key in ("way", "done after ms", "GB/s", "hidden")} for row in rows)
+    rate, hidden = ({row["way"]: row.get(key) for row in rows} for key in ("GB/s", "hidden"))
+    return (
+        f"pageable {rate['pageable, x.to(device)']} GB/s, pinned {rate['pinned before, non_blocking']} GB/s; hidden behind "
+        f"unrelated work: {hidden['pinned, same stream']} on one stream, {hidden['pinned, side stream']} on a side stream"
+    )
+
+
+def check_demand(o: Options) -> Said:
+    """What the tuner says that ResNet-50 takes against a run without loading, and training on JPEGs, untuned and tuned."""
+    common, files = gpu_feeds.resnet50(o.scratch, o.images, 100 if o.on_gpu and not o.quick else 25)
+    if not o.on_gpu:
+        common += ["model=small", "loader.batch_size=8", "trainer.precision=fp32", "trainer.max_steps=12"]
+    runs = {"data=fake": ["data=fake"], "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"], "untuned": files}
+    demand, rates = 0.0, dict[str, list[float]]()
+    for turn in range(1 if o.quick or not o.on_gpu else 2):
+        for name in runs:
+            if turn and o.left_s() < _RUN_S / 2:  # the second turn is for the spread; the first one is owed
+                break
+            row = train([*runs[name], *common], o.scratch / f"{name}-{turn}", min(_RUN_S, o.left_s()))
+            demand = row["demand"] or demand
+            rates.setdefault(name, []).append(row["images/s"])
+            yield {"run": name, **row}
+    ratio = demand / median(rates["data=fake"])
+    if o.on_gpu and abs(ratio - 1) > DEMAND_TOLERANCE:
+        yield {"wrong": f"the tuner's demand is {ratio:.2f} times what data=fake reaches"}
+    reached = ", ".join(f"{name} {median(found):.0f}" for name, found in rates.items())
+    return f"images/s: {reached}; the tuner says that the step takes {demand:.0f}"
+
+
+def check_launches(o: Options, compiled: bool = False) -> Said:
+    """Step time of ResNet-50 with 16 decoding threads beside it, on ever fewer cores."""
+    ratios: dict[int, float] = {}
+    for row in gpu_feeds.launches(o, compiled):
+        ratios[row["cores"]] = row["ratio"]
+        yield row
+    enough = [cores for cores, ratio in ratios.items() if ratio <= gpu_feeds.BESIDE]
+    fewest = f"{min(enough)} cores" if enough else "none of these"
+    return f"{fewest} keep the step within {gpu_feeds.BESIDE} times the step alone"
+
+
+def check_launches_compiled(o: Options) -> Said:
+    """The same with ``torch.compile``."""
+    o.need_gpu("a CPU's step has no launches")
+    return (yield from check_launches(o, compiled=True))
+
+
+def check_feeds(o: Options) -> Said:
+    """ResNet-50 fed by threads and by processes, on ever fewer cores, against a run that loads nothing."""
+    return (yield from _fed(o, gpu_loaders.OURS))
+
+
+def check_feeds_compiled(o: Options) -> Said:
+    """The same with ``torch.compile``."""
+    o.need_gpu("a CPU's step has no launches")
+    return (yield from _fed(o, gpu_loaders.OURS, "--compile"))
+
+
+def check_peers(o: Options) -> Said:
+    """The same fed by the loaders of other projects that can be imported: pytorch/examples, nvJPEG, DALI and SPDL."""
+    return (yield from _fed(o, [name for name in gpu_loaders.peers() if o.on_gpu or name != gpu_loaders.NVJPEG]))
+
+
+def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
+    data = gpu_feeds.shapes(o.scratch, o.images)
+    datasets.load(data, AugmentConfig(), 0)
+    if not o.on_gpu:
+        how = (*how, "--device", "cpu", "--model", "small", "--batch-size", "8", "--seconds", "1")
+
+    def run(name: str, cores: int) -> Row:
+        arguments = [str(ROOT / "scripts" / "gpu_loaders.py"), name, str(data.root), str(cores), *how]
+        done = _run(arguments, min(gpu_feeds.LIMIT_S, o.left_s()), cores)
+        if done.returncode != 0:
+            raise RuntimeError(f"gpu_loaders.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
+        found: Row = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    rows = []
+    for row in gpu_feeds.cores(loaders, run, o.left_s):
+        rows.append(row)
+        yield row
+        if row["failed"]:
+            yield {"wrong": f"{row['feed']} on {row['cores']} cores: {row['failed']}"}
+    return gpu_feeds.fewest(rows) or "no time was left for a loader"
+
+
+def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
+    """Figures of a run of ``train.py``, and what the tuner says that the step takes (0 where nothing was tuned).
+
+    Raises:
+        RuntimeError: it failed; with its last words.
+        subprocess.TimeoutExpired: it took longer than ``limit_s``.
+    """
+    done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s)
+    if done.returncode != 0:
+        raise RuntimeError(f"train.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
+    report = json.loads((run_folder / "report.json").read_text(encoding="utf-8"))
+    tuning = run_folder / "tuning.json"
+    demand = json.loads(tuning.read_text(encoding="utf-8"))["demand"] if tuning.exists() else None
+    step, loader = report["step_ms"], report["loader"]
+    return {
+        "images/s": round(report["images_per_s"]), "step ms": f"{step['median']:.1f} (p95 {step['p95']:.1f})",
+        "stall": round(report["stall_fraction"], 3), "data wait": round(report["data_wait_fraction"], 3),
+        "num_workers": loader["num_workers"], "pin_memory": loader["pin_memory"],
+        "demand": round(demand["images_per_s"]) if demand else 0,
+    }  # fmt: skip
+
+
+def _run(arguments: Sequence[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Python with ``arguments`` in the project's folder, on the first ``cores`` of this thread's."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(allowed)[:cores])
+    try:
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit_s, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+PARTS: dict[str, Part] = {
+    "elapsed": gpu_unsettled.elapsed, "reserved": gpu_unsettled.reserved, "events": gpu_unsettled.events,
+    "finish": gpu_unsettled.finish, "staging": gpu_unsettled.staging, "pinning": gpu_unsettled.pinning,
+    "stall": check_stall, "stall_compiled": check_stall_compiled, "prefetcher": check_prefetcher,
+    "pytest": check_pytest, "copies": check_copies, "demand": check_demand,
+    "launches": check_launches, "launches_compiled": check_launches_compiled,
+    "feeds": check_feeds, "feeds_compiled": check_feeds_compiled, "peers": check_peers,
+}  # fmt: skip
+
+
+def answer_for(name: str, o: Options) -> None:
+    """Run a part, and say what it says and how it ended, whatever it raised."""
+    said, answer = PARTS[name](o), o.answer
+    try:
+        while True:
+            row = next(said)
+            answer(row if "wrong" in row else {"row": row})
+    except StopIteration as end:
+        answer({"ok": f"{end.value}{'' if o.on_gpu else _ON_CPU}"})
+    except SkippedError as reason:
+        answer({"skipped": str(reason)})
+    except Exception as error:
+        traceback.print_exc()
+        answer({"failed": f"{type(error).__name__}: {error}"})
+
+
+def _end_with(parent: int) -> None:
+    """Kill this process and all that it has started once the other end of ``parent`` is closed."""
+    os.read(parent, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Run one part of gpu_check.py.")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("limit_s", type=float, help="seconds until it is to be done")
+    parser.add_argument("scratch", type=Path, help="folder that is thrown away")
+    parser.add_argument("--quick", action="store_true")
+    a = parser.parse_args(argv)
+    deadline, answers = time.monotonic() + a.limit_s, os.dup(1)
+    threading.Thread(target=_end_with, args=(os.dup(0),), daemon=True).start()
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(said: Any) -> None:
+        os.write(answers, json.dumps(plain(said)).encode() + b"\n")
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    answer({"machine": machine()})
+    answer_for(a.part, Options(device, a.quick, a.scratch, deadline, answer))
+    os.close(answers)
+
+
+if __name__ == "__main__":
+    main()

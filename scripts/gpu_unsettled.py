@@ -1,0 +1,219 @@
+"""Parts of ``gpu_check.py``: what reading torch's and the driver's documents does not settle, each measured alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from harness.config import AugmentConfig
+from harness.data import datasets
+from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime import workers
+from harness.runtime.device import synchronize
+from harness.runtime.errors import LoaderError
+from harness.watch.clock import StepClock
+from scripts.bench_loop import make_batches
+from scripts.differential import Rig, emulated_rig
+from scripts.gpu_feeds import shapes
+from scripts.gpu_loaders import LOADERS, Job
+from scripts.gpu_options import Options, Row, Said
+from scripts.gpu_overlap import Slow
+from scripts.measured import Sample
+
+CYCLES = 20_000_000  # of a GPU's clock: some ten milliseconds
+_MIB = 2**20
+_APART_MS = 0.01  # that an interval read forwards may be from the one read backwards
+_PREFETCHERS = 10
+_CALLS = 200  # between two readings of the clock
+_LAUNCHES = 20_000
+_PASSES_S = 20.0  # until workers that were killed must be noticed
+
+
+def elapsed(o: Options) -> Said:
+    """What ``elapsed_time`` says of an event that came earlier, on one stream and between two."""
+    o.need_gpu("events are a GPU's")
+    main, side, worst = torch.cuda.current_stream(o.device), torch.cuda.Stream(o.device), 0.0
+    for streams, first, second in (("one", main, main), ("main to side", main, side), ("side to main", side, main)):
+        forwards, backwards = [], []
+        for _ in range(o.turns):
+            early, late = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            early.record(first)
+            second.wait_stream(first)
+            with torch.cuda.stream(second):
+                torch.cuda._sleep(CYCLES)
+            late.record(second)
+            torch.cuda.synchronize(o.device)
+            forwards.append(early.elapsed_time(late))
+            backwards.append(late.elapsed_time(early))
+        apart = max(abs(there + back) for there, back in zip(forwards, backwards, strict=True))
+        worst = max(worst, apart)
+        yield {"streams": streams, "forwards ms": Sample.of(forwards), "backwards ms": Sample.of(backwards), "apart ms": apart}
+        if apart > _APART_MS:
+            yield {"wrong": f"streams {streams}: backwards is not the negative of forwards"}
+    return f"read backwards, intervals are the negative of those read forwards within {worst:.4f} ms"
+
+
+def reserved(o: Options) -> Said:
+    """The memory that prefetchers leave reserved, made and ended one after the other."""
+    size, held = ((256, 224) if o.on_gpu else (16, 64)), []
+    batches = Slow(make_batches(4, *size, pin=o.on_gpu), count=12)
+    for made in range(1, _PREFETCHERS + 1):
+        prefetcher = DataPrefetcher(batches, o.device, mean=(0.5,) * 3, std=(0.5,) * 3, ahead=True)
+        for _ in prefetcher:
+            pass
+        prefetcher.close()
+        del prefetcher
+        gc.collect()
+        row: Row = {"prefetchers": made, "process MiB": round(psutil.Process().memory_info().rss / _MIB)}
+        if o.on_gpu:
+            torch.cuda.synchronize(o.device)
+            row |= {"reserved MiB": round(torch.cuda.memory_reserved(o.device) / _MIB)}
+            row |= {"allocated MiB": round(torch.cuda.memory_allocated(o.device) / _MIB)}
+        held.append(row.get("reserved MiB", row["process MiB"]))
+        yield row
+    return f"{held[0]} MiB {'reserved' if o.on_gpu else 'in this process'} after one, {held[-1]} after {_PREFETCHERS}"
+
+
+def events(o: Options) -> Said:
+    """Microseconds of the host for what the step clock and the prefetcher do with events."""
+    o.need_gpu("events are a GPU's")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    calls: dict[str, Callable[[], object]] = {
+        "make one and record it": lambda: torch.cuda.Event(enable_timing=True).record(),
+        "record one again": torch.cuda.Event(enable_timing=True).record,
+        "elapsed_time": lambda: start.elapsed_time(end),
+    }
+    summary = []
+    for device in ("idle", "at work"):
+        median_us = {}
+        for name, call in calls.items():
+            taken_us = []
+            for _ in range(o.turns):
+                torch.cuda.synchronize(o.device)
+                if device == "at work":
+                    torch.cuda._sleep(5 * CYCLES)
+                begin = time.perf_counter()
+                for _ in range(_CALLS):
+                    call()
+                taken_us.append(1e6 * (time.perf_counter() - begin) / _CALLS)
+            found = Sample.of(taken_us)
+            median_us[name] = found.median
+            yield {"call": name, "device": device, "us": found}
+        made, again, read = median_us.values()
+        summary.append(f"{3 * made + 3 * again + 6 * read:.0f} us with the device {device}")
+    return f"3 events made, 6 recorded and 6 elapsed_time in a step: {', '.join(summary)}"
+
+
+def finish(o: Options) -> Said:
+    """The share of a core that waiting for the device takes: as the step clock waits, and with a blocking event."""
+    rig = emulated_rig(step_s=0.05)
+    if o.on_gpu:
+        launch = lambda _: torch.cuda._sleep(5 * CYCLES)
+        rig = Rig(lambda: StepClock(o.device), rig.batches, launch, lambda: synchronize(o.device))
+    clock, shares = rig.clock(), []
+    for name, wait in {"StepClock.settle": clock.settle, "a blocking event": rig.wait}.items():
+        wait()
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        for _ in range(2 * o.turns):
+            rig.launch(None)
+            wait()
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        shares.append(f"{name} {cpu_s / wall_s:.2f}")
+        yield {"waited with": name, "of a core": cpu_s / wall_s, "ms a wait": 1e3 * wall_s / (2 * o.turns)}
+    return f"of a core while waiting: {', '.join(shares)}"
+
+
+def staging(o: Options) -> Said:
+    """How long launches take while another thread copies from pageable or from page-locked memory."""
+    pageable = torch.ones((256 if o.on_gpu else 16) * _MIB, dtype=torch.uint8)
+    sources: dict[str, Tensor | None] = {"nothing": None, "pageable": pageable}
+    if o.on_gpu:
+        sources["page-locked"] = pageable.pin_memory()
+    summary = []
+    for name, source in sources.items():
+        launch_us = _launches_beside(source, o)
+        longest_ms, median_us = max(launch_us) / 1e3, float(np.median(launch_us))
+        p99_us = float(np.quantile(launch_us, 0.99))
+        yield {
+            "beside": name,
+            "launch us": median_us,
+            "p99 us": p99_us,
+            "longest ms": longest_ms,
+            "n": len(launch_us),
+        }
+        summary.append(f"{name} {median_us:.1f} us, at most {longest_ms:.2f} ms")
+    return f"a launch beside a copy of 256 MiB: {'; '.join(summary)}" if o.on_gpu else "; ".join(summary)
+
+
+def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
+    """Microseconds of launches on the current stream until eight copies of ``source`` are done; without one, of many."""
+    done, value, taken_us = threading.Event(), torch.zeros(1, device=o.device), [0.0]
+    side = torch.cuda.Stream(o.device) if o.on_gpu else None
+
+    def copy() -> None:
+        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
+            for _ in range(8 if source is not None else 0):
+                torch.empty_like(source, device=o.device).copy_(source, non_blocking=True)  # type: ignore[arg-type]
+            if side is not None:
+                side.synchronize()
+        done.set()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    while (len(taken_us) < _LAUNCHES if source is None else not done.is_set()) and o.left_s() > 0:
+        begin = time.perf_counter()
+        value.add_(1)
+        taken_us.append(1e6 * (time.perf_counter() - begin))
+    thread.join(max(0.0, o.left_s()))
+    return taken_us
+
+
+def pinning(o: Options) -> Said:
+    """How feeds whose batches a thread page-locks end in the middle of a pass: closed, and with their workers killed."""
+    workers.start_server(["harness.feed.processes", "harness.data.datasets"])
+    data, before, slowest_s = shapes(o.scratch, 64), threading.active_count(), 0.0
+    datasets.load(data, AugmentConfig(), 0)
+    for end in ("closed", "workers killed"):
+        for _ in range(1 if o.quick else 3):
+            job = Job(Path(str(data.root)), 2, 16, o.device)
+            with LOADERS["processes"](job) as feed:
+                batches = iter(feed)
+                pinned = [batch.images.is_pinned() for batch in islice(batches, 3)]
+                begin = time.monotonic()
+                said = "" if end == "closed" else _killed(feed.worker_pids, batches)  # type: ignore[attr-defined]
+                del batches
+            took_s = time.monotonic() - begin
+            slowest_s, left = max(slowest_s, took_s), threading.active_count() - before
+            yield {"pass": end, "s": round(took_s, 2), "page-locked": all(pinned), "threads left": left, "error": said}
+            if end != "closed" and not said:
+                yield {"wrong": f"no LoaderError within {_PASSES_S:g} s of the workers' death"}
+            if left > 0:
+                yield {"wrong": f"{end}: {left} threads are left"}
+    return f"passes that end half-way do so within {slowest_s:.1f} s"
+
+
+def _killed(pids: tuple[int, ...], batches: Iterator[object]) -> str:
+    """Kill the workers; the error that the feed then gives, empty if none comes in time."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + _PASSES_S
+    try:
+        while time.monotonic() < until:
+            next(batches)
+    except LoaderError as error:
+        return str(error)
+    return ""
