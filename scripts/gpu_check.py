@@ -47,7 +47,8 @@ GROUPS = {
     "peers": {"peers": 460},
 }
 """Parts, the most telling first, and how many seconds each may take."""
-DEADLINE_S = 480.0
+PARTS = "scripts.gpu_parts"
+DEADLINE_S = 475.0
 _LEAST_S = 15.0  # a part needs this long to begin
 _PUT_AWAY_S = 5.0  # of its time, in which a part is to end by itself
 _PATHS = re.compile(r"(?<![\w.])~?/[^\s'\"`,;:()<>\[\]{}|]+")
@@ -135,7 +136,7 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     The last one says how it ended: ``ok``, ``skipped``, ``failed`` or ``cut short``.
     """
     limit = str(max(1.0, limit_s - _PUT_AWAY_S))
-    command = [sys.executable, "-m", "scripts.gpu_parts", name, limit, str(scratch), *(["--quick"] if quick else [])]
+    command = [sys.executable, "-m", PARTS, name, limit, str(scratch), *(["--quick"] if quick else [])]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     log, until = scratch / f"{name}.log", time.monotonic() + limit_s
     with log.open("wb") as errors:
@@ -144,7 +145,8 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
         )  # fmt: skip
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(child.stdout, lines), daemon=True).start()
+    listener = threading.Thread(target=_listen, args=(child.stdout, lines), daemon=True)
+    listener.start()
     try:
         while line := lines.get(timeout=max(0.0, until - time.monotonic())):
             with contextlib.suppress(ValueError):  # of a line that was cut in two
@@ -159,6 +161,10 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot be killed
             child.wait(_PUT_AWAY_S)
+            listener.join()
+            for pipe in (child.stdin, child.stdout):
+                assert pipe is not None
+                pipe.close()
 
 
 def _gone(child: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.at = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -31,10 +33,16 @@ class Event:
 
 
 class Stream:
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
         return None
 
     def wait_stream(self, other: Stream) -> None:
+        return None
+
+    def wait_event(self, event: Event) -> None:
+        return None
+
+    def synchronize(self) -> None:
         return None
 
 
@@ -52,3 +60,27 @@ def install(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     return torch.device("cpu")
+
+
+def install_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Put the fake in place, and a device of type ``cuda`` whose tensors lie on the CPU."""
+    install(monkeypatch)
+    for name in ("empty", "empty_like", "ones", "randn", "tensor", "zeros"):
+        monkeypatch.setattr(torch, name, partial(_on_cpu, getattr(torch, name)))
+    to, full = torch.Tensor.to, 256 * 2**20
+    monkeypatch.setattr(torch.Tensor, "to", lambda *args, **how: _on_cpu(to, *args, **how))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    for name, fake in {
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "memory_reserved": lambda device=None: full,
+        "memory_allocated": lambda device=None: 0,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return torch.device("cuda", 0)
+
+
+def _on_cpu(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    """What ``function`` gives where the CPU stands in for every CUDA device that is named."""
+    cpu = lambda value: torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+    return function(*map(cpu, args), **{name: cpu(value) for name, value in how.items()})

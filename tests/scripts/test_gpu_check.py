@@ -1,153 +1,218 @@
-"""The GPU check: its parts on the CPU, on a fake CUDA, and what it makes of failures."""
+"""The GPU check: what it keeps of parts that end badly, and of itself when it is killed. The parts are stubs."""
 
+from __future__ import annotations
+
+import importlib.util
 import json
 import os
+import random
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
-import fake_cuda
 import pytest
-import torch
+from samples import comes_true
 
-from harness.data import datasets
-from harness.feed.prefetcher import DataPrefetcher
-from scripts import bench_pinned_copy, gpu_check, gpu_feeds, gpu_loaders, gpu_overlap
-from scripts.gpu_check import Finding, Options
+from scripts import gpu_check, gpu_parts
+from scripts.gpu_check import DEADLINE_S, GROUPS, Findings, missing, scrubbed
+
+ROWS = 20
+SECRET = "s3cr3t-of-the-environment"
+STUB = f"""
+import json, os, pathlib, signal, subprocess, sys, time
+
+def say(**said):
+    os.write(1, json.dumps(said).encode() + b"\\n")
+
+part = sys.argv[1]
+say(machine={{"cpu": "made up"}})
+for number in range({ROWS}):
+    say(row={{"number": number}})
+    time.sleep(0.005)
+if part.startswith("fine"):
+    say(ok="all")
+elif part == "wrong":
+    say(wrong="off by 2")
+    say(ok="ran")
+elif part == "crash":
+    os.kill(os.getpid(), signal.SIGSEGV)
+elif part == "chatty":
+    os.write(1, b"no JSON at all\\n")
+    sys.exit("no /home/somebody/file for {SECRET}")
+elif part == "hang":
+    beside = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    pathlib.Path("PLACE").write_text(f"{{beside.pid}} {{os.getpid()}}")
+    time.sleep(600)
+"""
 
 
 @pytest.fixture
-def on_cpu(tmp_path: Path) -> Options:
-    return Options(None, True, tmp_path, time.monotonic() + 60)
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stubs in place of the parts; a folder for what is found."""
+    (tmp_path / "stub_parts.py").write_text(STUB.replace("PLACE", str(tmp_path / "beside")))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("A_TOKEN", SECRET)
+    monkeypatch.setattr(gpu_check, "PARTS", "stub_parts")
+    return tmp_path
 
 
-def test_without_a_gpu_parts_run_or_say_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The parts that need a device name their reason, nothing fails, and both files are written."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    parts = "pytest,stall_compiled,copies,resnet50,launches,feeds,feeds_compiled,peers"
-    assert gpu_check.main(["--parts", parts, "--quick", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
-    assert [part["status"] for part in found] == ["skipped"] * 8
-    assert all(part["found"].startswith("no CUDA device: ") for part in found)
-    assert (tmp_path / "gpu_check.md").read_text().rstrip() == capsys.readouterr().out.rstrip()
+def found_in(folder: Path) -> dict[str, dict[str, Any]]:
+    found = json.loads((folder / "gpu_check.json").read_text())
+    return {part["part"]: part for part in found["parts"]}
 
 
-def test_a_failing_part_does_not_end_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its error is recorded, the next part runs, and the exit code is 1."""
-
-    def broken(o: Options) -> Finding:
-        raise OSError("no\nspace")
-
-    monkeypatch.setattr(gpu_check, "PARTS", {"one": broken, "two": lambda o: Finding("fine")})
-    assert gpu_check.main(["--parts", "one,two", "--out", str(tmp_path)]) == 1
-    parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
-    assert [(part["status"], part["found"]) for part in parts] == [("failed", "OSError: no space"), ("ok", "fine")]
-    assert "Traceback" in capsys.readouterr().err
+def numbers(part: dict[str, Any]) -> list[int]:
+    return [row["number"] for row in part.get("rows", [])]
 
 
-def test_a_wrong_result_fails_the_part(on_cpu: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that ran and found something wrong has failed, and its text says what."""
-    monkeypatch.setattr(gpu_check, "PARTS", {"one": lambda o: Finding("ran", problems=["off by 2"])})
-    part = gpu_check.run_part("one", on_cpu)
-    assert (part["status"], part["found"]) == ("failed", "ran; off by 2")
+def left_by(folder: Path) -> list[int]:
+    """The processes of a part that hangs, once it does."""
+    place = folder / "beside"
+    return [int(pid) for pid in place.read_text().split()] if place.exists() else []
 
 
-def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for counts."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "found"),
+    [
+        ("fine", "ok", "all"),
+        ("wrong", "wrong", "ran"),
+        ("crash", "failed", "ended with -11: "),
+        ("chatty", "failed", "ended with 1: no *** for ***"),
+    ],
+)
+def test_what_a_part_measured_is_kept_however_it_ends(stubs: Path, part: str, status: str, found: str) -> None:
+    """All its rows, how it ended, and in its last words no path and nothing of the environment; the next part runs."""
+    findings = Findings(stubs / "gpu_check.json", {"group": {part: 60, "fine again": 60}}, quick=True)
+    gpu_check.run({"group": {part: 60, "fine again": 60}}, findings, quick=True, deadline_s=120)
+    ended, after = found_in(stubs).values()
+    assert (ended["status"], ended["found"], numbers(ended)) == (status, found.strip(), list(range(ROWS)))
+    assert ended["problems"] == (["off by 2"] if part == "wrong" else [])
+    assert after["status"] == "ok"
+
+
+def test_a_part_that_hangs_is_killed_with_what_it_started(stubs: Path) -> None:
+    """At its limit; its rows stay, and the next part has its turn."""
+    groups = {"group": {"hang": 6, "fine": 60}}
+    gpu_check.run(groups, Findings(stubs / "gpu_check.json", groups, quick=True), quick=True, deadline_s=120)
+    hung, after = found_in(stubs).values()
+    assert (hung["status"], numbers(hung), after["status"]) == ("cut short", list(range(ROWS)), "ok")
+    assert hung["found"].startswith("not done after 6 s")
+    assert comes_true(lambda: all(map(is_gone, left_by(stubs))))
+
+
+def test_the_deadline_is_for_all_parts(stubs: Path) -> None:
+    """What has no time left is not begun, and the file says so."""
+    groups = {"group": {"hang": 600, "fine": 60}}
+    begin = time.monotonic()
+    gpu_check.run(groups, Findings(stubs / "gpu_check.json", groups, quick=True), quick=True, deadline_s=15.5)
+    assert time.monotonic() - begin < 40
+    assert [part["status"] for part in found_in(stubs).values()] == ["cut short", "not run"]
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_a_kill_at_any_moment_leaves_what_was_measured(stubs: Path, moment: int) -> None:
+    """The file is whole: parts that were through have all rows, the one that ran has its first ones, and the rest none."""
+    groups = {"group": {f"fine {number}": 60 for number in range(5)}}
+    code = (
+        "import sys; from pathlib import Path; from scripts import gpu_check;"
+        f"gpu_check.PARTS, gpu_check.GROUPS, gpu_check.missing = 'stub_parts', {groups}, str;"
+        f"gpu_check.main(['--out', {str(stubs)!r}])"
+    )
+    paths = os.pathsep.join((str(gpu_check.ROOT), str(stubs)))
+    check = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.DEVNULL)
+    try:
+        assert comes_true(lambda: (stubs / "gpu_check.json").exists(), 60)
+        time.sleep(random.SystemRandom().uniform(0, 2))
+    finally:
+        check.kill()
+        check.wait()
+    parts = list(found_in(stubs).values())
+    begun = [part for part in parts if part["status"] != "not run"]
+    assert parts[: len(begun)] == begun
+    assert all(part["status"] == "ok" and numbers(part) == list(range(ROWS)) for part in begun[:-1])
+    assert all(numbers(part) == list(range(len(numbers(part)))) for part in begun[-1:])
+
+
+def test_rows_are_in_the_file_while_a_part_runs(stubs: Path) -> None:
+    """A check that is killed during a part that hangs has left its rows, and says that it was cut short."""
+    code = (
+        "from scripts import gpu_check; gpu_check.PARTS, gpu_check.missing = 'stub_parts', str;"
+        f"gpu_check.GROUPS = {{'group': {{'hang': 400}}}}; gpu_check.main(['--out', {str(stubs)!r}])"
+    )
+    paths = os.pathsep.join((str(gpu_check.ROOT), str(stubs)))
+    check = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.DEVNULL)
+    try:
+        there = comes_true(lambda: len(left_by(stubs)) == 2 and len(numbers(found_in(stubs)["hang"])) == ROWS, 60)
+    finally:
+        check.kill()
+        check.wait()
+        for pid in left_by(stubs):
+            os.kill(pid, signal.SIGKILL)
+    hung = found_in(stubs)["hang"]
+    assert there and (hung["status"], numbers(hung)) == ("cut short", list(range(ROWS)))
+
+
+def test_it_starts_where_nothing_is_installed(tmp_path: Path) -> None:
+    """As a file, from any folder; one line names the packages that are missing and two ways to get them."""
+    script = gpu_check.ROOT / "scripts" / "gpu_check.py"
+    done = subprocess.run(
+        [sys.executable, "-S", "-I", str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert done.stderr.startswith("gpu_check: missing: torch torchvision ")
+    assert "pip install hydra-core" not in done.stderr and "pip wheel --no-deps -w wheels torch" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the version that this project needs; nothing is said where all are there."""
+    assert missing() == ""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("hydra", "simplejpeg") else find(name))
+    assert missing().startswith("gpu_check: missing: hydra-core==1.3.2 simplejpeg. With a network: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("OSError: /home/ann/x y.jpg: no such file", "OSError: ***: no such file"),
+        (f'File "{gpu_check.ROOT}/harness/feed/ring.py", line 3', 'File "harness/feed/ring.py", line 3'),
+        ("/opt/ann/lib/python3.12/site-packages/torch/cuda/__init__.py", "torch/cuda/__init__.py"),
+        (f"HTTP 403 with {SECRET}", "HTTP 403 with ***"),
+        ("at 10.1.2.3, GPU-8f6c1c1e-0000-4000-8000-000000000001", "at ***, ***"),
+        ("images/s 4.5/s, 1/2; ~/data", "images/s 4.5/s, 1/2; ***"),
+        ("box-of-ann: login as ann", "***: login as ***"),
+        ("driver 580.159.04, torch 2.11.0+cu130", "driver 580.159.04, torch 2.11.0+cu130"),
+    ],
+)
+def test_nothing_private_is_told(text: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths, addresses, names of user and host and values of the environment go; figures and the project's files stay."""
+    for name, value in {"HOME": "/home/ann/x y.jpg", "USER": "ann", "A_TOKEN": SECRET}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(gpu_check.platform, "node", lambda: "box-of-ann.example.org")
+    assert scrubbed({"row": [text, 3]}) == {"row": [left, 3]}
+
+
+def test_every_part_is_in_a_group_that_fits() -> None:
+    """The parts of each group have time in one call, and each of them is known to the process that runs it."""
+    assert [part for group in GROUPS.values() for part in group] == list(gpu_parts.PARTS)
+    assert all(sum(group.values()) < DEADLINE_S <= 480 for group in GROUPS.values())
+
+
+def test_an_unknown_group_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """The line names what there is."""
     with pytest.raises(SystemExit, match="2"):
-        gpu_check.main(["--parts", "stal"])
-    assert "--parts: unknown: stal; there are pytest, prefetcher" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("slow", ["copy", "step"])
-def test_right_values_pass_and_wrong_ones_do_not(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The race check is silent about a right prefetcher and names the slow side of one that gives other values."""
-    cpu = torch.device("cpu")
-    assert gpu_overlap.wrong_values(cpu, slow) == []
-    monkeypatch.setattr(
-        gpu_overlap, "DataPrefetcher", lambda *a, **k: ((i + (i.max() == 7), n) for i, n in DataPrefetcher(*a, **k))
-    )
-    assert gpu_overlap.wrong_values(cpu, slow) == [f"wrong values where the {slow} is slow"]
-
-
-def test_copies_summarises_both_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part's code runs on a fake device and names both rates and both shares."""
-    monkeypatch.setattr(bench_pinned_copy, "WORK_SIDE", 16)
-    found = gpu_check.check_copies(Options(fake_cuda.install(monkeypatch), True, tmp_path, 0.0))
-    assert found.summary.startswith("pageable ") and "on a side stream" in found.summary
-    assert len(found.rows) == 13
-
-
-def test_resnet50_reads_every_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part makes the images first, then runs without data, untuned and tuned, and reads their reports."""
-    asked = []
-
-    def train(overrides: list[str], run_folder: Path, limit_s: float) -> gpu_check.Row:
-        asked.append((run_folder.name, "data=fake" in overrides, "loader.autotune=true" in overrides))
-        loader = {"num_workers": 8, "pin_memory": True}
-        spread = {"median": 1.0, "p95": 2.0}
-        return {"images_per_s": 9.6, "step_ms": spread, "stall_fraction": 0.0, "data_wait_fraction": 0.0, "loader": loader}
-
-    monkeypatch.setattr(gpu_check, "train", train)
-    monkeypatch.setattr(datasets, "load", lambda *_: asked.append(("images", False, False)))
-    found = gpu_check.check_resnet50(Options(torch.device("cpu"), True, tmp_path, 0.0))
-    assert asked == [
-        ("images", False, False), ("fake-0", True, False), ("untuned-0", False, False), ("tuned-0", False, True),
-    ]  # fmt: skip
-    assert found.summary == "images/s: fake 10, untuned 10, tuned 10"
-
-
-@pytest.fixture
-def one_core(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int | None]]:
-    """What was run on a machine of one core, where SPDL fails; no image is made."""
-    asked: list[tuple[list[str], int | None]] = []
-
-    def run(arguments: list[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
-        asked.append((arguments[1:], cores))
-        if arguments[1] == "SPDL":
-            return subprocess.CompletedProcess(arguments, 3, "", "no such thing")
-        rate = 1000.0 if arguments[1] == gpu_loaders.NONE else 995.0
-        return subprocess.CompletedProcess(arguments, 0, f'a warning\n{{"images_per_s": {rate}, "decoder": ""}}\n', "")
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    monkeypatch.setattr(gpu_check, "_run", run)
-    monkeypatch.setattr(datasets, "load", lambda *_: None)
-    monkeypatch.setattr(gpu_loaders, "peers", lambda: ["pytorch/examples", "SPDL"])
-    return asked
-
-
-def test_loaders_run_in_processes_of_their_own(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
-    """Each on the cores that it is to have; the last line that one prints is its rate, and one that fails says why."""
-    found = gpu_check.check_peers(Options(torch.device("cpu"), True, tmp_path, time.monotonic() + 900))
-    root = str(gpu_feeds.shapes(tmp_path, 1280).root)
-    assert one_core == [([name, root, "1"], 1) for name in ("no loading", "pytorch/examples", "SPDL")]
-    assert found.summary == "pytorch/examples: 1 cores reach 0.99; SPDL: none of these reach 0.99"
-    assert found.problems == ["SPDL on 1 cores: gpu_loaders.py ended with 3: no such thing"]
-
-
-def test_a_compiled_network_is_asked_for(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
-    """Also where nothing is loaded."""
-    gpu_check.check_feeds_compiled(Options(torch.device("cpu"), True, tmp_path, time.monotonic() + 900))
-    assert [arguments[0] for arguments, _ in one_core] == ["no loading", "threads", "processes"]
-    assert all(arguments[-1] == "--compile" for arguments, _ in one_core)
-
-
-def test_a_part_without_time_is_skipped(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
-    """It says how to run it, and nothing is called measured."""
-    options = Options(torch.device("cpu"), True, tmp_path, time.monotonic() + 100)
-    assert gpu_check.run_part("peers", options)["status"] == "skipped" and one_core == []
-
-
-@pytest.mark.slow
-def test_train_gives_the_report_and_says_what_failed(tmp_path: Path) -> None:
-    """A small run's figures are read back; the text of a refusal is in the error."""
-    tiny = ["data=fake", "data.image_size=32", "data.generate.classes=10", "data.generate.train_images=256", "trainer.epochs=9"]
-    small = [*tiny, "data.generate.val_images=8", "checkpoint.enabled=false", "trainer.max_steps=9", "trainer.max_steps=3"]
-    report = gpu_check.train(small, tmp_path / "run", 100)
-    assert report["steps"] == 3
-    assert gpu_check._figures(report)["images/s"] > 0
-    with pytest.raises(RuntimeError, match="train.py ended with 2: .*loader.batch_size=0"):
-        gpu_check.train(["loader.batch_size=0"], tmp_path / "refused", 100)
+        gpu_check.main(["--group", "stal"])
+    assert "invalid choice: 'stal'" in capsys.readouterr().err
