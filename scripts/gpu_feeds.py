@@ -46,7 +46,6 @@ CORES = (1, 2, 4, 6, 8, 16)
 FED = 0.99  # of the rate of a run that loads nothing
 BESIDE = 1.02  # step time with decoding threads over that without, at most
 THREADS = 16
-_STEPS = 20
 LIMIT_S, LEAST_S = 120, 90  # of one run, at most; left before one
 _SETTLE_S = 0.2  # until threads that are no longer needed have filled what they may, and others have been given what lay ready
 
@@ -113,7 +112,7 @@ def fewest(rows: Sequence[Row]) -> str:
 def launches(o: Options, compiled: bool) -> Iterator[Row]:
     """Step time on a batch at hand, alone and beside threads that decode, in turns, on ever fewer cores."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
-    world, size = World(0, 1, 0, 1, o.device), 256 if o.on_gpu else 8
+    world, (size, side, steps) = World(0, 1, 0, 1, o.device), (256, 224, 20) if o.on_gpu else (8, 64, 2)
     config = Config(
         data=shapes(o.scratch, o.images),
         loader=LoaderConfig(backend=Backend.threads, batch_size=size, num_workers=THREADS),
@@ -121,10 +120,10 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
         trainer=trainer,
     )
     step = Step(make_state(config, 10, world, 1000), config, world)
-    images, labels = make_batches(1, size, 224, pin=False)[0][:2]
+    images, labels = make_batches(1, size, side, pin=False)[0][:2]
     batch = images.to(o.device, torch.bfloat16, memory_format=torch.channels_last), labels.to(o.device)
     feeds = Feeds(datasets.load(config.data, config.augment, config.seed), config, world)
-    _step_ms(step, batch, o.device)  # compiles and chooses kernels
+    _step_ms(step, batch, o.device, 1)  # compiles and chooses kernels
     with Decoding(feeds.train(feeds.settings(limits.measure()))) as decoding:
         allowed = os.sched_getaffinity(0)
         for count in (n for n in CORES[::-1] if n <= len(allowed)):
@@ -132,7 +131,7 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
             turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}  # beside decoding: ms of a step, images/s
             for turn in range(o.turns + 1):
                 for busy in (False, True) if turn % 2 else (True, False):
-                    found = decoding.beside(lambda: _step_ms(step, batch, o.device), busy)
+                    found = decoding.beside(lambda: _step_ms(step, batch, o.device, steps), busy)
                     if turn:  # the first moves threads to their cores
                         turns[busy].append(found)
             (alone, _), (beside, rates) = (zip(*turns[busy], strict=True) for busy in (False, True))
@@ -196,11 +195,11 @@ class Decoding:
             self._error = f"{type(error).__name__}: {error}"
 
 
-def _step_ms(step: Step, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> float:
+def _step_ms(step: Step, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device, steps: int) -> float:
     synchronize(device)
     begin = time.perf_counter()
-    for _ in range(_STEPS):
+    for _ in range(steps):
         step(*batch)
     step.forget()
     synchronize(device)
-    return 1e3 * (time.perf_counter() - begin) / _STEPS
+    return 1e3 * (time.perf_counter() - begin) / steps

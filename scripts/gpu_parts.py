@@ -148,7 +148,7 @@ def check_demand(o: Options) -> Said:
     """What the tuner says that ResNet-50 takes against a run without loading, and training on JPEGs, untuned and tuned."""
     common, files = gpu_feeds.resnet50(o.scratch, o.images, 100 if o.on_gpu and not o.quick else 25)
     if not o.on_gpu:
-        common += ["model=small", "loader.batch_size=8", "trainer.precision=fp32", "trainer.max_steps=12"]
+        common += ["model=small", "loader.batch_size=8", "trainer.precision=fp32", "data.image_size=32", "tuner.budget_s=5"]
     runs = {"fake": ["data=fake"], "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"], "untuned": files}
     demand, rates = 0.0, dict[str, list[float]]()
     for turn in range(1 if o.quick or not o.on_gpu else 2):
@@ -226,10 +226,12 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     """Figures of a run of ``train.py``, and what the tuner says that the step takes (0 where nothing was tuned).
 
     Raises:
-        RuntimeError: it failed; with its last words.
-        subprocess.TimeoutExpired: it took longer than ``limit_s``.
+        RuntimeError: it failed, with its last words, or took longer than ``limit_s``.
     """
-    done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s)
+    try:
+        done = _run([str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_folder}"], limit_s)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"train.py took more than {limit_s:.0f} s") from None
     if done.returncode != 0:
         raise RuntimeError(f"train.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
     report = json.loads((run_folder / "report.json").read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ def test_every_form_runs_on_ever_fewer_cores(monkeypatch: pytest.MonkeyPatch) ->
         each = {"threads": 333.0, "processes": 240.0}.get(feed, 1000.0)
         return {"images_per_s": min(1000.0, cores * each), "decoder": ""}
 
-    rows = gpu_feeds.cores(gpu_loaders.OURS, run, lambda: next(left))
+    rows = list(gpu_feeds.cores(gpu_loaders.OURS, run, lambda: next(left)))
     measured = [(4, "threads"), (4, "processes"), (2, "threads"), (2, "processes"), (1, "threads")]
     assert [(row["cores"], row["feed"]) for row in rows] == measured
     assert seen == [("no loading", 4), *((feed, cores) for cores, feed in measured)]
@@ -54,7 +54,7 @@ def test_a_run_that_fails_is_a_row(error: Exception, why: str, monkeypatch: pyte
             raise error
         return {"images_per_s": 1000.0, "decoder": ""}
 
-    rows = gpu_feeds.cores(gpu_loaders.OURS, run, lambda: 900.0)
+    rows = list(gpu_feeds.cores(gpu_loaders.OURS, run, lambda: 900.0))
     assert [row["failed"] for row in rows] == [why, "", "", ""]
     assert gpu_feeds.fewest(rows[:2]) == "threads: none of these reach 0.99; processes: 2 cores reach 0.99"
 
