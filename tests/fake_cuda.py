@@ -67,8 +67,7 @@ def install_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     install(monkeypatch)
     for name in ("empty", "empty_like", "ones", "randn", "tensor", "zeros"):
         monkeypatch.setattr(torch, name, partial(_on_cpu, getattr(torch, name)))
-    to, autocast, full = torch.Tensor.to, torch.autocast, 256 * 2**20
-    monkeypatch.setattr(torch, "autocast", lambda kind, dtype: autocast("cpu", dtype))
+    to, full = torch.Tensor.to, 256 * 2**20
     monkeypatch.setattr(torch.Tensor, "to", lambda *args, **how: _on_cpu(to, *args, **how))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     for name, fake in {
