@@ -13,8 +13,6 @@ import torch
 Row = dict[str, Any]
 Said = Generator[Row, None, str]
 """The rows of a part as they are measured, ``{"wrong": ...}`` for what is wrong, and at the end one line."""
-Answer = Callable[[Row], None]
-"""Takes a row as ``{"row": ...}``, or what is wrong, at once."""
 
 
 class SkippedError(Exception):
@@ -29,7 +27,6 @@ class Options:
     quick: bool
     scratch: Path
     deadline: float
-    answer: Answer
 
     @property
     def on_gpu(self) -> bool:

@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pytest
 import torch
 
 from harness.config import AugmentConfig, Config, ModelConfig, Precision, TrainerConfig
@@ -33,7 +33,7 @@ from scripts import gpu_feeds, gpu_loaders, gpu_unsettled
 from scripts.bench_loop import make_batches
 from scripts.bench_pinned_copy import Work, host_copies, overlap, plain_copies
 from scripts.differential import Rig, compare, emulated_rig
-from scripts.gpu_options import Answer, Options, Part, Row, Said, SkippedError
+from scripts.gpu_options import Options, Part, Row, Said, SkippedError
 from scripts.gpu_overlap import Slow, step_ms, wait, wrong_values
 from scripts.measured import Sample, machine, plain
 
@@ -48,31 +48,17 @@ _ON_CPU = "; no CUDA device: this shows that the part runs, and nothing of a GPU
 
 def check_pytest(o: Options) -> Said:
     """The tests that are marked ``gpu``, each as it ends."""
-    yield from ()
-    return f"exit code {int(pytest.main(['-m', 'gpu', '-q', '-p', 'no:cacheprovider', 'tests'], plugins=[_Told(o.answer)]))}"
-
-
-class _Told:
-    """A plugin of pytest that answers with what became of each test."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for each test's setup, call and teardown."""
-        if report.when == "call" or not report.passed:
-            self._tell(report.nodeid, report.outcome, report.duration, report.longrepr)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Called for each file; one that cannot be imported fails."""
-        if report.failed:
-            self._tell(report.nodeid, report.outcome, 0.0, report.longrepr)
-
-    def _tell(self, test: str, outcome: str, seconds: float, said: object) -> None:
-        words = str((said[-1] if isinstance(said, tuple) else said) or "")[-600:]
-        self._answer({"row": {"test": test, "outcome": outcome, "s": round(seconds, 2), "said": words}})
-        if outcome == "failed":
-            self._answer({"wrong": f"{test} failed"})
+    command, outcomes = [sys.executable, "-m", "scripts.gpu_tests"], Counter[str]()
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for row in map(json.loads, child.stdout):
+            outcomes[row["outcome"]] += 1
+            yield row
+            if row["outcome"] == "failed":
+                yield {"wrong": f"{row['test']} failed"}
+    if child.returncode:
+        yield {"wrong": f"pytest ended with {child.returncode}"}
+    return ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
 
 
 def check_prefetcher(o: Options) -> Said:
@@ -269,9 +255,9 @@ PARTS: dict[str, Part] = {
 }  # fmt: skip
 
 
-def answer_for(name: str, o: Options) -> None:
+def answer_for(name: str, o: Options, answer: Callable[[Row], None]) -> None:
     """Run a part, and say what it says and how it ended, whatever it raised."""
-    said, answer = PARTS[name](o), o.answer
+    said = PARTS[name](o)
     try:
         while True:
             row = next(said)
@@ -307,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     answer({"machine": machine()})
-    answer_for(a.part, Options(device, a.quick, a.scratch, deadline, answer))
+    answer_for(a.part, Options(device, a.quick, a.scratch, deadline), answer)
     os.close(answers)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,11 +71,14 @@ def install_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     to, full = torch.Tensor.to, 256 * 2**20
     monkeypatch.setattr(torch.Tensor, "to", lambda *args, **how: _on_cpu(to, *args, **how))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
     for name, fake in {
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "memory_reserved": lambda device=None: full,
         "memory_allocated": lambda device=None: 0,
+        "mem_get_info": lambda device=None: (full, full),
+        "set_sync_debug_mode": lambda mode: warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return torch.device("cuda", 0)
@@ -82,5 +86,9 @@ def install_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 def _on_cpu(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
     """What ``function`` gives where the CPU stands in for every CUDA device that is named."""
-    cpu = lambda value: torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+    def cpu(value: Any) -> Any:
+        named = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+        return torch.device("cpu") if named else value
+
     return function(*map(cpu, args), **{name: cpu(value) for name, value in how.items()})

@@ -19,23 +19,17 @@ import torch
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime.errors import LoaderError
-from scripts import bench_pinned_copy, differential, gpu_feeds, gpu_loaders, gpu_overlap, gpu_parts, gpu_unsettled
+from scripts import bench_pinned_copy, differential, gpu_feeds, gpu_loaders, gpu_overlap, gpu_parts, gpu_tests, gpu_unsettled
 from scripts.bench_loop import make_batches
 from scripts.gpu_options import Options, Row, Said, SkippedError
 
 CPU = torch.device("cpu")
 
 
-def options(place: Path, device: torch.device = CPU, left_s: float = 60.0) -> tuple[Options, list[Row]]:
-    """For a part, and what it will say."""
-    said: list[Row] = []
-    return Options(device, True, place, time.monotonic() + left_s, said.append), said
-
-
 def answers(name: str, place: Path, device: torch.device = CPU, left_s: float = 60.0) -> list[Row]:
     """All that a part says."""
-    o, said = options(place, device, left_s)
-    gpu_parts.answer_for(name, o)
+    said: list[Row] = []
+    gpu_parts.answer_for(name, Options(device, True, place, time.monotonic() + left_s), said.append)
     return said
 
 
@@ -144,8 +138,9 @@ def test_what_a_part_raises_is_told(
 
 def test_what_became_of_each_test_is_told(tmp_path: Path) -> None:
     """Those that ran, were skipped, failed or could not be imported, with what they said; a setup that went well is none."""
-    o, said = options(tmp_path)
-    told = gpu_parts._Told(o.answer)
+    place = tmp_path / "told"
+    file = os.open(place, os.O_WRONLY | os.O_CREAT)
+    told = gpu_tests.Told(file)
     for when, outcome, words in (
         ("setup", "passed", None),
         ("call", "passed", None),
@@ -157,10 +152,11 @@ def test_what_became_of_each_test_is_told(tmp_path: Path) -> None:
         )
         told.pytest_runtest_logreport(report)  # type: ignore[arg-type]
     told.pytest_collectreport(SimpleNamespace(nodeid="tests/y.py", failed=True, outcome="failed", longrepr="ImportError"))  # type: ignore[arg-type]
-    assert [(row["outcome"], row["said"]) for row in rows(said)] == [
+    os.close(file)
+    said = map(json.loads, place.read_text().splitlines())
+    assert [(row["outcome"], row["said"]) for row in said] == [
         ("passed", ""), ("failed", "assert 1 == 2"), ("skipped", "Skipped: no CUDA device"), ("failed", "ImportError"),
     ]  # fmt: skip
-    assert [answer["wrong"] for answer in said if "wrong" in answer] == ["tests/x.py::test failed", "tests/y.py failed"]
 
 
 @pytest.mark.parametrize("slow", ["copy", "step"])
@@ -278,3 +274,16 @@ def test_train_gives_the_report_and_says_what_failed(tmp_path: Path) -> None:
         gpu_parts.train(["loader.batch_size=0"], tmp_path / "refused", 100)
     with pytest.raises(RuntimeError, match="train.py took more than 0 s"):
         gpu_parts.train(small, tmp_path / "late", 0.01)
+
+
+def test_a_failed_test_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is a row; one that failed, and pytest's own bad end, are told."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "gpu_tests.py").write_text(
+        """print('{"test": "a", "outcome": "passed"}\\\\n{"test": "b", "outcome": "failed"}'); raise SystemExit(1)"""
+    )
+    monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
+    said = answers("pytest", tmp_path)
+    assert [row["test"] for row in rows(said)] == ["a", "b"]
+    assert said[2:4] == [{"wrong": "b failed"}, {"wrong": "pytest ended with 1"}]
+    assert said[-1]["ok"].startswith("1 passed, 1 failed")

@@ -1,0 +1,60 @@
+"""The tests marked ``gpu``, which no machine without a GPU runs: that they can be collected, and that their calls are right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+BARE = """
+import sys
+sys.modules |= dict.fromkeys(("selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats"))  # cannot be imported
+"""
+STAND_IN = """
+import fake_cuda, pytest, torch
+torch.cuda.is_available = lambda: True
+
+@pytest.fixture(autouse=True)
+def _on_a_fake(monkeypatch):
+    fake_cuda.install_device(monkeypatch)
+"""
+ON_A_FAKE = ("test_augment_gpu.py", "told_to_the_clock", "one_side_stream", "leaves_no_thread", "no_step_waits")
+
+
+def run(plugin: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Pytest on the tests that are marked ``gpu``, with a ``plugin`` and without those that a bare machine has not."""
+    (place / "more_of_pytest.py").write_text(plugin)
+    paths = os.pathsep.join((str(place), str(TESTS), str(TESTS.parent)))
+    marked = [
+        str(path)
+        for path in TESTS.rglob("test_*.py")
+        if any(word in path.read_text() for word in ("mark.gpu", "importorskip("))
+    ]
+    without = ["-p", "no:timeout", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "more_of_pytest"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *without, *arguments, *marked], cwd=TESTS.parent,
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_pytest_alone_collects_them(tmp_path: Path) -> None:
+    """Each file has some, and what needs more than pytest is skipped with its reason."""
+    done = run(BARE, tmp_path, "--collect-only")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in TESTS.rglob("test_*.py"):
+        if "pytest.mark.gpu" in path.read_text() and path != Path(__file__):
+            assert f"{path.relative_to(TESTS.parent)}::" in done.stdout
+    assert all(f"needs {name} (uv sync)" in done.stdout for name in ("selenium", "scipy", "sklearn"))
+
+
+@pytest.mark.slow
+def test_on_a_fake_their_calls_are_right(tmp_path: Path) -> None:
+    """Those that a fake can satisfy pass on it; torch's warning of a mode that they switch on is no error."""
+    done = run(STAND_IN, tmp_path, "-k", " or ".join(ON_A_FAKE))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Synchronization debug mode is a prototype" in done.stdout and "12 passed" in done.stdout
