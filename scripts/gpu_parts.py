@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -233,14 +234,22 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
 
 
 def _run(arguments: Sequence[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Python with ``arguments`` in the project's folder, on the first ``cores`` of this thread's."""
+    """Python with ``arguments`` in the project's folder, on the first ``cores`` of this thread's.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``limit_s``.
+    """
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:cores])
     try:
-        return subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, timeout=limit_s, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
+        # files, not pipes: workers that outlive a process would keep its pipes open, and this one waiting
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            command = [sys.executable, *arguments]
+            done = subprocess.run(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=limit_s, check=False
+            )
+            said = [(file.seek(0), file.read())[1] for file in (out, err)]
+            return subprocess.CompletedProcess(command, done.returncode, *said)
     finally:
         os.sched_setaffinity(0, allowed)
 

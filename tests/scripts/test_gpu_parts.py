@@ -263,6 +263,17 @@ def test_a_process_gets_so_many_cores(tmp_path: Path) -> None:
     assert (done.stdout.strip(), os.sched_getaffinity(0)) == ("1", allowed)
 
 
+def test_a_process_that_takes_too_long_is_not_waited_for() -> None:
+    """Nor are those that it has left behind with its output open."""
+    code = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(25)']); time.sleep(60)"
+    )
+    begin = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu_parts._run(["-c", code], 5)
+    assert time.monotonic() - begin < 20
+
+
 @pytest.mark.slow
 def test_train_gives_the_report_and_says_what_failed(tmp_path: Path) -> None:
     """A small run's figures are read back; the text of a refusal is in the error."""
@@ -280,7 +291,7 @@ def test_a_failed_test_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Each test is a row; one that failed, and pytest's own bad end, are told."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "gpu_tests.py").write_text(
-        """print('{"test": "a", "outcome": "passed"}\\\\n{"test": "b", "outcome": "failed"}'); raise SystemExit(1)"""
+        """print('{"test": "a", "outcome": "passed"}\\n{"test": "b", "outcome": "failed"}'); raise SystemExit(1)"""
     )
     monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
     said = answers("pytest", tmp_path)

@@ -37,11 +37,12 @@ def run(plugin: str, place: Path, *arguments: str) -> subprocess.CompletedProces
     without = ["-p", "no:timeout", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "more_of_pytest"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *without, *arguments, *marked], cwd=TESTS.parent,
-        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=110, check=False,
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_pytest_alone_collects_them(tmp_path: Path) -> None:
     """Each file has some, and what needs more than pytest is skipped with its reason."""
     done = run(BARE, tmp_path, "--collect-only")
@@ -53,6 +54,7 @@ def test_pytest_alone_collects_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_on_a_fake_their_calls_are_right(tmp_path: Path) -> None:
     """Those that a fake can satisfy pass on it; torch's warning of a mode that they switch on is no error."""
     done = run(STAND_IN, tmp_path, "-k", " or ".join(ON_A_FAKE))
