@@ -206,7 +206,9 @@ def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
         yield row
         if row["failed"]:
             yield {"wrong": f"{row['feed']} on {row['cores']} cores: {row['failed']}"}
-    return gpu_feeds.fewest(rows) or "no time was left for a loader"
+    if not rows:
+        raise SkippedError("no time was left for a loader; name this group alone with --group")
+    return gpu_feeds.fewest(rows)
 
 
 def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
