@@ -33,7 +33,7 @@ NEEDED = {
     "torch": "torch", "torchvision": "torchvision", "numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "rich": "rich",
     "pynvml": "nvidia-ml-py", "tensorboard": "tensorboard", "pytest": "pytest", "hydra": "hydra-core==1.3.2",
     "omegaconf": "omegaconf==2.3.0", "antlr4": "antlr4-python3-runtime==4.9.3", "yaml": "PyYAML", "simplejpeg": "simplejpeg",
-    "packaging": "packaging",
+    "packaging": "packaging", "xxhash": "xxhash",
 }  # fmt: skip
 """Modules, and the distributions that they come with."""
 GROUPS = {
