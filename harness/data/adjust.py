@@ -69,10 +69,11 @@ def warped(images: Tensor, matrices: np.ndarray) -> Tensor:
     They act on pixel coordinates (x, y, 1) whose origin is the image's centre. The arithmetic is torchvision's to the last
     bit, or pixels half-way between two would come from the other one.
     """
-    height, width = images.shape[2:]
-    x = torch.arange(width, device=images.device) - (width - 1) / 2
-    y = (torch.arange(height, device=images.device) - (height - 1) / 2).unsqueeze(1)
+    count, _, height, width = images.shape
+    places = torch.ones(height, width, 3, device=images.device)
+    places[..., 0] = torch.arange(width, device=images.device) - (width - 1) / 2
+    places[..., 1] = (torch.arange(height, device=images.device) - (height - 1) / 2).unsqueeze(1)
     to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)  # which are at -1 and 1
-    across, down, fixed = moved(to_edges, images.device).view(-1, 2, 3, 1, 1).unbind(2)
-    grid = (across * x + down * y + fixed).movedim(1, -1)
+    # A product of matrices rounds as this processor's library has it, and so does torchvision's.
+    grid = (places.view(-1, 3) @ moved(to_edges, images.device).mT).view(count, height, width, 2)
     return F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(torch.uint8)
