@@ -28,7 +28,7 @@ def build(config: ModelConfig, num_classes: int, *, image_size: int, filled: boo
         ConfigError: the name is unknown, the published weights cannot be had, or the network cannot take the image size.
         CheckpointError: the file is missing, damaged or of another network.
     """
-    _check(config, image_size)
+    check(config, image_size)
     network = small(num_classes) if config.name == "small" else _random(config, num_classes, image_size)
     if config.weights is None or filled:
         return network
@@ -44,7 +44,12 @@ def names() -> list[str]:
     return ["small", *zoo.list_models(module=zoo)]
 
 
-def _check(config: ModelConfig, image_size: int) -> None:
+def check(config: ModelConfig, image_size: int) -> None:
+    """Refuses a network that cannot be built, or that cannot take images of ``image_size`` pixels a side.
+
+    Raises:
+        ConfigError: names the setting and the way out.
+    """
     name = config.name
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=3)

@@ -40,6 +40,7 @@ def find(config: Config, folder: Path) -> Saved | None:
 
     Raises:
         CheckpointError: it is missing or damaged.
+        ConfigError: there are no published weights of this network, or they cannot be fetched.
     """
     if config.resume == "auto":
         found = checkpoint.newest(folder / "checkpoints")
@@ -59,9 +60,10 @@ def find(config: Config, folder: Path) -> Saved | None:
     if config.mode is not Mode.evaluate or weights is None:
         return None
     where = f"model.weights={printable(weights)}"
-    return Saved(
-        where, {"model": models.published(config.model.name)} if weights == "DEFAULT" else checkpoint.read_any(Path(weights))
-    )
+    if weights != "DEFAULT":
+        return Saved(where, checkpoint.read_any(Path(weights)))
+    models.check(config.model, config.data.image_size)
+    return Saved(where, {"model": models.published(config.model.name)})
 
 
 def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Config:

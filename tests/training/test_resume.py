@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config import Config, DataCache, Mode, Precision, to_plain, walk
+from harness.config import Config, ConfigError, DataCache, Mode, Precision, to_plain, walk
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training import checkpoint, models, resume
@@ -190,6 +190,18 @@ def test_nothing_to_evaluate_is_an_error(composed: Composed, tmp_path: Path) -> 
     assert resume.find(config, tmp_path) is None
     config.mode = Mode.evaluate
     with pytest.raises(CheckpointError, match="holds no checkpoint; name one with resume=PATH"):
+        resume.find(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("small", "there are none for model.name=small"), ("resnet51", "did you mean resnet50")]
+)
+def test_published_weights_that_do_not_exist_cannot_be_evaluated(
+    composed: Composed, tmp_path: Path, name: str, text: str
+) -> None:
+    """The error is that of a training with these settings."""
+    config = composed("mode=evaluate", "model.weights=DEFAULT", f"model.name={name}")
+    with pytest.raises(ConfigError, match=text):
         resume.find(config, tmp_path)
 
 
