@@ -50,7 +50,8 @@ def main(composed: DictConfig) -> float | None:
 
 def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: it had no evaluation."""
-    lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = place / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
     return max((line[Tag.VAL_TOP1] for line in map(json.loads, lines) if Tag.VAL_TOP1 in line), default=None)
 
 

@@ -379,7 +379,8 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
 
 
 def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
-    """A sweeper is given the highest of all evaluations, and None of a run that had none."""
+    """A sweeper is given the highest of all evaluations, and None of a run that had none or, as a diagnosis, logged nothing."""
+    assert train._best_top1(tmp_path) is None
     logged = ({"step": 1, "val/top1": 0.5}, {"step": 2, "train/loss": 1.0}, {"step": 3, "val/top1": 0.25})
     for windows, best in (logged, 0.5), (logged[1:2], None):
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(window)}\n" for window in windows))
