@@ -33,8 +33,7 @@ from harness.config import (
 from harness.data import datasets
 from harness.feed.forms import Feeds
 from harness.feed.interface import Feed
-from harness.runtime import limits
-from harness.runtime.device import synchronize
+from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step
@@ -196,10 +195,10 @@ class Decoding:
 
 
 def _step_ms(step: Step, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device, steps: int) -> float:
-    synchronize(device)
+    accelerator.of(device).synchronize()
     begin = time.perf_counter()
     for _ in range(steps):
         step(*batch)
     step.forget()
-    synchronize(device)
+    accelerator.of(device).synchronize()
     return 1e3 * (time.perf_counter() - begin) / steps

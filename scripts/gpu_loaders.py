@@ -33,8 +33,7 @@ from harness.config import AugmentConfig, Backend, Config, DataConfig, LoaderCon
 from harness.data import datasets
 from harness.feed.forms import Feeds
 from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import limits, seeding, workers
-from harness.runtime.device import synchronize
+from harness.runtime import accelerator, limits, seeding, workers
 from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import DTYPES, Step
@@ -180,7 +179,7 @@ class Training:
         with LOADERS[NONE](job) as batches, closing(self._on_device(NONE, batches)) as warm:
             for _ in range(_WARM):
                 self._step(*next(warm))
-        synchronize(self._device)
+        accelerator.of(self._device).synchronize()
         skip, cycle, counted, began = job.num_workers + 2, max(1, job.num_workers), 0, 0.0
         with LOADERS[name](job) as batches, closing(self._on_device(name, batches)) as ready:
             for done, (images, labels) in enumerate(ready, 1):
@@ -188,13 +187,13 @@ class Training:
                 if done % _READ_STEPS == 0:
                     self._step.read()
                 if done == skip:
-                    synchronize(self._device)
+                    accelerator.of(self._device).synchronize()
                     began = now()
                 elif done > skip:
                     counted += len(labels)
                     if (done - skip) % cycle == 0 and now() - began >= seconds:
                         break
-            synchronize(self._device)
+            accelerator.of(self._device).synchronize()
             return counted / (now() - began)
 
     def _on_device(self, name: str, batches: Iterable[Any]) -> DataPrefetcher:

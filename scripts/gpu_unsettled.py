@@ -20,8 +20,7 @@ from torch import Tensor
 from harness.config import AugmentConfig
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import workers
-from harness.runtime.device import synchronize
+from harness.runtime import accelerator, workers
 from harness.runtime.errors import LoaderError
 from harness.watch.clock import StepClock
 from scripts.bench_loop import make_batches
@@ -123,7 +122,7 @@ def finish(o: Options) -> Said:
     rig = emulated_rig(step_s=0.05)
     if o.on_gpu:
         launch = lambda _: torch.cuda._sleep(5 * CYCLES)
-        rig = Rig(lambda: StepClock(o.device), rig.batches, launch, lambda: synchronize(o.device))
+        rig = Rig(lambda: StepClock(o.device), rig.batches, launch, lambda: accelerator.of(o.device).synchronize())
     clock, shares = rig.clock(), []
     for name, wait in {"StepClock.settle": clock.settle, "a blocking event": rig.wait}.items():
         wait()

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.runtime import accelerator
+
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)  # as torchvision's ColorJitter numbers them
 
 
 def moved(values: np.ndarray, device: torch.device) -> Tensor:
     """``values`` on ``device``, floats as float32."""
     single = values.astype(np.float32) if values.dtype == np.float64 else values
-    return torch.from_numpy(single).to(device, non_blocking=device.type == "cuda")
+    return accelerator.of(device).copy(torch.from_numpy(single))
 
 
 def blended(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:

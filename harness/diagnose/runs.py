@@ -16,6 +16,7 @@ from harness.diagnose.fetch import Fetch, UnmeasuredError, cold_fetch, files_of
 from harness.feed.forms import Feeds
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings
+from harness.runtime import accelerator
 from harness.runtime.errors import LoaderError
 from harness.tuning import probe
 from harness.tuning.figures import Rate, Trial
@@ -238,7 +239,7 @@ class Session:
 
     def _copies(self, own: FeedSettings) -> float | None:
         device, batch = self.lab.trainee.device, self.lab.batch
-        if device.type != "cuda" or batch is None:
+        if not accelerator.of(device).has_streams or batch is None:
             return None
         try:
             pageable_s, pinned_s = probe.measure_copies(batch.images, device)

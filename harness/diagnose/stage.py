@@ -16,6 +16,7 @@ from harness.diagnose.runs import BUDGET_S, COLUMNS, WIDTHS, FirstReads, Runs, S
 from harness.diagnose.whatif import Facts, bound, problem_of, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings, HostBatch
+from harness.runtime import accelerator
 from harness.runtime.limits import Limits
 from harness.tuning.evidence import Evidence
 from harness.tuning.figures import Trainee
@@ -69,7 +70,7 @@ def diagnose(
         ceiling=facts.ceiling,
         measured=facts.is_measured,
         sentence=sentence(facts, found),
-        command=command(config, overridden, found.bottleneck, world.device.type, world.local_size),
+        command=command(config, overridden, found.bottleneck, accelerator.of(world.device).kind, world.local_size),
         settings=own,
         runs=runs,
         what_ifs=tuple(what_ifs(facts)),
@@ -83,7 +84,7 @@ def diagnose(
 def _batch_size(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
     """Images in a batch: the user's, or fewer where a step would take long, as on a CPU, and then a note that says so."""
     size = feeds.config.loader.batch_size
-    if trainee.device.type == "cuda" or size <= _FEW:
+    if accelerator.of(trainee.device).kind == "cuda" or size <= _FEW:
         return size, []
     run = trainee.demand(_noise(_FEW, feeds), 0.0)
     image_s = -feeds.world.smallest(-min(s / n for s, n in zip(run.seconds, run.images, strict=True)))
@@ -121,7 +122,7 @@ def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: C
         settings=own,
         cores=limits.cores,
         cores_from=limits.sources.get("cores", ""),
-        on_cpu=trainee.device.type == "cpu",
+        on_cpu=accelerator.of(trainee.device).kind == "cpu",
         overlaps=trainee.overlaps,
         demand=runs.demand,
         step_cpu_s=runs.step_cpu_s,

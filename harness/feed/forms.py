@@ -19,7 +19,7 @@ from harness.feed.pixels import Pixels, pixel_bytes, unserved
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
 from harness.feed.threads import ThreadFeed
-from harness.runtime import limits
+from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
@@ -59,14 +59,14 @@ class Feeds:
         Raises:
             ConfigError: the form that the user named cannot serve the data set.
         """
-        if self.config.loader.pin_memory and self.world.device.type != "cuda":
+        if self.config.loader.pin_memory and not accelerator.of(self.world.device).has_streams:
             # accepted, so that a sweep over it runs anywhere
             _log.warning("loader.pin_memory=true has no effect on %s: there is no copy to a device", self.world.device.type)
         return self.derived_settings(limits)
 
     def derived_settings(self, limits: Limits) -> FeedSettings:
         """As ``settings``, without a word about what has no effect."""
-        derived = train_settings(self.config.loader, limits, self.world.device.type == "cuda")
+        derived = train_settings(self.config.loader, limits, accelerator.of(self.world.device).has_streams)
         settings = in_form(derived, self.forms[0])  # the named one, or the one that serves all
         if settings.backend == ARRAYS:
             self._check_arrays(settings, limits)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from harness.config import Config, ConfigError, DistBackend, DistName
-from harness.runtime import limits
+from harness.runtime import accelerator, limits
 from harness.runtime.launch import run_processes
 
 
@@ -54,7 +54,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
+        dist.broadcast_object_list(box, src=0, device=accelerator.of(self.device).place)
         return box[0]
 
     def gathered(self, value: Any) -> list[Any]:
@@ -101,7 +101,7 @@ def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
 
 def spawn_size(config: Config) -> int:
     """How many processes ``dist=spawn`` starts on this node."""
-    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
+    gpus = accelerator.count() if config.device in ("auto", "cuda") else 0
     nprocs = config.dist.nprocs or gpus
     if nprocs == 0:
         raise ConfigError("dist.nprocs=null: there is no GPU to count; say how many processes, such as dist.nprocs=2")
@@ -129,13 +129,13 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
         size = local_size = spawn_size(config) if kind is DistName.spawn else 1
         rank = local_rank
     device = choose_device(config.device, local_rank, local_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    own = accelerator.of(device)
+    own.make_current()
     _set_threads(config, local_size)
     if size > 1:
         timeout = timedelta(seconds=config.dist.timeout_s)
-        backend, own = _backend(config.dist.backend, device), device if device.type == "cuda" else None
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, device_id=own)
+        backend = _backend(config.dist.backend, own)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, device_id=own.place)
     try:
         yield World(rank, size, local_rank, local_size, device)
     finally:
@@ -150,13 +150,13 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
         ConfigError: the name is unknown or the device is not there.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if accelerator.count() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device={name}: unknown; use auto, cpu, cuda, cuda:N or mps") from error
     if device.type == "cuda":
-        count = torch.cuda.device_count()
+        count = accelerator.count()
         if count == 0:
             raise ConfigError(f"device={name}: torch sees no CUDA device; use device=cpu or device=auto")
         if device.index is not None and local_size > 1:
@@ -164,7 +164,7 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
         index = local_rank if device.index is None else device.index
         if index >= count:
             raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
-        return torch.device("cuda", index)
+        return accelerator.gpu(index)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
     if device.type not in ("cpu", "mps"):
@@ -181,11 +181,11 @@ def _set_threads(config: Config, local_size: int) -> None:
         torch.set_num_threads(wanted)
 
 
-def _backend(wanted: DistBackend, device: torch.device) -> str:
+def _backend(wanted: DistBackend, own: accelerator.Accelerator) -> str:
     if wanted is DistBackend.auto:
-        return "nccl" if device.type == "cuda" else "gloo"
-    if wanted is DistBackend.nccl and device.type != "cuda":
-        raise ConfigError(f"dist.backend=nccl: needs CUDA devices, and this run is on {device.type}; use auto or gloo")
+        return own.collective
+    if wanted is DistBackend.nccl and own.collective != "nccl":
+        raise ConfigError(f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto or gloo")
     return wanted.name
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.runtime import accelerator
+
 _ORDER = 1  # streams: two uses of one (seed, epoch) must not share random numbers
 SAMPLE, BATCH = 2, 3  # what is done to a sample on its own; what is done to whole batches, sample by sample
 _MASK, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
@@ -112,7 +114,7 @@ def random_state(device: torch.device | None = None) -> dict[str, Any]:
             "cached": float(cached),
         },
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None,
+        "cuda": accelerator.of(device).random_state() if device is not None else None,
     }
 
 
@@ -124,5 +126,5 @@ def restore_random_state(state: dict[str, Any], device: torch.device | None = No
     keys = numpy_state["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy_state["kind"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"]))
     torch.set_rng_state(state["torch"])
-    if device is not None and device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device is not None:
+        accelerator.of(device).set_random_state(state["cuda"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.runtime import signals
+from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 
 
@@ -40,7 +40,9 @@ def evaluate(
     was_training = network.training
     network.eval()
     # counts of images, top-1 and top-5, and the loss: exact up to 2**53 in float64, which Apple's GPUs do not have
-    sums = torch.zeros(4, device=world.device, dtype=torch.float32 if world.device.type == "mps" else torch.float64)
+    sums = torch.zeros(
+        4, device=world.device, dtype=torch.float32 if accelerator.of(world.device).kind == "mps" else torch.float64
+    )
     for images, labels in batches:
         with autocast():
             logits = network(images)

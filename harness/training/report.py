@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from harness.config import Config, Mode, walk
 from harness.data.cache import PixelCache
+from harness.runtime import accelerator
 from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.engine import Engine
@@ -103,7 +102,8 @@ class Reporter:
         total, outcome, world = engine.watch.clock.total(), engine.outcome, engine.world
         sampled = engine.watch.sampler.means() if engine.watch.sampler else {}
         worked = engine.feed.meter.read() if engine.feed.meter is not None else None
-        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+        own = accelerator.of(world.device)
+        device = own.name if own.kind == "cuda" else None
         found: dict[str, Any] = {
             "status": outcome.status,
             "epochs": engine.state.epoch,
@@ -155,7 +155,7 @@ class Reporter:
             stages=worked,
             settings=engine.feed.settings,
             cores=self.cores,
-            device=engine.world.device.type,
+            device=accelerator.of(engine.world.device).kind,
             sampled=sampled,
             autotuned=self.tuning is not None,
             ranks=engine.outcome.ranks,

@@ -19,6 +19,7 @@ from harness.config import Config, Precision
 from harness.data.augment import BatchAugment
 from harness.data.mix import Mix
 from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.training.state import TrainState
 from harness.watch.clock import StepClock
@@ -62,15 +63,14 @@ class Step:
         self._smoothing = config.optim.label_smoothing
         self.autocast = Autocast(world.device, config.trainer.precision)
         self.model: nn.Module = state.network
+        own = accelerator.of(world.device)
         if world.size > 1:
-            self.model = DistributedDataParallel(
-                state.network, device_ids=[world.device] if world.device.type == "cuda" else None
-            )
+            self.model = DistributedDataParallel(state.network, device_ids=None if own.place is None else [own.place])
         self._losses: list[Tensor] = []  # on the device, until they are read together
         self._found_inf: list[Tensor] = []
         self._streak = 0
         state.optimizer.register_step_pre_hook(self._note_found_inf)
-        alone = world.size == 1 or world.device.type != "cpu" or config.trainer.compile
+        alone = world.size == 1 or own.kind != "cpu" or config.trainer.compile
         self._forward = None if alone else _ForwardTimer(state.network, config.trainer.accumulate_steps)
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from harness.config import Config
 from harness.feed.interface import Feed, HostBatch
 from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import signals
-from harness.runtime.device import synchronize
+from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.snapshot import Snapshot
 from harness.training.step import Step
@@ -53,7 +52,7 @@ class StepTrials:
     @property
     def overlaps(self) -> bool:
         """Whether a thread loads beside the step even without workers."""
-        return self.device.type == "cuda" and self._config.loader.device_prefetch
+        return accelerator.of(self.device).has_streams and self._config.loader.device_prefetch
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -146,7 +145,7 @@ class StepTrials:
             if self._world.size > 1:  # at most doubled: the first batches may only have been the ones in store
                 block_s = sum(seconds for _, seconds, _ in done[-block:])
                 block = max(1, int(min(2 * block, _AGREE_S * block / block_s, most - len(done))))
-        synchronize(self.device)
+        accelerator.of(self.device).synchronize()
         if done:
             images, seconds, wait = done[-1]
             done[-1] = images, seconds + self._now() - end, wait
@@ -168,7 +167,7 @@ class StepTrials:
             images, labels = next(batches)
             self._train(images, labels, warm_up)
         self._step.forget()
-        synchronize(self.device)
+        accelerator.of(self.device).synchronize()
         return self._now() - begin
 
     def _train(self, images: Tensor, labels: Tensor, update: bool = False) -> None:

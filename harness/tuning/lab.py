@@ -12,6 +12,7 @@ import torch
 
 from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
+from harness.runtime import accelerator
 from harness.runtime.errors import BadSample, LoaderError, printable
 from harness.runtime.limits import Limits
 from harness.tuning import capacity, probe
@@ -87,7 +88,7 @@ class Lab:
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
         """Whether page-locked batches reach the device sooner; never without a CUDA device."""
-        if self.trainee.device.type != "cuda" or self.batch is None:
+        if not accelerator.of(self.trainee.device).has_streams or self.batch is None:
             return False
         pays = self.refusal(dataclasses.replace(own, pin_memory=True)) is None
         try:

@@ -18,8 +18,7 @@ from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.processes import Loader, ProcessFeed, enter_worker
-from harness.runtime import limits, signals
-from harness.runtime.device import synchronize
+from harness.runtime import accelerator, limits, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
@@ -261,7 +260,7 @@ class _Trainee:
         for batch in copies:
             signals.check()
             self._step(batch)
-        synchronize(self.device)
+        accelerator.of(self.device).synchronize()
         return time.perf_counter() - begin
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
@@ -286,7 +285,7 @@ class _Trainee:
             self._step(self._probes.last)
             done.append((count, time.perf_counter() - end, wait_s))
             end += done[-1][1]
-        synchronize(self.device)
+        accelerator.of(self.device).synchronize()
         if done:
             count, seconds, wait_s = done[-1]
             done[-1] = count, seconds + time.perf_counter() - end, wait_s

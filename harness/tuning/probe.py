@@ -14,7 +14,7 @@ import torch
 
 from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch
-from harness.runtime import signals
+from harness.runtime import accelerator, signals
 from harness.runtime.errors import LoaderError
 from harness.tuning.figures import Ranks, Rate, SampleCost
 from harness.tuning.search import in_flight
@@ -258,19 +258,15 @@ def measure_copies(images: torch.Tensor, device: torch.device, repeats: int = 10
     Raises:
         RuntimeError: there is no room for it.
     """
-    with torch.cuda.device(device):
-        return _timed_copies(images, device, repeats)
-
-
-def _timed_copies(images: torch.Tensor, device: torch.device, repeats: int) -> tuple[float, float]:
-    pinned, taken = images.pin_memory(), {False: [0.0] * repeats, True: [0.0] * repeats}
+    own = accelerator.of(device)
+    sources, taken_s = (images, own.pin(images)), ([0.0] * repeats, [0.0] * repeats)
     for turn in range(repeats + 2):
-        for is_pinned, source in ((False, images), (True, pinned)):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            source.to(device, non_blocking=True)
-            end.record()
+        for source, seconds in zip(sources, taken_s, strict=True):
+            start, end = own.event(timed=True), own.event(timed=True)
+            start.record(own.stream())
+            own.copy(source)
+            end.record(own.stream())
             end.synchronize()  # one copy at a time: each is measured alone
             if turn >= 2:
-                taken[is_pinned][turn - 2] = start.elapsed_time(end) / 1e3
-    return statistics.median(taken[False]), statistics.median(taken[True])
+                seconds[turn - 2] = start.elapsed_time(end) / 1e3
+    return statistics.median(taken_s[0]), statistics.median(taken_s[1])

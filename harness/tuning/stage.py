@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from harness.config import Config
 from harness.data.identity import identity
 from harness.feed.arrays import in_form
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
+from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
@@ -54,7 +53,7 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
     """
     begin = time.perf_counter()
     own = feeds.settings(limits)
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    device = accelerator.of(world.device).name
     facts = fingerprint(config, identity(feeds.splits), limits, world.size, world.local_size, device)
     memory = Memory(facts) if world.is_main else None
     with memory.held() if memory else nullcontext():
@@ -102,7 +101,7 @@ def _may_be_chosen(found: FeedSettings, own: FeedSettings, feeds: Feeds, limits:
     made = with_workers(in_form(own, found.backend), found.num_workers, found.prefetch_factor)
     made = dataclasses.replace(
         made,
-        pin_memory=found.pin_memory and feeds.world.device.type == "cuda",
+        pin_memory=found.pin_memory and accelerator.of(feeds.world.device).has_streams,
         persistent_workers=found.persistent_workers and found.num_workers > 0,
     )
     tried = found.num_workers <= most and (found.prefetch_factor or 1) <= deepest

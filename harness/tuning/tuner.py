@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from harness.config import TunerConfig, TunerName
 from harness.feed.arrays import in_form
 from harness.feed.interface import FeedSettings
+from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
@@ -55,7 +56,7 @@ def tune(
     with trainee.kept(), live_table(title, _COLUMNS) as rows:
         session = _Session(lab, config, rows)
         if config.name is TunerName.grid:
-            pins = (False, True) if trainee.device.type == "cuda" else (False,)
+            pins = (False, True) if accelerator.of(trainee.device).has_streams else (False,)
             choice = session.follow(grid(own, max(1, int(limits.cores)), pins, config.budget_s))
         else:
             choice = session.automatic(own, begin)

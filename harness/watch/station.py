@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from harness.config import Config, ConfigError
+from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.watch import console
 from harness.watch.board import Board
@@ -50,8 +51,8 @@ def watched(config: Config, world: World, folder: Path, began_s: float, resumed_
             board = Board(folder, tensorboard=config.watch.tensorboard, resumed_step=resumed_step)
             watch.board = stack.enter_context(board)
             sources: list[Source] = [HostSource()]
-            if world.device.type == "cuda":
-                sources.append(GpuSource(str(torch.cuda.get_device_properties(world.device).uuid)))
+            if uuid := accelerator.of(world.device).uuid:
+                sources.append(GpuSource(uuid))
             watch.sampler = stack.enter_context(Sampler(sources, config.watch.sample_s))
         yield watch
 

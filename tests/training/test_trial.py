@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from harness.config import AugmentConfig, Config, DistConfig, DistName, OptimName, Precision
 from harness.feed.interface import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import signals
+from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World, launch
 from harness.runtime.errors import Interrupted, LoaderError
 from harness.runtime.seeding import random_state
-from harness.training import trial
 from harness.training.optim import make_optimizer, make_schedule
 from harness.training.state import TrainState, make_scaler
 from harness.training.step import Step, device_batches
@@ -387,11 +386,11 @@ def test_the_device_is_waited_for_at_the_ends_alone(monkeypatch: pytest.MonkeyPa
     trials, step, hand = timed(0.125)
     at: list[int] = []
 
-    def wait(device: torch.device) -> None:
+    def wait(own: accelerator.Accelerator) -> None:
         at.append(len(step.parts))
         hand.time += 4.0
 
-    monkeypatch.setattr(trial, "synchronize", wait)
+    monkeypatch.setattr(accelerator.Accelerator, "synchronize", wait)
     run = trials.deliver(slow_feed(hand, 0.375), 3, 2.0)
     assert at == [1, 3, 7]  # behind the first batch, the skipped ones and the measured ones
     assert run.seconds == (0.5, 0.5, 0.5, 4.5)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from harness.runtime.device import synchronize
+from harness.runtime import accelerator
 from harness.runtime.seeding import random_state
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.probe import measure_copies
@@ -27,10 +27,10 @@ def test_copies_are_timed_on_the_device() -> None:
 def test_waiting_for_the_device_costs_no_processor_time() -> None:
     """The host sleeps while the device works."""
     device = torch.device("cuda", torch.cuda.current_device())
-    synchronize(device)
+    accelerator.of(device).synchronize()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     torch.cuda._sleep(500_000_000)
-    synchronize(device)
+    accelerator.of(device).synchronize()
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     assert wall_s > 0.05
     assert cpu_s < 0.5 * wall_s
