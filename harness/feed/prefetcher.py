@@ -7,18 +7,16 @@ stream per epoch makes the allocator reserve memory anew, timm #2781). Errors an
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from harness.runtime import accelerator
+from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
 from harness.watch.marks import named
 from harness.watch.stages import Stamps
@@ -28,13 +26,16 @@ Augment = Callable[[Tensor, Any], Tensor]
 Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 
 
+_END: Any = object()
+
+
 class DataPrefetcher:
     """An iterator over device batches ``(images, labels)``.
 
     On CUDA, a thread takes batches from ``loader`` and issues their copy and normalisation on a side stream while the step
-    runs; it is one batch ahead of what was asked for (the host itself may be further ahead of the device, as in any loop that
-    does not wait for it). Elsewhere, and with ``ahead=False``, each batch is moved when it is asked for. Each ``iter()`` is a
-    new pass and ends the one before it.
+    runs; it is one batch ahead of what was asked for. ``next()`` first sleeps until the device has at most one step left of
+    those that it was given, so that the host is never more than two steps ahead, nor their batches' memory. Elsewhere, and
+    with ``ahead=False``, each batch is moved when it is asked for. Each ``iter()`` is a new pass and ends the one before it.
 
     Args:
         loader: gives batches ``(images, labels)``, two tensors ``[N, C, H, W]`` and ``[N]``, or is a feed of this project.
@@ -73,16 +74,15 @@ class DataPrefetcher:
         mix: Mix | None = None,
     ) -> None:
         self.loader = loader
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        on_device = getattr(loader, "on_device", False)
-        self._ahead = self.device.type == "cuda" and not on_device if ahead is None else ahead
-        stream = torch.cuda.Stream(self.device) if self._ahead and self.device.type == "cuda" else None
-        with _on(stream):
+        own = accelerator.of(device)
+        self.device = own.device
+        self._ahead = own.has_streams if ahead is None else ahead
+        stream = own.side_stream() if self._ahead else None
+        with own.on(stream):
             normalise = _Normalise(self.device, mean, std, dtype, channels_last)
-        self._mover = _Mover(self.device, stream, clock is not None, augment, normalise, mix)
-        self._clock = clock
+        made_there = getattr(loader, "on_device", False)
+        self._mover = _Mover(own, stream, clock is not None and own.has_streams, made_there, augment, normalise, mix)
+        self._clock, self._lead = clock, _Lead(own) if own.has_streams else None
         self.first_wait_s: float | None = None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
@@ -102,11 +102,16 @@ class DataPrefetcher:
         if self._pass is None:
             iter(self)
         assert self._pass is not None
+        if self._lead is not None:
+            began_s = self._lead.hold()
+            if began_s is not None and self._clock is not None:
+                self._clock.held(began_s)
         if self.first_wait_s is not None:
             return next(self._pass)
-        begin = time.perf_counter()
+        now = self._mover.own.now
+        began_s = now()
         first = next(self._pass)
-        self.first_wait_s = time.perf_counter() - begin
+        self.first_wait_s = now() - began_s
         return first
 
     def next(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -127,7 +132,8 @@ class DataPrefetcher:
 class _Ready(NamedTuple):
     """A batch on its way.
 
-    ``done`` is recorded behind the last write to the tensors; ``copy`` is the event before and that after the copy, and it.
+    ``done`` is recorded behind the last write to the tensors; ``copy`` is the event before and that after the copy, and it;
+    ``there_s`` is when the batch was there.
     """
 
     images: Tensor
@@ -135,6 +141,7 @@ class _Ready(NamedTuple):
     copy: tuple[Any, Any, Any] | None
     done: Any
     stamps: Stamps | None
+    there_s: float
 
 
 class _Normalise:
@@ -173,57 +180,107 @@ class _Normalise:
         return torch.tensor(values, device=self._device).view(1, -1, 1, 1)
 
 
+class _Lead:
+    """How far the host is ahead of the device."""
+
+    def __init__(self, own: Accelerator) -> None:
+        self._own = own
+        self._ends = deque((own.event(), own.event()), maxlen=2)  # of the last two steps, as they were launched
+        self._recorded = 0
+
+    def hold(self) -> float | None:
+        """Sleep until the device has at most one step left; since when, or None where it has no more already."""
+        self._ends.rotate()
+        self._ends[0].record(self._own.stream())
+        self._recorded += 1
+        if self._recorded < 2 or self._ends[1].query():
+            return None
+        began_s = self._own.now()
+        with named("device full"):
+            self._ends[1].synchronize()
+        return began_s
+
+
 class _Mover:
     """Moves batches to the device and makes them ready there, on ``stream`` if there is one.
 
     It holds what the loader gave until its copy is done: the loader may use memory again that nobody holds.
+
+    Args:
+        own: the device.
+        stream: the side stream; None: all goes to the current one.
+        timed: record events that a clock can read.
+        made_there: the loader makes its batches on the device.
+        augment, normalise, mix: what is done to each batch.
     """
 
     def __init__(
         self,
-        device: torch.device,
-        stream: torch.cuda.Stream | None,
+        own: Accelerator,
+        stream: Any,
         timed: bool,
+        made_there: bool,
         augment: Augment | None,
         normalise: _Normalise,
         mix: Mix | None,
     ) -> None:
-        self.device, self.stream, self._timed = device, stream, timed
+        self.own, self.stream, self._timed, self._made_there = own, stream, timed, made_there
         self._augment, self._normalise, self._mix = augment, normalise, mix
+        self.outer: Any = None  # the stream that the consumer's work goes to
         self._copying: deque[tuple[Any, Any]] = deque()  # the event behind each copy, and the batch that is copied
 
-    def __call__(self, batch: Any) -> _Ready:
-        """``batch`` on the device, issued on the side stream if there is one."""
+    def pulled(self, batches: Iterator[Any], plain: bool) -> _Ready | None:
+        """The next of ``batches`` on the device, issued on the side stream if there is one; None at the end.
+
+        A ``plain`` loop has its batch as soon as the loader has given it; one with a thread when all of this is issued.
+        """
+        with self.own.on(self.stream):
+            start = self._mark() if self._made_there else None
+            batch = next(batches, _END)
+            if batch is _END:
+                return None
+            there_s = self.own.now()
+            ready = self._moved(batch, start)
+        self.let_go(most=None if self.stream is None else 1)  # a plain loop must not wait here for the step before
+        return ready._replace(there_s=there_s if plain else self.own.now())
+
+    def _moved(self, batch: Any, start: Any) -> _Ready:
         images, labels = _pair(batch)
-        on_cuda = self.device.type == "cuda"
-        copied = on_cuda and images.device != self.device
-        timed = self._timed and copied
-        if self.stream is not None and images.is_cuda:  # the loader's own GPU work may still write to it
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            images.record_stream(self.stream)
-        with named("copy"), _on(self.stream):
-            start = torch.cuda.Event(enable_timing=True) if timed else None
-            end = torch.cuda.Event(enable_timing=timed) if copied else None
-            if start is not None:
-                start.record()
-            images = images.to(self.device, non_blocking=on_cuda)
-            labels = labels.to(self.device, non_blocking=on_cuda)
-            if end is not None:
-                end.record()
+        own = self.own
+        is_there = own.has_streams and own.holds(images)
+        if self.stream is not None and is_there:
+            own.keep_for(self.stream, images)
+            if not self._made_there:
+                self.stream.wait_stream(self.outer)  # the loader's own GPU work may still write to it
+        with named("copy"):
+            start = start or self._mark()
+            images, labels = (part if own.has_streams and own.holds(part) else own.copy(part) for part in (images, labels))
+            if own.has_streams and not is_there:
+                end = own.event(timed=self._timed)
+                end.record(own.stream())
                 self._copying.append((end, batch))
+            else:
+                end = start
             if self._augment is not None:
                 images = self._augment(images, batch)
             images = self._normalise(images)
             if self._mix is not None:
                 images, labels = self._mix(images, labels, batch)
-            done = torch.cuda.Event(enable_timing=timed) if timed or self.stream is not None else None
-            if done is not None:
-                done.record()
-        self.let_go(most=None if self.stream is None else 1)  # a plain loop must not wait here for the step before
+            done = None
+            if own.has_streams and (self._timed or self.stream is not None):
+                done = own.event(timed=self._timed)
+                done.record(own.stream())
         stamps = getattr(batch, "stamps", None)
-        return _Ready(
-            images, labels, (start, end, done) if timed else None, done, stamps if isinstance(stamps, Stamps) else None
-        )
+        copy = (start, end, done) if self._timed else None
+        return _Ready(images, labels, copy, done, stamps if isinstance(stamps, Stamps) else None, 0.0)
+
+    def _mark(self) -> Any:
+        """A timing event at this point of the stream, if a clock reads them."""
+        if not self._timed:
+            return None
+        event = self.own.event(timed=True)
+        event.record(self.own.stream())
+        return event
 
     def let_go(self, most: int | None) -> None:
         """Drop the batches that are copied, and wait until at most ``most`` copies are under way; None: for none of them."""
@@ -245,30 +302,30 @@ def _pair(batch: Any) -> list[Tensor]:
     return parts
 
 
-def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
 def _run_plain(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> Batches:
     try:
-        for batch in loader:
-            ready = move(batch)
+        batches = iter(loader)
+        while (ready := move.pulled(batches, plain=True)) is not None:
             _tell(clock, ready)
             yield ready.images, ready.labels
-            del batch, ready  # or two batches would stay on the device while the next one is awaited
+            del ready  # or two batches would stay on the device while the next one is awaited
     finally:
         move.let_go(most=0)
 
 
 def _run_ahead(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> Batches:
+    own, side = move.own, move.stream
+    if side is not None:
+        move.outer = own.stream()
+        side.wait_stream(move.outer)  # what the loader has on the device may still be written there
     pull = _Pull(loader, move)
     try:
         while (ready := pull.take()) is not None:
-            if move.stream is not None:
-                current = torch.cuda.current_stream(move.device)
+            if side is not None:
+                current = own.stream()
                 current.wait_event(ready.done)  # compute waits for the copy, on the device
-                ready.images.record_stream(current)  # and the memory is not reused before compute is through
-                ready.labels.record_stream(current)
+                own.keep_for(current, ready.images)  # and the memory is not reused before compute is through
+                own.keep_for(current, ready.labels)
             _tell(clock, ready)
             yield ready.images, ready.labels
             del ready
@@ -282,8 +339,7 @@ def _tell(clock: StepClock | None, ready: _Ready) -> None:
         return
     if ready.copy is not None:
         clock.copied(*ready.copy)
-    if ready.stamps is not None:
-        clock.arrived(ready.stamps)
+    clock.arrived(ready.stamps, ready.there_s)
 
 
 class _Pull:
@@ -294,45 +350,37 @@ class _Pull:
 
     def __init__(self, loader: Iterable[Any], move: _Mover) -> None:
         self._loader, self._move = loader, move
-        self._ready: queue.SimpleQueue[_Ready | BaseException | None] = queue.SimpleQueue()
-        self._permit = threading.Semaphore(1)
-        self._stopped = False
-        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
-        self._thread.start()
+        self._ready, self._permit = move.own.queue(), move.own.queue()
+        self._permit.put(True)
+        self._thread = move.own.start(self._work, "prefetch")
 
     def take(self) -> _Ready | None:
         """The next batch, or None at the end; raises what the loader raised."""
-        item = self._ready.get()
+        item: _Ready | BaseException | None = self._ready.get()
         if isinstance(item, BaseException):
             try:
                 raise item
             finally:
                 del item  # or its traceback would keep this frame, and this frame the error, and both the loader's iterator
-        self._permit.release()
+        self._permit.put(True)
         return item
 
     def stop(self) -> None:
         """End the thread; waits for the loader's current ``next()`` to come back."""
-        self._stopped = True
-        self._permit.release()
+        self._permit.put(False)
         self._thread.join()
 
     def _work(self) -> None:
         try:
-            if self._move.device.type == "cuda":
-                torch.cuda.set_device(self._move.device)
+            self._move.own.make_current()
             batches = iter(self._loader)
             try:
-                while self._may_go_on():
-                    self._ready.put(self._move(next(batches)))
-            except StopIteration:
+                while self._permit.get() and (ready := self._move.pulled(batches, plain=False)) is not None:
+                    self._ready.put(ready)
+                    del ready
                 self._ready.put(None)
             finally:
                 if hasattr(batches, "close"):
                     batches.close()
         except BaseException as error:  # handed to the consumer, who raises it
             self._ready.put(error)
-
-    def _may_go_on(self) -> bool:
-        self._permit.acquire()
-        return not self._stopped

@@ -14,7 +14,7 @@ from harness.page.shape import number
 from harness.runtime.files import open_regular, parsed
 
 SPREAD = ("median", "p95", "max")
-PARTS = ("compute", "starved", "exposed_copy", "host")  # of a step
+PARTS = ("compute", "prepare", "starved", "exposed_copy", "host")  # of a step
 TAGS = (
     *(f"time/{name}_ms/{of}" for name in ("step", *PARTS) for of in SPREAD),
     "speed/images_per_s", "stall/data_fraction", "stages/busy_fraction", "gpu/utilization", "gpu/sm_utilization",

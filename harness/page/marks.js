@@ -1,12 +1,17 @@
 // What the parts of a step are called and how they are painted: each by a colour and a pattern, so that neither is needed alone.
 import { h, path, s } from "./dom.js";
 
-export const PARTS = ["compute", "starved", "exposed_copy", "host"];
+export const PARTS = ["compute", "launch", "prepare", "starved", "exposed_copy", "host"];
+export const SELDOM = ["launch", "prepare"]; // parts that many runs do without
 
-export const LABELS = { compute: "compute", starved: "starved", exposed_copy: "exposed copy", host: "host" };
+export const LABELS = {
+  compute: "compute", launch: "launch", prepare: "prepare", starved: "starved", exposed_copy: "exposed copy", host: "host",
+};
 
 export const MEANINGS = {
   compute: "the device worked on the step",
+  launch: "the device waited for Python to launch the next kernel of the step",
+  prepare: "batches were augmented and normalised",
   starved: "the device had nothing to run: no batch was ready",
   exposed_copy: "the device waited for a batch on its way to it",
   host: "the device waited for Python: launches, logging, garbage collection",
@@ -18,6 +23,8 @@ const dots = (...places) => places.map((at) => s("circle", { cx: at, cy: at, r: 
 const OTHERS = 6; // paints of their own for so many
 const PATTERNS = {
   compute: () => [],
+  launch: () => path("M0,2 h8 M0,6 h8", "stroke"),
+  prepare: () => path("M0,4 h8 M4,0 v8", "stroke"),
   starved: () => path(SLANTED, "stroke"),
   exposed_copy: () => dots(2, 6),
   host: () => path("M2,0 v8 M6,0 v8", "stroke"),

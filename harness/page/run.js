@@ -3,7 +3,7 @@ import { wholeBar, stageBars } from "./bars.js";
 import { courseSection } from "./course.js";
 import { absent, h, note, scrolled, table } from "./dom.js";
 import { bytes, known, many, ms, perSecond, quoted, seconds, share, times, words } from "./format.js";
-import { LABELS, MEANINGS, other, PARTS } from "./marks.js";
+import { LABELS, MEANINGS, other, PARTS, SELDOM } from "./marks.js";
 import { supplySection } from "./supply.js";
 
 const BASIS = {
@@ -121,7 +121,7 @@ function stepSection(report, ended) {
     name: LABELS[part], value: shares[part], fill: part, meaning: MEANINGS[part],
     cells: [share(shares[part]), of(part, "median"), of(part, "max")],
   }));
-  const missing = PARTS.filter((part) => !(part in shares)).map((part) => LABELS[part]);
+  const missing = PARTS.filter((part) => !(part in shares) && !SELDOM.includes(part)).map((part) => LABELS[part]);
   const reason = basis === "host" ? "it needs device events, which a CUDA device has" : "this device gave no figure for it";
   const why = ended ? reason : "the last window has no figure for it";
   return [

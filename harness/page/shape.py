@@ -23,7 +23,7 @@ REPORT: Mapping[Any, Any] = {
     },
     **{
         f"{name}_ms?": _SPREAD
-        for name in ("step", "data_wait", "copy", "compute", "gap", "exposed_copy", "starved", "host", "launch")
+        for name in ("step", "data_wait", "copy", "compute", "gap", "exposed_copy", "prepare", "starved", "host", "launch")
     },
     **{f"{name}?": {str: float} for name in ("shares", "wait_parts", "host_parts_s", "pauses_s", "sampled")},
     "verdict?": {"sentence": str, "bottleneck": str, "ceiling?": float, "next_step?": str, "evidence?": [str]},

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+_CYCLES_PER_S = 1.8e9  # of a GPU's processors, within a third
+
 
 class Memory(NamedTuple):
     """Bytes of a device's memory: this process's by torch's allocator, and the whole device's.
@@ -93,6 +95,9 @@ class Accelerator:
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A block whose work goes to ``stream``; None: the current one."""
         return contextlib.nullcontext()
+
+    def delay(self, seconds: float) -> None:
+        """Keep the device's current stream busy for about so long, and not the host."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in the device's memory."""
@@ -177,6 +182,13 @@ class Cuda(Accelerator):
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def delay(self, seconds: float) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and self.device.index in (None, tensor.device.index)
 
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)

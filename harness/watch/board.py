@@ -172,10 +172,12 @@ def timings(window: Window) -> dict[str, Figure]:
         Tag.COMPUTE_MS: window.compute_ms,
         Tag.GAP_MS: window.gap_ms,
         Tag.EXPOSED_COPY_MS: window.exposed_copy_ms,
+        Tag.PREPARE_MS: window.prepare_ms,
         Tag.STARVED_MS: window.starved_ms,
         Tag.HOST_MS: window.host_ms,
         Tag.LAUNCH_MS: window.launch_ms,
         Tag.STALL_FRACTION: window.stall_fraction,
+        Tag.DEVICE_FULL_FRACTION: window.device_full_fraction,
         Tag.DATA_WAIT_FRACTION: window.data_wait_fraction,
     }
 

@@ -6,11 +6,9 @@ Light: feeds and workers import this file, and torch is touched only where a clo
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,20 +33,21 @@ class StepClock:
     goes unmeasured. On the device's time line, over the ``computing()`` blocks i::
 
         gap_i          = end of compute i-1 to start of compute i  (after a pause not known, and left out)
-        exposed_copy_i = the part of gap_i in which a batch was copied and normalised that the host had asked the feed for
-        starved_i      = the part of the rest in which the host was blocked on the feed
+        exposed_copy_i = the part of gap_i in which a batch was copied that the host had asked the feed for
+        prepare_i      = the part of gap_i in which the device augmented and normalised that batch
+        starved_i      = the part of the rest in which the host waited for a batch that was not there yet
         host_i         = what is left of gap_i: launches, garbage collection, logging, whatever the loop does
         stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
 
     A wait while the device has queued work is no stall, and work between two steps is no stall. Without device events the
-    stall is ``data_wait_fraction``, and on a CPU host is what is neither data wait nor computing. A step's device figures
-    may fall into the window after its own.
+    stall is ``data_wait_fraction``; on a CPU prepare is the rest of ``next()`` once the feed has given its batch, and host
+    is what is left. A step's device figures may fall into the window after its own.
 
     Args:
         device: where the network runs.
         slots: the number of ``computing()`` blocks that the host may be ahead of the device.
-        now: a monotonic clock in seconds.
-        events: where timing events come from; None: CUDA's on a CUDA device, else none.
+        now: a monotonic clock in seconds; None: the device's own.
+        events: where timing events come from; None: the device's own, if it has streams.
     """
 
     def __init__(
@@ -56,21 +55,28 @@ class StepClock:
         device: torch.device | str = "cpu",
         *,
         slots: int = 64,
-        now: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] | None = None,
         events: Events | None = None,
     ) -> None:
-        kind = str(device).partition(":")[0]
-        events = _cuda_events(device) if events is None and kind == "cuda" else events
+        from harness.runtime import accelerator  # which imports torch
+
+        own = accelerator.of(device)
+        if events is None and own.has_streams:
+            events = Events(lambda: own.event(timed=True), own.stream, own.idle_stream(), own.delay)
+        now = now or own.now
         self._now = now
         self._timeline = Timeline(slots, events, now) if events else None
-        self._times_compute = kind == "cpu" and not events  # when a call returns, a CPU has done its work; MPS has not
+        self._times_compute = own.kind == "cpu" and not events  # when a call returns, a CPU has done its work; MPS has not
         self._ledger, self._closed = Ledger(), Ledger()
         self._mark: float | None = None  # when the running step began; None outside
         self._first = True  # the running step is an epoch's first
-        self._wait_s = self._compute_s = 0.0  # in this step
+        self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0  # in this step
         self._wait_parts_s: dict[str, float] = {}  # likewise
         self._host_parts_s: dict[str, float] = {}  # likewise
         self._stamps: Stamps | None = None  # of the batch that ends the running wait
+        self._there_s: float | None = None  # when that batch was there
+        self._began_s = self._began_paused_s = 0.0  # the running wait, and the pauses before it
+        self._compute_began_s = 0.0
         self._in_wait = self._in_compute = self._in_work = False
         self._pause_since: float | None = None
         self._paused_s = 0.0
@@ -79,55 +85,42 @@ class StepClock:
         gc.callbacks.append(self._gc)
         weakref.finalize(self, gc.callbacks.remove, self._gc)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the host time inside the block, around ``next()`` on the feed, as data wait."""
-        if self._in_wait or self._pause_since is not None:  # a feed and its loop may both tell
-            yield
-            return
-        self._in_wait, self._stamps, began, paused_s = True, None, self._begin(), self._paused_s
-        try:
-            yield
-        finally:
-            self._in_wait, ended = False, self._active()
-            self._wait_s += ended - began
-            if self._paused_s == paused_s:
-                if self._stamps is not None:
-                    add_all(self._wait_parts_s, _parts(began + paused_s, ended + paused_s, self._stamps))
-                if self._timeline:
-                    self._timeline.waited(began + paused_s, ended + paused_s)
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count the host time inside the block, around ``next()`` on the feed, as data wait.
 
-    def arrived(self, stamps: Stamps) -> None:
-        """Take the stamps of the batch that is about to end the running wait; outside of ``waiting()`` they do not count."""
+        One inside another does not count: a feed and its loop may both tell.
+        """
+        return _Block(self._begin_wait, self._end_wait)
+
+    def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
+        """Take what is known of the batch that is about to end the running wait; outside of ``waiting()`` it does not count.
+
+        Args:
+            stamps: when it was made, received and pinned, where its feed tells.
+            there_s: when it was there, by the clock ``now``: what is left of the block is no waiting for data.
+        """
         if self._in_wait:
-            self._stamps = stamps
+            self._stamps, self._there_s = stamps, there_s
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def held(self, began_s: float) -> None:
+        """Take the time since ``began_s`` out of the running wait: the host waited for a device that had steps in store."""
+        if self._in_wait and self._pause_since is None:
+            now = self._now()
+            self._full_s += now - began_s
+            self._began_s += now - began_s
+
+    def computing(self) -> AbstractContextManager[None]:
         """Measure the block, around forward, backward and optimizer step; several in one step add up.
 
         Enter it with the network's stream as the current one. A block that raises is not measured on the device.
         """
-        if self._in_compute or self._pause_since is not None:
-            yield
-            return
-        self._in_compute, began, whole = True, self._begin() - self._collected_s(), False
-        if self._timeline:
-            self._timeline.begin(self._ledger, first=self._first)
-        try:
-            yield
-            whole = True
-        finally:
-            if self._timeline:
-                self._timeline.end(whole=whole)
-            self._in_compute = False
-            self._compute_s += self._active() - self._collected_s() - began
+        return _Block(self._begin_compute, self._end_compute)
 
     def copied(self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None) -> None:
         """Take the recorded events around one batch's copy, before the block that computes on that batch.
 
-        ``ready`` is recorded after what else the block waits for, such as normalising on the copy's stream. The caller must
-        not record them again.
+        ``ready`` is recorded after what else the device did to it, such as normalising. A batch that was not copied has
+        ``start`` for its ``end``. The caller must not record them again.
         """
         if self._timeline and self._pause_since is None:
             self._timeline.copied(Copy(start, end, ready or end))
@@ -166,7 +159,7 @@ class StepClock:
         else:
             self._count(took, images)
         self._first, self._gc_mark_s = False, self._gc.seconds
-        self._wait_s = self._compute_s = 0.0
+        self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
         self._wait_parts_s.clear()
         self._host_parts_s.clear()
         if self._timeline:
@@ -197,14 +190,16 @@ class StepClock:
     def settle(self) -> None:
         """Let the device finish the steps so far (the host waits for it here), and book that time to them.
 
-        Told where an epoch ends: the next step is kept apart, and the device may have much of this epoch before it.
+        Told where an epoch ends: the next step is kept apart, and the device may have much of this epoch before it. What the
+        device spent on an epoch's first step after the host had gone on is booked to that step.
         """
         if self._timeline is None or self._pause_since is not None:
             return
         before = self._active()
-        self._timeline.finish()
+        late_s = self._timeline.finish(self._ledger)
         if self._mark is not None:
-            self._ledger.elapsed_s += self._active() - before
+            self._ledger.elapsed_s += self._active() - before - late_s
+            self._ledger.first_s += late_s
             self._mark += self._active() - before
 
     def watch(self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None) -> Iterator[Batch]:
@@ -221,6 +216,7 @@ class StepClock:
                 with self.waiting():
                     batch = next(iterator, _END)
                 if batch is _END:
+                    self.settle()
                     return
                 count = (images or _images_in)(batch)
                 with self.computing():
@@ -236,6 +232,8 @@ class StepClock:
             self._timeline.read(self._ledger)
         if not (self._ledger.steps or self._ledger.first_steps):
             return None
+        if self._timeline:
+            self._timeline.look_into(self._ledger)
         ended, self._ledger = self._ledger, Ledger()
         self._closed.merge(ended)
         return ended.window()
@@ -256,6 +254,7 @@ class StepClock:
         ledger.images += images
         ledger.elapsed_s += took_s
         ledger.wait_s += self._wait_s
+        ledger.full_s += self._full_s
         ledger.gc_s += self._gc.seconds - self._gc_mark_s
         ledger.host_step.add(1e3 * took_s)
         ledger.wait.add(1e3 * self._wait_s)
@@ -267,8 +266,47 @@ class StepClock:
             ledger.launch.add(1e3 * self._compute_s)
         elif self._times_compute:
             ledger.compute_s += self._compute_s
+            ledger.prepare_s += self._prepare_s
             ledger.compute.add(1e3 * self._compute_s)
-            ledger.host.add(1e3 * max(0.0, took_s - self._wait_s - self._compute_s))
+            ledger.prepare.add(1e3 * self._prepare_s)
+            ledger.host.add(1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s))
+
+    def _begin_wait(self) -> bool:
+        if self._in_wait or self._pause_since is not None:
+            return False
+        self._in_wait = True
+        self._stamps = self._there_s = None
+        self._began_s, self._began_paused_s = self._begin(), self._paused_s
+        return True
+
+    def _end_wait(self, whole: bool) -> None:
+        self._in_wait = False
+        began, ended = self._began_s, self._active()
+        paused_s, there = self._began_paused_s, ended
+        if self._there_s is not None:
+            there = min(max(self._there_s - paused_s, began), ended)
+        self._wait_s += there - began
+        self._prepare_s += ended - there
+        if self._paused_s == paused_s:
+            if self._stamps is not None:
+                add_all(self._wait_parts_s, _parts(began + paused_s, there + paused_s, self._stamps))
+            if self._timeline:
+                self._timeline.waited(began + paused_s, there + paused_s)
+
+    def _begin_compute(self) -> bool:
+        if self._in_compute or self._pause_since is not None:
+            return False
+        self._in_compute = True
+        self._compute_began_s = self._begin() - self._collected_s()
+        if self._timeline:
+            self._timeline.begin(self._ledger, first=self._first)
+        return True
+
+    def _end_compute(self, whole: bool) -> None:
+        if self._timeline:
+            self._timeline.end(whole=whole)
+        self._in_compute = False
+        self._compute_s += self._active() - self._collected_s() - self._compute_began_s
 
     def _collected_s(self) -> float:
         """Seconds of collections that are no computing: where the host computes; elsewhere the device works on meanwhile."""
@@ -286,11 +324,23 @@ class StepClock:
         return now
 
 
-def _cuda_events(device: torch.device | str) -> Events:
-    import torch
+class _Block:
+    """A ``with`` block at a tenth of what a generator costs.
 
-    idle = torch.cuda.Stream(device, priority=-1)  # or it might wait in a queue with others' work
-    return Events(partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.current_stream, device), idle)
+    ``begin`` says whether it counts; ``end`` is told whether no error ended it.
+    """
+
+    __slots__ = ("_begin", "_counts", "_end")
+
+    def __init__(self, begin: Callable[[], bool], end: Callable[[bool], None]) -> None:
+        self._begin, self._end = begin, end
+
+    def __enter__(self) -> None:
+        self._counts = self._begin()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._counts:
+            self._end(kind is None)
 
 
 class _Collections:

@@ -94,7 +94,9 @@ class Reckoning:
         starved: the device had nothing to run and the loop waited for a batch.
         copy: it waited for a batch's copy.
         host: it waited for Python, on a CPU for garbage collections within a step too.
-        lost: the three together.
+        launch: it waited for Python within a step, to launch the next kernel; 0 where that was not looked into.
+        lost: the four together.
+        prepare: it augmented and normalised batches.
         compute: it ran the network; None where that is not known.
         parts: what ``starved`` was spent on: make, transport, pin and move; empty where no batch was stamped.
         host_parts: what ``host`` was spent on, as far as that has a name.
@@ -114,7 +116,8 @@ class Reckoning:
         self.host = shares.get("host", 0.0)
         # named work that a device did not wait for, because it had steps in store, is no part of it
         self.host_parts = {name: min(self.host, spent_s / elapsed_s) for name, spent_s in window.host_parts_s.items()}
-        self.lost = self.starved + self.copy + self.host
+        self.launch, self.prepare = shares.get("launch", 0.0), shares.get("prepare", 0.0)
+        self.lost = self.starved + self.copy + self.host + self.launch
         named = {name: window.wait_parts.get(name, 0.0) for name in ("make", "transport", "pin")}
         self.parts = {**named, "move": max(0.0, 1 - sum(named.values()))} if window.wait_parts else {}
         self.supply = reckon(evidence.stages, self._lone_crowding())
@@ -126,7 +129,7 @@ class Reckoning:
     def suspects(self) -> dict[str, float]:
         """The share of the time that each kind of bottleneck held the steps up; compute's is the steps' own."""
         parts = self.parts or {"make": 1.0}
-        found = {"compute": self.compute or 0.0, "host": self.host}
+        found = {"compute": (self.compute or 0.0) + self.prepare, "host": self.host, "launch": self.launch}
         found["copy"] = self.copy + self.starved * parts.get("move", 0.0)
         found["transport"] = self.starved * (parts.get("transport", 0.0) + parts.get("pin", 0.0))
         made = self.starved * parts["make"]

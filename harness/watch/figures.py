@@ -80,18 +80,21 @@ class Window:
     data_wait_ms: Spread | None  # host time blocked on the feed, per step: harmless while the device has queued work
     copy_ms: Spread | None  # one batch to the device (CUDA only)
     compute_ms: Spread | None  # within ``computing()``, per step: device time on CUDA, host time on CPU, None elsewhere
-    gap_ms: Spread | None  # between two blocks of computing on the device, per step (CUDA only), and its three parts:
+    gap_ms: Spread | None  # between two blocks of computing on the device, per step (CUDA only), and its parts:
     exposed_copy_ms: Spread | None  # a batch's copy ran that the host had asked for (CUDA only)
+    prepare_ms: Spread | None  # batches were augmented and normalised: between two blocks on the device, on a CPU in ``next()``
     starved_ms: Spread | None  # the host was blocked on the feed; without device events all of the data wait
-    host_ms: Spread | None  # the rest; on a CPU what is neither data wait nor computing
+    host_ms: Spread | None  # the rest; on a CPU what is none of the other three
     launch_ms: Spread | None  # host time within ``computing()``, per step, where the device has a time line of its own
-    shares: Mapping[str, float]  # of the time by "compute", "starved", "exposed_copy", "host", on the clock of stall_basis:
-    # they sum to 1, but on a device whose computing has no clock there is "starved" alone
+    # of the time by "compute", "launch" (between kernels, where that was looked into), "starved", "exposed_copy", "prepare"
+    # and "host", on the clock of stall_basis: they sum to 1, but on a device whose computing has no clock it is "starved" alone
+    shares: Mapping[str, float]
     wait_parts: Mapping[str, float]  # of the data wait, until its batch was made ("make"), received ("transport"), pinned
     # ("pin") and here ("move"): they sum to 1; empty where no batch told
     host_parts_s: Mapping[str, float]  # wall time inside the steps by the name of the work, and "gc"
     gc_s: float  # host time of garbage collections inside the steps
     data_wait_fraction: float | None  # of ``elapsed_s``: an upper bound on the harm
+    device_full_fraction: float | None  # of ``elapsed_s``: the host waited, two steps ahead of the device; no harm
     stall_fraction: float | None  # of the time, starved and exposed copy: the device had nothing to run for want of data
     compute_fraction: float | None  # of the time, on the clock that ``stall_basis`` names
     stall_basis: Literal["host", "device"]  # whether shares, and what comes of them, are by the host's clock or device events
@@ -121,6 +124,11 @@ class Ledger:
     wait_s: float = 0.0
     compute_s: float = 0.0  # by the host's clock
     gc_s: float = 0.0
+    full_s: float = 0.0
+    blocks: int = 0  # behind ``device_s``
+    kernels_s: float = 0.0  # of ``kernel_blocks``, whose kernels ran without waiting to be launched
+    kernel_blocks: int = 0
+    prepare_s: float = 0.0  # by the host's clock
     first_steps: int = 0
     first_s: float = 0.0
     dropped: int = 0
@@ -135,6 +143,7 @@ class Ledger:
     compute: Sketch = field(default_factory=Sketch)
     gap: Sketch = field(default_factory=Sketch)
     exposed_copy: Sketch = field(default_factory=Sketch)
+    prepare: Sketch = field(default_factory=Sketch)
     starved: Sketch = field(default_factory=Sketch)
     host: Sketch = field(default_factory=Sketch)
     launch: Sketch = field(default_factory=Sketch)
@@ -153,7 +162,7 @@ class Ledger:
     def window(self) -> Window:
         """The figures that these sums make."""
         on_device = sum(self.device_s.values()) > 0
-        shares = _shares(self.device_s) if on_device else _shares(self._host_s(), self.elapsed_s)
+        shares = _shares(self._device_s()) if on_device else _shares(self._host_s(), self.elapsed_s)
         return Window(
             steps=self.steps,
             images=self.images,
@@ -165,6 +174,7 @@ class Ledger:
             compute_ms=self.compute.spread(),
             gap_ms=self.gap.spread(),
             exposed_copy_ms=self.exposed_copy.spread(),
+            prepare_ms=self.prepare.spread() if self.prepare_s or self.device_s.get("prepare") else None,
             starved_ms=(self.starved if on_device else self.wait).spread(),
             host_ms=self.host.spread(),
             launch_ms=self.launch.spread(),
@@ -173,6 +183,7 @@ class Ledger:
             host_parts_s={**self.host_parts_s, "gc": self.gc_s},
             gc_s=self.gc_s,
             data_wait_fraction=min(1.0, self.wait_s / self.elapsed_s) if self.elapsed_s > 0 else None,
+            device_full_fraction=min(1.0, self.full_s / self.elapsed_s) if self.elapsed_s > 0 and self.full_s else None,
             stall_fraction=shares["starved"] + shares.get("exposed_copy", 0.0) if shares else None,
             compute_fraction=shares.get("compute"),
             stall_basis="device" if on_device else "host",
@@ -182,12 +193,21 @@ class Ledger:
             dropped=self.dropped,
         )
 
+    def _device_s(self) -> dict[str, float]:
+        """Seconds of the steps by the device's clock; of computing, what it waited for launches has a name of its own."""
+        found = {name: part for name, part in self.device_s.items() if part or name != "prepare"}
+        if self.kernel_blocks and self.blocks:
+            kernels_s = min(found["compute"], self.blocks * self.kernels_s / self.kernel_blocks)
+            found |= {"compute": kernels_s, "launch": found["compute"] - kernels_s}
+        return found
+
     def _host_s(self) -> dict[str, float]:
         """Seconds of the steps by the host's clock, under the names of ``Window.shares``."""
         if not self.compute_s:
             return {"starved": self.wait_s}
-        rest_s = max(0.0, self.elapsed_s - self.wait_s - self.compute_s)
-        return {"compute": self.compute_s, "starved": self.wait_s, "host": rest_s}
+        found = {"compute": self.compute_s, "starved": self.wait_s}
+        found |= {"prepare": self.prepare_s} if self.prepare_s else {}
+        return {**found, "host": max(0.0, self.elapsed_s - sum(found.values()))}
 
 
 def add_all(sums: dict[Key, Number], more: Mapping[Key, Number]) -> None:

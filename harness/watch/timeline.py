@@ -21,6 +21,8 @@ Span = tuple[float, float]  # from when to when, in seconds of the host's clock
 
 _LAG = 8  # blocks between an event's recording and the first look at it: by then it has nearly always come
 _SLOWEST = 1 - 1e-4  # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
+_FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device may be waiting for launches
+_HELD_BACK, _LONGEST_S = 3, 0.25  # steps that a device is held back for, and by how much at most
 _JUMP_S = 1e-3  # beyond the drift: so far from each other the two clocks got as a machine slept, or was set right
 
 
@@ -46,10 +48,14 @@ class Events(NamedTuple):
     make: Callable[[], TimingEvent]
     stream: Callable[[], Any]  # the one that the network runs on
     idle: Any  # a stream that nothing else runs on
+    delay: Callable[[float], object] | None = None  # keeps the network's stream busy for so many seconds, and not the host
 
 
 class Copy(NamedTuple):
-    """Events of one batch on its way: its copy from start to end, and what else was done to it until it was ready."""
+    """Events of one batch: its copy from start to end, and what the device did to it until it was ready.
+
+    ``end`` is ``start`` where nothing was copied: the batch was made on the device.
+    """
 
     start: TimingEvent
     end: TimingEvent
@@ -67,8 +73,10 @@ class _Slot:
     waits: Sequence[Span] = ()  # blocked on the feed since the block before
     copies: Sequence[Copy] = ()  # of the batches that it computes on
     first: bool = False  # part of an epoch's first step
-    fresh: bool = False  # the block before is not known, so neither is the gap
+    fresh: bool = False  # the block before is not known, or held back, so neither is the gap
+    whole: bool = False  # all of it was launched before the device came to it
     ends_step: bool = False
+    stepped_s: float = 0.0  # the host's clock as that step ended
 
     def passed(self) -> bool:
         """Whether the device has done the block, the copies for it and the mark."""
@@ -95,6 +103,8 @@ class Timeline:
         self._passed_s = -math.inf  # when the device passed that end, by the host's clock
         self._fresh = True  # the running block will not be measured; between blocks: the next one's gap will not be known
         self._unended = 0  # measured blocks of the running step
+        self._hold_s, self._held = 0.0, 0  # by which the next block is held back; how many were
+        self._late_s = 0.0  # after the host, the device ended epochs' first steps
         self._known = True  # all gaps of the step that is being read, so far
         self._step_s: dict[str, float] = {}  # of that step
 
@@ -120,6 +130,11 @@ class Timeline:
         slot = self._running = self._free.pop()
         slot.waits, slot.copies, slot.first, slot.fresh, slot.ends_step = waits, copies, first, self._fresh, False
         self._fresh = False
+        slot.whole = bool(self._hold_s) and not first
+        if slot.whole and self._events.delay:
+            slot.fresh, self._held = True, self._held + 1
+            self._events.delay(self._hold_s)
+            self._hold_s = 0.0
         slot.mark_s = self._now()
         slot.mark.record(self._events.idle)
         slot.start.record(self._events.stream())
@@ -134,13 +149,16 @@ class Timeline:
             self._free.append(slot)
             return
         slot.end.record(self._events.stream())
+        slot.whole = slot.whole and not slot.start.query()
         self._pending.append(slot)
         self._unended += 1
 
     def step(self, ledger: Ledger) -> None:
         """End a step: its blocks' times belong together."""
         if self._unended:
-            self._pending[-1].ends_step = not self._fresh  # fresh again already: its last block is missing
+            last = self._pending[-1]
+            last.ends_step = not self._fresh  # fresh again already: its last block is missing
+            last.stepped_s = self._now()
             self._unended = 0
         self.read(ledger, _LAG)
 
@@ -148,11 +166,28 @@ class Timeline:
         """Leave the running block, and the gap before the next, unmeasured."""
         self._fresh = True
 
-    def finish(self) -> None:
-        """Wait until the device has done all that the network's stream was given, blocks that were dropped too."""
+    def look_into(self, ledger: Ledger) -> None:
+        """Hold the device back before one of the next blocks, where launching may be what that block's time goes to.
+
+        The host is then ahead of the device, which runs the block's kernels without a pause: so long they take by themselves.
+        """
+        launch, compute = ledger.launch.spread(), ledger.compute.spread()
+        if launch is None or compute is None or self._events.delay is None or self._held >= _HELD_BACK:
+            return
+        if launch.median >= _FOLLOWS * compute.median:
+            self._hold_s = min(_LONGEST_S, 1.5e-3 * launch.median)
+
+    def finish(self, ledger: Ledger) -> float:
+        """Wait until the device has done all that the network's stream was given, blocks that were dropped too.
+
+        Returns the seconds by which it ended epochs' first steps after the host since the last call.
+        """
         end = self._events.make()
         end.record(self._events.stream())
         end.synchronize()  # the host waits for the device
+        self.read(ledger)
+        late_s, self._late_s = self._late_s, 0.0
+        return late_s
 
     def read(self, ledger: Ledger, keep: int = 0) -> None:
         """Count the blocks that the device has done, but not the newest ``keep``, nor those of the running step."""
@@ -171,8 +206,14 @@ class Timeline:
         known = previous is not None and not slot.fresh
         if known and not slot.first:
             add_all(ledger.device_s, spent_s)
+            ledger.blocks += 1
+        if slot.whole:
+            ledger.kernels_s += compute_s
+            ledger.kernel_blocks += 1
         self._known &= known
         add_all(self._step_s, spent_s)
+        if slot.first and slot.ends_step:
+            self._late_s += max(0.0, self._passed_s - slot.stepped_s)
         if slot.ends_step:
             if self._known and not slot.first:
                 _count_step(self._step_s, ledger)
@@ -189,21 +230,27 @@ class Timeline:
 
 
 def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> dict[str, float]:
-    """Seconds of the ``gap`` between two blocks by what the device had to wait for."""
+    """Seconds of the ``gap`` between two blocks by what the device had to wait for, or did in between."""
     asked_s = slot.waits[0][0] if slot.waits else -math.inf  # a copy before that is ahead of its time, and delays nothing
-    free_s, exposed = max(gap[0], asked_s), []  # copies on one stream come one after the other
+    free_s, spent_s = max(gap[0], asked_s), {"exposed_copy": 0.0, "prepare": 0.0}
+    exposed: list[Span] = []
     for copy in slot.copies:
-        if not slot.first:
-            ledger.copy.add(copy.start.elapsed_time(copy.end))
-        if previous:
-            began_s = gap[0] + previous.end.elapsed_time(copy.start) / 1e3
-            span = max(free_s, began_s), min(gap[1], began_s + copy.start.elapsed_time(copy.ready) / 1e3)
-            if span[0] < span[1]:
+        copied_s = 0.0 if copy.end is copy.start else copy.start.elapsed_time(copy.end) / 1e3
+        if copied_s and not slot.first:
+            ledger.copy.add(1e3 * copied_s)
+        if previous is None or (ready_s := previous.end.elapsed_time(copy.ready) / 1e3) <= 0:
+            continue
+        began_s = gap[0] + previous.end.elapsed_time(copy.start) / 1e3
+        for name, until_s in (("exposed_copy", began_s + copied_s), ("prepare", gap[0] + ready_s)):
+            span = max(free_s, began_s), min(gap[1], until_s)
+            if span[0] < span[1]:  # what runs on one stream comes one after the other
                 exposed.append(span)
+                spent_s[name] += span[1] - span[0]
                 free_s = span[1]
-    exposed_s = sum(ended_s - began_s for began_s, ended_s in exposed)
+            began_s = until_s
     starved_s = _overlap(slot.waits, [gap]) - _overlap(slot.waits, exposed)
-    return {"starved": starved_s, "exposed_copy": exposed_s, "host": max(0.0, gap[1] - gap[0] - exposed_s - starved_s)}
+    host_s = max(0.0, gap[1] - gap[0] - sum(spent_s.values()) - starved_s)
+    return {"starved": starved_s, **spent_s, "host": host_s}
 
 
 def _overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
@@ -212,10 +259,11 @@ def _overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
 
 
 def _count_step(step_s: Mapping[str, float], ledger: Ledger) -> None:
-    compute_s, starved_s, exposed_s, host_s = (step_s[name] for name in ("compute", "starved", "exposed_copy", "host"))
-    gap_s = starved_s + exposed_s + host_s
+    compute_s = step_s["compute"]
+    gap_s = sum(step_s.values()) - compute_s
     for sketch, seconds in (
         (ledger.compute, compute_s), (ledger.gap, gap_s), (ledger.device_step, compute_s + gap_s),
-        (ledger.starved, starved_s), (ledger.exposed_copy, exposed_s), (ledger.host, host_s),
+        (ledger.starved, step_s["starved"]), (ledger.exposed_copy, step_s["exposed_copy"]),
+        (ledger.prepare, step_s["prepare"]), (ledger.host, step_s["host"]),
     ):  # fmt: skip
         sketch.add(1e3 * seconds)

@@ -23,8 +23,6 @@ _HARM = 0.10  # of the time: MLPerf Storage asks for an accelerator utilisation 
 _FED = 0.02  # what a stall below this would give back cannot be told from noise
 _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise where steps are short
 _FAULT_S = 1e-4  # the least that a page from a disk costs: one read of an NVMe drive
-_FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device follows the host
-_QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
 _FROM_DISK, _CACHED = 0.5, 0.05  # of the bytes read: from here on the page cache does not hold the files; up to here it does
 _WORTH = 0.01  # of the time: a smaller suspect is not worth a word
 _DEEPEST = 8  # batches in flight for each worker; more have not helped
@@ -131,13 +129,9 @@ def _unharmed(r: Reckoning) -> _Finding:
     if r.compute is None:
         apart = f"on {r.evidence.device} the network's own time and Python's cannot be told apart"
         return _Finding("unknown", f"Loading does not hold the steps up: {_waited(r)}; {apart}")
-    window, e = r.window, r.evidence
-    launch, compute, gap = window.launch_ms, window.compute_ms, window.gap_ms
-    if launch and compute and gap and launch.median >= _FOLLOWS * compute.median and gap.median > _QUEUED_MS:
-        took = f"launching takes {launch.median:.1f} of the {compute.median:.1f} ms that the device spends on a step"
-        faster = f"loader.batch_size={2 * e.settings.batch_size}" if e.compiled else "trainer.compile=true"
-        return _Finding("launch", f"The device waits for Python within the step: {took}", faster)
-    cause = f"The network's own work sets the pace, with {r.compute:.0%} of the time"
+    e = r.evidence
+    beside = f", and preparing batches {r.prepare:.0%}" if r.prepare >= _FED else ""
+    cause = f"The network's own work sets the pace, with {r.compute:.0%} of the time{beside}"
     if e.device != "cuda":
         return _Finding("compute", cause, advice="a smaller network or image would be faster, or a GPU")
     steps = ["trainer.precision=bf16"] if e.precision == "fp32" else []
@@ -148,7 +142,7 @@ def _unharmed(r: Reckoning) -> _Finding:
 
 def _harmed(r: Reckoning) -> _Finding:
     """What costs the most, of waiting for batches, for copies and for Python."""
-    costs = {_starved: r.starved, _copied: r.copy, _hosted: r.host}
+    costs = {_starved: r.starved, _copied: r.copy, _hosted: r.host, _launched: r.launch}
     return max(costs, key=lambda rule: costs[rule])(r)
 
 
@@ -243,6 +237,14 @@ def _hosted(r: Reckoning) -> _Finding:
     return _Finding("host", cause, f"loader.batch_size={2 * r.evidence.settings.batch_size}", "do less between two steps")
 
 
+def _launched(r: Reckoning) -> _Finding:
+    """Python launches the network's kernels more slowly than the device runs them."""
+    launch = r.window.launch_ms
+    took = f", launching a step takes {launch.median:.1f} ms" if launch else ""
+    faster = f"loader.batch_size={2 * r.evidence.settings.batch_size}" if r.evidence.compiled else "trainer.compile=true"
+    return _Finding("launch", f"The device waits for Python within the step in {r.launch:.0%} of the time{took}", faster)
+
+
 def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
     """Whether pages that were needed had been given up, where that can have cost time."""
     stalled, faults = r.sampled(Tag.MEMORY_STALL_FRACTION), r.sampled(Tag.MAJOR_FAULTS_PER_S)
@@ -299,7 +301,8 @@ def _sentence(r: Reckoning, found: _Finding) -> str:
 def _clauses(r: Reckoning, found: _Finding) -> tuple[str, ...]:
     """The figures, then the two next suspects."""
     window, supply = r.window, r.supply
-    shares = {"compute": r.compute or 0.0, "starved": r.starved, "exposed copy": r.copy, "host": r.host}
+    shares = {"compute": r.compute or 0.0, "launch": r.launch, "starved": r.starved, "exposed copy": r.copy}
+    shares |= {"prepare": r.prepare, "host": r.host}
     clauses = [f"time on the {window.stall_basis}'s clock: {_listed(shares)}"]
     if r.parts and r.starved >= _WORTH:
         clauses.append(f"waiting for a batch: {_listed(r.parts)}")

@@ -50,7 +50,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     device = Device((lambda: 0) if request.param == "lazy" else (lambda: rng.randrange(4)))
 
     class Event:
-        def __init__(self, enable_timing: bool = False) -> None:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
             self.done = False
 
         def record(self, stream: Any = None) -> None:
@@ -68,6 +68,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
         def __init__(self, device: Any = None) -> None: ...
         def record_event(self) -> None: ...
         def wait_event(self, event: Any) -> None: ...
+        def wait_stream(self, stream: Any) -> None: ...
 
     to = torch.Tensor.to
     for name, fake in {

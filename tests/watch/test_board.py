@@ -56,7 +56,8 @@ def test_every_figure_of_a_window_has_a_tag() -> None:
     figures = timings(Ledger(steps=1, images=8, elapsed_s=2.0, wait_s=1.0).window())
     assert {str(tag) for tag in figures} == {
         "speed/images_per_s", "time/step_ms", "time/data_wait_ms", "time/copy_ms", "time/compute_ms",
-        "time/gap_ms", "time/exposed_copy_ms", "time/starved_ms", "time/host_ms", "time/launch_ms",
+        "time/gap_ms", "time/exposed_copy_ms", "time/prepare_ms", "time/starved_ms", "time/host_ms", "time/launch_ms",
+        "time/device_full_fraction",
         "stall/data_fraction", "stall/data_wait_fraction",
     }  # fmt: skip
     assert (figures["speed/images_per_s"], figures["stall/data_fraction"], figures["time/copy_ms"]) == (4.0, 0.5, None)

@@ -1,0 +1,392 @@
+"""An emulated GPU behind ``harness.runtime.accelerator``: tensors lie on the CPU and have real values; time is made up.
+
+Work goes to streams, in order, each piece with a duration; how long launching it takes the host, too. When everything ends is
+known as it is launched, so that no thread plays the device. On a ``VirtualClock`` time moves only where a thread would sleep;
+on a ``WallClock`` it is the real one, for whole runs with worker processes. What it shows is arithmetic, and of no real GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from harness.runtime import accelerator
+
+_ROUND = 512  # bytes: torch's device allocator gives multiples of that
+
+
+class WallClock:
+    """The real time."""
+
+    now = staticmethod(time.perf_counter)
+    sleep = staticmethod(time.sleep)
+    queue = staticmethod(queue.SimpleQueue)
+
+    def start(self, work: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        return thread
+
+
+@dataclass(eq=False)
+class _Blocked:
+    """A thread that waits until a time, or until something is so."""
+
+    until_s: float
+    due: Callable[[], bool]
+    wake: threading.Event = field(default_factory=threading.Event)
+
+
+class VirtualClock:
+    """A time that stands still while a thread runs, and moves when all are blocked; one of its threads runs at a time.
+
+    The thread that makes it is the first; others come by ``start``. They may block in ``sleep``, a queue's ``get`` and a
+    thread's ``join`` alone. Each blocked ``get`` takes ``wake_s`` more, as a thread that has to be woken does.
+    """
+
+    def __init__(self, wake_s: float = 0.0) -> None:
+        self._time_s, self._wake_s = 1.0, wake_s
+        self._blocked: list[_Blocked] = []
+
+    def now(self) -> float:
+        return self._time_s
+
+    def sleep(self, seconds: float) -> None:
+        until_s = self._time_s + max(0.0, seconds)
+        if any(other.until_s <= until_s or other.due() for other in self._blocked):
+            self.block(until_s, lambda: False)
+        else:
+            self._time_s = until_s
+
+    def queue(self) -> _Queue:
+        return _Queue(self)
+
+    def start(self, work: Callable[[], None], name: str) -> _Thread:
+        return _Thread(self, work, name)
+
+    def block(self, until_s: float, due: Callable[[], bool]) -> None:
+        """Let the other threads run until it is ``until_s``, or ``due``."""
+        own = _Blocked(until_s, due)
+        self._blocked.append(own)
+        self.pass_on()
+        assert own.wake.wait(30), "the virtual clock's threads wait for each other"
+
+    def woken(self) -> None:
+        """What a thread that was blocked loses before it goes on."""
+        if self._wake_s:
+            self.sleep(self._wake_s)
+
+    def pass_on(self) -> None:
+        """Wake the thread whose turn it is; the caller stops."""
+        ready = next((other for other in self._blocked if other.due() or other.until_s <= self._time_s), None)
+        if ready is None:
+            ready = min(self._blocked, key=lambda other: other.until_s)
+            assert ready.until_s < math.inf, "every thread of the virtual clock waits for another"
+            self._time_s = ready.until_s
+        self._blocked.remove(ready)
+        ready.wake.set()
+
+
+class _Queue:
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock, self._items = clock, deque[Any]()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+
+    def get(self) -> Any:
+        if not self._items:
+            self._clock.block(math.inf, lambda: bool(self._items))
+            self._clock.woken()
+        return self._items.popleft()
+
+
+class _Thread:
+    def __init__(self, clock: VirtualClock, work: Callable[[], None], name: str) -> None:
+        self._clock, self._work, self._done = clock, work, False
+        self._begin = _Blocked(clock.now(), lambda: True)
+        clock._blocked.append(self._begin)
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        self._begin.wake.wait(30)
+        try:
+            self._work()
+        finally:
+            self._done = True
+            self._clock.pass_on()
+
+    def join(self) -> None:
+        if not self._done:
+            self._clock.block(math.inf, lambda: self._done)
+
+
+@dataclass(eq=False)
+class Stream:
+    """Work in order; at most ``depth`` pieces are queued."""
+
+    device: EmulatedDevice
+    until_s: float = 0.0
+    ends_s: deque[float] = field(default_factory=deque)
+
+    def wait_event(self, event: Event) -> None:
+        self.until_s = max(self.until_s, event.at_s if event.at_s < math.inf else 0.0)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.until_s = max(self.until_s, other.until_s)
+
+    def synchronize(self) -> None:
+        self.device.wait_until(self.until_s)
+
+    def add(self, duration_s: float) -> tuple[float, float]:
+        """Queue a piece of work; when it begins and ends."""
+        own = self.device
+        while self.ends_s and self.ends_s[0] <= own.now():
+            self.ends_s.popleft()
+        if len(self.ends_s) >= own.depth:  # the driver spins here
+            own.spun_s += self.ends_s[0] - own.now()
+            own.clock.sleep(self.ends_s[0] - own.now())
+        began_s = max(self.until_s, own.now())
+        self.until_s = began_s + duration_s
+        self.ends_s.append(self.until_s)
+        return began_s, self.until_s
+
+
+class Event:
+    """A point of a stream."""
+
+    def __init__(self, device: EmulatedDevice, timed: bool) -> None:
+        self.device, self.timed, self.at_s = device, timed, math.inf
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.device.stream()
+        self.device.host(self.device.record_s)
+        self.at_s = max(stream.until_s, self.device.now() + self.device.mark_s)
+
+    def query(self) -> bool:
+        return self.at_s == math.inf or self.at_s <= self.device.now()
+
+    def synchronize(self) -> None:
+        if self.at_s < math.inf:
+            self.device.wait_until(self.at_s)
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self.timed and end.timed):
+            raise ValueError("both events need enable_timing=True")
+        if math.inf in (self.at_s, end.at_s) or not (self.query() and end.query()):
+            raise RuntimeError("both events must be recorded, and passed, before their time can be told")
+        return 1e3 * (end.at_s - self.at_s)
+
+
+class Pool:
+    """What a caching allocator holds: freed blocks are used again on the same stream, and given back by ``release`` alone."""
+
+    def __init__(self, device: EmulatedDevice, rounded: Callable[[int], int]) -> None:
+        self._device, self._rounded = device, rounded
+        self._free: list[tuple[int, Any, dict[Stream, float]]] = []  # size, owner and when streams have done with it
+        self._used: dict[int, tuple[int, Any, dict[Stream, float]]] = {}  # by address
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+
+    def take(self, like: Tensor, owner: Any) -> Tensor:
+        """Memory for a tensor like ``like`` in size and layout, of ``owner``."""
+        size = self._rounded(max(1, like.nbytes))
+        found = next((block for block in self._free if block[:2] == (size, owner) and self._is_idle(block)), None)
+        if found:
+            self._free.remove(found)
+        else:
+            self.reserved += size
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        memory = np.empty(max(1, like.untyped_storage().nbytes()), np.uint8)
+        tensor = torch.empty(0, dtype=like.dtype).set_(torch.from_numpy(memory).untyped_storage(), 0, like.shape, like.stride())
+        self._used[memory.ctypes.data] = (size, owner, {})
+        weakref.finalize(memory, self._end, memory.ctypes.data).atexit = False
+        return tensor
+
+    def has(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._used
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        if self.has(tensor):
+            self._used[tensor.untyped_storage().data_ptr()][2][stream] = stream.until_s
+
+    def release(self) -> None:
+        idle = [block for block in self._free if self._is_idle(block)]
+        self._free = [block for block in self._free if block not in idle]
+        self.reserved -= sum(block[0] for block in idle)
+
+    def _end(self, address: int) -> None:
+        block = self._used.pop(address)
+        self.allocated -= block[0]
+        # work that was queued between record_stream and the end of the tensor counts too
+        self._free.append((*block[:2], {stream: stream.until_s for stream in block[2]}))
+
+    def _is_idle(self, block: tuple[int, Any, dict[Stream, float]]) -> bool:
+        return all(until_s <= self._device.now() for until_s in block[2].values())
+
+
+class EmulatedDevice(accelerator.Accelerator):
+    """A GPU.
+
+    Args:
+        clock: its time; None: the real one.
+        depth: launches that the queue of a stream holds.
+        pinned_per_s: bytes a second of copies from page-locked memory.
+        pageable_per_s: the same from pageable memory, for which the host waits.
+        launch_s: what launching one piece of work takes the host, where nothing else is said.
+        record_s: what recording an event takes the host.
+        mark_s: an idle stream's time until it passes an event.
+        wake_s: a blocking wait comes back so much later.
+    """
+
+    kind = "cuda"
+    has_streams = True
+    name = "emulated"
+
+    def __init__(
+        self,
+        clock: Any = None,
+        *,
+        depth: int = 1000,
+        pinned_per_s: float = 25e9,
+        pageable_per_s: float = 6e9,
+        launch_s: float = 0.0,
+        record_s: float = 0.0,
+        mark_s: float = 5e-6,
+        wake_s: float = 0.0,
+        total: int = 80 * 2**30,
+    ) -> None:
+        super().__init__(torch.device("cpu"))
+        self.clock = clock or WallClock()
+        self.now, self.queue, self.start = self.clock.now, self.clock.queue, self.clock.start
+        self.depth, self.pinned_per_s, self.pageable_per_s = depth, pinned_per_s, pageable_per_s
+        self.launch_s, self.record_s, self.mark_s, self.wake_s, self.total = launch_s, record_s, mark_s, wake_s, total
+        self.spun_s = self.slept_s = 0.0
+        self.busy_s: list[tuple[float, float]] = []  # of kernels
+        self._main, self._side, self._idle = (Stream(self) for _ in range(3))
+        self._current = threading.local()
+        self.memory_pool = Pool(self, lambda size: -(-size // _ROUND) * _ROUND)
+        self.pinned_pool = Pool(self, lambda size: 1 << (size - 1).bit_length())
+
+    def host(self, seconds: float) -> None:
+        """Let the host work so long."""
+        if seconds > 0:
+            self.clock.sleep(seconds)
+
+    def wait_until(self, at_s: float) -> None:
+        left_s = at_s - self.now()
+        if left_s > 0:
+            self.slept_s += left_s + self.wake_s
+            self.clock.sleep(left_s + self.wake_s)
+
+    def launch(self, device_s: float, launch_s: float | None = None, kernels: int = 1) -> None:
+        """Launch so many kernels, which take the device and the host so long together."""
+        stream, each_s = self.stream(), (kernels * self.launch_s if launch_s is None else launch_s) / kernels
+        for _ in range(kernels):
+            self.host(each_s)
+            self.busy_s.append(stream.add(device_s / kernels))
+
+    def busy_between(self, began_s: float, ended_s: float) -> float:
+        """Seconds in which at least one kernel ran."""
+        total_s, until_s = 0.0, began_s
+        for start_s, end_s in sorted(self.busy_s):
+            total_s += max(0.0, min(end_s, ended_s) - max(start_s, until_s))
+            until_s = max(until_s, end_s)
+        return total_s
+
+    def synchronize(self) -> None:
+        self.wait_until(self.stream().until_s)
+
+    def event(self, *, timed: bool = False) -> Event:
+        return Event(self, timed)
+
+    def stream(self) -> Stream:
+        return getattr(self._current, "stream", self._main)
+
+    def side_stream(self) -> Stream:
+        return self._side
+
+    def idle_stream(self) -> Stream:
+        return self._idle
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        before = self.stream()
+        self._current.stream = stream or before
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def delay(self, seconds: float) -> None:
+        self.stream().add(seconds)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.memory_pool.has(tensor)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        is_pinned = self.pinned_pool.has(tensor)
+        stream = self.stream()
+        copied = self.memory_pool.take(tensor, stream).copy_(tensor)
+        self.host(self.launch_s)
+        _, until_s = stream.add(tensor.nbytes / (self.pinned_per_s if is_pinned else self.pageable_per_s))
+        if is_pinned:
+            self.pinned_pool.keep(tensor, stream)
+        else:
+            self.clock.sleep(until_s - self.now())
+        return copied
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        return self.pinned_pool.take(tensor, None).copy_(tensor)
+
+    def keep_for(self, stream: Stream, tensor: Tensor) -> None:
+        self.memory_pool.keep(tensor, stream)
+
+    def memory(self) -> accelerator.Memory:
+        pool = self.memory_pool
+        peaks = pool.peak_allocated, pool.peak_reserved
+        return accelerator.Memory(pool.allocated, pool.reserved, *peaks, self.total - pool.reserved, self.total)
+
+    def reset_peaks(self) -> None:
+        pool = self.memory_pool
+        pool.peak_allocated, pool.peak_reserved = pool.allocated, pool.reserved
+
+    def release(self) -> None:
+        self.memory_pool.release()
+        self.pinned_pool.release()
+
+
+@contextlib.contextmanager
+def emulated(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch | None = None) -> Iterator[EmulatedDevice]:
+    """A block in which ``device`` is the only GPU; with ``monkeypatch`` torch's own pinning goes to it too."""
+    with accelerator.emulate(device):
+        if monkeypatch is not None:
+            empty = torch.empty
+            monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device_=None: device.pin(tensor))
+            monkeypatch.setattr(
+                torch,
+                "empty",
+                lambda *args, pin_memory=False, **how: (device.pin if pin_memory else _same)(empty(*args, **how)),
+            )
+            for name, fake in (("is_available", lambda: True), ("current_device_index", lambda: 0)):
+                monkeypatch.setattr(torch.accelerator, name, fake)
+            monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+        yield device
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
