@@ -88,7 +88,7 @@ class PacedTrainee:
             waits.append(got - last)
             seconds.append(now - last)
             last = now
-        return StepRun(tuple(images), tuple(seconds), tuple(waits), time.process_time() - cpu)
+        return StepRun(tuple(images), tuple(seconds), sum(waits) / sum(seconds), time.process_time() - cpu)
 
 
 @dataclass(slots=True)

@@ -116,15 +116,15 @@ class _Queue:
 
 class _Thread:
     def __init__(self, clock: VirtualClock, work: Callable[[], None], name: str) -> None:
-        self._clock, self._work, self._done = clock, work, False
+        self._clock, self._done = clock, False
         self._begin = _Blocked(clock.now(), lambda: True)
         clock._blocked.append(self._begin)
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         self._begin.wake.wait(30)
         try:
-            self._work()
+            work()
         finally:
             self._done = True
             self._clock.pass_on()

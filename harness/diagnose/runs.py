@@ -143,7 +143,7 @@ class Session:
 
     def _left_s(self, less_s: float = 0.0) -> float:
         """Seconds that are left to the rank that has the fewest, after ``less_s`` of its own."""
-        return self.lab.ranks.smallest(self.ends - self.now() - less_s)
+        return self.lab.ranks.smallest(self.ends + self.lab.first_s - self.now() - less_s)
 
     def _has_seen(self) -> bool:
         """Whether every rank has read a whole batch, which can be read again."""

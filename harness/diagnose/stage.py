@@ -124,6 +124,7 @@ def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: C
         cores_from=limits.sources.get("cores", ""),
         on_cpu=accelerator.of(trainee.device).kind == "cpu",
         overlaps=trainee.overlaps,
+        launch_s=lab.launch_s,
         demand=runs.demand,
         step_cpu_s=runs.step_cpu_s,
         cost=cost,

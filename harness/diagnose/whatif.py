@@ -39,7 +39,8 @@ class Facts:
         settings: the loader's.
         cores: processors that one rank may use, and where that is said.
         on_cpu: whether the step runs on the same processors.
-        overlaps: whether loading without workers runs beside the step.
+        overlaps: whether the device works on the step while this process loads without workers.
+        launch_s: seconds per image in which this process launches the step.
         demand: G, images/s of the step on batches at hand.
         step_cpu_s: processor seconds of the step per image.
         cost: of one sample in a worker that has a processor to itself, with the files as they are.
@@ -66,6 +67,7 @@ class Facts:
     wait_fraction: float | None = None
     fetch_per_s: float | None = None
     copy_per_s: float | None = None
+    launch_s: float = 0.0
     image_size: int = 0
     sizes: tuple[tuple[int, int], ...] = ()
     fits: Callable[[FeedSettings], str | None] = lambda _: None
@@ -131,6 +133,7 @@ def problem_of(facts: Facts) -> Problem:
         most=max(_MOST, int(_MOST_PER_CORE * facts.cores), facts.settings.num_workers),
         pin_memory=facts.settings.pin_memory,
         overlaps=facts.overlaps,
+        launch_s=facts.launch_s,
         fits=facts.fits,
         budget_s=0.0,
     )

@@ -81,8 +81,10 @@ class DataPrefetcher:
         with own.on(stream):
             normalise = _Normalise(self.device, mean, std, dtype, channels_last)
         made_there = getattr(loader, "on_device", False)
-        self._mover = _Mover(own, stream, clock is not None and own.has_streams, made_there, augment, normalise, mix)
-        self._clock, self._lead = clock, _Lead(own) if own.has_streams else None
+        self._now = own.now if clock is None else clock.now
+        timed = clock is not None and own.has_streams
+        self._mover = _Mover(own, stream, self._now, timed, made_there, augment, normalise, mix)
+        self._clock, self._lead = clock, Lead(own, self._now) if own.has_streams else None
         self.first_wait_s: float | None = None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
@@ -108,10 +110,9 @@ class DataPrefetcher:
                 self._clock.held(began_s)
         if self.first_wait_s is not None:
             return next(self._pass)
-        now = self._mover.own.now
-        began_s = now()
+        began_s = self._now()
         first = next(self._pass)
-        self.first_wait_s = now() - began_s
+        self.first_wait_s = self._now() - began_s
         return first
 
     def next(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -180,22 +181,25 @@ class _Normalise:
         return torch.tensor(values, device=self._device).view(1, -1, 1, 1)
 
 
-class _Lead:
+class Lead:
     """How far the host is ahead of the device."""
 
-    def __init__(self, own: Accelerator) -> None:
-        self._own = own
+    def __init__(self, own: Accelerator, now: Callable[[], float]) -> None:
+        self._own, self._now = own, now
         self._ends = deque((own.event(), own.event()), maxlen=2)  # of the last two steps, as they were launched
         self._recorded = 0
 
     def hold(self) -> float | None:
-        """Sleep until the device has at most one step left; since when, or None where it has no more already."""
+        """Sleep until the device has at most one step left; to be called before each step.
+
+        Returns when it went to sleep, or None where the device has no more than that.
+        """
         self._ends.rotate()
         self._ends[0].record(self._own.stream())
         self._recorded += 1
         if self._recorded < 2 or self._ends[1].query():
             return None
-        began_s = self._own.now()
+        began_s = self._now()
         with named("device full"):
             self._ends[1].synchronize()
         return began_s
@@ -209,6 +213,7 @@ class _Mover:
     Args:
         own: the device.
         stream: the side stream; None: all goes to the current one.
+        now: the clock.
         timed: record events that a clock can read.
         made_there: the loader makes its batches on the device.
         augment, normalise, mix: what is done to each batch.
@@ -218,13 +223,14 @@ class _Mover:
         self,
         own: Accelerator,
         stream: Any,
+        now: Callable[[], float],
         timed: bool,
         made_there: bool,
         augment: Augment | None,
         normalise: _Normalise,
         mix: Mix | None,
     ) -> None:
-        self.own, self.stream, self._timed, self._made_there = own, stream, timed, made_there
+        self.own, self.stream, self._now, self._timed, self._made_there = own, stream, now, timed, made_there
         self._augment, self._normalise, self._mix = augment, normalise, mix
         self.outer: Any = None  # the stream that the consumer's work goes to
         self._copying: deque[tuple[Any, Any]] = deque()  # the event behind each copy, and the batch that is copied
@@ -239,10 +245,10 @@ class _Mover:
             batch = next(batches, _END)
             if batch is _END:
                 return None
-            there_s = self.own.now()
+            there_s = self._now()
             ready = self._moved(batch, start)
         self.let_go(most=None if self.stream is None else 1)  # a plain loop must not wait here for the step before
-        return ready._replace(there_s=there_s if plain else self.own.now())
+        return ready._replace(there_s=there_s if plain else self._now())
 
     def _moved(self, batch: Any, start: Any) -> _Ready:
         images, labels = _pair(batch)

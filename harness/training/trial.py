@@ -18,6 +18,7 @@ from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.snapshot import Snapshot
 from harness.training.step import Step
+from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun
 
 _WARM_UP_STEPS = 5  # the first may compile and makes what an update allocates; cuDNN tries its kernels
@@ -26,7 +27,7 @@ _GROUP_S = 0.025  # a group's only wait for the device is small beside it
 _AGREE_S = 0.2  # between two agreements of the ranks to go on
 
 _Batch = tuple[Tensor, Tensor]  # images and labels on the device
-_Done = tuple[int, float, float]  # a step's images, seconds and wait
+_Done = tuple[int, float]  # a step's images and seconds
 
 
 class StepTrials:
@@ -36,11 +37,12 @@ class StepTrials:
         step: the run's own step.
         config: how batches get to the device, and how many make an update.
         world: this rank.
-        now: the clock.
+        now: the clock; None: the device's own.
     """
 
-    def __init__(self, step: Step, config: Config, world: World, now: Callable[[], float] = time.perf_counter) -> None:
-        self._step, self._config, self._world, self._now = step, config, world, now
+    def __init__(self, step: Step, config: Config, world: World, now: Callable[[], float] | None = None) -> None:
+        self._step, self._config, self._world = step, config, world
+        self._now = now or accelerator.of(world.device).now
         self._parts = config.trainer.accumulate_steps
         self._made = 0  # steps: says which part of an update the next one is
 
@@ -51,8 +53,8 @@ class StepTrials:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a thread loads beside the step even without workers."""
-        return accelerator.of(self.device).has_streams and self._config.loader.device_prefetch
+        """Whether the device works on the step while batches are loaded even without workers."""
+        return accelerator.of(self.device).has_streams
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -83,52 +85,66 @@ class StepTrials:
         work, not the loader's. A group is one step, or as many as last 25 ms. ``limit_s`` counts from the end of the first
         step, which may compile.
         """
-        placed = batch._replace(images=batch.images.to(self.device), labels=batch.labels.to(self.device))
+        own = accelerator.of(self.device)
+        placed = batch._replace(images=own.copy(batch.images), labels=own.copy(batch.labels))
         with contextlib.closing(self._step.batches(itertools.repeat(placed))) as batches:
             return self._groups(batches, len(placed.labels), limit_s)
 
     def _groups(self, batches: DataPrefetcher, size: int, limit_s: float) -> StepRun:
-        self._group(batches, 1, warm_up=True)
+        first_s, _ = self._group(batches, 1, warm_up=True)
         begin = self._now()
         for _ in range(_WARM_UP_STEPS - 1):
-            step_s = self._world.agreed(self._group(batches, 1, warm_up=True))
+            step_s = self._world.agreed(self._group(batches, 1, warm_up=True)[0])
             if step_s > limit_s / _WARM_UP_STEPS:
                 break
         steps = max(1, int(_GROUP_S / step_s))
         if steps >= self._parts:
             steps -= steps % self._parts  # each group has as many updates as the others
-        seconds: list[float] = []
+        groups: list[tuple[float, float]] = []
         cpu = time.process_time()
-        while len(seconds) < _GROUPS and self._world.agreed(len(seconds) < 2 or self._now() - begin < limit_s):
-            seconds.append(self._group(batches, steps))
-        cpu_s, groups = time.process_time() - cpu, len(seconds)
-        return StepRun((size * steps,) * groups, tuple(seconds), (0.0,) * groups, cpu_s)
+        while len(groups) < _GROUPS and self._world.agreed(len(groups) < 2 or self._now() - begin < limit_s):
+            groups.append(self._group(batches, steps))
+        cpu_s, images = time.process_time() - cpu, size * steps
+        launch_s = 0.0 if self._config.loader.device_prefetch else min(launch_s for _, launch_s in groups) / images
+        return StepRun(
+            images=(images,) * len(groups),
+            seconds=tuple(seconds for seconds, _ in groups),
+            cpu_s=cpu_s,
+            first_s=max(0.0, first_s - step_s),
+            launch_s=launch_s,
+        )
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
         """Steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
 
         Left out before them are the first batch, which holds the workers' start, and then ``skip`` batches, or as many as
-        come in a third of ``limit_s``. Where another rank's feed fails, it is the steps until then, maybe none. The feed
-        stays open.
+        come in a third of ``limit_s``. Their seconds are the device's, where it has a clock. Where another rank's feed fails,
+        it is the steps until then, maybe none. The feed stays open.
 
         Raises:
             Whatever this rank's ``feed`` raises; with several ranks once all have stopped.
         """
-        with contextlib.closing(self._step.batches(feed)) as batches:
+        clock = StepClock(self.device, now=self._now, keep_steps=True)
+        with contextlib.closing(self._step.batches(feed, clock)) as batches:
             source = _Source(batches, (lambda: self._zeros(feed)) if self._world.size > 1 else None)
-            self._stretch(source, 1, 1, 0.0)
-            self._stretch(source, 0, skip, limit_s / 3)
+            self._stretch(source, clock, 1, 1, 0.0)
+            self._stretch(source, clock, 0, skip, limit_s / 3)
+            clock.close_window()
             cpu = time.process_time()
-            done = self._stretch(source, 2, math.inf, limit_s)
+            done = self._stretch(source, clock, 2, math.inf, limit_s)
             cpu_s = time.process_time() - cpu
+            clock.settle()
         if source.error is not None:
             raise source.error
-        return StepRun(tuple(d[0] for d in done), tuple(d[1] for d in done), tuple(d[2] for d in done), cpu_s)
+        window = clock.close_window()
+        stall = (window.stall_fraction or 0.0) if window else 0.0
+        seconds = clock.device_steps(len(done)) or tuple(seconds for _, seconds in done)
+        return StepRun(tuple(images for images, _ in done), seconds, stall, cpu_s)
 
-    def _stretch(self, source: _Source, least: int, most: float, limit_s: float) -> list[_Done]:
+    def _stretch(self, source: _Source, clock: StepClock, least: int, most: float, limit_s: float) -> list[_Done]:
         """Up to ``most`` steps while ``limit_s`` is not over, but ``least``; fewer once any rank's feed has failed.
 
-        The host waits for the device at the end, which is the start of the next stretch, and between only where ranks agree.
+        The host waits for the device only where it is two steps ahead, or ranks agree.
         """
         done: list[_Done] = []
         begin = end = self._now()
@@ -140,35 +156,38 @@ class StepTrials:
                 break
             block = told[0][1]
             for _ in range(block):
-                done.append(self._delivered(source, end))
+                done.append(self._delivered(source, clock, end))
                 end += done[-1][1]
             if self._world.size > 1:  # at most doubled: the first batches may only have been the ones in store
-                block_s = sum(seconds for _, seconds, _ in done[-block:])
+                block_s = sum(seconds for _, seconds in done[-block:])
                 block = max(1, int(min(2 * block, _AGREE_S * block / block_s, most - len(done))))
-        accelerator.of(self.device).synchronize()
-        if done:
-            images, seconds, wait = done[-1]
-            done[-1] = images, seconds + self._now() - end, wait
+        if not self.overlaps:  # what a device whose own time is not known has left to do is the last step's
+            accelerator.of(self.device).synchronize()
+            if done:
+                images, seconds = done[-1]
+                done[-1] = images, seconds + self._now() - end
         return done
 
-    def _delivered(self, source: _Source, end: float) -> _Done:
+    def _delivered(self, source: _Source, clock: StepClock, end: float) -> _Done:
         """One step on the next batch; ``end`` is that of the step before."""
-        begin = self._now()
-        images, labels = source.take()
-        wait = self._now() - begin
-        self._train(images, labels)
-        self._step.forget()
-        return len(labels), self._now() - end, wait
+        with clock.waiting():
+            images, labels = source.take()
+        with clock.computing():
+            self._train(images, labels)
+            self._step.forget()
+        clock.step(len(labels))
+        return len(labels), self._now() - end
 
-    def _group(self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False) -> float:
-        """The seconds of so many steps; each makes an update while warming up."""
+    def _group(self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False) -> tuple[float, float]:
+        """The seconds of so many steps, and those that the host took; each makes an update while warming up."""
         begin = self._now()
         for _ in range(steps):
             images, labels = next(batches)
             self._train(images, labels, warm_up)
         self._step.forget()
+        launch_s = self._now() - begin
         accelerator.of(self.device).synchronize()
-        return self._now() - begin
+        return self._now() - begin, launch_s
 
     def _train(self, images: Tensor, labels: Tensor, update: bool = False) -> None:
         if update:

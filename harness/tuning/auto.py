@@ -115,7 +115,7 @@ class Auto:
     def _may_keep_up(self) -> bool:
         """Whether real steps on the user's own setting are worth a look before anything else."""
         own, known = self.problem.own, self.known
-        if not known.steady(own.backend):
+        if not known.steady(own):
             return False
         if own.num_workers == 0:
             return known.at_most(own) >= 0.9 * self._goal()
@@ -159,8 +159,7 @@ class Auto:
                 break
             yield from self._supply(with_workers(base, workers))
             workers = self._next(form)
-        knee = self._knee(form)
-        if knee is not None and self._has(3 * _PROBE_S):
+        while (knee := self._knee(form)) is not None and self._has(3 * _PROBE_S):
             yield from self._supply(with_workers(base, knee))
 
     def _next(self, form: str) -> int | None:
@@ -181,13 +180,19 @@ class Auto:
         return min(most, max(short + 1, min(grown, 2 * short, full)))
 
     def _knee(self, form: str) -> int | None:
-        """Where demand is not met, the number of workers at which linear growth would reach what the most of them gave."""
+        """Where demand is not met, fewer workers that may give as much as the most of them did.
+
+        It is where linear growth would reach that; where more gave nothing for want of something else than processors, which
+        workers may share, it is half of the fewest that were tried.
+        """
         points = self.known.points(form)
         best = max(points.values())
         if not best or best >= MET * self.known.demand():
             return None
         knee = math.ceil(best * (1 - GAIN) * self.known.costs[form].wall_s - 0.05)
         good = min(n for n, rate in points.items() if rate >= (1 - GAIN) * best)
+        if good == min(points) and saturated(points) and not self.known.crowded(form):
+            knee = min(knee, good // 2)
         return knee if 0 < knee < good and knee not in points else None
 
     def _needs_no_workers(self) -> bool:
@@ -242,7 +247,7 @@ class Auto:
     def _settle(self, finalists: Sequence[FeedSettings]) -> Asking:
         """Real steps on the finalists in turn, there and back, until the best is known or too little time is left."""
         left = [s for s in finalists if not self.known.refused(s)]
-        if not all(self.known.steady(s.backend) for s in left):
+        if not all(self.known.steady(s) for s in left):
             return
         for turn in range(_TURNS_CROWDED if self._is_crowded() else _TURNS):
             if left in ([], [self.problem.own]) or not self._has(2 * _STEPS_S):

@@ -117,7 +117,8 @@ class Evidence:
             wall_s = queueing.moments(times)[0]
         demand = demand or self.problem.demand.images_per_s
         if workers == 0:
-            return 1 / (1 / demand + wall_s)
+            beside_s = self.problem.launch_s if self.problem.overlaps else 1 / demand
+            return min(demand, 1 / (beside_s + wall_s))
         crowding = max(1.0, workers * cost.cpu_s / wall_s / self.problem.cores)
         drawn = queueing.batch_times(times, size)
         batches = queueing.Batches(crowding * drawn.total_s, crowding * drawn.longest_s)
@@ -181,6 +182,8 @@ class Evidence:
         if settings.num_workers == 0 and not self.problem.overlaps:
             return Rate.exactly(1 / (1 / demand + 1 / supply.images_per_s))
         reach = min(demand, self.roofline(settings.backend))
+        if settings.num_workers == 0:
+            reach = min(reach, 1 / (self.problem.launch_s + 1 / supply.images_per_s))
         return Rate(*(min(value, reach) for value in (supply.images_per_s, supply.low, supply.high)))
 
     def _not_read_again(self, settings: FeedSettings, measured: Rate) -> Rate:
@@ -188,8 +191,7 @@ class Evidence:
         cost = self.costs.get(settings.backend)
         if settings.num_workers or cost is None or cost.cpu_s > 0.5 * cost.wall_s:
             return measured
-        beside = 0.0 if self.problem.overlaps else 1 / self.problem.demand.images_per_s
-        return min(measured, Rate.exactly(1 / (beside + cost.wall_s)), key=lambda rate: rate.images_per_s)
+        return min(measured, Rate.exactly(1 / (self.problem.alone_s + cost.wall_s)), key=lambda rate: rate.images_per_s)
 
     def demand(self) -> float:
         """Images/s that the step takes: as measured with a batch at hand, or more where steps took more while they had one."""
@@ -260,11 +262,13 @@ class Evidence:
         top = min([self.problem.most, *(n - 1 for n in failed)])
         return next((n for n in range(top, 1, -1) if self.problem.fits(with_workers(base, n)) is None), 1)
 
-    def steady(self, form: str) -> bool:
+    def steady(self, settings: FeedSettings) -> bool:
         """Whether a worker's batches come often and evenly enough for a short run of steps to judge."""
-        cost = self.costs.get(form)
-        often = cost is not None and cost.wall_s * self.problem.own.batch_size <= STEADY_BATCH_S
-        return often and not self.uneven(form)
+        cost, supply = self.costs.get(settings.backend), self.supply(settings)
+        if cost is None or self.uneven(settings.backend):
+            return False
+        wall_s = max(cost.wall_s, settings.num_workers / supply.images_per_s if supply else 0.0)  # what all share takes longer
+        return wall_s * settings.batch_size <= STEADY_BATCH_S
 
     def met(self, settings: FeedSettings) -> bool:
         """Whether supply was measured to exceed demand."""
@@ -304,14 +308,23 @@ class Evidence:
                 return "workers"
             return "refused" if self.problem.fits(with_workers(chosen, chosen.num_workers + 1)) is None else "memory"
         if self._starved(chosen.backend, cost):
-            probes = [t.cost for t in self.of("supply") if t.cost and t.settings.num_workers >= chosen.num_workers]
-            return "storage" if any(each.cpu_s < 0.5 * each.wall_s for each in (cost, *probes)) else "transport"
+            probes = [t for t in self.of("supply") if t.settings.num_workers >= chosen.num_workers]
+            return "storage" if cost.cpu_s < 0.5 * cost.wall_s or any(map(_waits, probes)) else "transport"
         return "processor" if self.crowded(chosen.backend) else "transport"
 
     def _starved(self, form: str, cost: SampleCost) -> bool:
         """Whether the loader alone gives too little, with processors to spare."""
         best = max(self.points(form).values(), default=0.0)
         return best < MET * self.demand() and best * (cost.cpu_s + cost.receive_s) < BUSY * self.problem.cores
+
+
+def _waits(probe: Trial) -> bool:
+    """Whether workers were busy with samples all the time, and samples waited for something else than a processor."""
+    cost, rate = probe.cost, probe.rate
+    if cost is None or rate is None:
+        return False
+    busy = rate.images_per_s * cost.wall_s / max(1, probe.settings.num_workers)
+    return cost.cpu_s < (0.8 if busy > BUSY else 0.5) * cost.wall_s
 
 
 def _counts(most: int) -> Iterator[int]:

@@ -38,7 +38,7 @@ class Follow:
         if self.done or predicted is None:
             return
         total = clock.total()
-        if total.steps < STEPS:
+        if total.steps + total.first_steps < STEPS:
             return
         self.done = True
         stall = total.data_wait_fraction if total.stall_fraction is None else total.stall_fraction

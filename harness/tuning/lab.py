@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +32,8 @@ class Lab:
     Attributes:
         worker_bytes: private memory of one worker, the largest seen.
         batch: a batch of the data set, in memory of its own, once one has been seen.
+        first_s: what first steps took longer than others, which training has to pay anyway.
+        launch_s: of the step, as ``StepRun`` has it.
     """
 
     probes: Probes
@@ -41,6 +42,8 @@ class Lab:
     ranks: Ranks
     worker_bytes: int = _WORKER_BYTES
     batch: HostBatch | None = None
+    first_s: float = 0.0
+    launch_s: float = 0.0
     _sample_s: float = 0.0  # the longest mean of a probe
     _start_s: float = 0.0  # of as many workers as there are cores, the longest that was seen
     _seen: int = 0  # batches of the last probe on samples of its own
@@ -56,7 +59,7 @@ class Lab:
         refusals = self.ranks.gathered(self.refusal(ask.settings))
         if refused := next(filter(None, refusals), None):
             return Trial(ask.settings, kind, refused=refused)
-        begin, bad = time.perf_counter(), None
+        begin, bad = self.now(), None
         try:
             trial = getattr(self, f"_{ask.kind}")(ask)
         except BadSample as error:
@@ -65,7 +68,7 @@ class Lab:
             trial = Trial(ask.settings, kind, refused="out of memory")
         except LoaderError as error:
             trial = Trial(ask.settings, kind, refused=_symptom(printable(str(error))))
-        outcome = dataclasses.replace(trial, seconds=time.perf_counter() - begin), bad
+        outcome = dataclasses.replace(trial, seconds=self.now() - begin), bad
         outcomes: list[tuple[Trial, tuple[str, str] | None]] = self.ranks.gathered(outcome)
         for _, where in outcomes:
             if where is not None:
@@ -84,7 +87,14 @@ class Lab:
         run = self.trainee.demand(self.batch, limit_s)
         own = rate(run.images, run.seconds), run.cpu_s / sum(run.images)
         found: list[tuple[Rate, float]] = self.ranks.gathered(own)
+        self.first_s += -self.ranks.smallest(-run.first_s)
+        self.launch_s = -self.ranks.smallest(-run.launch_s)
         return min(found, key=lambda rank: rank[0].images_per_s)
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The clock."""
+        return accelerator.of(self.trainee.device).now
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
         """Whether page-locked batches reach the device sooner; never without a CUDA device."""
@@ -126,7 +136,7 @@ class Lab:
             skip=self._seen if again else 0,
             start_s=self._starting_s(ask.settings),
         )
-        found = probe.measure_supply(feed, gauge, self.ranks, until)
+        found = probe.measure_supply(feed, gauge, self.ranks, until, self.now)
         self._learn(found, ask.settings.num_workers)
         if found.batches and not again:
             self._seen = found.batches
@@ -143,10 +153,9 @@ class Lab:
             feed.close()
         if not run.images:
             raise LoaderError("refused on another rank")
-        wait = sum(run.waits_s) / sum(run.seconds)
         bursts = ask.settings.num_workers if ask.settings.backend == PROCESSES else 1  # of a batch from each worker
         memory, rate = self.memory_bytes(ask.settings), _rate(run, max(1, bursts))
-        return Trial(ask.settings, "steps", rate, sum(run.images), wait_fraction=wait, memory_bytes=memory)
+        return Trial(ask.settings, "steps", rate, sum(run.images), wait_fraction=run.stall_fraction, memory_bytes=memory)
 
     def _passes(self, ask: Ask) -> Trial:
         settings = self._patient(ask.settings)

@@ -17,6 +17,7 @@ from harness.config import TunerConfig
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
+from harness.feed.prefetcher import Lead
 from harness.feed.processes import Loader, ProcessFeed, enter_worker
 from harness.runtime import accelerator, limits, signals
 from harness.runtime.distributed import World
@@ -24,6 +25,7 @@ from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.report import TuningReport
 from harness.tuning.tuner import tune as tune_probes
+from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun
 
 Step = Callable[[Any], object]
@@ -225,10 +227,12 @@ class _GaugedBatches(_Gauged):
 class _Trainee:
     """The caller's step."""
 
-    overlaps = False  # a plain loop loads while its step does not run
-
     def __init__(self, probes: _Probes, step: Step, state: Sequence[Any], device: torch.device) -> None:
         self._probes, self._step, self._state, self.device = probes, step, state, device
+        self._own = accelerator.of(device)
+        self._now = self._own.now
+        self._lead = Lead(self._own, self._now) if self._own.has_streams else None
+        self.overlaps = self._own.has_streams  # a plain loop on a CPU loads while its step does not run
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -242,53 +246,72 @@ class _Trainee:
             snapshot.restore()
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        begin, step_s = time.perf_counter(), 0.0
-        for _ in range(_WARM_UP_STEPS):
-            step_s = self._group(1)
+        (first_s, _), begin = self._group(1), self._now()
+        for _ in range(_WARM_UP_STEPS - 1):
+            step_s, _ = self._group(1)
         steps = max(1, min(_COPIES, int(_GROUP_S / step_s)))
-        cpu, seconds = time.process_time(), list[float]()
-        while len(seconds) < 2 or (len(seconds) < _GROUPS and time.perf_counter() - begin < limit_s):
-            seconds.append(self._group(steps))
-        groups = len(seconds)
-        cpu_s = time.process_time() - cpu
-        return StepRun((len(batch.labels) * steps,) * groups, tuple(seconds), (0.0,) * groups, cpu_s)
+        cpu, groups = time.process_time(), list[tuple[float, float]]()
+        while len(groups) < 2 or (len(groups) < _GROUPS and self._now() - begin < limit_s):
+            groups.append(self._group(steps))
+        cpu_s, images = time.process_time() - cpu, len(batch.labels) * steps
+        return StepRun(
+            images=(images,) * len(groups),
+            seconds=tuple(seconds for seconds, _ in groups),
+            cpu_s=cpu_s,
+            first_s=max(0.0, first_s - step_s),
+            launch_s=min(launch_s for _, launch_s in groups) / images,
+        )
 
-    def _group(self, steps: int) -> float:
-        """The seconds of so many steps on one batch, each on a copy of its own: a step may change what it is given."""
-        copies = [_copy(self._probes.last) for _ in range(steps)]
-        begin = time.perf_counter()
+    def _group(self, steps: int) -> tuple[float, float]:
+        """The seconds of so many steps on one batch, and the host's part of them.
+
+        Each has a copy of its own: a step may change what it is given.
+        """
+        copies = [_copy(self._probes.last, self._own.pin) for _ in range(steps)]
+        begin = self._now()
         for batch in copies:
             signals.check()
             self._step(batch)
-        accelerator.of(self.device).synchronize()
-        return time.perf_counter() - begin
+        launch_s = self._now() - begin
+        self._own.synchronize()
+        return self._now() - begin, launch_s
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
+        clock = StepClock(self.device, keep_steps=True)
         with contextlib.closing(iter(feed)) as batches:  # type: ignore[type-var]
-            self._stretch(batches, 1, 1, 0.0)
-            self._stretch(batches, 0, skip, limit_s / 3)
+            self._stretch(batches, clock, 1, 1, 0.0)
+            self._stretch(batches, clock, 0, skip, limit_s / 3)
+            clock.close_window()
             cpu = time.process_time()
-            done = self._stretch(batches, 2, None, limit_s)
+            done = self._stretch(batches, clock, 2, None, limit_s)
             cpu_s = time.process_time() - cpu
-        images, seconds, waits = zip(*done, strict=True)
-        return StepRun(images, seconds, waits, cpu_s)
+            clock.settle()
+        window = clock.close_window()
+        images, seconds = zip(*done, strict=True)
+        seconds = clock.device_steps(len(done)) or seconds
+        return StepRun(images, seconds, (window.stall_fraction or 0.0) if window else 0.0, cpu_s)
 
     def _stretch(
-        self, batches: Iterator[HostBatch], least: int, most: int | None, limit_s: float
-    ) -> list[tuple[int, float, float]]:
-        done: list[tuple[int, float, float]] = []
-        begin = end = time.perf_counter()
+        self, batches: Iterator[HostBatch], clock: StepClock, least: int, most: int | None, limit_s: float
+    ) -> list[tuple[int, float]]:
+        done: list[tuple[int, float]] = []
+        begin = end = self._now()
         while len(done) < least or ((most is None or len(done) < most) and end - begin < limit_s):
             signals.check()
-            count = len(next(batches).labels)
-            wait_s = time.perf_counter() - end
-            self._step(self._probes.last)
-            done.append((count, time.perf_counter() - end, wait_s))
+            if self._lead is not None:  # or the time would be over before the device has begun
+                self._lead.hold()
+            with clock.waiting():
+                count = len(next(batches).labels)
+            with clock.computing():
+                self._step(self._probes.last)
+            clock.step(count)
+            done.append((count, self._now() - end))
             end += done[-1][1]
-        accelerator.of(self.device).synchronize()
-        if done:
-            count, seconds, wait_s = done[-1]
-            done[-1] = count, seconds + time.perf_counter() - end, wait_s
+        if not self.overlaps:
+            self._own.synchronize()
+            if done:
+                count, seconds = done[-1]
+                done[-1] = count, seconds + self._now() - end
         return done
 
 
@@ -303,14 +326,14 @@ def _device_of(state: Sequence[Any]) -> torch.device:
     return torch.device("cpu")
 
 
-def _copy(batch: Any) -> Any:
-    """Nested containers and tensors anew; everything else as it is."""
+def _copy(batch: Any, pin: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested containers and tensors, page-locked where that pays; everything else as it is."""
     if isinstance(batch, Tensor):
-        return batch.clone()
+        return pin(batch.clone())
     if isinstance(batch, dict):
-        return type(batch)({key: _copy(part) for key, part in batch.items()})
+        return type(batch)({key: _copy(part, pin) for key, part in batch.items()})
     if isinstance(batch, tuple | list):
-        parts = [_copy(part) for part in batch]
+        parts = [_copy(part, pin) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
 

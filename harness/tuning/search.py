@@ -29,10 +29,11 @@ class Problem:
         cores: processors that one rank may use.
         most: workers that may be tried.
         pin_memory: whether page-locked batches pay.
-        overlaps: whether loading without workers runs beside the step (a prefetching thread on a CUDA device).
+        overlaps: whether the device works on the step while this process loads without workers.
         fits: why a setting does not fit into memory, or None.
         budget_s: seconds left for the search.
         ranks: how many measure together.
+        launch_s: seconds per image in which this process launches the step, and cannot load without workers.
     """
 
     own: FeedSettings
@@ -47,6 +48,12 @@ class Problem:
     fits: Callable[[FeedSettings], str | None]
     budget_s: float
     ranks: int = 1
+    launch_s: float = 0.0
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds per image that a process that loads without workers spends on the step."""
+        return self.launch_s if self.overlaps else 1 / self.demand.images_per_s
 
 
 @dataclass(frozen=True, slots=True)

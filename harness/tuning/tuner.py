@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import time
 from dataclasses import dataclass
 
 from harness.config import TunerConfig, TunerName
@@ -49,18 +48,20 @@ def tune(
     Raises:
         BadSample: a sample cannot be read.
     """
-    begin = time.perf_counter()
+    device = accelerator.of(trainee.device)
+    begin = device.now()
     own, limits = ranks.agreed(own), _least(limits, ranks)
     lab = Lab(probes, trainee, limits, ranks)
     title = f"tuning the loader (tuner={config.name.name}, at most {config.budget_s:g} s)"
     with trainee.kept(), live_table(title, _COLUMNS) as rows:
         session = _Session(lab, config, rows)
         if config.name is TunerName.grid:
-            pins = (False, True) if accelerator.of(trainee.device).has_streams else (False,)
+            pins = (False, True) if device.has_streams else (False,)
             choice = session.follow(grid(own, max(1, int(limits.cores)), pins, config.budget_s))
         else:
             choice = session.automatic(own, begin)
-    return session.report(own, choice, time.perf_counter() - begin)
+    device.release()
+    return session.report(own, choice, device.now() - begin)
 
 
 def most_workers(config: TunerConfig, limits: Limits) -> int:
@@ -115,7 +116,8 @@ class _Session:
             pin_memory=lab.pays_to_pin(own),
             overlaps=lab.trainee.overlaps,
             fits=lambda settings: lab.ranks.agreed(lab.refusal(settings)),
-            budget_s=lab.ranks.agreed(self.config.budget_s - (time.perf_counter() - begin)),
+            launch_s=lab.launch_s,
+            budget_s=lab.ranks.agreed(self.config.budget_s + lab.first_s - (lab.now() - begin)),
             ranks=len(lab.ranks.gathered(None)),
         )
         return self.follow(Auto(problem).run())

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +49,10 @@ class StepClock:
         slots: the number of ``computing()`` blocks that the host may be ahead of the device.
         now: a monotonic clock in seconds; None: the device's own.
         events: where timing events come from; None: the device's own, if it has streams.
+        keep_steps: keep what ``device_steps`` tells, which takes memory for every step.
+
+    Attributes:
+        now: the clock.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class StepClock:
         slots: int = 64,
         now: Callable[[], float] | None = None,
         events: Events | None = None,
+        keep_steps: bool = False,
     ) -> None:
         from harness.runtime import accelerator  # which imports torch
 
@@ -64,8 +70,8 @@ class StepClock:
         if events is None and own.has_streams:
             events = Events(lambda: own.event(timed=True), own.stream, own.idle_stream(), own.delay)
         now = now or own.now
-        self._now = now
-        self._timeline = Timeline(slots, events, now) if events else None
+        self.now = now
+        self._timeline = Timeline(slots, events, now, keep_steps) if events else None
         self._times_compute = own.kind == "cpu" and not events  # when a call returns, a CPU has done its work; MPS has not
         self._ledger, self._closed = Ledger(), Ledger()
         self._mark: float | None = None  # when the running step began; None outside
@@ -105,7 +111,7 @@ class StepClock:
     def held(self, began_s: float) -> None:
         """Take the time since ``began_s`` out of the running wait: the host waited for a device that had steps in store."""
         if self._in_wait and self._pause_since is None:
-            now = self._now()
+            now = self.now()
             self._full_s += now - began_s
             self._began_s += now - began_s
 
@@ -177,12 +183,12 @@ class StepClock:
         self.settle()
         if self._timeline:
             self._timeline.forget()
-        self._pause_since = self._now()
+        self._pause_since = self.now()
         collecting, self._gc.thread = self._gc.thread, None
         try:
             yield
         finally:
-            took, self._pause_since = self._now() - self._pause_since, None
+            took, self._pause_since = self.now() - self._pause_since, None
             self._paused_s += took
             self._gc.thread = collecting
             add_all(self._ledger.pauses_s, {name: took})
@@ -225,6 +231,11 @@ class StepClock:
         finally:
             if self._pause_since is None:
                 self._mark = None
+
+    def device_steps(self, count: int) -> tuple[float, ...]:
+        """Seconds of the last ``count`` settled steps, from end to end on the device; empty where they are not known."""
+        ends_s = self._timeline.ends_s[-count - 1 :] if self._timeline else []
+        return tuple(later - earlier for earlier, later in pairwise(ends_s)) if len(ends_s) > count else ()
 
     def close_window(self) -> Window | None:
         """The figures since the last call; None where no step has ended since. Never waits for the device."""
@@ -314,7 +325,7 @@ class StepClock:
 
     def _active(self) -> float:
         """A clock in seconds that stands still in pauses."""
-        return (self._now() if self._pause_since is None else self._pause_since) - self._paused_s
+        return (self.now() if self._pause_since is None else self._pause_since) - self._paused_s
 
     def _begin(self) -> float:
         """The active clock; the running step began now, if none ran."""
@@ -349,15 +360,15 @@ class _Collections:
     def __init__(self, now: Callable[[], float]) -> None:
         self.seconds = 0.0
         self.thread: int | None = None
-        self._now, self._began = now, 0.0
+        self.now, self._began = now, 0.0
 
     def __call__(self, phase: str, info: Mapping[str, int]) -> None:
         """Take the start or the stop of a collection."""
         if get_ident() == self.thread:
             if phase == "start":
-                self._began = self._now()
+                self._began = self.now()
             else:
-                self.seconds += self._now() - self._began
+                self.seconds += self.now() - self._began
 
 
 def _parts(began_s: float, ended_s: float, stamps: Stamps) -> dict[str, float]:

@@ -106,12 +106,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Consecutive steps, or groups of them: the images of each, its seconds from the end of the one before, and its wait."""
+    """Consecutive steps, or groups of them: the images of each, and its seconds from the end of the one before."""
 
     images: tuple[int, ...]
     seconds: tuple[float, ...]
-    waits_s: tuple[float, ...]  # host time blocked on the feed
+    stall_fraction: float = 0.0  # of the time, as ``Window`` has it: on the device's clock, where that has one
     cpu_s: float = 0.0  # processor time of this process, all its threads, over the steps
+    first_s: float = 0.0  # what the very first step took longer than the others: compiling, choosing kernels
+    launch_s: float = 0.0  # host seconds per image in which a loop that loads in its own thread cannot load
 
 
 @dataclass(slots=True)

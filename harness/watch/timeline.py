@@ -90,9 +90,13 @@ class Timeline:
         slots: the number of blocks that the host may be ahead of the device.
         events: makes the events, and says on which streams to record them.
         now: the host's clock in seconds.
+        keep_steps: keep when each step ended.
+
+    Attributes:
+        ends_s: when the device ended each step, by the host's clock; empty unless they are kept.
     """
 
-    def __init__(self, slots: int, events: Events, now: Callable[[], float]) -> None:
+    def __init__(self, slots: int, events: Events, now: Callable[[], float], keep_steps: bool = False) -> None:
         self._events, self._now = events, now
         self._free = [_Slot(events.make(), events.make(), events.make()) for _ in range(slots)]
         self._pending: deque[_Slot] = deque()
@@ -104,6 +108,7 @@ class Timeline:
         self._fresh = True  # the running block will not be measured; between blocks: the next one's gap will not be known
         self._unended = 0  # measured blocks of the running step
         self._hold_s, self._held = 0.0, 0  # by which the next block is held back; how many were
+        self.ends_s, self._keep_steps = list[float](), keep_steps
         self._late_s = 0.0  # after the host, the device ended epochs' first steps
         self._known = True  # all gaps of the step that is being read, so far
         self._step_s: dict[str, float] = {}  # of that step
@@ -215,6 +220,8 @@ class Timeline:
         if slot.first and slot.ends_step:
             self._late_s += max(0.0, self._passed_s - slot.stepped_s)
         if slot.ends_step:
+            if self._keep_steps:
+                self.ends_s.append(self._passed_s)
             if self._known and not slot.first:
                 _count_step(self._step_s, ledger)
             self._known, self._step_s = True, {}

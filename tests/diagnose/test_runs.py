@@ -40,6 +40,7 @@ class Rig:
     whole_batches: int = 3
     fetch: Fetch | UnmeasuredError = field(default_factory=lambda: Fetch(100, 10**6, 0.5, 2))
     at: float = 0.0
+    first_s: float = 0.0
     did: list[str] = field(default_factory=list)
     rows: list[tuple[str, ...]] = field(default_factory=list)
 

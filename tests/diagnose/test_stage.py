@@ -89,7 +89,7 @@ class Slow:
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         count = len(batch.labels)
-        return StepRun((count, count), (count * self.image_s,) * 2, (0.0, 0.0))
+        return StepRun((count, count), (count * self.image_s,) * 2)
 
 
 @pytest.mark.parametrize(

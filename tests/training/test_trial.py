@@ -26,6 +26,7 @@ from harness.training.optim import make_optimizer, make_schedule
 from harness.training.state import TrainState, make_scaler
 from harness.training.step import Step, device_batches
 from harness.training.trial import StepTrials
+from harness.watch.clock import StepClock
 
 DEVICE = torch.device("cpu")
 CPU = World(0, 1, 0, 1, DEVICE)
@@ -85,8 +86,8 @@ class TimedStep:
         self.parts.append((part, parts))
         self.images.append(images)
 
-    def batches(self, feed: Iterable[HostBatch]) -> DataPrefetcher:
-        return device_batches(feed, self.config, DEVICE)
+    def batches(self, feed: Iterable[HostBatch], clock: StepClock | None = None) -> DataPrefetcher:
+        return device_batches(feed, self.config, DEVICE, clock)
 
     def forget(self) -> None:
         pass
@@ -304,7 +305,6 @@ def test_demand_is_groups_of_steps(seconds: float, limit_s: float, warm_up: int,
     run = trials.demand(batch(), limit_s)
     assert run.images == (4 * steps,) * groups
     assert run.seconds == (seconds * steps,) * groups
-    assert run.waits_s == (0.0,) * groups
     assert len(step.parts) == warm_up + groups * steps
 
 
@@ -377,7 +377,7 @@ def test_deliver_is_steps_on_the_feed(skip: int, limit_s: float, left_out: int, 
     run = trials.deliver(slow_feed(hand, 0.375), skip, limit_s)
     assert run.images == (4,) * measured
     assert run.seconds == (0.5,) * measured
-    assert run.waits_s == (0.375,) * measured
+    assert run.stall_fraction == 0.75
     assert len(step.parts) == left_out + measured
 
 

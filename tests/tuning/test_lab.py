@@ -81,7 +81,7 @@ class Step:
     overlaps = False
 
     def __init__(self, delivers: Callable[[], StepRun] | None = None) -> None:
-        self.delivers = delivers or (lambda: StepRun((10,) * 20, (0.1,) * 20, (0.05,) * 20, 1.0))
+        self.delivers = delivers or (lambda: StepRun((10,) * 20, (0.1,) * 20, 0.5, 1.0))
         self.skipped: list[int] = []
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ class Step:
         yield
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        return StepRun((10,) * 20, (0.05,) * 20, (0.0,) * 20, 2.0)
+        return StepRun((10,) * 20, (0.05,) * 20, 0.0, 2.0)
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
         self.skipped.append(skip)
@@ -148,7 +148,9 @@ def test_a_supply_probe_teaches_how_slowly_workers_start(monkeypatch: pytest.Mon
     """Later ones are given as much, once for each time that the cores have to; until their first sample and first batch."""
     allowed = []
     found = probe.Supply(Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, 7, batch(), first_s=16.0)
-    monkeypatch.setattr(probe, "measure_supply", lambda feed, gauge, ranks, until: (allowed.append(until.start_s), found)[1])
+    monkeypatch.setattr(
+        probe, "measure_supply", lambda feed, gauge, ranks, until, now: (allowed.append(until.start_s), found)[1]
+    )
     own = lab(limits=dataclasses.replace(PLENTY, cores=4.0))
     for workers in (6, 3, 9):
         own.attempt(Ask(dataclasses.replace(OWN, num_workers=workers), "supply"))
@@ -227,7 +229,7 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_steps_that_another_rank_ended_give_no_figure() -> None:
     """None were made here."""
-    assert lab(Step(lambda: StepRun((), (), (), 0.0))).attempt(Ask(OWN, "steps")).refused == "refused on another rank"
+    assert lab(Step(lambda: StepRun((), ()))).attempt(Ask(OWN, "steps")).refused == "refused on another rank"
 
 
 @pytest.mark.usefixtures("supply")

@@ -86,7 +86,7 @@ class Step:
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         assert self.open == 1
-        return StepRun((len(batch.labels),) * 10, (self.seconds,) * 10, (0.0,) * 10, 0.0)
+        return StepRun((len(batch.labels),) * 10, (self.seconds,) * 10)
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
         assert self.open == 1
@@ -98,7 +98,8 @@ class Step:
             end += done[-1][1]
             if len(done) > 20:
                 break
-        return StepRun(*map(tuple, zip(*done[1:], strict=True)), 0.0)  # type: ignore[arg-type]
+        images, seconds, waits = zip(*done[1:], strict=True)
+        return StepRun(images, seconds, sum(waits) / sum(seconds))
 
 
 @pytest.fixture

@@ -1,0 +1,158 @@
+"""A machine with an emulated GPU for the tuner: made-up workers, and a real step whose kernels are made up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from emulated_run import SIZE
+from emulator import EmulatedDevice
+from torch import Tensor, nn
+
+from harness.config import Config
+from harness.feed.gauge import Gauge
+from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
+from harness.runtime.distributed import World
+from harness.runtime.limits import Limits
+from harness.training.optim import make_optimizer, make_schedule
+from harness.training.state import TrainState, make_scaler
+from harness.training.step import Step
+from harness.training.trial import StepTrials
+
+LIMITS = Limits(cores=64.0, memory_bytes=10**12, shm_bytes=10**11, open_files=10**6)
+
+
+def own(num_workers: int = 8) -> FeedSettings:
+    """The user's settings."""
+    prefetch = 2 if num_workers else None
+    return FeedSettings(SIZE, num_workers, True, prefetch, num_workers > 0, 120.0, "forkserver", PROCESSES)
+
+
+@dataclass
+class Machine:
+    """A sample takes a worker ``wall_s``; all of them together give at most ``cap`` images/s.
+
+    ``last`` is the batch that came last, for loops of one's own.
+    """
+
+    device: EmulatedDevice
+    wall_s: float
+    cap: float = math.inf
+    forms: tuple[str, ...] = ("processes",)
+    last: Any = None
+    workers_seen: list[int] = field(default_factory=list)
+
+    def rate(self, workers: int) -> float:
+        """Images/s that so many workers give."""
+        return min(max(1, workers) / self.wall_s, self.cap)
+
+    def batch_bytes(self, settings: FeedSettings) -> int:
+        return 10**6
+
+    def held_bytes(self, settings: FeedSettings) -> int:
+        return 0
+
+    def val_settings(self, train: FeedSettings) -> FeedSettings:
+        return train
+
+    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> WorkedFeed:
+        return WorkedFeed(self, settings, gauge)
+
+    def saw(self, batches: int) -> None: ...
+
+    def probed(self) -> float:
+        return 0.1
+
+
+class WorkedFeed:
+    """What the workers of ``machine`` make, in virtual time; without workers the consumer makes it."""
+
+    on_device, meter, worker_pids = False, None, ()
+
+    def __init__(self, machine: Machine, settings: FeedSettings, gauge: Gauge | None = None) -> None:
+        self.machine, self.settings, self.gauge = machine, settings, gauge
+        self.images, self.labels = torch.zeros(SIZE, 3, 2, 2, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.int64)
+        self.began_s, self.taken_s = list[float](), list[float]()
+        self.counted: list[int] = []  # of each batch, samples that the gauge knows of
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def set_epoch(self, epoch: int) -> None: ...
+    def prime(self, epoch: int) -> None: ...
+    def close(self) -> None: ...
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        return (batch for batch in self.polled(math.inf) if batch is not None)
+
+    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
+        device, workers = self.machine.device, self.settings.num_workers
+        self.opened_s, self.batch_s = device.now(), SIZE * max(self.machine.wall_s, max(1, workers) / self.machine.cap)
+        while True:
+            ready_s = self._ready(len(self.taken_s)) if workers else device.now() + self.batch_s
+            if workers and ready_s - device.now() > poll_s:
+                device.clock.sleep(poll_s)
+                self._count()
+                yield None
+                continue
+            device.clock.sleep(ready_s - device.now())
+            self.taken_s.append(device.now())
+            if workers:
+                self._count()
+            elif self.gauge is not None:
+                self.gauge.add(0, self.batch_s / SIZE, 0.9 * self.machine.wall_s, SIZE)
+            pin = device.pin if self.settings.pin_memory else (lambda tensor: tensor)
+            self.machine.last = HostBatch(pin(self.images), pin(self.labels), self.labels)
+            yield self.machine.last
+
+    def _ready(self, k: int) -> float:
+        """When batch ``k`` is made: its worker begins once it is through, and one of those in flight was taken."""
+        workers, in_flight = self.settings.num_workers, self.settings.num_workers * (self.settings.prefetch_factor or 1)
+        while len(self.began_s) <= k:
+            n = len(self.began_s)
+            free_s = self.began_s[n - workers] + self.batch_s if n >= workers else self.opened_s
+            room_s = self.taken_s[n - in_flight] if n >= in_flight else self.opened_s
+            self.began_s.append(max(free_s, room_s))
+            self.counted.append(0)
+        return self.began_s[k] + self.batch_s
+
+    def _count(self) -> None:
+        in_flight = self.settings.num_workers * (self.settings.prefetch_factor or 1)
+        self._ready(len(self.taken_s) + in_flight - 1)
+        now = self.machine.device.now()
+        for k in range(max(0, len(self.taken_s) - 2), len(self.began_s)):
+            done = min(SIZE, max(0, int((now - self.began_s[k]) / self.batch_s * SIZE + 1e-9)))
+            if self.gauge is not None and done > self.counted[k]:
+                more = done - self.counted[k]
+                self.gauge.add(k % self.settings.num_workers, self.batch_s / SIZE, 0.9 * self.machine.wall_s, more)
+            self.counted[k] = max(done, self.counted[k])
+
+
+class Launching(nn.Module):
+    """A network of one layer that launches the kernels of a large one; its first pass takes ``first_s`` more."""
+
+    def __init__(self, device: EmulatedDevice, device_s: float, launch_s: float, kernels: int, first_s: float = 0.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 10)
+        self._device, self._cost, self._first_s = device, (device_s, launch_s, kernels), first_s
+
+    def forward(self, images: Tensor) -> Tensor:
+        first_s, self._first_s = self._first_s, 0.0
+        self._device.host(first_s)
+        self._device.launch(*self._cost)
+        result: Tensor = self.layer(images.flatten(1))
+        return result
+
+
+def trials(device: EmulatedDevice, network: nn.Module) -> tuple[Step, StepTrials]:
+    """The harness' own step on ``network``, and its trials."""
+    config, world = Config(), World(0, 1, 0, 1, device.device)
+    config.data.image_size, config.loader.batch_size = 2, SIZE
+    config.data.mean, config.data.std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+    optimizer = make_optimizer(network, config.optim)
+    schedule = make_schedule(optimizer, config.schedule, 1, 100)
+    step = Step(TrainState(network, optimizer, schedule, make_scaler(config.trainer.precision, device.device)), config, world)
+    return step, StepTrials(step, config, world)

@@ -1,0 +1,154 @@
+"""The tuner on an asynchronous device: what it measures and chooses against what the emulated GPU and its feed can do."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from emulated_run import SIZE
+from emulated_tuning import LIMITS, Launching, Machine, own, trials
+from emulator import EmulatedDevice, VirtualClock, emulated
+from torch.optim import SGD
+
+from harness.config import TunerConfig
+from harness.feed.interface import FeedSettings
+from harness.runtime.distributed import World
+from harness.tuning import library
+from harness.tuning.follow import STEPS, Follow
+from harness.tuning.report import TuningReport
+from harness.tuning.tuner import tune
+from harness.watch import console
+from harness.watch.clock import StepClock
+
+STEP_S = 70e-3
+TAKES = SIZE / STEP_S
+HOSTS = {"eager": (15e-3, 170), "compiled": (5e-3, 60)}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    console.set_quiet(True)
+    yield
+    console.set_quiet(False)
+
+
+@contextlib.contextmanager
+def gpu() -> Iterator[EmulatedDevice]:
+    clock = VirtualClock(wake_s=0.05e-3)
+    pinned_per_s = SIZE * (12 + 8) / 0.7e-3
+    device = EmulatedDevice(
+        clock, launch_s=20e-6, record_s=4e-6, wake_s=0.05e-3, pinned_per_s=pinned_per_s, pageable_per_s=pinned_per_s / 4
+    )
+    with emulated(device):
+        yield device
+
+
+def tuned(
+    device: EmulatedDevice, worker: float, cap: float, host: str, *, plain: bool = False, first_s: float = 0.0, workers: int = 8
+) -> tuple[TuningReport, Machine]:
+    """The tuner's report; ``worker`` and ``cap`` are shares of what the step takes; ``plain``: of a loop of one's own."""
+    machine = Machine(device, 1 / (worker * TAKES), cap * TAKES)
+    network = Launching(device, STEP_S, *HOSTS[host], first_s)
+    if plain:
+        step = own_step(device, network)
+        trainee: Any = library._Trainee(machine, step, [network, SGD(network.parameters(), 0.1)], device.device)  # type: ignore[arg-type]
+    else:
+        _, trainee = trials(device, network)
+    return tune(machine, trainee, own(workers), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device)), machine
+
+
+def own_step(device: EmulatedDevice, network: Launching) -> Any:
+    """A step that copies its batch itself, as loops without a prefetcher do."""
+
+    def step(batch: Any) -> None:
+        network((device.copy(batch.images).float() - 127) / 64).sum().backward()
+        device.copy(batch.labels)
+
+    return step
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
+@pytest.mark.parametrize("host", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("worker", "cap"),
+    [(0.1, math.inf), (0.15, math.inf), (0.3, math.inf), (0.45, math.inf), (0.7, math.inf), (1.3, math.inf),
+     (2.0, math.inf), (3.0, math.inf), (0.12, 0.9), (0.3, 0.6), (0.5, 0.4), (2.0, 0.8)],
+)  # fmt: skip
+def test_the_fewest_workers_that_leave_no_gap(worker: float, cap: float, host: str, plain: bool) -> None:
+    """Demand is within 3 %, bound and ceiling are the machine's; no more workers than leave no gap with 5 % to spare."""
+    with gpu() as device:
+        report, machine = tuned(device, worker, cap, host, plain=plain)
+    assert report.complete
+    takes = SIZE / (STEP_S + 0.7e-3) if plain else TAKES  # whose copy is part of the step
+    goal, workers = min(1.0, cap) * takes, report.settings.num_workers
+    alone = 1 / (1 / machine.rate(1) + (HOSTS[host][0] / SIZE if plain else 0.0))
+    assert (machine.rate(workers) if workers else alone) >= 0.98 * goal
+    assert workers <= next(n for n in range(1, 100) if machine.rate(n) >= min(1.05 * takes, machine.cap))
+    assert report.bound == ("storage" if cap < 1 else "model")
+    before = min(takes, machine.rate(8))
+    assert report.ceiling == pytest.approx(takes / before, rel=0.03)
+    assert report.demand is not None and report.demand.images_per_s == pytest.approx(takes, rel=0.03)
+    assert report.after.wait_fraction == pytest.approx(max(0.0, 1 - cap), abs=0.03)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
+def test_a_first_step_of_a_minute_is_not_the_tuners(plain: bool) -> None:
+    """Compiling comes on top of the budget: everything is tried, and the answer is complete, so that it is remembered."""
+    with gpu() as device:
+        report, _ = tuned(device, 0.3, math.inf, "compiled", plain=plain, first_s=60.0)
+        quick, _ = tuned(device, 0.3, math.inf, "compiled", plain=plain)
+    assert report.complete and report.after.images_per_s is not None
+    assert report.settings == quick.settings
+    assert len(report.trials) == len(quick.trials)
+    assert report.seconds > 60
+
+
+@pytest.mark.parametrize(("slower", "warns"), [(0.0, False), (0.03, False), (0.08, True), (0.5, True)])
+def test_the_check_warns_where_the_devices_stall_has_grown(
+    slower: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within a hundred steps, and only if it is 5 points over the prediction, whatever the host waits."""
+    with gpu() as device:
+        machine = Machine(device, 1 / (0.3 * TAKES))
+        step, trainee = trials(device, Launching(device, STEP_S, *HOSTS["eager"]))
+        report = tune(machine, trainee, own(), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device))
+        clock, follow = StepClock(device.device), Follow(report)
+        machine.cap = (1 - slower) * TAKES if slower else math.inf
+        train(device, step, machine, report.settings, clock, follow)
+    assert ("waited for data" in caplog.text) == warns
+
+
+def train(
+    device: EmulatedDevice, step: Any, machine: Machine, settings: FeedSettings, clock: StepClock, follow: Follow
+) -> None:
+    clock.start_epoch()
+    with contextlib.closing(step.batches(machine.probe(settings), clock)) as batches:
+        for number in range(1, STEPS + 1):
+            with clock.waiting():
+                images, labels = next(batches)
+            with clock.computing():
+                step(images, labels)
+            clock.step(SIZE)
+            if number % 10 == 0:
+                clock.settle()
+                clock.close_window()
+                follow.look(clock)
+    assert follow.done
+
+
+def test_ten_trials_leave_no_more_memory_than_one() -> None:
+    """Every trial's batches come from one stream's memory, and what tuning took is given back."""
+    with gpu() as device:
+        tuned(device, 0.3, math.inf, "eager")
+        _, trainee = trials(device, Launching(device, STEP_S, *HOSTS["eager"]))
+        machine, reserved = Machine(device, 1 / (0.3 * TAKES)), []
+        with trainee.kept():
+            for _ in range(10):
+                trainee.deliver(machine.probe(own(4)), 4, 0.5)
+                reserved.append(device.memory_pool.reserved)
+        assert reserved == [reserved[0]] * 10
+        device.release()
+        assert device.memory_pool.reserved == device.memory_pool.allocated
