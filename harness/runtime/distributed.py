@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from harness.config import Config, ConfigError, DistBackend, DistName
 from harness.runtime import accelerator, limits
@@ -135,7 +137,10 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     if size > 1:
         timeout = timedelta(seconds=config.dist.timeout_s)
         backend = _backend(config.dist.backend, own)
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, device_id=own.place)
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+        store.set_timeout(timeout)
+        _refuse_shared_gpu(store, rank, size, own.uuid)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=own.place)
     try:
         yield World(rank, size, local_rank, local_size, device)
     finally:
@@ -161,7 +166,9 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
             raise ConfigError(f"device={name}: torch sees no CUDA device; use device=cpu or device=auto")
         if device.index is not None and local_size > 1:
             raise ConfigError(f"device={name}: one device for {local_size} ranks; use device=cuda")
-        index = local_rank if device.index is None else device.index
+        # a launcher may show each rank its own GPU alone, as Slurm's --gpus-per-task=1 does
+        own_index = local_rank if count > 1 else 0
+        index = own_index if device.index is None else device.index
         if index >= count:
             raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
         return accelerator.gpu(index)
@@ -170,6 +177,30 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
     if device.type not in ("cpu", "mps"):
         raise ConfigError(f"device={name}: not supported; use auto, cpu, cuda, cuda:N or mps")
     return device
+
+
+def _refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
+    """Stop every rank where two of them have the same GPU; ``uuid`` is this rank's, None on a CPU.
+
+    The ranks tell each other by ``store``: NCCL's own refusal, as it is joined, names neither rank nor GPU.
+
+    Raises:
+        ConfigError: names the ranks, the GPU and the way out.
+    """
+    store.set(f"gpu/{rank}", f"GPU {uuid} of {socket.gethostname()}" if uuid else "")
+    if rank == 0:
+        found: dict[bytes, list[str]] = {}
+        for other, gpu in enumerate(store.multi_get([f"gpu/{other}" for other in range(size)])):
+            found.setdefault(gpu, []).append(str(other))
+        shared = [f"ranks {', '.join(ranks)} have {gpu.decode()}" for gpu, ranks in found.items() if gpu and len(ranks) > 1]
+        store.set("gpus", "; ".join(shared))
+    told = store.get("gpus").decode()
+    store.set(f"told/{rank}", "")
+    if told:
+        if rank == 0:
+            # the store may live in this process
+            store.wait([f"told/{other}" for other in range(size)])
+        raise ConfigError(f"device: {told}; start one rank for each GPU that a node has, or show each rank another GPU")
 
 
 def _set_threads(config: Config, local_size: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jobs
@@ -60,6 +61,75 @@ def test_a_numbered_device_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     """cuda:1 is the second GPU for a single rank."""
     see_gpus(monkeypatch, 2)
     assert choose_device("cuda:1", 0, 1) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1, 7])
+def test_the_one_visible_gpu_is_the_rank_s_own(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
+    """A launcher that shows each of a node's ranks its own GPU alone calls that GPU 0 on every rank."""
+    see_gpus(monkeypatch, 1)
+    assert choose_device("auto", local_rank, 8) == torch.device("cuda", 0)
+
+
+def test_more_ranks_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several GPUs are visible, a rank beyond them has none."""
+    see_gpus(monkeypatch, 2)
+    with pytest.raises(ConfigError, match="^device=cuda: there is no device 2; torch sees 2"):
+        choose_device("cuda", 2, 3)
+
+
+def told_by(uuids: Sequence[str | None]) -> list[str]:
+    """What each rank is refused with, or nothing, where the ranks have the GPUs of ``uuids``."""
+    store, told = torch.distributed.HashStore(), [""] * len(uuids)
+
+    def join(rank: int) -> None:
+        try:
+            distributed._refuse_shared_gpu(store, rank, len(uuids), uuids[rank])
+        except ConfigError as error:
+            told[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(uuids))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("uuids", "text"),
+    [
+        pytest.param("aba", "device: ranks 0, 2 have GPU a of node; start one rank for each GPU", id="two of three"),
+        pytest.param("abab", "device: ranks 0, 2 have GPU a of node; ranks 1, 3 have GPU b of node; start", id="two pairs"),
+    ],
+)
+def test_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, uuids: str, text: str) -> None:
+    """Every rank is told which ranks share which GPU, and the way out."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    told = told_by(uuids)
+    assert told[0].startswith(text) and set(told) == {told[0]}
+
+
+@pytest.mark.parametrize("uuids", [("a", "b", "c"), (None, None)], ids=["GPUs of their own", "CPUs"])
+def test_ranks_that_share_no_gpu_join(uuids: tuple[str | None, ...]) -> None:
+    """Ranks on different GPUs, or on CPUs, are not refused."""
+    assert told_by(uuids) == [""] * len(uuids)
+
+
+def test_gpus_of_one_name_on_two_nodes_differ() -> None:
+    """A GPU is told by its node too: virtual ones may have the same name."""
+    store = torch.distributed.HashStore()
+    store.set("gpu/1", "GPU a of elsewhere")
+    distributed._refuse_shared_gpu(store, 0, 2, "a")
+
+
+def test_spawned_ranks_on_one_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the process group exists, both ranks end with the line that names them."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    chosen = config(DistName.spawn, 2)
+    launch(jobs.join_on_one_gpu, (chosen, tmp_path), chosen)
+    told = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
+    assert told[0].startswith("device: ranks 0, 1 have GPU made-up of ") and told[0] == told[1]
 
 
 @pytest.mark.parametrize(
