@@ -62,6 +62,10 @@ def main_worker(local_rank: int, job: Job) -> None:
             if config.loader.autotune:
                 tuning = tuned(feeds, trials, config, allowed, world).told(watch, job.folder)
                 train, val = tuning.settings, tuning.val
+            if config.mode is Mode.train and feeds.on_device(train) and not (tuning and not tuning.reused):
+                # a step first takes what the network needs, so that the images get of the rest; tuning has made steps
+                with trials.kept():
+                    trials.demand(feeds.noise(train.batch_size), 0.0)
             engine = Engine(config, world, step, feeds.train(train), feeds.val(val), watch, Place(job.folder, splits.classes))
             page, told = Page(link.pinned_link(), report.write_report), tuning.summary() if tuning else None
             with Reporter(config, job.overridden, told, allowed.cores, page, splits.cache).reporting(engine):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 from archives import write_cifar10
+from emulated import Gpu
 from loopback import files, site
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,8 +28,11 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 import train
 from harness import job
 from harness.config import Config, ConfigError
+from harness.feed import forms
+from harness.runtime import accelerator
 from harness.runtime.errors import CheckpointError, NonFiniteError
 from harness.training import checkpoint
+from harness.training.trial import StepTrials
 
 ROOT = Path(__file__).parents[1]
 Composed = Callable[..., Config]
@@ -142,6 +147,30 @@ def test_a_saved_config_starts_the_same_run_again(finished: tuple[Path, str], tm
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "outputs/again/report.json").read_text())["steps"] == 1
+
+
+@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.parametrize(
+    ("gpu", "backend", "expected"),
+    [
+        pytest.param(True, "arrays", ["steps", "images", "images"], id="on a GPU"),
+        pytest.param(False, "arrays", ["images", "images"], id="on the host"),
+        pytest.param(True, "threads", [], id="not all at once"),
+    ],
+)
+def test_images_take_of_a_gpu_what_a_step_leaves(
+    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, backend: str, expected: list[str]
+) -> None:
+    """Before the images of both sets are put there, a step takes what the network needs."""
+    made: list[str] = []
+    demand, pixels = StepTrials.demand, forms.Pixels
+    monkeypatch.setattr(StepTrials, "demand", lambda *args: (made.append("steps"), demand(*args))[1])
+    monkeypatch.setattr(forms, "Pixels", lambda *args: (made.append("images"), pixels(*args))[1])
+    given = (f"loader.backend={backend}", "loader.num_workers=0", "loader.pin_memory=false")
+    config = composed("data=digits", "trainer.max_steps=1", *given)
+    with accelerator.emulate(Gpu()) if gpu else nullcontext():
+        report = run_here(config, tmp_path / "run")
+    assert (made, report["steps"]) == (expected, 1)
 
 
 @pytest.mark.usefixtures("kept_globals")

@@ -7,15 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from harness.data.images import ImageDataset
 from harness.diagnose.fetch import image_sizes
 from harness.diagnose.report import Diagnosis, command, sentence
 from harness.diagnose.runs import BUDGET_S, COLUMNS, WIDTHS, FirstReads, Runs, Session
 from harness.diagnose.whatif import Facts, bound, problem_of, what_ifs
 from harness.feed.forms import Feeds
-from harness.feed.interface import FeedSettings, HostBatch
+from harness.feed.interface import FeedSettings
 from harness.runtime import accelerator
 from harness.runtime.limits import Limits
 from harness.tuning.evidence import Evidence
@@ -56,7 +54,7 @@ def diagnose(
         size, notes = _batch_size(feeds, trainee)
         feeds = _with_batches_of(size, feeds)
         own = world.agreed(feeds.derived_settings(limits))
-        lab = Lab(probes := FirstReads(feeds), trainee, limits, world, batch=_noise(size, feeds))
+        lab = Lab(probes := FirstReads(feeds), trainee, limits, world, batch=feeds.noise(size))
         session = Session(lab, probes, train, rows, begin + BUDGET_S - _REST_S, notes=notes)
         runs = session.run(own)
 
@@ -86,7 +84,7 @@ def _batch_size(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
     size = feeds.config.loader.batch_size
     if accelerator.of(trainee.device).kind == "cuda" or size <= _FEW:
         return size, []
-    run = trainee.demand(_noise(_FEW, feeds), 0.0)
+    run = trainee.demand(feeds.noise(_FEW), 0.0)
     image_s = -feeds.world.smallest(-min(s / n for s, n in zip(run.seconds, run.images, strict=True)))
     fitting = max(_FEW, int(_LONGEST_STEP_S / image_s))
     if fitting >= size:
@@ -98,14 +96,6 @@ def _batch_size(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
 def _with_batches_of(size: int, feeds: Feeds) -> Feeds:
     loader = dataclasses.replace(feeds.config.loader, batch_size=size)
     return Feeds(feeds.splits, dataclasses.replace(feeds.config, loader=loader), feeds.world)
-
-
-def _noise(count: int, feeds: Feeds) -> HostBatch:
-    """A batch of so many images that nobody had to load: a step takes as long on any pixels."""
-    generator, side = torch.Generator().manual_seed(0), feeds.splits.train.image_size
-    images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
-    labels = torch.randint(len(feeds.splits.classes), (count,), generator=generator)
-    return HostBatch(images, labels, torch.arange(count))
 
 
 def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: Callable[[FeedSettings], str | None]) -> Facts:

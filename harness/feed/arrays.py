@@ -65,7 +65,7 @@ class ArrayFeed:
         self.settings, self.order = settings, order
         self.readers = readers = readers or max(1, int(limits.measure().cores))
         self.pixels = pixels or Pixels(dataset)
-        self.on_device = self.pixels.device.type != "cpu"
+        self.on_device = self.pixels.on_device
         self._reading = dataclasses.replace(
             settings, backend=ARRAYS, num_workers=readers, prefetch_factor=AHEAD, pin_memory=False
         )

@@ -8,12 +8,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from harness.config import Backend, Config, ConfigError
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.feed.arrays import ARRAYS, ArrayFeed, in_form
 from harness.feed.gauge import Gauge
-from harness.feed.interface import PROCESSES, THREADS, Feed, FeedSettings, FillableDataset, train_settings, val_settings
+from harness.feed.interface import (
+    PROCESSES,
+    THREADS,
+    Feed,
+    FeedSettings,
+    FillableDataset,
+    HostBatch,
+    train_settings,
+    val_settings,
+)
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.pixels import Pixels, pixel_bytes, unserved
 from harness.feed.processes import ProcessFeed
@@ -116,6 +127,17 @@ class Feeds:
     def batch_bytes(self, settings: FeedSettings) -> int:
         """Bytes of one batch's tensors: uint8 images, int64 labels and indices."""
         return settings.batch_size * (3 * self.splits.train.image_size**2 + 8 + 8)
+
+    def noise(self, count: int) -> HostBatch:
+        """A batch of ``count`` images that nobody had to load: a step takes as long, and as much memory, on any pixels."""
+        generator, side = torch.Generator().manual_seed(0), self.splits.train.image_size
+        images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(len(self.splits.classes), (count,), generator=generator)
+        return HostBatch(images, labels, torch.arange(count))
+
+    def on_device(self, settings: FeedSettings) -> bool:
+        """Whether the images of feeds of ``settings`` are to lie in a GPU's memory."""
+        return settings.backend == ARRAYS and accelerator.of(self.world.device).has_streams
 
     def held_bytes(self, settings: FeedSettings) -> int:
         """Bytes that feeds of ``settings`` hold besides their batches: of arrays all images of both sets, else none."""

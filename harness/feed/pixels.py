@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import mmap
 from contextlib import suppress
 from typing import TypeGuard
@@ -21,11 +22,14 @@ from harness.data.resize import mirror_into
 from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import EvalTransform, TrainTransform, Transform
 from harness.feed.interface import HostBatch
+from harness.runtime import accelerator
+from harness.runtime.accelerator import Accelerator
+from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import uniforms
 
-_HOST = torch.device("cpu")
 _DEVICE_SHARE = 0.5  # of a GPU's free memory: the network wants some too
-_CHUNK = 4096  # images that are fetched at a time
+
+_log = logging.getLogger(LOGGER)
 
 
 def unserved(dataset: object) -> str | None:
@@ -84,22 +88,21 @@ class Pixels:
 
     Args:
         dataset: whose images.
-        device: where they are to lie; where a GPU has not twice the memory free, it is the host.
+        device: whose memory is to hold them, taken at once; None, or one without twice the memory free: the host's does.
 
     Attributes:
-        device: where they lie; a GPU's memory is taken at once.
+        on_device: whether they lie in the device's memory.
         stills: a data set that makes what ``keep`` takes: the images as they are before crop and mirror.
     """
 
-    def __init__(self, dataset: ImageDataset, device: torch.device = _HOST) -> None:
+    def __init__(self, dataset: ImageDataset, device: torch.device | None = None) -> None:
         self._dataset, self._layout = dataset, _Layout.of(dataset)
-        self.device = _HOST
+        self._own = accelerator.of(device or "cpu")
         self._memory: Tensor | None = None
-        if device.type == "cuda" and _has_room(device, pixel_bytes(dataset)):
-            with suppress(torch.OutOfMemoryError):  # somebody else was quicker
-                self._memory = torch.zeros(pixel_bytes(dataset), dtype=torch.uint8, device=device)
-                self.device = device
-        self._labels = torch.tensor(dataset.labels, device=self.device)
+        if device is not None and self._own.has_streams:
+            self._memory = _taken(self._own, pixel_bytes(dataset))
+        self.on_device = self._memory is not None
+        self._labels = torch.tensor(dataset.labels, device=self._own.device if self.on_device else None)
         self._there = np.zeros(len(dataset), bool)
         self._source = _rows_of(dataset)
         self.stills = _stills(dataset)
@@ -121,7 +124,7 @@ class Pixels:
 
     def _put(self, indices: np.ndarray, images: np.ndarray) -> None:
         array = self._layout.images(self._array())
-        if self.device == _HOST:
+        if not self.on_device:
             array.numpy()[indices] = images
         else:
             array[self._moved(indices)] = self._moved(images)
@@ -131,7 +134,7 @@ class Pixels:
         """Images, uint8 ``[N, 3, S, S]`` in channels_last memory, and labels, int64 ``[N]``: ``indices`` as of ``epoch``."""
         self._fetch(indices)
         begin, mirrored = self._drawn(epoch, indices)
-        if self.device != _HOST:
+        if self.on_device:
             return self._gathered(indices, begin, mirrored)
         # by numpy: torch's team of threads would wait for processors that the step has, for longer than all the rest takes
         cut = self._layout.windows(self._array()).numpy()[begin]
@@ -167,7 +170,7 @@ class Pixels:
 
     def _moved(self, array: np.ndarray) -> Tensor:
         """``array`` on the GPU, which the host does not wait for."""
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        return self._own.copy(self._own.pin(torch.from_numpy(array)))
 
 
 def _mirror(images: np.ndarray, which: np.ndarray) -> None:
@@ -220,5 +223,12 @@ def _pages(size: int) -> mmap.mmap:
         raise MemoryError(f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})") from error
 
 
-def _has_room(device: torch.device, count: int) -> bool:
-    return count <= _DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]
+def _taken(own: Accelerator, count: int) -> Tensor | None:
+    """So many zero bytes of the device's memory; None, and a line in the log, where it has no room for them."""
+    # what torch has reserved and not allocated does not count: the network's next step takes that
+    free = memory.free if (memory := own.memory()) else 0
+    if count <= _DEVICE_SHARE * free:
+        with suppress(torch.OutOfMemoryError):  # somebody else was quicker
+            return torch.zeros(count, dtype=torch.uint8, device=own.device)
+    _log.info("arrays lie on the host: %.1f GB are more than half of the device's free %.1f GB", count / 1e9, free / 1e9)
+    return None

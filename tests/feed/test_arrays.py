@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import samples
 import torch
+from emulated import Gpu
 from PIL import Image, ImageOps
 
 from harness.data.decode import DecodeOptions
@@ -27,6 +28,7 @@ from harness.feed.interface import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.pixels import Pixels, pixel_bytes, unserved
 from harness.feed.processes import ProcessFeed
+from harness.runtime import accelerator
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.seeding import SampleRng
 
@@ -131,14 +133,33 @@ def test_pixels_are_those_of_pillow() -> None:
             assert np.array_equal(image.permute(1, 2, 0).numpy(), expected)
 
 
-def test_a_device_s_way_makes_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All samples at once, as on a GPU, gives what one by one gives on the host."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+@pytest.mark.parametrize("source", [arrays, Files], ids=["arrays", "files"])
+def test_a_device_s_way_makes_the_same_batches(source: Callable[[], Source]) -> None:
+    """All samples at once, as on a GPU, gives what one by one gives on the host; what goes there is page-locked."""
+    images = dataset(source())
+    expected = epochs(feed(images), 0, 3)
+    with accelerator.emulate(Gpu()) as gpu:
+        made = feed(images, pixels=Pixels(images, gpu.device))
+        assert made.on_device
+        assert_same(epochs(made, 0, 3), expected)
+    assert gpu.pinned
+
+
+@pytest.mark.parametrize(("less", "there"), [(0, True), (1, False)], ids=["just", "not quite"])
+def test_the_device_holds_what_half_of_its_free_memory_takes(caplog: pytest.LogCaptureFixture, less: int, there: bool) -> None:
+    """What torch has reserved is the network's and does not count; without room the host serves, and the log says so."""
     images = dataset(arrays())
-    shared = Pixels(images)
-    expected = epochs(feed(images, pixels=shared), 0, 3)
-    shared.device = torch.device("cpu", 0)  # another one than the host, by its name
-    assert_same(epochs(feed(images, pixels=shared), 0, 3), expected)
+    with accelerator.emulate(Gpu(free=2 * pixel_bytes(images) - less)) as gpu, caplog.at_level("INFO", "wellfed"):
+        made = feed(images, pixels=Pixels(images, gpu.device))
+        assert made.on_device is there
+        assert_same(epochs(made, 0), epochs(feed(images), 0))
+    assert ("arrays lie on the host: 0.0 GB are more than half" in caplog.text) is not there
+
+
+def test_a_feed_s_own_images_are_the_host_s() -> None:
+    """Without pixels that were made for a device nothing is put there."""
+    with accelerator.emulate(Gpu()):
+        assert not feed(dataset(arrays())).on_device
 
 
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="torch has no team of threads here")
@@ -371,10 +392,10 @@ def test_a_gpu_that_is_full_after_all_leaves_it_to_the_host(monkeypatch: pytest.
 
     images = dataset(arrays())
     with monkeypatch.context() as patch:
-        patch.setattr(pixels, "_has_room", lambda *_: True)
         patch.setattr(torch, "zeros", refuse)
-        shared = Pixels(images, torch.device("cuda", 0))
-    assert shared.device.type == "cpu"
+        with accelerator.emulate(Gpu()) as gpu:
+            shared = Pixels(images, gpu.device)
+    assert not shared.on_device
     assert_same(epochs(feed(images, pixels=shared), 0), epochs(feed(images), 0))
 
 
@@ -414,7 +435,7 @@ class TestOnAGpu:
         images = dataset(arrays())
         before = torch.cuda.memory_allocated()
         kept = Pixels(images, torch.device("cuda", 0))
-        assert kept.device.type == "cuda" and torch.cuda.memory_allocated() - before >= pixel_bytes(images)
+        assert kept.on_device and torch.cuda.memory_allocated() - before >= pixel_bytes(images)
 
     def test_batches_of_the_host_are_pinned(self) -> None:
         """Images and labels."""
