@@ -233,7 +233,7 @@ class TrainerConfig:
     max_steps: int | None = setting(None, "Stop after so many optimizer updates; null: at the last epoch's end.", ge=1)
     precision: Precision = setting(Precision.fp32, "fp32, or autocast to fp16 (with a gradient scaler) or bf16.")
     channels_last: bool = setting(False, "Keep activations as NHWC.")
-    compile: bool = setting(False, "Compile the network with torch.compile.")
+    compile: bool = setting(False, "Train by torch.compile; short batches and evaluations run eagerly.")
     accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", ge=1)
     eval_every_epochs: int = setting(1, "Epochs between two evaluations; the last epoch always has one.", ge=1)
     max_nonfinite_steps: int = setting(20, "Updates skipped in a row for a non-finite loss before the run fails.", ge=0)

@@ -24,6 +24,7 @@ from loopback import files, site
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from torch import nn
 
 import train
 from harness import job
@@ -171,6 +172,31 @@ def test_images_take_of_a_gpu_what_a_step_leaves(
     with accelerator.emulate(Gpu()) if gpu else nullcontext():
         report = run_here(config, tmp_path / "run")
     assert (made, report["steps"]) == (expected, 1)
+
+
+@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 6), (2, 4)])
+def test_only_whole_batches_of_training_are_compiled(
+    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int, steps: int
+) -> None:
+    """Over two epochs with short batches and evaluations there is one graph, made by the first step and kept to the end."""
+    graphs, ran, compile_ = [], [], nn.Module.compile
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lambda *inputs: (ran.append(len(graphs)), graph(*inputs))[1]
+
+    torch.compiler.reset()
+    monkeypatch.setattr(nn.Module, "compile", lambda network, **how: compile_(network, backend=counted, **how))
+    config = composed(
+        "data=fake", "data.image_size=32", "data.generate.train_images=20", "data.generate.val_images=12",
+        "loader.batch_size=8", "loader.drop_last=false", "trainer.compile=true", "trainer.epochs=2",
+        f"trainer.accumulate_steps={accumulate}",
+    )  # fmt: skip
+    report = run_here(config, tmp_path / "run")
+    assert (report["steps"], report["val_images"]) == (steps, 12)
+    assert (len(graphs), ran) == (1, [1] * 4)
 
 
 @pytest.mark.usefixtures("kept_globals")

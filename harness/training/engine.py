@@ -6,9 +6,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from harness.config import Config, to_plain
 from harness.feed.interface import Feed
@@ -151,7 +153,8 @@ class Engine:
         if following is not None:
             self.train_batches.close()  # it is through; only then can the feed begin anew
             self.feed.prime(following)
-        with self._aside("evaluate"):
+        # a graph of its own would be compiled while training waits, for longer than a pass without gradients lasts
+        with self._aside("evaluate"), self._eagerly():
             self.world.copy_from_first(self.state.network.buffers())  # each rank has norms' statistics of its own
             result = evaluate(self.state.network, self.val_batches, self.world, self.step.autocast)
             self.val_batches.close()
@@ -174,6 +177,10 @@ class Engine:
         sampler = self.watch.sampler
         with self.watch.clock.pause(name), named(name), sampler.aside() if sampler else nullcontext():
             yield
+
+    def _eagerly(self) -> AbstractContextManager[None]:
+        """A block in which the network runs without torch.compile, whose graph is kept for whole batches of training."""
+        return torch.compiler.set_stance("force_eager") if self.config.trainer.compile else nullcontext()
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -215,7 +222,8 @@ class Engine:
             for part in range(parts):
                 with clock.waiting(), named("wait for data"):
                     images, labels = next(batches)
-                with clock.computing():
+                whole = len(labels) == self.feed.settings.batch_size
+                with clock.computing(), nullcontext() if whole else self._eagerly():
                     self.step(images, labels, part=part, parts=parts)
                 images_seen += len(labels)
             clock.step(images_seen)

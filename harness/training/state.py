@@ -104,7 +104,8 @@ def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: 
     if config.trainer.channels_last:
         network = network.to(memory_format=torch.channels_last)
     if config.trainer.compile:
-        network.compile()
+        # else a second size would make torch serve all sizes by one slower graph
+        network.compile(dynamic=False)
     optimizer = make_optimizer(network, config.optim)
     schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, steps_per_epoch)
     return TrainState(network, optimizer, schedule, make_scaler(config.trainer.precision, world.device))
