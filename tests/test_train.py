@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from archives import write_cifar10
-from emulated import Gpu
+from emulated import GB, Gpu
 from loopback import files, site
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,6 +37,10 @@ from harness.training.trial import StepTrials
 
 ROOT = Path(__file__).parents[1]
 Composed = Callable[..., Config]
+FAKE = (  # batches of 8, 8 and 4 images, and of 8 and 4 to be validated
+    "data=fake", "data.image_size=32", "data.generate.train_images=20", "data.generate.val_images=12",
+    "loader.batch_size=8", "loader.drop_last=false",
+)  # fmt: skip
 
 
 def command(*overrides: str, launcher: tuple[str, ...] = (sys.executable,)) -> list[str]:
@@ -175,6 +179,27 @@ def test_images_take_of_a_gpu_what_a_step_leaves(
 
 
 @pytest.mark.usefixtures("kept_globals")
+def test_the_peaks_of_a_gpus_memory_are_told(
+    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the windows, the report, its page and the last words: training's and evaluation's apart, of what the GPU has."""
+    monkeypatch.setattr(Gpu, "has_streams", False)
+    with accelerator.emulate(Gpu(21 * GB, 22 * GB, 25 * GB)):
+        report = run_here(composed(*FAKE, "trainer.epochs=1", "watch.window_steps=2"), tmp_path / "run")
+    told = [{name: value for name, value in line.items() if "memory_peak" in name} for line in lines(tmp_path / "run")]
+    assert told == [
+        {"gpu/memory_peak_allocated_bytes": 21 * GB, "gpu/memory_peak_reserved_bytes": 30 * GB},
+        {"gpu/memory_peak_allocated_bytes": 22 * GB, "gpu/memory_peak_reserved_bytes": 30 * GB},
+        {"val/memory_peak_allocated_bytes": 25 * GB},
+    ]
+    peaks = {"total_bytes": 80 * GB, "reserved_bytes": 30 * GB, "training_bytes": 22 * GB, "evaluation_bytes": 25 * GB}
+    assert report["gpu_memory"] == peaks
+    assert json.dumps(peaks, separators=(",", ":")) in (tmp_path / "run/report.html").read_text()
+    line = "\nmemory         peak 25.0 GB allocated (25.0 GB in evaluation), 30.0 GB reserved, of 80.0 GB\n"
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("kept_globals")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 6), (2, 4)])
 def test_only_whole_batches_of_training_are_compiled(
@@ -189,11 +214,7 @@ def test_only_whole_batches_of_training_are_compiled(
 
     torch.compiler.reset()
     monkeypatch.setattr(nn.Module, "compile", lambda network, **how: compile_(network, backend=counted, **how))
-    config = composed(
-        "data=fake", "data.image_size=32", "data.generate.train_images=20", "data.generate.val_images=12",
-        "loader.batch_size=8", "loader.drop_last=false", "trainer.compile=true", "trainer.epochs=2",
-        f"trainer.accumulate_steps={accumulate}",
-    )  # fmt: skip
+    config = composed(*FAKE, "trainer.compile=true", "trainer.epochs=2", f"trainer.accumulate_steps={accumulate}")
     report = run_here(config, tmp_path / "run")
     assert (report["steps"], report["val_images"]) == (steps, 12)
     assert (len(graphs), ran) == (1, [1] * 4)

@@ -23,7 +23,6 @@ from harness.data.storage import ArraySource, Source, Subset
 from harness.data.transforms import EvalTransform, TrainTransform, Transform
 from harness.feed.interface import HostBatch
 from harness.runtime import accelerator
-from harness.runtime.accelerator import Accelerator
 from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import uniforms
 
@@ -223,7 +222,7 @@ def _pages(size: int) -> mmap.mmap:
         raise MemoryError(f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})") from error
 
 
-def _taken(own: Accelerator, count: int) -> Tensor | None:
+def _taken(own: accelerator.Accelerator, count: int) -> Tensor | None:
     """So many zero bytes of the device's memory; None, and a line in the log, where it has no room for them."""
     # what torch has reserved and not allocated does not count: the network's next step takes that
     free = memory.free if (memory := own.memory()) else 0

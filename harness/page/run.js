@@ -88,7 +88,7 @@ function verdictCard({ verdict }, ended) {
 }
 
 function figures(report, ended) {
-  const step = report.step_ms;
+  const { step_ms: step, gpu_memory: memory } = report;
   const { by } = BASIS[report.stall_basis] ?? LAST;
   const cards = [
     ["Throughput", report.images_per_s, perSecond, ended ? "while training" : "in the last window", "no step was timed"],
@@ -97,10 +97,17 @@ function figures(report, ended) {
     ["Goodput", report.goodput?.fraction, share, "of the wall time the device was busy", "the device's own time is not known"],
     ["Top-1", report.top1, share, report.val_images && `on ${many(report.val_images, "image")}`, "no evaluation has ended"],
     ["GPU utilisation", report.gpu_utilization, share, "some kernel ran, whole device", "no NVIDIA GPU gave it"],
+    ["GPU memory", memory && Math.max(memory.training_bytes, memory.evaluation_bytes), bytes, memoryHint(memory),
+      "no NVIDIA GPU gave it"],
   ];
   return h("dl", { class: "figures" }, cards.map(([name, value, show, hint, reason]) => (value === undefined
     ? figure(name, "absent", "not available", ended ? reason : "there is no report")
     : figure(name, "", withUnit(show(value)), hint))));
+}
+
+function memoryHint(memory) {
+  return memory && `allocated at most, ${bytes(memory.evaluation_bytes)} in evaluation; `
+    + `${bytes(memory.reserved_bytes)} reserved of ${bytes(memory.total_bytes)}`;
 }
 
 function figure(name, kind, value, hint) {

@@ -31,6 +31,7 @@ REPORT: Mapping[Any, Any] = {
     "workers?": {"samples": float, "busy_fraction?": float},
     "goodput?": {"fraction": float, "busy_s": float, "wall_s": float, "rest": [{"name": str, "s": float}]},
     "ranks?": [{"rank": float, "step_ms": float, "stalled_ms": float, "host_ms?": float, "forward_ms?": float}],
+    "gpu_memory?": {f"{name}_bytes": float for name in ("total", "reserved", "training", "evaluation")},
     "loader?": _SETTINGS,
     "environment?": _SETTINGS,
     "run?": {"overrides?": [str], "name?": str},

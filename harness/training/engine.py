@@ -15,7 +15,7 @@ import torch
 from harness.config import Config, to_plain
 from harness.feed.interface import Feed
 from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import signals
+from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import Interrupted, NonFiniteError
 from harness.runtime.folder import LOGGER
@@ -26,6 +26,7 @@ from harness.training.step import Step, device_batches
 from harness.watch.board import Figure, stages, timings
 from harness.watch.console import progress, say
 from harness.watch.marks import named
+from harness.watch.peaks import MemoryWatch
 from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
 from harness.watch.tags import Tag
@@ -108,6 +109,7 @@ class Engine:
         self.train_batches = step.batches(feed, watch.clock)
         self.val_batches = device_batches(val_feed, config, world.device)
         self.steps_per_epoch = math.ceil(len(feed) / config.trainer.accumulate_steps)
+        self.memory = MemoryWatch(accelerator.of(world.device))
         self._worked: StageTotals | None = None  # by the feed's workers up to the window before
         self._looked_s = time.perf_counter()
         self._starting = True  # no step has ended yet
@@ -160,7 +162,8 @@ class Engine:
             self.val_batches.close()
             self.val_feed.close()
         self.outcome.evaluation = result
-        self._write(epoch, {Tag.VAL_TOP1: result.top1, Tag.VAL_TOP5: result.top5, Tag.VAL_LOSS: result.loss})
+        values: dict[str, Figure] = {Tag.VAL_TOP1: result.top1, Tag.VAL_TOP5: result.top5, Tag.VAL_LOSS: result.loss}
+        self._write(epoch, {**values, **self.memory.evaluated()})
         say(f"epoch {epoch + 1}: top-1 {result.top1:.4f}, loss {result.loss:.4f} on {result.images} validation images")
         return result
 
@@ -246,7 +249,7 @@ class Engine:
             if window.images_per_s is not None:
                 values[Tag.IMAGES_PER_S] = window.images_per_s * self.world.size
         with self.watch.clock.noted("logging"):
-            self._write(epoch, values)
+            self._write(epoch, {**values, **self.memory.trained(self.state.step)})
         if figures.skipped:
             _log.warning("step %d: %d updates skipped, a loss or gradient was not finite", self.state.step, figures.skipped)
         if figures.worst_streak > self.config.trainer.max_nonfinite_steps:

@@ -129,6 +129,7 @@ class Reporter:
             "stall_fraction": total.stall_fraction,
             "stall_basis": total.stall_basis,
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
+            "gpu_memory": engine.memory.peaks,
             "skipped_updates": outcome.skipped,
             "sampled": sampled or None,
             "ranks": outcome.ranks or None,
@@ -188,6 +189,8 @@ class Reporter:
             say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
         if "goodput" in report:
             say(f"goodput        {_goodput(report['goodput'])}")
+        if "gpu_memory" in report:
+            say(f"memory         {report['gpu_memory']}")
         if self.config.mode is Mode.train:
             say(f"loader         {engine.feed.settings}{self._gain()}")
             say(f"verdict        {report['verdict'].sentence}")

@@ -55,6 +55,8 @@ def report(*, starved: float = 0.38, device: bool = True, steps: int = 400, **ch
         "stall_fraction": (parts["starved"] + parts.get("exposed_copy", 0)) / whole,
         "stall_basis": "device" if device else "host",
         "gpu_utilization": 0.61 if device else None,
+        "gpu_memory": {"total_bytes": 80e9, "reserved_bytes": 24e9, "training_bytes": 21.3e9, "evaluation_bytes": 9.8e9}
+        if device else None,
         "stages": [{"name": name, "group": group, "wall_ms": wall, "cpu_ms": cpu} for name, group, wall, cpu in STAGES],
         "workers": {"samples": 256 * steps, "busy_fraction": 0.97},
         "goodput": {

@@ -177,6 +177,18 @@ def test_spikes_can_be_drawn_at_full_height(show: Callable[..., webdriver.Chrome
     assert heights["900"] / heights["2600"] == pytest.approx(900 / 2600, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("long_run", "GPU memory\n21.3 GB\nallocated at most, 9.80 GB in evaluation; 24.0 GB reserved of 80.0 GB"),
+        ("cpu_run", "GPU memory\nnot available\nno NVIDIA GPU gave it"),
+    ],
+)
+def test_the_peak_of_the_gpus_memory_is_shown(show: Callable[..., webdriver.Chrome], page: str, said: str) -> None:
+    """The larger one of training and evaluation, beside what torch has reserved and what there is."""
+    assert said in texts(show(page), ".figures > div")
+
+
 @pytest.mark.parametrize("page", ["cpu_run", "interrupted", "damaged"])
 def test_pages_of_all_kinds_are_drawn(show: Callable[..., webdriver.Chrome], page: str) -> None:
     """What is there is drawn, what is not is said with its reason, and no text of a file became an element."""
