@@ -163,3 +163,21 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
     assert schema.typed(chosen(str(ROOT / "conf"), "config")) == ("data=digits",)
     found = schema.typed(chosen("/runs/1/.hydra", "other", **{"command-line": "/mine"}))
     assert found == ("--config-path=/runs/1/.hydra", "--config-name=other", "--config-dir=/mine", "data=digits")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [
+        pytest.param(1, (), id="one GPU"),
+        pytest.param(8, ("optim.lr=0.8", "schedule.warmup_epochs=5"), id="eight"),
+        pytest.param(1, ("loader.batch_size=128", "trainer.accumulate_steps=2"), id="one with little memory"),
+    ],
+)
+def test_imagenet_s_rate_is_the_same_for_each_image(composed: Callable[..., Config], gpus: int, more: tuple[str, ...]) -> None:
+    """What the experiment's first lines say to type keeps 0.1 for 256 images, and large batches warm up."""
+    said = (ROOT / "conf/experiment/imagenet_resnet50.yaml").read_text()
+    assert " ".join(more) in said
+    config = composed("experiment=imagenet_resnet50", "data.root=x", *more)
+    images = config.loader.batch_size * config.trainer.accumulate_steps * gpus
+    assert config.optim.lr == pytest.approx(0.1 * images / 256)
+    assert (config.schedule.warmup_epochs > 0) is (gpus > 1)
