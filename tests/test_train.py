@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -32,6 +33,7 @@ from harness.config import Config, ConfigError
 from harness.feed import forms
 from harness.runtime import accelerator
 from harness.runtime.errors import CheckpointError, NonFiniteError
+from harness.runtime.limits import Limits
 from harness.training import checkpoint
 from harness.training.trial import StepTrials
 
@@ -176,6 +178,35 @@ def test_images_take_of_a_gpu_what_a_step_leaves(
     with accelerator.emulate(Gpu()) if gpu else nullcontext():
         report = run_here(config, tmp_path / "run")
     assert (made, report["steps"]) == (expected, 1)
+
+
+@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.parametrize(
+    ("reused", "expected"),
+    [(True, ["steps", "images", "images"]), (False, ["images", "images"])],
+    ids=["remembered", "just now"],
+)
+def test_tuning_that_made_steps_needs_no_other(
+    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool, expected: list[str]
+) -> None:
+    """A remembered choice was made without a step in this run: one comes before the images, as where nothing is tuned."""
+    made: list[str] = []
+    monkeypatch.setattr(StepTrials, "demand", lambda *_: made.append("steps"))
+    monkeypatch.setattr("harness.tuning.stage.tuned", lambda *given: SimpleNamespace(told=lambda *_: answer(*given)))
+
+    def answer(feeds: forms.Feeds, trials: Any, config: Config, limits: Limits, world: Any) -> Any:
+        train = feeds.settings(limits)
+        told = {"seconds": 1.0, "reused": reused}
+        return SimpleNamespace(settings=train, val=feeds.val_settings(train), reused=reused, summary=lambda: told)
+
+    pixels = forms.Pixels
+    monkeypatch.setattr(forms, "Pixels", lambda *args: (made.append("images"), pixels(*args))[1])
+    config = composed(
+        "data=digits", "loader.autotune=true", "loader.backend=arrays", "loader.pin_memory=false", "trainer.max_steps=1"
+    )
+    with accelerator.emulate(Gpu()):
+        run_here(config, tmp_path / "run")
+    assert made == expected
 
 
 @pytest.mark.usefixtures("kept_globals")

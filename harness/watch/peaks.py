@@ -42,7 +42,7 @@ class MemoryPeaks:
 
 
 class MemoryWatch:
-    """Reads the peaks of a device's memory, for the caller has just waited for the device.
+    """Reads the peaks of a device's memory, where the host has just waited for the device.
 
     Attributes:
         peaks: of the run so far; None where the device has no memory of its own, or nothing was read yet.
