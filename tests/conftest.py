@@ -16,6 +16,7 @@ from samples import start_server
 
 from harness import config as schema
 from harness.config import Config
+from harness.watch.neighbours import Neighbours
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,6 +52,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WELLFED_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tuning and diagnosis see no other programs, whatever runs on this machine beside the tests."""
+    monkeypatch.setattr(Neighbours, "look", lambda self: None)
 
 
 @pytest.fixture(scope="session")

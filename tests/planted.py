@@ -48,8 +48,11 @@ def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
 
 
 def here(plant: Plant, size: float, job: Job) -> None:
-    """A run in this process."""
-    with plant.act(size):
+    """A run in this process; other programs on this machine go unseen, but for those that are planted."""
+    seen = (
+        contextlib.nullcontext() if plant.bottleneck == "neighbours" else patch("harness.watch.verdict.taken", lambda _: None)
+    )
+    with seen, plant.act(size):
         main_worker(0, job)
 
 
@@ -170,6 +173,7 @@ PLANTS = (
     Plant("slow callback", "host", "no name", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
     Plant("tiny memory", "memory", "Memory is short", acts.tiny_memory, 0.2, 0.4, "of the files in memory", SMALL, in_group,
           lambda size: group_of("memory")),
+    Plant("neighbours", "neighbours", "Other programs take", acts.neighbours, 1.4, 1.6, "cores of 2"),
     Plant("nothing", "balanced", "Nothing stands out", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
 )  # fmt: skip
 

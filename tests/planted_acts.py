@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +32,19 @@ from scripts.differential import EmulatedEvent, EmulatedStream
 
 FILES, FILE_MB = 96, 2
 OWN_MB = 32  # that a run may need beyond what it has after five steps
+BURN = """
+import sys, time
+end, share = time.monotonic() + 300, float(sys.argv[1])
+while time.monotonic() < end:
+    until = time.process_time() + 0.01
+    while time.process_time() < until:
+        pass
+    time.sleep(0.01 / share - 0.01)
+"""
+ORPHAN = """
+import subprocess, sys
+print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
+"""
 GROUP = "PLANTED_GROUP"  # the environment variable that names a run's control group
 
 
@@ -202,6 +219,31 @@ def quota(size: float) -> AbstractContextManager[None]:
     """Decoding in a control group that may use ``size`` processors."""
     join()
     return heavy_decode(400)
+
+
+@contextmanager
+def burning(cores: float) -> Iterator[None]:
+    """Other programs that use so many cores, for five minutes at most; they are no children of this process."""
+    count = math.ceil(cores)
+    with ExitStack() as stack:
+        for _ in range(count):
+            command = [sys.executable, "-c", ORPHAN, sys.executable, "-c", BURN, str(cores / count)]
+            started = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+            stack.callback(os.kill, int(started.stdout), signal.SIGKILL)
+        yield
+
+
+@contextmanager
+def neighbours(size: float) -> Iterator[None]:
+    """Steps that are work for a processor, beside loading that is, and others' work."""
+
+    def act() -> None:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+    with burning(size), stepping(act, images(Encoded(200))):
+        yield
 
 
 def join() -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
+import planted_acts as acts
 import pytest
 import torch
-from planted import PLANTS, Plant
+from planted import PLANTS, Plant, composed
 
+from harness.job import Job, main_worker
+from harness.tuning.memory import Memory
+from harness.watch.neighbours import Neighbours
+
+LOOK = Neighbours.look  # which the tests' own machine leaves alone
 SEED = random.SystemRandom().randrange(2**32)  # anew in every session: no threshold can be made for a size
 QUICK = ("slow disk", "slow logging")
 
@@ -29,3 +36,19 @@ def test_the_report_names_what_was_planted(plant: Plant, tmp_path: Path, kept_gl
     assert verdict["bottleneck"] == plant.bottleneck, drawn
     assert plant.said in verdict["sentence"], drawn
     assert verdict["ceiling"] >= 1 and verdict["evidence"], drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", ["loader.autotune=true", "mode=diagnose"])
+def test_tuning_and_diagnosis_warn_of_a_neighbour(
+    override: str, tmp_path: Path, kept_globals: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says how many cores other programs took, and no answer of then is remembered."""
+    monkeypatch.setattr(Neighbours, "look", LOOK)
+    kept: list[object] = []
+    monkeypatch.setattr(Memory, "keep", lambda self, answer: kept.append(answer))
+    with acts.neighbours(1.5):
+        main_worker(0, Job(composed(override), tmp_path, ()))
+    warnings = [text for text in caplog.messages if re.match(r"other programs took \d\S* of the \S+ cores meanwhile", text)]
+    assert len(warnings) == 1, caplog.messages
+    assert not kept

@@ -34,7 +34,7 @@ class Diagnosis:
 
     Attributes:
         bottleneck: the class, as in a run's verdict.
-        ceiling: speed-up if loading were free.
+        ceiling: speed-up if loading were free; None where the rates are too uneven.
         measured: whether the ceiling rests on real steps; else what they get is reckoned.
         sentence: the outcome in words.
         command: what to type next.
@@ -46,7 +46,7 @@ class Diagnosis:
     """
 
     bottleneck: Bottleneck
-    ceiling: float
+    ceiling: float | None
     measured: bool
     sentence: str
     command: str
@@ -125,6 +125,11 @@ def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
 
 def sentence(facts: Facts, found: Bound) -> str:
     """The outcome in words."""
+    if facts.is_uneven:
+        gets = f" and gets {facts.delivered}" if facts.delivered else ""
+        return (
+            f"Unknown: {found.words}. The step could take {facts.demand} images/s{gets}. Try again when the machine is quiet."
+        )
     takes, gets = rate_in_words(facts.demand.images_per_s), rate_in_words(facts.got)
     how = "gets" if facts.is_measured else "would get by arithmetic"
     gain = f"with loading for free it would be {facts.ceiling:.2f}x as fast"
@@ -138,7 +143,9 @@ def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, d
     """What to type next: the user's own overrides, flags such as ``--config-name=x`` among them, and what would help most."""
     trainer = config.trainer
     more: list[str] = []
-    if bottleneck not in ("compute", "balanced"):
+    if bottleneck == "unknown":
+        more.append("mode=diagnose")
+    elif bottleneck not in ("compute", "balanced"):
         more.append("loader.autotune=true")
     elif device == "cuda":
         more += ["trainer.precision=bf16"] if trainer.precision is Precision.fp32 else []

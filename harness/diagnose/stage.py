@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,17 +16,21 @@ from harness.diagnose.whatif import Facts, bound, problem_of, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
 from harness.runtime import accelerator
+from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning.evidence import Evidence
 from harness.tuning.figures import Trainee
 from harness.tuning.lab import Lab
 from harness.watch.board import Board
 from harness.watch.console import live_table
+from harness.watch.neighbours import Neighbours
 from harness.watch.stages import SAMPLE, StageCost, StageTotals
 
 _FEW = 2  # images whose step is tried first: batch normalisation needs more than one
 _REST_S = 5.0  # for what surrounds the runs, and for what is begun in time and ends late
 _LONGEST_STEP_S = 2.0  # of steps that take longer a diagnosis would see too few
+
+_log = logging.getLogger(LOGGER)
 
 
 def diagnose(
@@ -50,6 +55,7 @@ def diagnose(
     begin, config, world = time.perf_counter(), feeds.config, feeds.world
     train = feeds.splits.train
     assert isinstance(train, ImageDataset), "the settings refuse data that is not loaded"
+    neighbours = Neighbours(limits.cores if world.size == 1 else None)
     with trainee.kept(), live_table(f"diagnosing (at most {BUDGET_S:g} s, nothing is trained)", COLUMNS, WIDTHS) as rows:
         size, notes = _batch_size(feeds, trainee)
         feeds = _with_batches_of(size, feeds)
@@ -57,6 +63,8 @@ def diagnose(
         lab = Lab(probes := FirstReads(feeds), trainee, limits, world, batch=feeds.noise(size))
         session = Session(lab, probes, train, rows, begin + BUDGET_S - _REST_S, notes=notes)
         runs = session.run(own)
+    if (others := neighbours.look()) is not None:
+        _log.warning("%s", neighbours.told(others))
 
     def fits(settings: FeedSettings) -> str | None:
         return lab.refusal(dataclasses.replace(settings, batch_size=config.loader.batch_size))
@@ -65,7 +73,7 @@ def diagnose(
     found = bound(facts)
     diagnosis = Diagnosis(
         bottleneck=found.bottleneck,
-        ceiling=facts.ceiling,
+        ceiling=None if facts.is_uneven else facts.ceiling,
         measured=facts.is_measured,
         sentence=sentence(facts, found),
         command=command(config, overridden, found.bottleneck, accelerator.of(world.device).kind, world.local_size),

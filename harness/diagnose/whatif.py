@@ -83,6 +83,11 @@ class Facts:
         return got.images_per_s
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether the steps' rates are known too badly to tell a bottleneck from them."""
+        return self.demand.is_uneven or (self.delivered is not None and self.delivered.is_uneven)
+
+    @property
     def is_measured(self) -> bool:
         """Whether ``got`` is what real steps got."""
         return self.delivered is not None and math.isclose(self.got, self.delivered.images_per_s)
@@ -165,6 +170,8 @@ def reachable(facts: Facts) -> tuple[float, int]:
 
 def bound(facts: Facts) -> Bound:
     """What bounds the steps."""
+    if facts.is_uneven:
+        return Bound("unknown", "the measurement is too uneven to tell what bounds training")
     taken = "; loading costs it processors rather than waits" if facts.on_cpu and facts.ceiling > 1 + HARM else ""
     if facts.lost < FED:
         return Bound("compute", f"the network's own work sets the pace{taken}")
@@ -199,7 +206,12 @@ def _processors(facts: Facts, supply: Supply, share: str, crowded: bool) -> Boun
 
 
 def what_ifs(facts: Facts) -> list[WhatIf]:
-    """What changes would give, the ceiling first; where handing batches over is the limit, no change that leaves it alone."""
+    """What changes would give, the ceiling first; none where the rates are uneven.
+
+    Where handing batches over is the limit, no change that leaves it alone.
+    """
+    if facts.is_uneven:
+        return []
     scale, demand = facts.got / facts.reckoned, facts.demand.images_per_s
     rows = [WhatIf("loading were free (the ceiling)", max(demand, facts.got), facts.ceiling)]
     copies = math.inf if facts.copy_per_s is None else facts.copy_per_s

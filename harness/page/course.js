@@ -181,8 +181,11 @@ const COMPANIONS = [
     series: [{ tag: "stages/busy_fraction", name: "share of their time", kind: "plain" }],
   },
   {
-    title: "Processors used by this run", show: cores, axis: rounded, why: "the processes could not be looked at",
-    series: [{ tag: "host/own_cpu_cores", name: "own processes", kind: "plain" }],
+    title: "Processors that this run may use", show: cores, axis: rounded, why: "the processes could not be looked at",
+    series: [
+      { tag: "host/own_cpu_cores", name: "own processes", kind: "plain" },
+      { tag: "host/others_cpu_cores", name: "other programs", kind: "strong" },
+    ],
   },
   {
     title: "Held back by the system", show: share, axis: percent, end: 1, why: "the system does not say",

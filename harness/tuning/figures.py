@@ -16,6 +16,8 @@ from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.watch.figures import StepRun
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.2, 2.18, 2.16, 2.14, 2.13)  # Student's t, from 1 degree
+# two rates off by so much look alike from no waiting to waiting half of the time: (1 - 0.3) / (1 + 0.3) = 0.54
+_UNEVEN = 0.3
 MOSTLY = 0.9  # of the time: steps that wait longer are too short besides to tell their own speed
 
 
@@ -59,6 +61,11 @@ class Rate:
     def half_width(self) -> float:
         """Half of the interval as a fraction of the mean."""
         return (self.high - self.low) / 2 / self.images_per_s if self.images_per_s else math.inf
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it is known so badly that it is not to be compared."""
+        return self.half_width > _UNEVEN
 
     def __str__(self) -> str:
         if self.low == self.high:

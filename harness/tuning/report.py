@@ -64,6 +64,7 @@ class TuningReport:
         seconds: what tuning cost this run.
         complete: False where the budget ended the search.
         reused: whether the answer was remembered from an earlier run.
+        others_cores: those that other programs took while it was measured; None where they spoilt nothing.
     """
 
     search: str
@@ -81,6 +82,7 @@ class TuningReport:
     seconds: float
     complete: bool
     reused: bool
+    others_cores: float | None = None
 
     @property
     def override(self) -> str:

@@ -65,7 +65,8 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
             report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
         else:
             report = tune(feeds, trainee, own, config.tuner, limits, world)
-            if memory and report.complete and report.after.images_per_s is not None:
+            sound = report.complete and report.others_cores is None
+            if memory and sound and report.after.images_per_s is not None:
                 when = f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
                 memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
     return Tuned(report, Follow(report, memory.forget if memory else None))

@@ -20,6 +20,7 @@ from harness.tuning.lab import Lab
 from harness.tuning.report import Side, TuningReport
 from harness.tuning.search import Ask, Choice, Problem, Search, grid, with_workers
 from harness.watch.console import LiveTable, live_table
+from harness.watch.neighbours import Neighbours
 
 _DEMAND_S = 0.7
 _FIRST_S = 1.0
@@ -52,14 +53,16 @@ def tune(
     begin = device.now()
     own, limits = ranks.agreed(own), _least(limits, ranks)
     lab = Lab(probes, trainee, limits, ranks)
+    alone = len(ranks.gathered(None)) == 1  # else the other ranks would count as others
     title = f"tuning the loader (tuner={config.name.name}, at most {config.budget_s:g} s)"
     with trainee.kept(), live_table(title, _COLUMNS) as rows:
-        session = _Session(lab, config, rows)
+        session = _Session(lab, config, rows, Neighbours(limits.cores if alone else None))
         if config.name is TunerName.grid:
             pins = (False, True) if device.has_streams else (False,)
             choice = session.follow(grid(own, max(1, int(limits.cores)), pins, config.budget_s))
         else:
             choice = session.automatic(own, begin)
+        session.warn()
     device.release()
     return session.report(own, choice, device.now() - begin)
 
@@ -76,8 +79,10 @@ class _Session:
     lab: Lab
     config: TunerConfig
     rows: LiveTable
+    neighbours: Neighbours
     trials: list[Trial] = dataclasses.field(default_factory=list)
     demand: Rate | None = None
+    others: float | None = None  # cores that other programs took, the most at a time that spoilt something
 
     def follow(self, search: Search) -> Choice:
         """Run a search to its choice."""
@@ -103,6 +108,7 @@ class _Session:
         if not self._calibrate(own) or (found := self.lab.demand(_DEMAND_S)) is None:
             return self._unmeasured(own)
         self.demand, step_cpu_s = found
+        self.others = self.neighbours.look()
         self.rows.add(("", "", "", "", "demand", str(self.demand), "", "", "steps on one batch that is at hand"))
         lab = self.lab
         problem = Problem(
@@ -121,6 +127,15 @@ class _Session:
             ranks=len(lab.ranks.gathered(None)),
         )
         return self.follow(Auto(problem).run())
+
+    def warn(self) -> None:
+        """Tell what other programs took, and how fast the step is by now where they did."""
+        self.others = max(filter(None, (self.others, self.neighbours.look())), default=None)
+        if self.others is None:
+            return
+        again = self.lab.demand(_DEMAND_S) if self.demand else None
+        steps = f"; the step took {self.demand} images/s at first and {again[0]} at last" if again else ""
+        _log.warning("%s%s; tune again when they have ended", self.neighbours.told(self.others), steps)
 
     def _unmeasured(self, own: FeedSettings) -> Choice:
         """The user's setting, or no workers where not even one fits into memory."""
@@ -164,13 +179,14 @@ class _Session:
             demand=demand,
             ceiling=ceiling,
             bound=choice.bound,
-            sentence=_sentence(own, choice, ceiling),
+            sentence=_sentence(own, choice, demand, ceiling),
             trials=tuple(self.trials),
             limits=lab.limits,
             notes=self._notes(val, fitting),
             seconds=seconds,
             complete=choice.complete,
             reused=False,
+            others_cores=self.others,
         )
 
     def _notes(self, val: FeedSettings, fitting: FeedSettings) -> tuple[str, ...]:
@@ -199,14 +215,16 @@ def _least(limits: Limits, ranks: Ranks) -> Limits:
     )
 
 
-def _sentence(own: FeedSettings, choice: Choice, ceiling: float | None) -> str:
+def _sentence(own: FeedSettings, choice: Choice, demand: Rate | None, ceiling: float | None) -> str:
     """What bounds the feed, what was chosen, and why."""
-    if choice.demand is None or choice.before is None or choice.after is None or ceiling is None:
+    if demand is None or choice.before is None or choice.after is None or ceiling is None:
         return f"{choice.settings} was chosen: {choice.reason}."
-    takes, gets = f"{choice.demand:.0f} images/s", f"{choice.before.images_per_s:.0f}"
+    rates = demand, choice.before, choice.after
+    takes, gets, got = (f"{rate if rate.is_uneven else round(rate.images_per_s)}" for rate in rates)
+    takes += " images/s"
     if choice.settings == own and choice.bound == "model":
         return f"Nothing to gain: the model takes {takes} and {own} delivers {gets} (ceiling {ceiling:.1f}x); {choice.reason}."
-    kept = "and stays" if choice.settings == own else f"{choice.settings} {choice.after.images_per_s:.0f}"
+    kept = "and stays" if choice.settings == own else f"{choice.settings} {got}"
     limit = _BOUNDS.get(choice.bound or "", "it is not known what limits the feed")
     return f"The model takes {takes}, {own} delivers {gets}, {kept}; {limit}: {choice.reason}."
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from harness.runtime.folder import LOGGER
 from harness.watch.tags import Tag
+from harness.watch.tree import Tree
 
 Figures = Sequence[float | None]  # one for each tag, or none at all this time
 
@@ -91,6 +92,7 @@ class GpuSource(Source):
             (Tag.GPU_UTILIZATION,): lambda: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,),
             (Tag.GPU_MEMORY_USED_BYTES,): lambda: (float(nvml.nvmlDeviceGetMemoryInfo(handle).used),),
             (Tag.GPU_POWER_W,): lambda: (nvml.nvmlDeviceGetPowerUsage(handle) / 1000,),
+            (Tag.GPU_OTHERS_UTILIZATION,): _Others(nvml, handle).read,
         }
         try:
             self._reads[(Tag.GPU_SM_UTILIZATION,)] = _SmUtilization(nvml, handle, is_mig).read
@@ -130,6 +132,27 @@ class _SmUtilization:
         if metric.nvmlReturn:
             raise nvml.NVMLError(metric.nvmlReturn)
         return () if math.isnan(metric.value) else (metric.value / 100,)
+
+
+class _Others:
+    """Other processes on a GPU, by NVML's figures of each process. MIG and older drivers have none."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle, self._tree, self._seen_us = nvml, handle, Tree(), 0
+
+    def read(self) -> Figures:
+        """The share of the time since the read before in which they ran kernels, added up."""
+        nvml = self._nvml
+        try:
+            running = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
+            samples = nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
+        except Exception:  # not supported, or nothing ran
+            return ()
+        own = self._tree.pids()
+        self._seen_us = max((sample.timeStamp for sample in samples), default=self._seen_us)
+        if not own & running:  # NVML counts processes as another container does
+            return ()
+        return (min(1.0, sum(sample.smUtil for sample in samples if sample.pid not in own) / 100),)
 
 
 def _handle(nvml: Any, uuid: str) -> tuple[Any, bool]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -31,25 +31,42 @@ class HostSource(Source):
     the page cache and network file systems are no disks. Rates are means since the sample before.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic, root: Path = Path("/")) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, root: Path = Path("/"), cores: float | None = None) -> None:
+        """``cores`` may be used, by these processes alone; None: what others take of the cores is not looked at."""
         super().__init__()
         self._now, self._root = now, root
         self._tree, self._groups = Tree(proc=root / "proc"), limits.control_groups(root)
         self._last: dict[Hashable, tuple[float, float]] = {}
+        self._used: float | None = None  # cores, in the same sample
         self._reads = {
             (Tag.CPU_FRACTION,): self._cpu_fraction,
             (Tag.RAM_USED_BYTES,): lambda: (float(psutil.virtual_memory().used),),
             (Tag.DISK_READ_BYTES_PER_S,): self._disk_rate,
-            (Tag.CPU_CORES, Tag.MAJOR_FAULTS_PER_S): lambda: self._rates("processor", self._tree.processor()),
+            (Tag.CPU_CORES, Tag.MAJOR_FAULTS_PER_S): self._processor,
             (Tag.READ_BYTES_PER_S, Tag.STORAGE_BYTES_PER_S): lambda: self._rates("read", self._tree.read_bytes()),
             (Tag.THROTTLED_FRACTION,): self._throttled,
             (Tag.MEMORY_STALL_FRACTION,): self._memory_stall,
         }
+        if cores is not None:
+            self._reads[(Tag.OTHERS_CPU_CORES,)] = lambda: self._others(cores)
+            self._reads[(Tag.QUEUED_THREADS,)] = lambda: self._rates("queued", (self._tree.queued_s(),))
 
     def _cpu_fraction(self) -> Figures:
-        times = psutil.cpu_times()
-        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # both are in user already
-        return _share(self._growth("cores", total, total - times.idle - getattr(times, "iowait", 0.0)))
+        return _share(self._growth("cores", *_total_and_busy(psutil.cpu_times())))
+
+    def _processor(self) -> Figures:
+        self._used = None
+        found = self._rates("processor", self._tree.processor())
+        self._used = found[0] if found else None
+        return found
+
+    def _others(self, cores: float) -> Figures:
+        """What other programs take of ``cores``: what they use beyond the machine's other cores, so at least that."""
+        each = [_total_and_busy(times)[1] for times in psutil.cpu_times(percpu=True)]
+        busy = self._growth("busy", self._now(), sum(each))
+        if busy is None or self._used is None:
+            return ()
+        return (max(0.0, busy - self._used - max(0.0, len(each) - cores)),)
 
     def _disk_rate(self) -> Figures:
         counters = psutil.disk_io_counters()
@@ -63,7 +80,7 @@ class HostSource(Source):
         path, stalled_s = pressure.memory_stalled(self._groups, self._root)
         return _share(self._growth(path, self._now(), stalled_s))
 
-    def _rates(self, name: str, totals: Sequence[float] | None) -> Figures:
+    def _rates(self, name: str, totals: Sequence[float] | None) -> list[float | None]:
         """The growth of each total per second."""
         now = self._now()
         return [self._growth((name, place), now, total) for place, total in enumerate(totals or ())]
@@ -148,6 +165,12 @@ class Sampler:
         self.look()
         while not self._stop.wait(self._interval_s):
             self.look()
+
+
+def _total_and_busy(times: Any) -> tuple[float, float]:
+    """Seconds by psutil: all, and those in which a core was neither idle nor waiting for a disk."""
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # both are in user already
+    return total, total - times.idle - getattr(times, "iowait", 0.0)
 
 
 def _share(value: float | None) -> Figures:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from harness.config import Config, ConfigError
-from harness.runtime import accelerator
+from harness.runtime import accelerator, limits
 from harness.runtime.distributed import World
 from harness.watch import console
 from harness.watch.board import Board
@@ -50,7 +50,8 @@ def watched(config: Config, world: World, folder: Path, began_s: float, resumed_
         if world.is_main:
             board = Board(folder, tensorboard=config.watch.tensorboard, resumed_step=resumed_step)
             watch.board = stack.enter_context(board)
-            sources: list[Source] = [HostSource()]
+            alone = world.local_size == 1  # else the other ranks would count as others
+            sources: list[Source] = [HostSource(cores=limits.measure().cores if alone else None)]
             if uuid := accelerator.of(world.device).uuid:
                 sources.append(GpuSource(uuid))
             watch.sampler = stack.enter_context(Sampler(sources, config.watch.sample_s))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _TRIES = 5
@@ -21,6 +22,8 @@ class Tree:
         self._pid, self._proc = pid or os.getpid(), str(proc)
         self._members: dict[int, None] = {self._pid: None}  # every process after its parent
         self._strangers: set[int] = set()
+        self._queued_ns: dict[str, int] = {}  # by thread
+        self._queued_s = 0.0
 
     def processor(self) -> tuple[float, int] | None:
         """Seconds of processor time, and major page faults: those that waited for storage, as of files mapped into memory."""
@@ -36,6 +39,32 @@ class Tree:
         """
         sums = self._sums("io", _asked_and_fetched)
         return None if sums is None else (sums[0], sums[1])
+
+    def queued_s(self) -> float:
+        """Seconds that threads could have run but waited for a processor, those before the first call included.
+
+        Raises:
+            FileNotFoundError: the kernel does not say.
+        """
+        found: dict[str, int] = {}
+        for thread in self._threads():
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                found[thread] = int(self._read(thread, "schedstat").split()[1])
+        if not found:
+            raise FileNotFoundError(f"{self._proc}/{self._pid}/task has no schedstat")
+        self._queued_s += sum(max(0, ns - self._queued_ns.get(thread, 0)) for thread, ns in found.items()) / 1e9
+        self._queued_ns = found
+        return self._queued_s
+
+    def pids(self) -> set[int]:
+        """All processes that are alive."""
+        self._look_round()
+        return set(self._members)
+
+    def _threads(self) -> Iterator[str]:
+        for pid in self.pids():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                yield from [f"{pid}/task/{thread}" for thread in os.listdir(f"{self._proc}/{pid}/task")]
 
     def _sums(self, name: str, figures: Callable[[bytes], tuple[int, int]]) -> list[int] | None:
         """The figures of ``/proc/<pid>/<name>`` over all members; None where processes end faster than they can be read.
@@ -75,7 +104,7 @@ class Tree:
         except OSError:
             return None  # ended already, or hidden from us and so none of ours
 
-    def _read(self, pid: int, name: str) -> bytes:
+    def _read(self, pid: int | str, name: str) -> bytes:
         handle = os.open(f"{self._proc}/{pid}/{name}", os.O_RDONLY)
         try:
             return os.read(handle, 4096)

@@ -10,12 +10,13 @@ from typing import Literal
 from harness.watch.evidence import THROTTLED, Reckoning
 from harness.watch.evidence import Evidence as Evidence
 from harness.watch.evidence import RankFigures as RankFigures
+from harness.watch.neighbours import SPOILT, taken
 from harness.watch.supply import DOING, Kind, Supply
 from harness.watch.tags import Tag
 
 Bottleneck = Literal[
     "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch", "quota", "memory", "host",
-    "rank", "balanced", "unknown",
+    "neighbours", "rank", "balanced", "unknown",
 ]  # fmt: skip
 
 _MIN_STEPS = 10  # fewer say nothing about a run
@@ -81,7 +82,7 @@ def judge(evidence: Evidence) -> Verdict:
         return Verdict("unknown", None, few, None, ())
     r = Reckoning(evidence)
     found = _straggler(evidence.ranks, evidence.autotuned) or (_unharmed(r) if r.lost < _HARM else _harmed(r))
-    found = _short_of_memory(r, found) or _throttled(r, found) or found
+    found = _short_of_memory(r, found) or _throttled(r, found) or _crowded(r, found) or found
     r.ceiling = max(r.ceiling, 1 / (1 - found.held_up))
     return Verdict(found.bottleneck, r.ceiling, _sentence(r, found), found.next_step, _clauses(r, found))
 
@@ -265,11 +266,29 @@ def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
 def _throttled(r: Reckoning, found: _Finding) -> _Finding | None:
     """Whether the control group's quota takes the processors away that ``found`` lacks."""
     throttled = r.sampled(Tag.THROTTLED_FRACTION)
-    lacks = found.bottleneck in _NEEDS_CORES or (r.evidence.device == "cpu" and found.bottleneck in ("compute", "balanced"))
-    if throttled is None or throttled < THROTTLED or not lacks or not _harmful(r):
+    if throttled is None or throttled < THROTTLED or not _lacks_cores(r, found):
         return None
     cause = f"The processor quota stopped this run in {throttled:.0%} of its periods: {r.evidence.cores:.3g} cores are too few"
     return _Finding("quota", cause, advice="raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)")
+
+
+def _crowded(r: Reckoning, found: _Finding) -> _Finding | None:
+    """Whether other programs have the processors, or the GPU, that ``found`` lacks."""
+    others, gpu = taken(r.evidence.sampled), r.sampled(Tag.GPU_OTHERS_UTILIZATION)
+    if others is not None and _lacks_cores(r, found):
+        threads = f"{r.sampled(Tag.QUEUED_THREADS):.2g} threads of this run waited for one at any time"
+        cause = f"Other programs take {others:.2g} of the {r.evidence.cores:.3g} cores: {threads}"
+        return _Finding("neighbours", cause, advice="wait until these programs end, or train on cores of your own")
+    if gpu is not None and gpu >= SPOILT and r.evidence.device == "cuda" and found.bottleneck == "compute":
+        cause = f"Other programs keep the GPU busy in {gpu:.0%} of the time"
+        return _Finding("neighbours", cause, advice="wait until these programs end, or train on another GPU")
+    return None
+
+
+def _lacks_cores(r: Reckoning, found: _Finding) -> bool:
+    """Whether more processors would help against ``found``."""
+    on_cpu = r.evidence.device == "cpu" and found.bottleneck in ("compute", "balanced")
+    return (on_cpu or found.bottleneck in _NEEDS_CORES) and _harmful(r)
 
 
 def _harmful(r: Reckoning) -> bool:

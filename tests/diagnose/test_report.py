@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,9 @@ def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
             ("--config-name=mine", "++mode=diagnose", "+loader.autotune=false", "~data.root"), "decode", "cpu",
             "python train.py --config-name=mine '~data.root' loader.autotune=true", id="flags and signs of Hydra",
         ),
+        pytest.param(
+            ("mode=diagnose", "optim.lr=0.2"), "unknown", "cpu", "python train.py optim.lr=0.2 mode=diagnose", id="once more",
+        ),
         pytest.param(("optim.lr=0.2",), "balanced", "cpu", "python train.py optim.lr=0.2", id="balanced"),
     ],
 )  # fmt: skip
@@ -97,6 +101,17 @@ def test_the_sentence() -> None:
     assert "would get by arithmetic 400" in sentence(facts(None), found)
     assert "cold from storage arrive at 50 a second" in sentence(facts(fetch_per_s=50.0), found)
     assert "cold" not in sentence(facts(fetch_per_s=500.0), found)
+
+
+def test_the_sentence_of_an_uneven_measurement() -> None:
+    """What was measured stands with its interval, no class and no ceiling; the way out is to try again."""
+    uneven = dataclasses.replace(facts(), demand=Rate(0.403, 0.0, 1.24), delivered=Rate(0.39, 0.35, 0.43))
+    told = sentence(uneven, Bound("unknown", "why"))
+    assert told == (
+        "Unknown: why. The step could take 0.403 ±154% images/s and gets 0.39 ±10%. Try again when the machine is quiet."
+    )
+    unmeasured = sentence(dataclasses.replace(uneven, delivered=None), Bound("unknown", "why"))
+    assert "takes 0.403" not in unmeasured and "and gets" not in unmeasured
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

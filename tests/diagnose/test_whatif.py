@@ -188,6 +188,25 @@ def test_more_cores_hasten_a_step_that_runs_on_them() -> None:
     assert given(device)[change] == pytest.approx(200.0)
 
 
+@pytest.mark.parametrize(
+    ("demand", "delivered", "class_"),
+    [
+        pytest.param(0.29, 0.29, "decode", id="even enough"),
+        pytest.param(0.31, 0.0, "unknown", id="the step"),
+        pytest.param(0.0, 0.31, "unknown", id="the step on the feed"),
+        pytest.param(0.0, None, "decode", id="a feed that was not measured"),
+    ],
+)
+def test_uneven_rates_tell_no_bottleneck(demand: float, delivered: float | None, class_: str) -> None:
+    """Each is known to so much of itself; where that is too little, no change is reckoned either."""
+    known = facts(1, delivered=190.0, cores=1)
+    about = lambda rate, off: Rate(rate, rate * (1 - off), rate * (1 + off))
+    steps = None if delivered is None else about(190.0, delivered)
+    found = dataclasses.replace(known, demand=about(1000.0, demand), delivered=steps)
+    assert bound(found).bottleneck == class_
+    assert bool(what_ifs(found)) is (class_ != "unknown")
+
+
 def test_without_real_steps_the_model_stands_in() -> None:
     """What steps get is then reckoned, and so is the ceiling."""
     found = facts(2, delivered=None)

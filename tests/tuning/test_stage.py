@@ -81,6 +81,13 @@ def test_what_changes_the_costs_is_tuned_anew(composed: Composed, searches: list
     assert len(searches) == 2
 
 
+def test_what_other_programs_spoilt_is_not_remembered(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run tunes again; the same search on a quiet machine is remembered."""
+    found = [reports.report(3, others_cores=1.5), reports.report(3), reports.report(3)]
+    monkeypatch.setattr(stage, "tune", lambda *_: found.pop(0))
+    assert [run(composed).report.reused for _ in range(3)] == [False, False, True]
+
+
 def test_fresh_forgets(composed: Composed, searches: list[int]) -> None:
     """tuner.fresh=true tunes anew and remembers that."""
     run(composed)

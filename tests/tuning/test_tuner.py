@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pickle
 import random
@@ -29,8 +30,10 @@ from harness.tuning import probe
 from harness.tuning.figures import Rate
 from harness.tuning.lab import Lab
 from harness.tuning.report import TuningReport
-from harness.tuning.tuner import tune
+from harness.tuning.search import Choice
+from harness.tuning.tuner import _sentence, tune
 from harness.watch.figures import StepRun
+from harness.watch.neighbours import Neighbours
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, CPU)
@@ -126,6 +129,11 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TuningReport]:
 On = Callable[..., TuningReport]
 
 
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings, without the lines that are printed."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_the_report_tells_before_and_after(on: On) -> None:
     """What the user's setting delivers, what the choice does, the ceiling, the bound and the reason."""
     report = on(Machine(0.002, 0.0019, demand=700), 1)
@@ -143,6 +151,61 @@ def test_where_loading_keeps_up_the_report_says_so(on: On) -> None:
     report = on(Machine(0.002, 0.0019, demand=200), 1)
     assert report.sentence.startswith("Nothing to gain: the model takes 200 images/s") and "(ceiling 1.0x)" in report.sentence
     assert (report.settings, report.ceiling) == (own(1), pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("looks", "others"),
+    [
+        pytest.param((1.5, 1.6), 1.6, id="all the time"),
+        pytest.param((1.5, None), 1.5, id="while demand was measured"),
+        pytest.param((None, 1.6), 1.6, id="while settings were"),
+        pytest.param((None, None), None, id="never"),
+    ],
+)
+def test_other_programs_are_warned_of(
+    on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, looks: tuple[float | None, ...],
+    others: float | None,
+) -> None:  # fmt: skip
+    """One warning says how much they took, with the demand as it is at the end; the report holds the most."""
+    left = list(looks)
+    monkeypatch.setattr(Neighbours, "look", lambda self: left.pop(0))
+    report = on(Machine(0.002, 0.0019, demand=700), 1)
+    assert report.others_cores == others and not left
+    assert warned(caplog) == ([] if others is None else [
+        f"other programs took {others} of the 2 cores meanwhile, so that the figures are theirs too; the step took about 700 "
+        "images/s at first and about 700 at last; tune again when they have ended"
+    ])  # fmt: skip
+
+
+def test_the_grid_warns_as_well(on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a step that was never looked at it says nothing."""
+    monkeypatch.setattr(Neighbours, "look", lambda self: 1.5)
+    assert on(Machine(0.002, 0.0019, demand=700), 1, name=TunerName.grid).others_cores == 1.5
+    assert warned(caplog) == [
+        "other programs took 1.5 of the 2 cores meanwhile, so that the figures are theirs too; tune again when they have ended"
+    ]
+
+
+def test_ranks_do_not_take_each_other_for_strangers(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are several, what other programs take is not looked at."""
+    made: list[float | None] = []
+    monkeypatch.setattr("harness.tuning.tuner.Neighbours", lambda cores: made.append(cores) or Neighbours(cores))
+    on(Machine(0.002, 0.0019, demand=700), 1)
+    monkeypatch.setattr(World, "gathered", lambda self, value: [value] * 2)
+    on(Machine(0.002, 0.0019, demand=700), 1)
+    assert made == [2.0, None]
+
+
+def test_rates_that_are_uneven_are_told_with_their_interval() -> None:
+    """From three tenths on; closer ones stay bare."""
+
+    def told(low: float) -> str:
+        rates = Rate(5.0, low, 10.0 - low), Rate(4.0, 4.0 * low / 5, 8.0 - 4.0 * low / 5)
+        return _sentence(own(1), Choice(own(1), rates[1], rates[1], bound="model", reason="why", demand=5.0), rates[0], 1.25)
+
+    assert told(3.0).startswith("Nothing to gain: the model takes 5 ±40% images/s and num_workers=1")
+    assert " delivers 4 ±40% (ceiling" in told(3.0)
+    assert "the model takes 5 images/s" in told(4.0) and " delivers 4 (ceiling" in told(4.0)
 
 
 def test_the_grid_runs_on_the_same_measurements(on: On) -> None:

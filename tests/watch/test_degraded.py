@@ -123,7 +123,7 @@ def test_nvml_costs_its_figures_and_no_more(
 def test_without_permissions_a_run_has_no_figures_of_the_machine(report_of: ReportOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither psutil nor /proc may be read the run trains all the same; one line in the log names what is lost."""
 
-    def refuse(*_: object) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise psutil.AccessDenied(msg="hidden")
 
     for name in ("cpu_times", "virtual_memory", "disk_io_counters", "Process"):
@@ -132,7 +132,7 @@ def test_without_permissions_a_run_has_no_figures_of_the_machine(report_of: Repo
     report, missing = report_of()
     tags = (
         "host/cpu_fraction, host/ram_used_bytes, host/disk_read_bytes_per_s, host/own_cpu_cores, host/major_faults_per_s, "
-        "host/own_read_bytes_per_s, host/own_storage_bytes_per_s"
+        "host/own_read_bytes_per_s, host/own_storage_bytes_per_s, host/others_cpu_cores, host/own_queued_threads"
     )
     assert missing[0] == f"no {tags} from here on: hidden"
     assert not set(tags.split(", ")) & set(report.get("sampled", {}))
@@ -142,7 +142,7 @@ def test_without_permissions_a_run_has_no_figures_of_the_machine(report_of: Repo
 def test_a_machine_without_proc_trains(report_of: ReportOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where /proc says nothing of processes and of pressure, each missing file is named once, and the other figures stay."""
     whole = station.HostSource
-    monkeypatch.setattr(station, "HostSource", lambda: whole(root=tmp_path / "empty"))
+    monkeypatch.setattr(station, "HostSource", lambda cores: whole(root=tmp_path / "empty"))
     report, missing = report_of()
     assert Tag.RAM_USED_BYTES in report["sampled"]
     assert not {tag for tag in report["sampled"] if "own_" in tag or "memory_stall" in tag or "throttled" in tag}

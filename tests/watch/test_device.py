@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -41,6 +42,8 @@ class Nvml:
     ) -> None:
         self.broken, self.count, self.prefix, self.sm_percent = set(broken), count, prefix, sm_percent
         self.open, self.taken = 0, 0
+        self.seen_us: list[int] = []
+        self.users: dict[int, int] | None = None  # utilisation by process; None where the driver does not say
 
     def _call(self, name: str) -> None:
         if name in self.broken:
@@ -83,6 +86,19 @@ class Nvml:
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         self._call("power")
         return 123_456
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+        if self.users is None:
+            raise NVMLError("Not Supported")
+        return [SimpleNamespace(pid=pid) for pid in self.users]
+
+    def nvmlDeviceGetProcessUtilization(self, handle: str, seen_us: int) -> list[SimpleNamespace]:
+        assert self.users is not None
+        self.seen_us.append(seen_us)
+        if not any(self.users.values()):
+            raise NVMLError("Not Found")
+        now_us = 10**6 * len(self.seen_us)
+        return [SimpleNamespace(pid=pid, smUtil=percent, timeStamp=now_us) for pid, percent in self.users.items() if percent]
 
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:
         assert handle == "handle 1" and self.prefix == "MIG"
@@ -162,6 +178,31 @@ def test_multiprocessors_are_counted_where_the_gpu_does(install: Callable[[Nvml 
     assert [source.sample().get(Tag.GPU_SM_UTILIZATION) for _ in range(3)] == [None, 0.25, 0.25]
     nvml.sm_percent = math.nan
     assert Tag.GPU_SM_UTILIZATION not in source.sample()
+
+
+@pytest.mark.parametrize(
+    ("users", "others"),
+    [
+        pytest.param({os.getpid(): 50, 1: 30, 2: 10}, 0.4, id="two others"),
+        pytest.param({os.getpid(): 50, 1: 80, 2: 90}, 1.0, id="never more than all"),
+        pytest.param({os.getpid(): 50}, 0.0, id="alone"),
+        pytest.param({os.getpid(): 0, 1: 30}, 0.3, id="idle beside another"),
+        pytest.param({os.getpid(): 0}, None, id="nothing ran"),
+        pytest.param({1: 50, 2: 30}, None, id="another container's numbers"),
+        pytest.param(None, None, id="not supported"),
+    ],
+)
+def test_others_on_the_gpu_are_those_that_are_not_ours(
+    install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture, users: dict[int, int] | None, others: float | None
+) -> None:
+    """Where this process is not among those that NVML knows, nobody can be told apart: the figure is absent, with no word."""
+    nvml = Nvml()
+    nvml.users = users
+    install(nvml)
+    source = GpuSource(UUID)
+    assert [source.sample().get(Tag.GPU_OTHERS_UTILIZATION) for _ in range(2)] == [others] * 2
+    assert others is None or nvml.seen_us == [0, 10**6]
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(

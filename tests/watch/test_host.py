@@ -99,6 +99,44 @@ def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNames
     assert {tag: sample.get(tag) for tag in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("count", "cores", "others"),
+    [
+        pytest.param(2, 2.0, 1.5, id="all cores"),
+        pytest.param(3, 2.0, 0.5, id="a core that may not be used, on which they may be"),
+        pytest.param(8, 2.0, 0.0, id="more cores than they take"),
+        pytest.param(2, 0.5, 0.0, id="a quota"),
+        pytest.param(2, None, None, id="ranks share the machine"),
+    ],
+)
+def test_others_take_what_is_busy_and_not_ours(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, count: int, cores: float | None, others: float | None
+) -> None:
+    """Of two busy cores half a one is ours; the rest is counted as far as cores that this run may not use cannot hold it."""
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu=False: [machine.times] * count if percpu else machine.times)
+    source, found = HostSource(lambda: machine.now, machine.root, cores), {}
+    for own_s in (0.0, 1.0):
+        write_kernel(machine.root, own_s, 0, (0, 0), 0, ["", ""])
+        machine.times = Times(4.0 * own_s / count, 0.0, 50.0, 5.0 * own_s, 2.0 * own_s / count, 0.0)
+        machine.now += 2.0
+        found = source.sample()
+    assert found.get(Tag.OTHERS_CPU_CORES) == (others if others is None else pytest.approx(others))
+
+
+def test_what_others_take_is_not_known_without_what_is_ours(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where processes can no longer be looked at, their work does not become others'."""
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu=False: [machine.times] if percpu else machine.times)
+    source = HostSource(lambda: machine.now, machine.root, 1.0)
+    known = []
+    for seconds in (1.0, 2.0, 3.0):
+        write_kernel(machine.root, seconds / 2, 0, (0, 0), 0, ["", ""])
+        if seconds == 3:
+            (machine.root / f"proc/{os.getpid()}/stat").unlink()
+        machine.times, machine.now = Times(seconds, 0.0, 50.0, 0.0, 0.0, 0.0), machine.now + 1.0
+        known.append(Tag.OTHERS_CPU_CORES in source.sample())
+    assert known == [False, True, False]
+
+
 def test_a_total_that_shrinks_gives_no_rate(machine: SimpleNamespace) -> None:
     """A descendant that ended as another's child took its part along: no rate this once, and none is negative."""
     source = source_of(machine)

@@ -11,6 +11,7 @@ import torch
 from harness.config import Config, ConfigError
 from harness.runtime.distributed import World
 from harness.watch import station
+from harness.watch.device import Source
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -30,6 +31,18 @@ def test_without_a_gpu_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     """No driver, no question."""
     monkeypatch.setattr(station, "nvml_sees_gpu", lambda: None)
     station.refuse_hidden_gpu(Config(), CPU)
+
+
+@pytest.mark.parametrize(("world", "known"), [(CPU, True), (World(0, 2, 0, 2, torch.device("cpu")), False)], ids=["one", "two"])
+def test_ranks_of_one_machine_are_no_strangers(
+    world: World, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank cannot tell the other ranks' processes from other people's: what others take is looked at where there is one."""
+    asked = []
+    monkeypatch.setattr(station, "HostSource", lambda cores: asked.append(cores) or Source())
+    with station.watched(Config(), world, tmp_path, 0.0):
+        pass
+    assert [cores is not None for cores in asked] == [known]
 
 
 def test_only_the_first_rank_writes(tmp_path: Path) -> None:

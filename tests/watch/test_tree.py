@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,7 +153,16 @@ class Proc:
         (self.folder / str(pid)).mkdir(exist_ok=True)
         (self.folder / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} {own}\n")
 
+    def queue(self, pid: int, **waited_ns: int) -> None:
+        """Let each thread of a process have waited for a processor for so long; threads that are not named have ended."""
+        tasks = self.folder / str(pid) / "task"
+        shutil.rmtree(tasks, ignore_errors=True)
+        for name, waited in waited_ns.items():
+            (tasks / name[1:]).mkdir(parents=True)
+            (tasks / name[1:] / "schedstat").write_text(f"123 {waited} 7\n")
+
     def remove(self, pid: int) -> None:
+        shutil.rmtree(self.folder / str(pid) / "task", ignore_errors=True)
         (self.folder / str(pid) / "stat").unlink()
         (self.folder / str(pid)).rmdir()
 
@@ -180,6 +190,27 @@ def test_descendants_of_all_generations_are_found(proc: Proc) -> None:
     proc.add(70, 1, 5000)
     tree = Tree(50, proc.folder)
     assert tree.processor() == (pytest.approx(111 / os.sysconf("SC_CLK_TCK")), 5)
+
+
+def test_threads_that_wait_for_a_processor_are_added_up(proc: Proc) -> None:
+    """Those of all members and no others'; one that has ended takes nothing back, and one that is new counts from its start."""
+    proc.add(60, 50)
+    proc.queue(1, t1=10**12)
+    proc.queue(50, t50=2 * 10**9, t51=10**9)
+    proc.queue(60, t60=5 * 10**8)
+    tree = Tree(50, proc.folder)
+    begin = tree.queued_s()
+    proc.queue(50, t50=3 * 10**9, t52=10**8)
+    assert tree.queued_s() - begin == pytest.approx(1.1)
+    proc.remove(60)
+    proc.queue(50, t50=3 * 10**9, t52=10**8)
+    assert tree.queued_s() - begin == pytest.approx(1.1)
+
+
+def test_a_kernel_that_does_not_say_how_long_threads_waited(proc: Proc) -> None:
+    """There is no figure, and none is 0."""
+    with pytest.raises(FileNotFoundError, match="50/task has no schedstat"):
+        Tree(50, proc.folder).queued_s()
 
 
 def test_a_late_child_is_found_and_an_ended_one_is_let_go(proc: Proc) -> None:

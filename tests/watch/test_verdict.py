@@ -27,6 +27,8 @@ CROPPING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "resiz
 SHARING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "collate": (0.2, 0.2), "share": (4.8, 4.8)}
 COLLATING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "collate": (5.0, 5.0)}
 
+CROWDED = {Tag.OTHERS_CPU_CORES: 1.6, Tag.QUEUED_THREADS: 1.2, Tag.CPU_CORES: 0.4, Tag.CPU_FRACTION: 0.998}
+
 
 def spread(ms: float | None) -> Spread | None:
     return None if ms is None else Spread(ms, ms, ms)
@@ -233,6 +235,17 @@ CASES = [
         id="memory",
     ),
     pytest.param(
+        on_cpu(0.04, sampled=CROWDED), "neighbours",
+        "Other programs take 1.6 of the 2 cores: 1.2 threads of this run waited for one at any time; faster loading could give "
+        "1.04x at most, and less where both need the same cores: wait until these programs end, or train on cores of your own",
+        id="other programs",
+    ),
+    pytest.param(
+        evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.4}), "neighbours",
+        "Other programs keep the GPU busy in 40% of the time: wait until these programs end, or train on another GPU",
+        id="other programs on the GPU",
+    ),
+    pytest.param(
         on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 1.0), rank(2, 9.0), rank(3, 1.2))), "rank",
         "Rank 2 holds the others up, by 8.0 ms a step, most of that waiting for data; faster loading could give 1.25x at most, "
         "and less where both need the same cores: try loader.autotune=true, or look at that rank's storage and cores",
@@ -315,6 +328,15 @@ def kind(given: Evidence) -> str:
         ),
         pytest.param(
             evidence(0.4, stages=READING, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3}), "storage", id="mapped files fault where read"
+        ),
+        pytest.param(evidence(0.0, sampled=CROWDED), "compute", id="a crowded host of a busy device"),
+        pytest.param(evidence(0.4, stages=DECODING, sampled=CROWDED), "neighbours", id="a crowded host of a device that waits"),
+        pytest.param(evidence(0.4, stages=READING, sampled=CROWDED), "storage", id="crowded readers"),
+        pytest.param(on_cpu(0.4, stages=DECODING, sampled=CROWDED | {Tag.OTHERS_CPU_CORES: 0.05}), "decode", id="own crowd"),
+        pytest.param(on_cpu(0.0, sampled=CROWDED | {Tag.THROTTLED_FRACTION: 0.9}), "quota", id="crowded, but throttled"),
+        pytest.param(evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.19}), "compute", id="hardly anybody on the GPU"),
+        pytest.param(
+            evidence(0.4, stages=READING, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.9}), "storage", id="a shared GPU that waits"
         ),
         pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 5.1))), "rank", id="a rank a tenth behind"),
         pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 4.9))), "compute", id="a rank a little behind"),
