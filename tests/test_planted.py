@@ -41,7 +41,7 @@ def test_the_report_names_what_was_planted(plant: Plant, tmp_path: Path, kept_gl
 @pytest.mark.slow
 @pytest.mark.parametrize("override", ["loader.autotune=true", "mode=diagnose"])
 def test_tuning_and_diagnosis_warn_of_a_neighbour(
-    override: str, tmp_path: Path, kept_globals: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    override: str, tmp_path: Path, kept_globals: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line says how many cores other programs took, and no answer of then is remembered."""
     monkeypatch.setattr(Neighbours, "look", LOOK)
@@ -49,6 +49,7 @@ def test_tuning_and_diagnosis_warn_of_a_neighbour(
     monkeypatch.setattr(Memory, "keep", lambda self, answer: kept.append(answer))
     with acts.neighbours(1.5):
         main_worker(0, Job(composed(override), tmp_path, ()))
-    warnings = [text for text in caplog.messages if re.match(r"other programs took \d\S* of the \S+ cores meanwhile", text)]
-    assert len(warnings) == 1, caplog.messages
+    said = capsys.readouterr().out
+    warnings = re.findall(r"^warning: other programs took [\d.]+ of the \S+ cores meanwhile", said, re.MULTILINE)
+    assert len(warnings) == 1, said
     assert not kept

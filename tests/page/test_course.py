@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from page.runs import SPIKES, long_run, window
 
-from harness.page.course import Windows, course, latest, read_windows, spikes
+from harness import page
+from harness.page.course import TAGS, Windows, course, latest, read_windows, spikes
 
 
 def windows_of(longest_ms: list[float], usual_ms: float = 10.0) -> Windows:
@@ -51,6 +53,14 @@ def test_groups_keep_lowest_and_highest(buckets: int) -> None:
     assert found is not None and len(found["steps"]) == buckets and found["steps"][-1] == 400
     column = found["columns"]["time/step_ms/max"]
     assert max(column.get("high", column["mean"])) == 22 and min(column.get("low", column["mean"])) == 10
+
+
+def test_every_line_of_a_chart_is_read() -> None:
+    """What the page draws is among the tags that are read for it; other programs' cores lie beside the run's own."""
+    drawn = re.findall(r'tag: "([^"]+)"', (Path(page.__file__).parent / "course.js").read_text())
+    assert set(drawn) <= set(TAGS)
+    own = drawn.index("host/own_cpu_cores")
+    assert drawn[own + 1] == "host/others_cpu_cores"
 
 
 def test_few_windows_are_told_one_by_one() -> None:
