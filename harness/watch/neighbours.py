@@ -10,6 +10,7 @@ from harness.watch.tags import Tag
 
 # of what the run could have used, twice what counts as harm: the kernel's own threads work for the run and count as others
 SPOILT = 0.2
+_HARM = 0.1  # of the time: a thread that waits for a core for less has not held a step up
 _LEAST_S = 0.5  # processor time is counted in ticks of 10 ms
 
 
@@ -22,7 +23,7 @@ def taken(sampled: Mapping[str, float]) -> float | None:
     found = [sampled.get(tag) for tag in (Tag.OTHERS_CPU_CORES, Tag.QUEUED_THREADS, Tag.CPU_CORES)]
     others, queued, used = (-1.0 if figure is None else figure for figure in found)
     kept = min(others, queued)
-    return others if used >= 0 and kept > SPOILT * (used + kept) else None
+    return others if used >= 0 and kept >= max(_HARM, SPOILT * (used + kept)) else None
 
 
 class Neighbours:

@@ -24,6 +24,8 @@ def sampled(others: float, queued: float, own: float) -> dict[str, float]:
         pytest.param(sampled(0.0, 3.0, 8.0), None, id="others are on cores that the run may not use"),
         pytest.param(sampled(0.26, 2.0, 1.0), 0.26, id="a little more than a fifth"),
         pytest.param(sampled(0.24, 2.0, 1.0), None, id="a little less than a fifth"),
+        pytest.param(sampled(2.0, 0.11, 0.05), 2.0, id="a run that sleeps and waits a tenth of the time"),
+        pytest.param(sampled(2.0, 0.09, 0.05), None, id="a run that sleeps and hardly waits"),
         pytest.param(sampled(0.0, 0.0, 0.0), None, id="nobody does anything"),
         pytest.param(sampled(2.0, 1.0, 0.0), 2.0, id="the run gets nothing at all"),
         *(
