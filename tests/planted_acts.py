@@ -22,7 +22,7 @@ from planted_data import BATCH, SIDE, Blur, ColdFolder, Encoded, Huge, Memory, P
 
 from harness.data.datasets import Splits
 from harness.data.transforms import TrainTransform
-from harness.feed.prefetcher import _Normalise
+from harness.feed.normalise import Normalise
 from harness.training.engine import Engine
 from harness.training.step import Step, StepFigures
 from harness.watch.board import Board
@@ -59,7 +59,7 @@ def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Step, "__call__", step))
-        stack.enter_context(patch.object(_Normalise, "__call__", lambda self, images: images[:, :, :SIDE, :SIDE].float()))
+        stack.enter_context(patch.object(Normalise, "__call__", lambda self, images: images[:, :, :SIDE, :SIDE].float()))
         stack.enter_context(patch("harness.data.datasets.load", lambda *_: data or images(Memory())))
         yield
 

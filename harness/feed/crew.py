@@ -5,6 +5,7 @@ A batch in the making is shared by all threads: the first is there after its sam
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -195,11 +196,13 @@ class Crew:
         return last, slice(first, last.handed)
 
     def _new_making(self, indices: np.ndarray) -> _Making:
-        s, count = self._settings, len(indices)
+        s, side = self._settings, self._image_size
+        shape = (len(indices), side, side, 3)
         if self._ring is None:
-            self._ring = Ring(self._ahead + _HELD, s.batch_size, self._image_size, s.pin_memory)
-        labels = torch.zeros(count, dtype=torch.int64, pin_memory=s.pin_memory).numpy()
-        return _Making(self._epoch, indices, self._ring.lend(count), labels)
+            self._ring = Ring(self._ahead + _HELD, s.batch_size * math.prod(shape[1:]), s.pin_memory)
+        images = self._ring.lend(math.prod(shape)).view(shape).permute(0, 3, 1, 2).numpy()
+        labels = torch.zeros(len(indices), dtype=torch.int64, pin_memory=s.pin_memory).numpy()
+        return _Making(self._epoch, indices, images, labels)
 
     def _fill(self, filler: Filler, making: _Making, rows: slice) -> None:
         """Fill the samples of ``making`` that are at ``rows``."""

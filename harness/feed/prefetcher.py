@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.feed.normalise import Normalise
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
@@ -49,6 +50,8 @@ class DataPrefetcher:
         ahead: None for what the device wants; False to do without the thread and the side stream.
         augment: called with the images on the device, as the loader has them, and its batch; gives others in their place.
         mix: called with the normalised images, the labels on the device and the loader's batch; gives both anew.
+        reuse: on a CPU, normalise into memory of earlier batches that no tensor and no array holds any more; up to three
+            batches of memory then stay with the prefetcher.
 
     Attributes:
         first_wait_s: seconds that the first ``next()`` of the latest pass took; None before it.
@@ -72,6 +75,7 @@ class DataPrefetcher:
         ahead: bool | None = None,
         augment: Augment | None = None,
         mix: Mix | None = None,
+        reuse: bool = False,
     ) -> None:
         self.loader = loader
         own = accelerator.of(device)
@@ -79,7 +83,7 @@ class DataPrefetcher:
         self._ahead = own.has_streams if ahead is None else ahead
         stream = own.side_stream() if self._ahead else None
         with own.on(stream):
-            normalise = _Normalise(self.device, mean, std, dtype, channels_last)
+            normalise = Normalise(self.device, mean, std, dtype, channels_last, reuse=reuse)
         made_there = getattr(loader, "on_device", False)
         self._now = own.now if clock is None else clock.now
         timed = clock is not None and own.has_streams
@@ -145,42 +149,6 @@ class _Ready(NamedTuple):
     there_s: float
 
 
-class _Normalise:
-    """Images to ``(value / 255 - mean) / std`` in ``dtype`` and the memory format of the network."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        mean: Sequence[float] | None,
-        std: Sequence[float] | None,
-        dtype: torch.dtype,
-        channels_last: bool,
-    ) -> None:
-        if len({None if values is None else len(values) for values in (mean, std)}) > 1:
-            raise ValueError(f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value for each channel")
-        self._device, self._dtype = device, dtype
-        self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._mean = None if mean is None else self._constant([255.0 * value for value in mean])
-        self._scale = None if std is None else self._constant([1.0 / (255.0 * value) for value in std])
-
-    def __call__(self, images: Tensor) -> Tensor:
-        if self._mean is not None:
-            channels = self._mean.shape[1]
-            if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
-                raise ValueError(
-                    f"DataPrefetcher: images are {images.dtype} {list(images.shape)}; mean and std of {channels} values are "
-                    f"for torch.uint8 [N, {channels}, H, W], 0..255: load uint8 (torchvision.transforms.v2.PILToTensor), give "
-                    "one value for each channel, or leave mean and std out"
-                )
-        images = images.contiguous(memory_format=self._format)
-        if self._mean is not None and self._scale is not None:
-            images = torch.sub(images, self._mean).mul_(self._scale)  # uint8 less float32 is float32: one pass, no copy
-        return images.to(self._dtype)
-
-    def _constant(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, device=self._device).view(1, -1, 1, 1)
-
-
 class Lead:
     """How far the host is ahead of the device."""
 
@@ -227,7 +195,7 @@ class _Mover:
         timed: bool,
         made_there: bool,
         augment: Augment | None,
-        normalise: _Normalise,
+        normalise: Normalise,
         mix: Mix | None,
     ) -> None:
         self.own, self.stream, self._now, self._timed, self._made_there = own, stream, now, timed, made_there
