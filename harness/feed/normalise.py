@@ -13,6 +13,7 @@ from harness.feed.ring import Ring
 from harness.runtime import accelerator
 
 _SLOTS = 3  # batches in use: the step's, one that waits for the step, and one in the making
+_SMALL = 1 << 15  # values that torch normalises in one thread, and sooner than NumPy is called
 
 
 class Normalise:
@@ -64,8 +65,7 @@ class Normalise:
                 "one value for each channel, or leave mean and std out"
             )
         images = images.contiguous(memory_format=self._format)
-        # the strides of one image alone may be ambiguous, and torch chooses those of the result
-        if self._on_host and len(images) > 1:
+        if self._on_host and images.numel() >= _SMALL:
             return self._by_rows(images).to(self._dtype)
         return torch.sub(images, self._mean).mul_(self._scale).to(self._dtype)
 

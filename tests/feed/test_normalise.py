@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.feed import normalise
 from harness.feed.normalise import Normalise
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
@@ -23,6 +24,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "sliced": lambda images: images.repeat(2, 1, 1, 2)[: len(images), :, :, : images.shape[3]],
     "transposed": lambda images: images.transpose(2, 3).contiguous().transpose(2, 3),
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_batch_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    # but one image of one pixel, whose strides are for torch to choose
+    monkeypatch.setattr(normalise, "_SMALL", 5)
 
 
 def uint8(*shape: int, seed: int = 0) -> Tensor:
@@ -52,9 +59,9 @@ def test_the_result_is_bitwise_the_plain_expression(
 ) -> None:
     """Values, type and strides are those of torch's expression, for a whole batch and for a short last one."""
     mean, std = (MEAN[:1] * shape[1], STD[:1] * shape[1]) if shape[1] != 3 else (MEAN, STD)
-    normalise = Normalise(CPU, mean, std, dtype, channels_last, reuse=reuse)
+    one = Normalise(CPU, mean, std, dtype, channels_last, reuse=reuse)
     for images in (LAYOUTS[layout](uint8(*shape)), LAYOUTS[layout](uint8(*shape)[: max(1, shape[0] // 2)])):
-        before, result = images.clone(), normalise(images)
+        before, result = images.clone(), one(images)
         expected = plain(images, mean, std, dtype, channels_last)
         assert (result.dtype, result.shape, result.stride()) == (dtype, expected.shape, expected.stride())
         assert torch.equal(bits(result), bits(expected))
@@ -67,6 +74,15 @@ def test_an_empty_batch_stays_empty() -> None:
     assert (result.shape, result.dtype) == ((0, 3, 4, 4), torch.float16)
 
 
+def test_a_small_batch_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the calls would cost more than they save there are none of them."""
+    monkeypatch.setattr(normalise, "_SMALL", 1000)
+    one = Normalise(CPU, MEAN, STD, torch.float32, True)
+    monkeypatch.setattr(one, "_by_rows", None)
+    images = uint8(4, 3, 8, 8)
+    assert torch.equal(one(images), plain(images, MEAN, STD, torch.float32, True))
+
+
 def test_a_mean_of_no_channel_fits_no_images() -> None:
     """An empty mean is no missing one."""
     with pytest.raises(ValueError, match="mean and std of 0 values"):
@@ -75,9 +91,9 @@ def test_a_mean_of_no_channel_fits_no_images() -> None:
 
 def test_a_larger_batch_gets_larger_memory() -> None:
     """Batches may grow; what was lent before stays as it is."""
-    normalise = Normalise(CPU, MEAN, STD, torch.float32, False, reuse=True)
+    one = Normalise(CPU, MEAN, STD, torch.float32, False, reuse=True)
     small, large = uint8(2, 3, 4, 4), uint8(7, 3, 9, 9)
-    first, second, third = normalise(small), normalise(large), normalise(small)
+    first, second, third = one(small), one(large), one(small)
     for result, images in ((first, small), (second, large), (third, small)):
         assert torch.equal(result, plain(images, MEAN, STD, torch.float32, False))
 
@@ -89,10 +105,10 @@ def test_other_devices_keep_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -
         kind = "mps"
 
     monkeypatch.setattr(accelerator, "of", lambda device: Other(CPU))
-    normalise = Normalise(CPU, MEAN, STD, torch.float32, True, reuse=True)
-    monkeypatch.setattr(normalise, "_by_rows", None)
+    one = Normalise(CPU, MEAN, STD, torch.float32, True, reuse=True)
+    monkeypatch.setattr(one, "_by_rows", None)
     images = uint8(4, 3, 8, 8)
-    assert torch.equal(normalise(images), plain(images, MEAN, STD, torch.float32, True))
+    assert torch.equal(one(images), plain(images, MEAN, STD, torch.float32, True))
 
 
 class Net(nn.Module):
