@@ -41,7 +41,6 @@ class Ring:
         Raises:
             MemoryError: all slots are lent, and there is no memory for another.
         """
-        assert count <= self.slot_bytes
         try:
             slot = self._free.pop()
         except IndexError:

@@ -111,9 +111,39 @@ def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: 
     return TrainState(network, optimizer, schedule, make_scaler(config.trainer.precision, world.device))
 
 
+class FiniteCheck(GradScaler):
+    """Leaves out non-finite updates on the device, as a scaler whose scale is 1 does, and multiplies nothing by that 1.
+
+    For an optimizer that takes ``found_inf``, as torch's fused ones do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device.type, init_scale=1.0)
+        self._one, self._none = torch.ones((), device=device), torch.zeros((), device=device)
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` as they are."""
+        return outputs
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Note whether a gradient is not finite."""
+        found = self._unscale_grads_(optimizer, self._one, self._none, False)
+        # a copy of its own for each device that has gradients, and all of them are on one
+        self._found = next(iter(found.values()), self._none)
+
+    def step(self, optimizer: Any) -> None:
+        """Update, where all gradients that ``unscale_`` has seen were finite."""
+        optimizer.found_inf = self._found
+        optimizer.step()
+        del optimizer.found_inf
+
+    def update(self, new_scale: Any = None) -> None:
+        """The scale stays 1."""
+
+
 def make_scaler(precision: Precision, device: torch.device) -> GradScaler:
-    """The gradient scaler; outside fp16 its scale is 1 and it serves to leave out non-finite updates on the device."""
-    return GradScaler(device.type) if precision is Precision.fp16 else GradScaler(device.type, init_scale=1.0)
+    """The gradient scaler; outside fp16 it only leaves out non-finite updates."""
+    return GradScaler(device.type) if precision is Precision.fp16 else FiniteCheck(device)
 
 
 def _optimizer_differences(own: dict[str, Any], saved: dict[str, Any]) -> list[str]:

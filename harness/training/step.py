@@ -58,7 +58,6 @@ class Step:
         self._config, self._device = config, world.device
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, classes, config.seed)
-        self._scaled = config.trainer.precision is Precision.fp16
         self._clip_norm = config.optim.clip_norm
         self._smoothing = config.optim.label_smoothing
         self.autocast = Autocast(world.device, config.trainer.precision)
@@ -133,7 +132,7 @@ class Step:
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(state.network.parameters(), self._clip_norm)
         scaler.step(state.optimizer)  # fused optimizers leave the update out on the device where a gradient is not finite
-        scaler.update(None if self._scaled else 1.0)
+        scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.schedule.step()
         state.step += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -247,3 +248,28 @@ def test_mixing_needs_the_number_of_classes() -> None:
     """A step that is to mix labels must know how many there are."""
     with pytest.raises(AssertionError, match="mixed labels"):
         make(Config(augment=AugmentConfig(mixup=0.2)), classes=None)
+
+
+def test_the_check_is_a_scaler_of_scale_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, skipped updates and what a checkpoint holds are those of torch's own scaler."""
+    images, labels = next(batches(1))
+    found = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        step = make(Config(), nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5)))
+        if not own:
+            step.state.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+            monkeypatch.setattr(step.state.scaler, "update", functools.partial(step.state.scaler.update, 1.0))
+        for factor in (1.0, float("inf"), 1.0):
+            step(images * factor, labels)
+        weights = [p.detach().clone() for p in step.state.network.parameters()]
+        found.append((weights, step.read().skipped, step.state.scaler.state_dict()["scale"]))
+    assert found[0][1:] == found[1][1:]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+
+
+def test_the_check_leaves_nothing_on_the_optimizer() -> None:
+    """What an update was told is gone after it."""
+    step = make(Config(), nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5)))
+    step(*next(batches(1)))
+    assert not hasattr(step.state.optimizer, "found_inf")
