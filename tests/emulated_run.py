@@ -116,8 +116,6 @@ class Loop:
             return images
 
         batches = DataPrefetcher(feed, own.device, clock=clock, ahead=self.ahead, augment=prepare)
-        if self.made_there:  # its tensors are the device's already
-            own.holds = lambda tensor: True  # type: ignore[method-assign]
         spans: list[tuple[float, float]] = []
         with contextlib.closing(batches):
             for _ in range(self.steps // epoch):

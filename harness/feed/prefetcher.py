@@ -221,14 +221,16 @@ class _Mover:
     def _moved(self, batch: Any, start: Any) -> _Ready:
         images, labels = _pair(batch)
         own = self.own
-        is_there = own.has_streams and own.holds(images)
+        is_there = own.has_streams and (self._made_there or own.holds(images))
         if self.stream is not None and is_there:
             own.keep_for(self.stream, images)
             if not self._made_there:
                 self.stream.wait_stream(self.outer)  # the loader's own GPU work may still write to it
         with named("copy"):
             start = start or self._mark()
-            images, labels = (part if own.has_streams and own.holds(part) else own.copy(part) for part in (images, labels))
+            images, labels = (
+                part if is_there and (self._made_there or own.holds(part)) else own.copy(part) for part in (images, labels)
+            )
             if own.has_streams and not is_there:
                 end = own.event(timed=self._timed)
                 end.record(own.stream())
