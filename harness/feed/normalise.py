@@ -47,9 +47,10 @@ class Normalise:
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._means = tuple(255.0 * value for value in mean or ())
         self._scales = tuple(1.0 / (255.0 * value) for value in std or ())
-        self._mean, self._scale = (
-            torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (self._means, self._scales)
-        )
+        if not self._plain:
+            self._mean, self._scale = (
+                torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (self._means, self._scales)
+            )
         self._on_host = accelerator.of(device).kind == "cpu"
         self._ring = Ring(0, 0) if reuse else None
 
