@@ -208,47 +208,68 @@ class _Mover:
 
         A ``plain`` loop has its batch as soon as the loader has given it; one with a thread when all of this is issued.
         """
+        there_s: float | None
+        if not self.own.has_streams:
+            batch = next(batches, _END)
+            there_s = self._now() if plain else None
+            return None if batch is _END else self._prepared(batch, *self._there(batch), None, there_s)
         with self.own.on(self.stream):
             start = self._mark() if self._made_there else None
             batch = next(batches, _END)
             if batch is _END:
                 return None
-            there_s = self._now()
-            ready = self._moved(batch, start)
+            there_s = self._now() if plain else None
+            ready = self._moved(batch, start, there_s)
         self.let_go(most=None if self.stream is None else 1)  # a plain loop must not wait here for the step before
-        return ready._replace(there_s=there_s if plain else self._now())
+        return ready
 
-    def _moved(self, batch: Any, start: Any) -> _Ready:
+    def _there(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The images and labels of ``batch`` on a device without streams."""
+        images, labels = _pair(batch)
+        return self.own.copy(images), self.own.copy(labels)
+
+    def _moved(self, batch: Any, start: Any, there_s: float | None) -> _Ready:
         images, labels = _pair(batch)
         own = self.own
-        is_there = own.has_streams and (self._made_there or own.holds(images))
+        is_there = self._made_there or own.holds(images)
         if self.stream is not None and is_there:
             own.keep_for(self.stream, images)
             if not self._made_there:
                 self.stream.wait_stream(self.outer)  # the loader's own GPU work may still write to it
         with named("copy"):
-            start = start or self._mark()
-            images, labels = (
-                part if is_there and (self._made_there or own.holds(part)) else own.copy(part) for part in (images, labels)
-            )
-            if own.has_streams and not is_there:
+            start = end = start or self._mark()
+            if not is_there:
+                images = own.copy(images)
+            if not self._made_there and not own.holds(labels):
+                labels = own.copy(labels)
+            if not is_there:
                 end = own.event(timed=self._timed)
                 end.record(own.stream())
                 self._copying.append((end, batch))
-            else:
-                end = start
-            if self._augment is not None:
-                images = self._augment(images, batch)
-            images = self._normalise(images)
-            if self._mix is not None:
-                images, labels = self._mix(images, labels, batch)
-            done = None
-            if own.has_streams and (self._timed or self.stream is not None):
-                done = own.event(timed=self._timed)
-                done.record(own.stream())
+            return self._prepared(batch, images, labels, (start, end), there_s)
+
+    def _prepared(
+        self, batch: Any, images: Tensor, labels: Tensor, copy: tuple[Any, Any] | None, there_s: float | None
+    ) -> _Ready:
+        """``images`` and ``labels`` of ``batch`` as the network takes them."""
+        if self._augment is not None:
+            images = self._augment(images, batch)
+        images = self._normalise(images)
+        if self._mix is not None:
+            images, labels = self._mix(images, labels, batch)
+        done = None
+        if copy is not None and (self._timed or self.stream is not None):
+            done = self.own.event(timed=self._timed)
+            done.record(self.own.stream())
         stamps = getattr(batch, "stamps", None)
-        copy = (start, end, done) if self._timed else None
-        return _Ready(images, labels, copy, done, stamps if isinstance(stamps, Stamps) else None, 0.0)
+        return _Ready(
+            images,
+            labels,
+            (*copy, done) if copy is not None and self._timed else None,
+            done,
+            stamps if isinstance(stamps, Stamps) else None,
+            self._now() if there_s is None else there_s,
+        )
 
     def _mark(self) -> Any:
         """A timing event at this point of the stream, if a clock reads them."""

@@ -32,6 +32,7 @@ from harness.watch.station import Watch
 from harness.watch.tags import Tag
 from harness.watch.verdict import RankFigures
 
+_AS_IT_IS = nullcontext()
 _LEAD_S = 1.5  # workers that start now have batches ready by then
 
 _log = logging.getLogger(LOGGER)
@@ -203,14 +204,15 @@ class Engine:
         self.watch.clock.start_epoch()
         batches, left = iter(self.train_batches), len(self.feed)
         with progress(f"epoch {epoch + 1}/{self.config.trainer.epochs}", self.steps_per_epoch, "steps") as bar:
-            while steps_left := self._steps_left(left):
+            steps_left = self._steps_left(left)
+            while steps_left:
                 if lead is not None and lead.due(steps_left):
                     self.val_feed.prime(0)
                 parts = min(self.config.trainer.accumulate_steps, left)
                 self._one_step(batches, parts)
-                left -= parts
+                left, steps_left = left - parts, steps_left - 1
                 bar.advance(1)
-                if self.state.step % self.config.watch.window_steps == 0 or not self._steps_left(left):
+                if not steps_left or self.state.step % self.config.watch.window_steps == 0:
                     with named("close window"):
                         self._close_window(epoch)
                 elif self.world.size == 1:
@@ -225,10 +227,11 @@ class Engine:
             for part in range(parts):
                 with clock.waiting(), named("wait for data"):
                     images, labels = next(batches)
-                whole = len(labels) == self.feed.settings.batch_size
-                with clock.computing(), nullcontext() if whole else self._eagerly():
+                count = labels.shape[0]
+                whole = count == self.feed.settings.batch_size
+                with clock.computing(), _AS_IT_IS if whole else self._eagerly():
                     self.step(images, labels, part=part, parts=parts)
-                images_seen += len(labels)
+                images_seen += count
             clock.step(images_seen)
         if self._starting and self.watch.sampler is not None:
             self.watch.sampler.restart()

@@ -119,7 +119,7 @@ class FiniteCheck(GradScaler):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device.type, init_scale=1.0)
-        self._one, self._none = torch.ones((), device=device), torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
 
     def scale(self, outputs: Any) -> Any:
         """``outputs`` as they are."""
@@ -127,9 +127,14 @@ class FiniteCheck(GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Note whether a gradient is not finite."""
-        found = self._unscale_grads_(optimizer, self._one, self._none, False)
-        # a copy of its own for each device that has gradients, and all of them are on one
-        self._found = next(iter(found.values()), self._none)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        self._found = torch.zeros_like(self._one)
+        for gradients in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
 
     def step(self, optimizer: Any) -> None:
         """Update, where all gradients that ``unscale_`` has seen were finite."""

@@ -59,11 +59,12 @@ class Board:
         flat: dict[str, float] = {}
         for tag, figure in figures.items():
             if isinstance(figure, Spread):
-                flat |= {f"{tag}/{name}": value for name, value in dataclasses.asdict(figure).items()}
+                flat[f"{tag}/median"], flat[f"{tag}/p95"], flat[f"{tag}/max"] = figure.median, figure.p95, figure.max
             elif figure is not None:
                 flat[str(tag)] = figure
-        line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **flat}
-        data = f"{json.dumps(plain(line), allow_nan=False)}\n".encode()
+        known = {tag: figure if math.isfinite(figure) else None for tag, figure in flat.items()}
+        line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **known}
+        data = f"{json.dumps(line, allow_nan=False)}\n".encode()
         self._guarded(self._metrics.path, lambda: self._metrics.append(data))
         self._event(lambda events: events.scalars(step, flat))
 

@@ -269,17 +269,20 @@ class StepClock:
         ledger.gc_s += self._gc.seconds - self._gc_mark_s
         ledger.host_step.add(1e3 * took_s)
         ledger.wait.add(1e3 * self._wait_s)
-        add_all(ledger.wait_parts_s, self._wait_parts_s)
-        add_all(ledger.host_parts_s, self._host_parts_s)
+        if self._wait_parts_s:
+            add_all(ledger.wait_parts_s, self._wait_parts_s)
+        if self._host_parts_s:
+            add_all(ledger.host_parts_s, self._host_parts_s)
         if not self._compute_s:
             return
         if self._timeline:
             ledger.launch.add(1e3 * self._compute_s)
         elif self._times_compute:
             ledger.compute_s += self._compute_s
-            ledger.prepare_s += self._prepare_s
             ledger.compute.add(1e3 * self._compute_s)
-            ledger.prepare.add(1e3 * self._prepare_s)
+            if self._prepare_s:
+                ledger.prepare_s += self._prepare_s
+                ledger.prepare.add(1e3 * self._prepare_s)
             ledger.host.add(1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s))
 
     def _begin_wait(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -51,16 +53,14 @@ class Sketch:
 
     def spread(self) -> Spread | None:
         """What the values look like; None where there are none."""
-        return Spread(self._quantile(0.5), self._quantile(0.95), self._max) if self._counts else None
-
-    def _quantile(self, share: float) -> float:
-        left = math.ceil(share * sum(self._counts.values()))
-        for bucket in sorted(self._counts):
-            left -= self._counts[bucket]
-            if left <= 0:
-                break
-        middle = math.exp(bucket * _LOG_GROWTH) * (1 - _ERROR)  # relatively as far from one bound as from the other
-        return min(middle, self._max)
+        if not self._counts:
+            return None
+        buckets = sorted(self._counts)
+        up_to = list(accumulate(self._counts[bucket] for bucket in buckets))
+        places = (bisect_left(up_to, share * up_to[-1]) for share in (0.5, 0.95))
+        # relatively as far from one bound of the bucket as from the other
+        median, p95 = (math.exp(buckets[place] * _LOG_GROWTH) * (1 - _ERROR) for place in places)
+        return Spread(min(median, self._max), min(p95, self._max), self._max)
 
 
 @dataclass(frozen=True, slots=True)
