@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._C._profiler import _ExperimentalConfig  # profile() takes one, and torch.profiler does not export it
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
 from harness.watch import marks
 from harness.watch.console import say
@@ -77,7 +77,7 @@ class Trace:
 
     def _start(self, number: int) -> None:
         activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if accelerator.count():
             activities.append(ProfilerActivity.CUDA)
         else:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would complain that there is no GPU
