@@ -212,7 +212,10 @@ class _Mover:
         if not self.own.has_streams:
             batch = next(batches, _END)
             there_s = self._now() if plain else None
-            return None if batch is _END else self._prepared(batch, *self._there(batch), None, there_s)
+            if batch is _END:
+                return None
+            with named("copy"):
+                return self._prepared(batch, *self._there(batch), None, there_s)
         with self.own.on(self.stream):
             start = self._mark() if self._made_there else None
             batch = next(batches, _END)
