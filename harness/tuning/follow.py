@@ -58,7 +58,8 @@ def missed(report: TuningReport, total: Window, stall: float, predicted: float) 
 def _cause(report: TuningReport, total: Window) -> str:
     batch = report.settings.batch_size
     if report.demand is not None and total.compute_ms is not None:
-        was_ms, is_ms = batch / report.demand.images_per_s * 1e3, total.compute_ms.median
+        was_ms = batch / report.demand.images_per_s * 1e3
+        is_ms = total.compute_ms.median + (total.prepare_ms.median if total.prepare_ms else 0.0)  # both are what a step takes
         if is_ms < (1 - _CHANGED) * was_ms:
             return f"a step takes {is_ms:.1f} ms and not {was_ms:.1f}, so that it needs more images; try tuner.fresh=true"
     expected, got = report.after.images_per_s, total.images_per_s

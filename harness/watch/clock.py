@@ -243,8 +243,6 @@ class StepClock:
             self._timeline.read(self._ledger)
         if not (self._ledger.steps or self._ledger.first_steps):
             return None
-        if self._timeline:
-            self._timeline.look_into(self._ledger)
         ended, self._ledger = self._ledger, Ledger()
         self._closed.merge(ended)
         return ended.window()

@@ -22,6 +22,7 @@ Span = tuple[float, float]  # from when to when, in seconds of the host's clock
 _LAG = 8  # blocks between an event's recording and the first look at it: by then it has nearly always come
 _SLOWEST = 1 - 1e-4  # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
 _FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device may be waiting for launches
+_LOOK_STEPS = 10  # how often that is looked at
 _HELD_BACK, _LONGEST_S = 3, 0.25  # steps that a device is held back for, and by how much at most
 _JUMP_S = 1e-3  # beyond the drift: so far from each other the two clocks got as a machine slept, or was set right
 
@@ -107,6 +108,7 @@ class Timeline:
         self._passed_s = -math.inf  # when the device passed that end, by the host's clock
         self._fresh = True  # the running block will not be measured; between blocks: the next one's gap will not be known
         self._unended = 0  # measured blocks of the running step
+        self._steps = 0
         self._hold_s, self._held = 0.0, 0  # by which the next block is held back; how many were
         self.ends_s, self._keep_steps = list[float](), keep_steps
         self._late_s = 0.0  # after the host, the device ended epochs' first steps
@@ -166,20 +168,21 @@ class Timeline:
             last.stepped_s = self._now()
             self._unended = 0
         self.read(ledger, _LAG)
+        self._steps += 1
+        if self._steps % _LOOK_STEPS == 0 and self._held < _HELD_BACK and self._events.delay:
+            self._look_into(ledger)
 
     def forget(self) -> None:
         """Leave the running block, and the gap before the next, unmeasured."""
         self._fresh = True
 
-    def look_into(self, ledger: Ledger) -> None:
+    def _look_into(self, ledger: Ledger) -> None:
         """Hold the device back before one of the next blocks, where launching may be what that block's time goes to.
 
         The host is then ahead of the device, which runs the block's kernels without a pause: so long they take by themselves.
         """
         launch, compute = ledger.launch.spread(), ledger.compute.spread()
-        if launch is None or compute is None or self._events.delay is None or self._held >= _HELD_BACK:
-            return
-        if launch.median >= _FOLLOWS * compute.median:
+        if launch and compute and launch.median >= _FOLLOWS * compute.median:
             self._hold_s = min(_LONGEST_S, 1.5e-3 * launch.median)
 
     def finish(self, ledger: Ledger) -> float:
