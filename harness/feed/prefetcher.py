@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.feed.mover import Augment, Mix, Mover, Ready
 from harness.feed.normalise import Normalise
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
 from harness.watch.marks import named
-from harness.watch.stages import Stamps
 
 Batches = Generator[tuple[Tensor, Tensor], None, None]
-Augment = Callable[[Tensor, Any], Tensor]
-Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
-
-
-_END: Any = object()
 
 
 class DataPrefetcher:
@@ -86,8 +81,7 @@ class DataPrefetcher:
             normalise = Normalise(self.device, mean, std, dtype, channels_last, reuse=reuse)
         made_there = getattr(loader, "on_device", False)
         self._now = own.now if clock is None else clock.now
-        timed = clock is not None and own.has_streams
-        self._mover = _Mover(own, stream, self._now, timed, made_there, augment, normalise, mix)
+        self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
         self._clock, self._lead = clock, Lead(own, self._now) if own.has_streams else None
         self.first_wait_s: float | None = None
         self._pass: Batches | None = None
@@ -134,21 +128,6 @@ class DataPrefetcher:
             self._end_pass()
 
 
-class _Ready(NamedTuple):
-    """A batch on its way.
-
-    ``done`` is recorded behind the last write to the tensors; ``copy`` is the event before and that after the copy, and it;
-    ``there_s`` is when the batch was there.
-    """
-
-    images: Tensor
-    labels: Tensor
-    copy: tuple[Any, Any, Any] | None
-    done: Any
-    stamps: Stamps | None
-    there_s: float
-
-
 class Lead:
     """How far the host is ahead of the device."""
 
@@ -173,136 +152,7 @@ class Lead:
         return began_s
 
 
-class _Mover:
-    """Moves batches to the device and makes them ready there, on ``stream`` if there is one.
-
-    It holds what the loader gave until its copy is done: the loader may use memory again that nobody holds.
-
-    Args:
-        own: the device.
-        stream: the side stream; None: all goes to the current one.
-        now: the clock.
-        timed: record events that a clock can read.
-        made_there: the loader makes its batches on the device.
-        augment, normalise, mix: what is done to each batch.
-    """
-
-    def __init__(
-        self,
-        own: Accelerator,
-        stream: Any,
-        now: Callable[[], float],
-        timed: bool,
-        made_there: bool,
-        augment: Augment | None,
-        normalise: Normalise,
-        mix: Mix | None,
-    ) -> None:
-        self.own, self.stream, self._now, self._timed, self._made_there = own, stream, now, timed, made_there
-        self._augment, self._normalise, self._mix = augment, normalise, mix
-        self.outer: Any = None  # the stream that the consumer's work goes to
-        self._copying: deque[tuple[Any, Any]] = deque()  # the event behind each copy, and the batch that is copied
-
-    def pulled(self, batches: Iterator[Any], plain: bool) -> _Ready | None:
-        """The next of ``batches`` on the device, issued on the side stream if there is one; None at the end.
-
-        A ``plain`` loop has its batch as soon as the loader has given it; one with a thread when all of this is issued.
-        """
-        there_s: float | None
-        if not self.own.has_streams:
-            batch = next(batches, _END)
-            there_s = self._now() if plain else None
-            if batch is _END:
-                return None
-            with named("copy"):
-                return self._prepared(batch, *self._there(batch), None, there_s)
-        with self.own.on(self.stream):
-            start = self._mark() if self._made_there else None
-            batch = next(batches, _END)
-            if batch is _END:
-                return None
-            there_s = self._now() if plain else None
-            ready = self._moved(batch, start, there_s)
-        self.let_go(most=None if self.stream is None else 1)  # a plain loop must not wait here for the step before
-        return ready
-
-    def _there(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The images and labels of ``batch`` on a device without streams."""
-        images, labels = _pair(batch)
-        return self.own.copy(images), self.own.copy(labels)
-
-    def _moved(self, batch: Any, start: Any, there_s: float | None) -> _Ready:
-        images, labels = _pair(batch)
-        own = self.own
-        is_there = self._made_there or own.holds(images)
-        if self.stream is not None and is_there:
-            own.keep_for(self.stream, images)
-            if not self._made_there:
-                self.stream.wait_stream(self.outer)  # the loader's own GPU work may still write to it
-        with named("copy"):
-            start = end = start or self._mark()
-            if not is_there:
-                images = own.copy(images)
-            if not self._made_there and not own.holds(labels):
-                labels = own.copy(labels)
-            if not is_there:
-                end = own.event(timed=self._timed)
-                end.record(own.stream())
-                self._copying.append((end, batch))
-            return self._prepared(batch, images, labels, (start, end), there_s)
-
-    def _prepared(
-        self, batch: Any, images: Tensor, labels: Tensor, copy: tuple[Any, Any] | None, there_s: float | None
-    ) -> _Ready:
-        """``images`` and ``labels`` of ``batch`` as the network takes them."""
-        if self._augment is not None:
-            images = self._augment(images, batch)
-        images = self._normalise(images)
-        if self._mix is not None:
-            images, labels = self._mix(images, labels, batch)
-        done = None
-        if copy is not None and (self._timed or self.stream is not None):
-            done = self.own.event(timed=self._timed)
-            done.record(self.own.stream())
-        stamps = getattr(batch, "stamps", None)
-        return _Ready(
-            images,
-            labels,
-            (*copy, done) if copy is not None and self._timed else None,
-            done,
-            stamps if isinstance(stamps, Stamps) else None,
-            self._now() if there_s is None else there_s,
-        )
-
-    def _mark(self) -> Any:
-        """A timing event at this point of the stream, if a clock reads them."""
-        if not self._timed:
-            return None
-        event = self.own.event(timed=True)
-        event.record(self.own.stream())
-        return event
-
-    def let_go(self, most: int | None) -> None:
-        """Drop the batches that are copied, and wait until at most ``most`` copies are under way; None: for none of them."""
-        while self._copying and (self._copying[0][0].query() or (most is not None and len(self._copying) > most)):
-            self._copying[0][0].synchronize()  # the host waits for the device, which without a side stream works in between
-            self._copying.popleft()
-
-
-def _pair(batch: Any) -> list[Tensor]:
-    """The images and the labels of ``batch``, which has no other part, but for a feed's."""
-    parts = list(batch) if isinstance(batch, tuple | list) else [batch]
-    if hasattr(batch, "stamps"):
-        return parts[:2]
-    if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):
-        raise TypeError(
-            "DataPrefetcher: batches must be (images, labels), two tensors; this loader gives "
-            f"{', '.join(type(part).__name__ for part in parts)}: let its collate_fn return these two"
-        )
-    return parts
-
-
-def _run_plain(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> Batches:
+def _run_plain(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> Batches:
     try:
         batches = iter(loader)
         while (ready := move.pulled(batches, plain=True)) is not None:
@@ -313,7 +163,7 @@ def _run_plain(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> 
         move.let_go(most=0)
 
 
-def _run_ahead(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> Batches:
+def _run_ahead(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> Batches:
     own, side = move.own, move.stream
     if side is not None:
         move.outer = own.stream()
@@ -334,7 +184,7 @@ def _run_ahead(loader: Iterable[Any], move: _Mover, clock: StepClock | None) -> 
         move.let_go(most=0)
 
 
-def _tell(clock: StepClock | None, ready: _Ready) -> None:
+def _tell(clock: StepClock | None, ready: Ready) -> None:
     if clock is None:
         return
     if ready.copy is not None:
@@ -348,15 +198,15 @@ class _Pull:
     The permit keeps it exactly one ahead: it is given back when a batch is handed out, before the step is launched.
     """
 
-    def __init__(self, loader: Iterable[Any], move: _Mover) -> None:
+    def __init__(self, loader: Iterable[Any], move: Mover) -> None:
         self._loader, self._move = loader, move
         self._ready, self._permit = move.own.queue(), move.own.queue()
         self._permit.put(True)
         self._thread = move.own.start(self._work, "prefetch")
 
-    def take(self) -> _Ready | None:
+    def take(self) -> Ready | None:
         """The next batch, or None at the end; raises what the loader raised."""
-        item: _Ready | BaseException | None = self._ready.get()
+        item: Ready | BaseException | None = self._ready.get()
         if isinstance(item, BaseException):
             try:
                 raise item

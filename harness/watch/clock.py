@@ -1,25 +1,27 @@
 """Where a step's time goes, without making the device wait.
 
-Light: feeds and workers import this file, and torch is touched only where a clock is made for a CUDA device.
+Light: feeds and workers import this file, and torch is imported only where a clock is made.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from harness.watch.block import Block
+from harness.watch.collector import Collections
 from harness.watch.figures import Ledger, Window, add_all
+from harness.watch.stages import Stamps, wait_parts
 from harness.watch.timeline import Copy, Events, Timeline, TimingEvent
 
 if TYPE_CHECKING:
     import torch
 
-    from harness.watch.stages import Stamps
 
 Batch = TypeVar("Batch")
 _END: Any = object()
@@ -86,7 +88,7 @@ class StepClock:
         self._in_wait = self._in_compute = self._in_work = False
         self._pause_since: float | None = None
         self._paused_s = 0.0
-        self._gc = _Collections(now)
+        self._gc = Collections(now)
         self._gc_mark_s = 0.0  # of its seconds, those before the running step
         gc.callbacks.append(self._gc)
         weakref.finalize(self, gc.callbacks.remove, self._gc)
@@ -96,7 +98,7 @@ class StepClock:
 
         One inside another does not count: a feed and its loop may both tell.
         """
-        return _Block(self._begin_wait, self._end_wait)
+        return Block(self._begin_wait, self._end_wait)
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
         """Take what is known of the batch that is about to end the running wait; outside of ``waiting()`` it does not count.
@@ -120,7 +122,7 @@ class StepClock:
 
         Enter it with the network's stream as the current one. A block that raises is not measured on the device.
         """
-        return _Block(self._begin_compute, self._end_compute)
+        return Block(self._begin_compute, self._end_compute)
 
     def copied(self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None) -> None:
         """Take the recorded events around one batch's copy, before the block that computes on that batch.
@@ -301,7 +303,7 @@ class StepClock:
         self._prepare_s += ended - there
         if self._paused_s == paused_s:
             if self._stamps is not None:
-                add_all(self._wait_parts_s, _parts(began + paused_s, there + paused_s, self._stamps))
+                add_all(self._wait_parts_s, wait_parts(began + paused_s, there + paused_s, self._stamps))
             if self._timeline:
                 self._timeline.waited(began + paused_s, there + paused_s)
 
@@ -334,55 +336,6 @@ class StepClock:
         if self._mark is None:
             self._mark, self._gc_mark_s, self._gc.thread = now, self._gc.seconds, get_ident()
         return now
-
-
-class _Block:
-    """A ``with`` block at a tenth of what a generator costs.
-
-    ``begin`` says whether it counts; ``end`` is told whether no error ended it.
-    """
-
-    __slots__ = ("_begin", "_counts", "_end")
-
-    def __init__(self, begin: Callable[[], bool], end: Callable[[bool], None]) -> None:
-        self._begin, self._end = begin, end
-
-    def __enter__(self) -> None:
-        self._counts = self._begin()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if self._counts:
-            self._end(kind is None)
-
-
-class _Collections:
-    """Adds up the seconds of Python's garbage collections in ``thread``, where that is not None; one of ``gc.callbacks``."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.seconds = 0.0
-        self.thread: int | None = None
-        self.now, self._began = now, 0.0
-
-    def __call__(self, phase: str, info: Mapping[str, int]) -> None:
-        """Take the start or the stop of a collection."""
-        if get_ident() == self.thread:
-            if phase == "start":
-                self._began = self.now()
-            else:
-                self.seconds += self.now() - self._began
-
-
-def _parts(began_s: float, ended_s: float, stamps: Stamps) -> dict[str, float]:
-    """Seconds of a wait by where its batch was at the time."""
-    parts, at_s = {}, began_s
-    for name, until_s in (
-        ("make", stamps.made_s),
-        ("transport", stamps.received_s),
-        ("pin", stamps.pinned_s),
-        ("move", ended_s),
-    ):
-        parts[name], at_s = max(0.0, min(until_s, ended_s) - at_s), max(at_s, min(until_s, ended_s))
-    return parts
 
 
 def _images_in(batch: Any) -> int:

@@ -66,6 +66,19 @@ class Stamps(NamedTuple):
         return _received, (self.begun_s, self.made_s)
 
 
+def wait_parts(began_s: float, ended_s: float, stamps: Stamps) -> dict[str, float]:
+    """Seconds of a wait by where its batch was at the time."""
+    parts, at_s = {}, began_s
+    for name, until_s in (
+        ("make", stamps.made_s),
+        ("transport", stamps.received_s),
+        ("pin", stamps.pinned_s),
+        ("move", ended_s),
+    ):
+        parts[name], at_s = max(0.0, min(until_s, ended_s) - at_s), max(at_s, min(until_s, ended_s))
+    return parts
+
+
 def _received(begun_s: float, made_s: float) -> Stamps:
     now_s = time.perf_counter()
     return Stamps(begun_s, made_s, now_s, now_s)
