@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import Tensor
 
 from harness.runtime import accelerator
@@ -177,6 +178,7 @@ class Event:
         self.at_s = max(stream.until_s, self.device.now() + self.device.mark_s)
 
     def query(self) -> bool:
+        self.device.settle()
         return self.at_s == math.inf or self.at_s <= self.device.now()
 
     def synchronize(self) -> None:
@@ -186,9 +188,36 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         if not (self.timed and end.timed):
             raise ValueError("both events need enable_timing=True")
-        if math.inf in (self.at_s, end.at_s) or not (self.query() and end.query()):
-            raise RuntimeError("both events must be recorded, and passed, before their time can be told")
+        if math.inf in (self.at_s, end.at_s):
+            raise ValueError("both events must be recorded before their time can be told")
+        if not (self.query() and end.query()):
+            raise RuntimeError("both events must be passed before their time can be told")
         return 1e3 * (end.at_s - self.at_s)
+
+
+@dataclass(eq=False)
+class _Copy:
+    """A copy from page-locked memory: when it is through, what its source held first, the source and where it goes."""
+
+    until_s: float
+    first: int
+    source: Callable[[], Tensor | None]
+    target: Callable[[], Tensor | None]
+
+    def end(self) -> None:
+        """What the host has written to the source meanwhile arrives too; nothing does where either was freed."""
+        source, target = self.source(), self.target()
+        if source is not None and target is not None and _digest(source) != self.first:
+            target.copy_(source)
+
+
+def _tensor(memory: np.ndarray, place: tuple[torch.dtype, int, Any, Any]) -> Tensor:
+    """A tensor of a type, an offset, a shape and strides in ``memory``."""
+    return torch.empty(0, dtype=place[0]).set_(torch.from_numpy(memory).untyped_storage(), *place[1:])
+
+
+def _digest(tensor: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
 class Pool:
@@ -198,10 +227,12 @@ class Pool:
         self._device, self._rounded = device, rounded
         self._free: list[tuple[int, Any, dict[Stream, float]]] = []  # size, owner and when streams have done with it
         self._used: dict[int, tuple[int, Any, dict[Stream, float]]] = {}  # by address
+        self._memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()  # by address
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
 
     def take(self, like: Tensor, owner: Any) -> Tensor:
         """Memory for a tensor like ``like`` in size and layout, of ``owner``."""
+        self._device.settle()
         size = self._rounded(max(1, like.nbytes))
         found = next((block for block in self._free if block[:2] == (size, owner) and self._is_idle(block)), None)
         if found:
@@ -212,19 +243,28 @@ class Pool:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         memory = np.empty(max(1, like.untyped_storage().nbytes()), np.uint8)
-        tensor = torch.empty(0, dtype=like.dtype).set_(torch.from_numpy(memory).untyped_storage(), 0, like.shape, like.stride())
         self._used[memory.ctypes.data] = (size, owner, {})
+        self._memory[memory.ctypes.data] = memory
         weakref.finalize(memory, self._end, memory.ctypes.data).atexit = False
-        return tensor
+        return _tensor(memory, (like.dtype, 0, like.shape, like.stride()))
 
     def has(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._used
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        if self.has(tensor):
-            self._used[tensor.untyped_storage().data_ptr()][2][stream] = stream.until_s
+        _, owner, uses = self._used.get(tensor.untyped_storage().data_ptr(), (0, stream, {}))
+        if owner is not stream:  # on its own stream the order of the work is enough
+            uses[stream] = stream.until_s
 
-    def release(self) -> None:
+    def again(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+        """Gives ``tensor`` again, None once it was freed; does not keep its memory."""
+        memory = weakref.ref(self._memory[tensor.untyped_storage().data_ptr()])
+        place = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        return lambda: None if (left := memory()) is None else _tensor(left, place)
+
+    def release(self, wait: bool = False) -> None:
+        if wait:
+            self._device.wait_until(max((at_s for block in self._free for at_s in block[2].values()), default=0.0))
         idle = [block for block in self._free if self._is_idle(block)]
         self._free = [block for block in self._free if block not in idle]
         self.reserved -= sum(block[0] for block in idle)
@@ -277,6 +317,7 @@ class EmulatedDevice(accelerator.Accelerator):
         self.launch_s, self.record_s, self.mark_s, self.wake_s, self.total = launch_s, record_s, mark_s, wake_s, total
         self.spun_s = self.slept_s = 0.0
         self.busy_s: list[tuple[float, float]] = []  # of kernels
+        self._copies: list[_Copy] = []  # from page-locked memory, under way
         self._main, self._side, self._idle = (Stream(self) for _ in range(3))
         self._current = threading.local()
         self.memory_pool = Pool(self, lambda size: -(-size // _ROUND) * _ROUND)
@@ -292,6 +333,14 @@ class EmulatedDevice(accelerator.Accelerator):
         if left_s > 0:
             self.slept_s += left_s + self.wake_s
             self.clock.sleep(left_s + self.wake_s)
+        self.settle()
+
+    def settle(self) -> None:
+        """Give copies that are through what their source held until then, where the host has changed that too early."""
+        for copy in [copy for copy in self._copies if copy.until_s <= self.now()]:
+            with contextlib.suppress(ValueError):  # another thread was first
+                self._copies.remove(copy)
+                copy.end()
 
     def launch(self, device_s: float, launch_s: float | None = None, kernels: int = 1) -> None:
         """Launch so many kernels, which take the device and the host so long together."""
@@ -346,6 +395,8 @@ class EmulatedDevice(accelerator.Accelerator):
         _, until_s = stream.add(tensor.nbytes / (self.pinned_per_s if is_pinned else self.pageable_per_s))
         if is_pinned:
             self.pinned_pool.keep(tensor, stream)
+            again = self.pinned_pool.again(tensor), self.memory_pool.again(copied)
+            self._copies.append(_Copy(until_s, _digest(tensor), *again))
         else:
             self.clock.sleep(until_s - self.now())
         return copied
@@ -366,7 +417,7 @@ class EmulatedDevice(accelerator.Accelerator):
         pool.peak_allocated, pool.peak_reserved = pool.allocated, pool.reserved
 
     def release(self) -> None:
-        self.memory_pool.release()
+        self.memory_pool.release(wait=True)
         self.pinned_pool.release()
 
 
