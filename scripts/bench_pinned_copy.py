@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import limits
+from harness.runtime import accelerator, limits
+from harness.runtime.accelerator import Accelerator
 from scripts.measured import Sample, machine, machine_line, markdown, write
 
 MIB = 2**20
@@ -46,16 +47,16 @@ class Timing:
     device_ms: float
 
 
-def timed(call: Call) -> Timing:
+def timed(own: Accelerator, call: Call) -> Timing:
     """``call`` on an idle device; what it returns lives until the device is done."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
+    start, end = own.event(timed=True), own.event(timed=True)
+    own.synchronize()
     begin = time.perf_counter()
-    start.record()
+    start.record(own.stream())
     kept = call()
-    end.record()
+    end.record(own.stream())
     returned = time.perf_counter()
-    torch.cuda.synchronize()
+    own.synchronize()
     done = time.perf_counter()
     del kept
     return Timing(1e3 * (returned - begin), 1e3 * (done - begin), start.elapsed_time(end))
@@ -81,7 +82,7 @@ class Work:
         self._a = torch.randn(WORK_SIDE, WORK_SIDE, device=device, dtype=torch.bfloat16)
         self._out = torch.empty_like(self._a)
         self._count = 10
-        unit_ms = min(timed(self).total_ms for _ in range(5)) / self._count
+        unit_ms = min(timed(accelerator.of(device), self).total_ms for _ in range(5)) / self._count
         self._count = max(1, math.ceil(ms / unit_ms))
 
     def __call__(self) -> None:
@@ -92,18 +93,18 @@ class Work:
 
 def plain_copies(device: torch.device, sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
     """Part a: one tensor, copied alone, for each size and way."""
-    rows = []
+    own, rows = accelerator.of(device), []
     for mib in sizes_mib:
         pageable = torch.ones(mib * MIB, dtype=torch.uint8)
-        pinned = pageable.pin_memory()
+        pinned = own.pin(pageable)
         ways: dict[str, Call] = {
             "pageable, x.to(device)": partial(pageable.to, device),
-            "pageable, non_blocking": partial(pageable.to, device, non_blocking=True),
+            "pageable, non_blocking": partial(own.copy, pageable),
             "pinned before, x.to(device)": partial(pinned.to, device),
-            "pinned before, non_blocking": partial(pinned.to, device, non_blocking=True),
-            "x.pin_memory(), non_blocking": partial(_pin_and_copy, pageable, device),
+            "pinned before, non_blocking": partial(own.copy, pinned),
+            "x.pin_memory(), non_blocking": partial(_pin_and_copy, own, pageable),
         }
-        for way, timings in in_turns(ways, n, timed).items():
+        for way, timings in in_turns(ways, n, partial(timed, own)).items():
             total = Sample.of([t.total_ms for t in timings])
             rows.append(
                 {
@@ -118,8 +119,8 @@ def plain_copies(device: torch.device, sizes_mib: Sequence[int], n: int) -> list
     return rows
 
 
-def _pin_and_copy(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True)
+def _pin_and_copy(own: Accelerator, x: Tensor) -> Tensor:
+    return own.copy(own.pin(x))
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
@@ -146,7 +147,7 @@ def loop_copies(device: torch.device, batch_size: int, workers: int, work_ms: fl
     if shm is not None and needed > 0.8 * shm:
         free, want = shm / MIB, needed / MIB
         raise MemoryError(f"/dev/shm: {free:.0f} MiB free, {want:.0f} MiB needed; lower --batch-size or --workers")
-    data, work = Batches(20, batch_size), Work(device, work_ms)
+    own, data, work = accelerator.of(device), Batches(20, batch_size), Work(device, work_ms)
     made: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "multiprocessing_context": "forkserver"}
     loaders = {pin: DataLoader(data, batch_size=None, pin_memory=pin, **made) for pin in (False, True)}
 
@@ -168,9 +169,9 @@ def loop_copies(device: torch.device, batch_size: int, workers: int, work_ms: fl
         for i, images in enumerate(batches):
             consume(images)
             if i == 0:  # the first batch waits for the workers
-                torch.cuda.synchronize()
+                own.synchronize()
                 begin = time.perf_counter()
-        torch.cuda.synchronize()
+        own.synchronize()
         return 1e3 * (time.perf_counter() - begin) / (len(data) - 1)
 
     ways: dict[str, Call] = {
@@ -190,12 +191,9 @@ def loop_copies(device: torch.device, batch_size: int, workers: int, work_ms: fl
 def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
     """Part c: the copy of ``x`` and work that does not need it, on one stream and on two."""
     pageable = torch.ones(mib * MIB, dtype=torch.uint8)
-    pinned, side = pageable.pin_memory(), torch.cuda.Stream(device)
-
-    def copy(x: Tensor) -> Tensor:
-        return x.to(device, non_blocking=True)
-
-    work = Work(device, min(timed(partial(copy, pinned)).total_ms for _ in range(5)))
+    own = accelerator.of(device)
+    pinned, side, copy = own.pin(pageable), own.side_stream(), own.copy
+    work = Work(device, min(timed(own, partial(copy, pinned)).total_ms for _ in range(5)))
 
     def one_stream(x: Tensor) -> Tensor:
         on_device = copy(x)
@@ -205,11 +203,11 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
     def two_streams(x: Tensor, copy_first: bool) -> Tensor:
         if not copy_first:
             work()
-        with torch.cuda.stream(side):
+        with own.on(side):
             on_device = copy(x)
         if copy_first:
             work()
-        torch.cuda.current_stream(device).wait_stream(side)
+        own.stream().wait_stream(side)
         return on_device
 
     ways: dict[str, Call] = {
@@ -222,7 +220,7 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
         "pinned, same stream": partial(one_stream, pinned),
         "pinned, side stream": partial(two_streams, pinned, True),
     }
-    totals = {way: Sample.of([t.total_ms for t in timings]) for way, timings in in_turns(ways, n, timed).items()}
+    totals = {way: Sample.of([t.total_ms for t in timings]) for way, timings in in_turns(ways, n, partial(timed, own)).items()}
     rows = []
     for way, total in totals.items():
         row: dict[str, Any] = {"way": way, "done after ms": total, "hidden": ""}
@@ -250,10 +248,10 @@ def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
 
 def parts(a: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Title and rows of every table that this machine can give."""
-    if not torch.cuda.is_available():
+    if not accelerator.count():
         yield "Host memory alone", host_copies(a.sizes, a.n)
         return
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = accelerator.of("cuda").device
     yield "a. The plain benchmark: one copy at a time", plain_copies(device, a.sizes, a.n)
     shape = f"{a.batch_size} x 3 x 224 x 224 uint8, {a.workers} workers, {a.work_ms:g} ms of work a batch"
     yield f"b. The corrected benchmark: {shape}", loop_copies(device, a.batch_size, a.workers, a.work_ms, max(3, a.n // 4))
@@ -286,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for title, rows in parts(a):
         tables[title] = rows
         print(f"\n{title}\n\n{markdown(rows)}", flush=True)
-    if not torch.cuda.is_available():
+    if not accelerator.count():
         print(f"\n{NOT_SHOWN}")
     if a.json:
         write(a.json, {"machine": found, "n": a.n, "tables": tables})

@@ -37,6 +37,7 @@ NEEDED = {
 }  # fmt: skip
 """Modules, and the distributions that they come with."""
 GROUPS = {
+    "conformance": {"conformance": 90},
     "unsettled": {"elapsed": 60, "reserved": 70, "events": 60, "finish": 60, "staging": 70, "pinning": 140},
     "stall": {"stall": 200, "stall_compiled": 200, "prefetcher": 60},
     "tests": {"pytest": 360, "copies": 90},

@@ -111,11 +111,11 @@ def fewest(rows: Sequence[Row]) -> str:
 def launches(o: Options, compiled: bool) -> Iterator[Row]:
     """Step time on a batch at hand, alone and beside threads that decode, in turns, on ever fewer cores."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
-    world, (size, side, steps) = World(0, 1, 0, 1, o.device), (256, 224, 20) if o.on_gpu else (8, 64, 2)
+    world, (size, side, steps) = World(0, 1, 0, 1, o.device), o.scaled((256, 224, 20), (8, 64, 2))
     config = Config(
         data=shapes(o.scratch, o.images),
         loader=LoaderConfig(backend=Backend.threads, batch_size=size, num_workers=THREADS),
-        model=ModelConfig(name="resnet50" if o.on_gpu else "small"),
+        model=ModelConfig(name=o.scaled("resnet50", "small")),
         trainer=trainer,
     )
     step = Step(make_state(config, 10, world, 1000), config, world)

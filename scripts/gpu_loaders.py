@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -60,7 +60,7 @@ class Job:
     @property
     def pinned(self) -> bool:
         """Whether batches are to lie in page-locked memory."""
-        return self.device.type == "cuda"
+        return accelerator.of(self.device).has_streams
 
 
 Make = Callable[[Job], AbstractContextManager[Iterable[Any]]]
@@ -118,19 +118,18 @@ def _nvjpeg(job: Job) -> Iterator[Iterable[Batch]]:
 def _decoded_on_device(job: Job) -> Generator[Batch]:
     """Files are read by workers; a batch is decoded at once on the device, then cropped, resized and flipped there.
 
-    On a stream of its own, which is waited for: decoders write where the current stream has freed memory, without asking it.
+    On the side stream, which is waited for: decoders write where the current stream has freed memory, without asking it.
     """
     decode, crop = decoder()[1], v2.RandomResizedCrop(_SIDE, antialias=True)
     files = ImageFolder(str(job.root / "train"), loader=_read)  # arrays: a worker hands over each tensor in a file of its own
-    stream = torch.cuda.Stream(job.device) if job.device.type == "cuda" else None
+    own = accelerator.of(job.device)
     for samples in endless(files, job.num_workers, list, job.batch_size):
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with own.on(own.side_stream()):
             decoded = decode([torch.from_numpy(data) for data, _ in samples], job.device)
             images = torch.stack([crop(image) for image in decoded])
             flipped = torch.rand(len(images), 1, 1, 1, device=job.device) < 0.5
             images = torch.where(flipped, functional.horizontal_flip(images), images)
-        if stream is not None:
-            stream.synchronize()
+            own.synchronize()
         yield images, torch.tensor([label for _, label in samples])
 
 
@@ -221,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])  # as train.py does
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=a.compile)
-    config, device = Config(model=ModelConfig(name=a.model), trainer=trainer), torch.device(a.device)
+    config, device = Config(model=ModelConfig(name=a.model), trainer=trainer), accelerator.of(a.device).device
     seeding.seed_everything(config.seed)  # cuDNN tries its kernels, as in train.py
     job = Job(a.root, a.num_workers, a.batch_size, device)
     rate = Training(config, device).images_per_s(a.loader, job, a.seconds)

@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from harness.runtime import accelerator
+
+T = TypeVar("T")
 Row = dict[str, Any]
 Said = Generator[Row, None, str]
 """The rows of a part as they are measured, ``{"wrong": ...}`` for what is wrong, and at the end one line."""
@@ -31,12 +34,16 @@ class Options:
     @property
     def on_gpu(self) -> bool:
         """Whether there is a CUDA device; otherwise a part does less, on the CPU."""
-        return self.device.type == "cuda"
+        return accelerator.of(self.device).has_streams
+
+    def scaled(self, full: T, little: T) -> T:
+        """How much a part does: what tells something of a GPU, or on a CPU what shows that it runs."""
+        return full if self.on_gpu else little
 
     @property
     def images(self) -> int:
         """How many JPEGs a part may generate."""
-        return (1280 if self.quick else 2560) if self.on_gpu else 64
+        return self.scaled(1280 if self.quick else 2560, 64)
 
     @property
     def turns(self) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from harness.feed.interface import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime import accelerator
 
 _NUMBERED = 24  # batches in a check of values
 
@@ -42,23 +42,17 @@ def step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.de
 
 
 def wait(device: torch.device) -> None:
-    """Until all streams of a GPU are through, the prefetcher's own too; ``synchronize`` waits for the current one alone."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Until the current stream is through, and the prefetcher's own; ``synchronize`` waits for the current one alone."""
+    own = accelerator.of(device)
+    if own.has_streams:
+        own.stream().wait_stream(own.side_stream())
+    own.synchronize()
 
 
 def _hold_up(device: torch.device) -> None:
     """Hold the current stream up for some milliseconds; without one, the thread."""
-    torch.cuda._sleep(10_000_000) if device.type == "cuda" else time.sleep(0.002)
-
-
-class _SlowToMove(Tensor):
-    """Images whose copy waits behind a sleep on the stream that it is issued to; in all else a plain tensor."""
-
-    def to(self, *args: Any, **how: Any) -> Tensor:
-        """A plain tensor on the device that comes first among ``args``."""
-        _hold_up(torch.device(args[0]))
-        return self.as_subclass(Tensor).to(*args, **how)
+    own = accelerator.of(device)
+    own.delay(0.005) if own.has_streams else time.sleep(0.002)
 
 
 def wrong_values(device: torch.device, slow: str) -> list[str]:
@@ -66,13 +60,15 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
 
     Each is made anew and dropped at once, so that memory goes round on both sides as fast as the allocators let it.
     """
+    own = accelerator.of(device)
 
     def numbered() -> Iterator[HostBatch]:
         for i in range(_NUMBERED):
             images, labels = torch.full((64, 3, 64, 64), i, dtype=torch.uint8), torch.full((64,), i)
-            if device.type == "cuda":
-                images, labels = images.pin_memory(), labels.pin_memory()
-            yield HostBatch(images.as_subclass(_SlowToMove) if slow == "copy" else images, labels, labels)
+            images, labels = own.pin(images), own.pin(labels)
+            if slow == "copy":  # on the side stream, on which the prefetcher takes its batches
+                _hold_up(device)
+            yield HostBatch(images, labels, labels)
 
     seen = []
     for images, labels in DataPrefetcher(numbered(), device, ahead=True):

@@ -26,6 +26,7 @@ import torch
 from harness.config import AugmentConfig, Config, ModelConfig, Precision, TrainerConfig
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.training.state import make_state
 from harness.training.step import Step
@@ -43,13 +44,23 @@ HIDDEN_FLOOR = 0.7  # share of the copy that the prefetcher must hide
 STALL_TOLERANCE = 0.01  # how far the clock's stall may be from the differential method's, as shares of the time
 EMULATED_TOLERANCE = 0.03  # the same where the device is made of threads, which a busy machine wakes late
 DEMAND_TOLERANCE = 0.05  # how far the tuner's demand may be from what a run without loading reaches
+CONFORMANCE = ("tests/runtime/test_accelerator.py", "tests/runtime/test_accelerator_memory.py")
 _RUN_S = 120.0  # of one run of train.py, at most
 _ON_CPU = "; no CUDA device: this shows that the part runs, and nothing of a GPU"
 
 
+def check_conformance(o: Options) -> Said:
+    """What is known of an asynchronous device, on the emulated one and on this."""
+    return (yield from _tested("gpu or not gpu", *CONFORMANCE))
+
+
 def check_pytest(o: Options) -> Said:
     """The tests that are marked ``gpu``, each as it ends."""
-    command, outcomes = [sys.executable, "-m", "scripts.gpu_tests"], Counter[str]()
+    return (yield from _tested("gpu", "tests"))
+
+
+def _tested(marked: str, *files: str) -> Said:
+    command, outcomes = [sys.executable, "-m", "scripts.gpu_tests", "-m", marked, *files], Counter[str]()
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         for row in map(json.loads, child.stdout):
@@ -257,6 +268,7 @@ def _run(arguments: Sequence[str], limit_s: float, cores: int | None = None) -> 
 
 
 PARTS: dict[str, Part] = {
+    "conformance": check_conformance,
     "elapsed": gpu_unsettled.elapsed, "reserved": gpu_unsettled.reserved, "events": gpu_unsettled.events,
     "finish": gpu_unsettled.finish, "staging": gpu_unsettled.staging, "pinning": gpu_unsettled.pinning,
     "stall": check_stall, "stall_compiled": check_stall_compiled, "prefetcher": check_prefetcher,
@@ -302,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def answer(said: Any) -> None:
         os.write(answers, json.dumps(plain(said)).encode() + b"\n")
 
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = accelerator.of("cuda" if accelerator.count() else "cpu").device
     answer({"machine": machine()})
     answer_for(a.part, Options(device, a.quick, a.scratch, deadline), answer)
     os.close(answers)

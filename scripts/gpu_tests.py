@@ -1,4 +1,4 @@
-"""Run the tests marked ``gpu``, and print what became of each as it ends, in a line of JSON: a part of ``gpu_check.py``.
+"""Run pytest with arguments, and print what became of each test as it ends, in a line of JSON: a part of ``gpu_check.py``.
 
 It imports nothing but pytest, whose plugins want to be first.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -34,11 +35,11 @@ class Told:
         os.write(self._answers, line.encode() + b"\n")
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
-    return pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"], plugins=[Told(answers)])
+    return pytest.main(["-q", "-p", "no:cacheprovider", *argv], plugins=[Told(answers)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -28,10 +27,10 @@ from scripts.differential import Rig, emulated_rig
 from scripts.gpu_feeds import shapes
 from scripts.gpu_loaders import LOADERS, Job
 from scripts.gpu_options import Options, Row, Said
-from scripts.gpu_overlap import Slow
+from scripts.gpu_overlap import Slow, wait
 from scripts.measured import Sample
 
-CYCLES = 20_000_000  # of a GPU's clock: some ten milliseconds
+BUSY_S = 0.01
 _MIB = 2**20
 _APART_MS = 0.01  # that an interval read forwards may be from the one read backwards
 _PREFETCHERS = 10
@@ -43,17 +42,18 @@ _PASSES_S = 20.0  # until workers that were killed must be noticed
 def elapsed(o: Options) -> Said:
     """What ``elapsed_time`` says of an event that came earlier, on one stream and between two."""
     o.need_gpu("events are a GPU's")
-    main, side, worst = torch.cuda.current_stream(o.device), torch.cuda.Stream(o.device), 0.0
+    own, worst = accelerator.of(o.device), 0.0
+    main, side = own.stream(), own.side_stream()
     for streams, first, second in (("one", main, main), ("main to side", main, side), ("side to main", side, main)):
         forwards, backwards = [], []
         for _ in range(o.turns):
-            early, late = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            early, late = (own.event(timed=True) for _ in range(2))
             early.record(first)
             second.wait_stream(first)
-            with torch.cuda.stream(second):
-                torch.cuda._sleep(CYCLES)
+            with own.on(second):
+                own.delay(BUSY_S)
             late.record(second)
-            torch.cuda.synchronize(o.device)
+            late.synchronize()
             forwards.append(early.elapsed_time(late))
             backwards.append(late.elapsed_time(early))
         apart = max(abs(there + back) for there, back in zip(forwards, backwards, strict=True))
@@ -66,7 +66,7 @@ def elapsed(o: Options) -> Said:
 
 def reserved(o: Options) -> Said:
     """The memory that prefetchers leave reserved, made and ended one after the other."""
-    size, held = ((256, 224) if o.on_gpu else (16, 64)), []
+    own, size, held = accelerator.of(o.device), o.scaled((256, 224), (16, 64)), list[int]()
     batches = Slow(make_batches(4, *size, pin=o.on_gpu), count=12)
     for made in range(1, _PREFETCHERS + 1):
         prefetcher = DataPrefetcher(batches, o.device, mean=(0.5,) * 3, std=(0.5,) * 3, ahead=True)
@@ -76,10 +76,9 @@ def reserved(o: Options) -> Said:
         del prefetcher
         gc.collect()
         row: Row = {"prefetchers": made, "process MiB": round(psutil.Process().memory_info().rss / _MIB)}
-        if o.on_gpu:
-            torch.cuda.synchronize(o.device)
-            row |= {"reserved MiB": round(torch.cuda.memory_reserved(o.device) / _MIB)}
-            row |= {"allocated MiB": round(torch.cuda.memory_allocated(o.device) / _MIB)}
+        wait(o.device)
+        if memory := own.memory():
+            row |= {"reserved MiB": round(memory.reserved / _MIB), "allocated MiB": round(memory.allocated / _MIB)}
         held.append(row.get("reserved MiB", row["process MiB"]))
         yield row
     return f"{held[0]} MiB {'reserved' if o.on_gpu else 'in this process'} after one, {held[-1]} after {_PREFETCHERS}"
@@ -88,12 +87,13 @@ def reserved(o: Options) -> Said:
 def events(o: Options) -> Said:
     """Microseconds of the host for what the step clock and the prefetcher do with events."""
     o.need_gpu("events are a GPU's")
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    end.record()
+    own = accelerator.of(o.device)
+    start, again, end = (own.event(timed=True) for _ in range(3))
+    start.record(own.stream())
+    end.record(own.stream())
     calls: dict[str, Callable[[], object]] = {
-        "make one and record it": lambda: torch.cuda.Event(enable_timing=True).record(),
-        "record one again": torch.cuda.Event(enable_timing=True).record,
+        "make one and record it": lambda: own.event(timed=True).record(own.stream()),
+        "record one again": lambda: again.record(own.stream()),
         "elapsed_time": lambda: start.elapsed_time(end),
     }
     summary = []
@@ -102,9 +102,9 @@ def events(o: Options) -> Said:
         for name, call in calls.items():
             taken_us = []
             for _ in range(o.turns):
-                torch.cuda.synchronize(o.device)
+                own.synchronize()
                 if device == "at work":
-                    torch.cuda._sleep(5 * CYCLES)
+                    own.delay(5 * BUSY_S)
                 begin = time.perf_counter()
                 for _ in range(_CALLS):
                     call()
@@ -112,8 +112,8 @@ def events(o: Options) -> Said:
             found = Sample.of(taken_us)
             median_us[name] = found.median
             yield {"call": name, "device": device, "us": found}
-        made, again, read = median_us.values()
-        summary.append(f"{3 * made + 3 * again + 6 * read:.0f} us with the device {device}")
+        made, recorded, read = median_us.values()
+        summary.append(f"{3 * made + 3 * recorded + 6 * read:.0f} us with the device {device}")
     return f"3 events made, 6 recorded and 6 elapsed_time in a step: {', '.join(summary)}"
 
 
@@ -121,15 +121,15 @@ def finish(o: Options) -> Said:
     """The share of a core that waiting for the device takes: as the step clock waits, and with a blocking event."""
     rig = emulated_rig(step_s=0.05)
     if o.on_gpu:
-        launch = lambda _: torch.cuda._sleep(5 * CYCLES)
-        rig = Rig(lambda: StepClock(o.device), rig.batches, launch, lambda: accelerator.of(o.device).synchronize())
+        own = accelerator.of(o.device)
+        rig = Rig(lambda: StepClock(o.device), rig.batches, lambda _: own.delay(5 * BUSY_S), own.synchronize)
     clock, shares = rig.clock(), []
-    for name, wait in {"StepClock.settle": clock.settle, "a blocking event": rig.wait}.items():
-        wait()
+    for name, settle in {"StepClock.settle": clock.settle, "a blocking event": rig.wait}.items():
+        settle()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         for _ in range(2 * o.turns):
             rig.launch(None)
-            wait()
+            settle()
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         shares.append(f"{name} {cpu_s / wall_s:.2f}")
         yield {"waited with": name, "of a core": cpu_s / wall_s, "ms a wait": 1e3 * wall_s / (2 * o.turns)}
@@ -138,10 +138,10 @@ def finish(o: Options) -> Said:
 
 def staging(o: Options) -> Said:
     """How long launches take while another thread copies from pageable or from page-locked memory."""
-    pageable = torch.ones((256 if o.on_gpu else 16) * _MIB, dtype=torch.uint8)
-    sources: dict[str, Tensor | None] = {"nothing": None, "pageable": pageable}
-    if o.on_gpu:
-        sources["page-locked"] = pageable.pin_memory()
+    o.need_gpu("nothing is staged")
+    pageable = torch.ones(256 * _MIB, dtype=torch.uint8)
+    page_locked = accelerator.of(o.device).pin(pageable)
+    sources: dict[str, Tensor | None] = {"nothing": None, "pageable": pageable, "page-locked": page_locked}
     summary = []
     for name, source in sources.items():
         launch_us = _launches_beside(source, o)
@@ -155,20 +155,19 @@ def staging(o: Options) -> Said:
             "n": len(launch_us),
         }
         summary.append(f"{name} {median_us:.1f} us, at most {longest_ms:.2f} ms")
-    return f"a launch beside a copy of 256 MiB: {'; '.join(summary)}" if o.on_gpu else "; ".join(summary)
+    return f"a launch beside a copy of 256 MiB: {'; '.join(summary)}"
 
 
 def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
     """Microseconds of launches on the current stream until eight copies of ``source`` are done; without one, of many."""
     done, value, taken_us = threading.Event(), torch.zeros(1, device=o.device), [0.0]
-    side = torch.cuda.Stream(o.device) if o.on_gpu else None
+    own = accelerator.of(o.device)
 
     def copy() -> None:
-        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
+        with own.on(own.side_stream()):
             for _ in range(8 if source is not None else 0):
-                torch.empty_like(source, device=o.device).copy_(source, non_blocking=True)  # type: ignore[arg-type]
-            if side is not None:
-                side.synchronize()
+                own.copy(source)  # type: ignore[arg-type]
+            own.synchronize()
         done.set()
 
     thread = threading.Thread(target=copy, daemon=True)

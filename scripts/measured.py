@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.runtime import accelerator
 from harness.watch.host import environment
 
 
@@ -37,7 +38,7 @@ class Sample:
 
 def machine() -> dict[str, Any]:
     """Hardware and versions, the GPU among them where torch can use one, and torch's threads."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu = accelerator.of("cuda").name if accelerator.count() else None
     return environment(gpu) | {"torch_threads": torch.get_num_threads()}
 
 

@@ -1,19 +1,17 @@
-"""A GPU that there is not: its tensors lie on the CPU, its memory is a number, and what returns is done."""
+"""An emulated GPU whose figures of memory are made up."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from fake_cuda import Event, Stream
+from emulator import EmulatedDevice
 
-from harness.runtime.accelerator import Accelerator, Memory
+from harness.runtime.accelerator import Memory
 
 GB = 10**9
 
 
-class Gpu(Accelerator):
-    """For ``accelerator.emulate``.
+class Gpu(EmulatedDevice):
+    """For ``accelerator.emulate``, on the wall clock.
 
     Attributes:
         peaks: what of its memory is allocated at most, in turn for each reading; the last one stays.
@@ -22,30 +20,14 @@ class Gpu(Accelerator):
         resets: how often the peaks were begun again.
     """
 
-    kind = "cuda"
-    has_streams = True
-
     def __init__(self, *peaks: int, free: int = 50 * GB) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__()
         self.peaks, self.free = list(peaks or (0,)), free
         self.pinned = self.resets = 0
-        self._stream = Stream()
-
-    def event(self, *, timed: bool = False) -> Any:
-        return Event()
-
-    def stream(self) -> Any:
-        return self._stream
-
-    def side_stream(self) -> Any:
-        return self._stream
-
-    def idle_stream(self) -> Any:
-        return self._stream
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         self.pinned += 1
-        return tensor.clone()
+        return super().pin(tensor)
 
     def memory(self) -> Memory:
         peak = self.peaks.pop(0) if len(self.peaks) > 1 else self.peaks[0]

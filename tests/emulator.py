@@ -8,6 +8,7 @@ on a ``WallClock`` it is the real one, for whole runs with worker processes. Wha
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import queue
 import threading
@@ -33,8 +34,10 @@ class WallClock:
     """The real time."""
 
     now = staticmethod(time.perf_counter)
-    sleep = staticmethod(time.sleep)
     queue = staticmethod(queue.SimpleQueue)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds))  # the moment may have passed since its distance was reckoned
 
     def start(self, work: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=work, name=name, daemon=True)
@@ -141,6 +144,7 @@ class Stream:
 
     device: EmulatedDevice
     until_s: float = 0.0
+    marked_s: float = 0.0  # when its last event is passed
     ends_s: deque[float] = field(default_factory=deque)
 
     def wait_event(self, event: Event) -> None:
@@ -150,7 +154,7 @@ class Stream:
         self.until_s = max(self.until_s, other.until_s)
 
     def synchronize(self) -> None:
-        self.device.wait_until(self.until_s)
+        self.device.wait_until(max(self.until_s, self.marked_s))
 
     def add(self, duration_s: float) -> tuple[float, float]:
         """Queue a piece of work; when it begins and ends."""
@@ -175,7 +179,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.device.stream()
         self.device.host(self.device.record_s)
-        self.at_s = max(stream.until_s, self.device.now() + self.device.mark_s)
+        self.at_s = stream.marked_s = max(stream.until_s, self.device.now() + self.device.mark_s)
 
     def query(self) -> bool:
         self.device.settle()
@@ -358,7 +362,7 @@ class EmulatedDevice(accelerator.Accelerator):
         return total_s
 
     def synchronize(self) -> None:
-        self.wait_until(self.stream().until_s)
+        self.stream().synchronize()
 
     def event(self, *, timed: bool = False) -> Event:
         return Event(self, timed)
@@ -426,18 +430,14 @@ def emulated(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch | None = No
     """A block in which ``device`` is the only GPU; with ``monkeypatch`` torch's own pinning goes to it too."""
     with accelerator.emulate(device):
         if monkeypatch is not None:
-            empty = torch.empty
             monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device_=None: device.pin(tensor))
-            monkeypatch.setattr(
-                torch,
-                "empty",
-                lambda *args, pin_memory=False, **how: (device.pin if pin_memory else _same)(empty(*args, **how)),
-            )
+            for name in ("empty", "zeros"):
+                monkeypatch.setattr(torch, name, functools.partial(_made, device, getattr(torch, name)))
             for name, fake in (("is_available", lambda: True), ("current_device_index", lambda: 0)):
                 monkeypatch.setattr(torch.accelerator, name, fake)
             monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
         yield device
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _made(own: EmulatedDevice, make: Callable[..., Tensor], /, *args: Any, pin_memory: bool = False, **how: Any) -> Tensor:
+    return own.pin(make(*args, **how)) if pin_memory else make(*args, **how)

@@ -186,6 +186,15 @@ def test_the_host_sleeps_while_it_waits(own: Accelerator, by: str) -> None:
     assert time.thread_time() - before_s < 0.2 * waited_s
 
 
+@pytest.mark.parametrize("by", ["stream", "device"])
+def test_events_are_passed_once_their_stream_was_waited_for(own: Accelerator, by: str) -> None:
+    """Those of an idle stream too (cudaStreamSynchronize; cudaEventSynchronize of a later event)."""
+    own.synchronize()
+    events = [marked(own) for _ in range(3)]
+    own.synchronize() if by == "device" else own.stream().synchronize()
+    assert all(event.query() for event in events) and events[0].elapsed_time(events[-1]) >= 0
+
+
 def test_only_the_current_stream_is_waited_for(own: Accelerator) -> None:
     """What another one was given may be under way (cudaEventSynchronize waits for one event)."""
     with own.on(own.side_stream()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from emulator import EmulatedDevice, VirtualClock
+from emulator import EmulatedDevice, VirtualClock, WallClock
 
 
 def test_threads_wake_in_the_order_of_their_times() -> None:
@@ -32,6 +32,14 @@ def test_time_stands_still_while_a_thread_runs() -> None:
     for k in range(100):
         queue.put(k)
     assert [queue.get() for _ in range(100)] == list(range(100)) and clock.now() == began_s
+
+
+@pytest.mark.parametrize("clock", [VirtualClock(), WallClock()], ids=["virtual", "wall"])
+def test_a_moment_that_has_passed_is_not_slept_for(clock: VirtualClock | WallClock) -> None:
+    """It may pass between reckoning how far it is and sleeping."""
+    began_s = clock.now()
+    clock.sleep(-1.0)
+    assert 0 <= clock.now() - began_s < 1.0
 
 
 def test_a_blocked_thread_is_woken_by_what_it_waits_for() -> None:

@@ -1,11 +1,12 @@
 """The benchmark of pinned copies: what it says without a GPU, and that its GPU code runs."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-import fake_cuda
 import pytest
 import torch
+from emulator import EmulatedDevice, emulated
 from torch.utils.data import DataLoader
 
 from scripts import bench_pinned_copy
@@ -25,9 +26,10 @@ def test_without_a_gpu_it_says_what_it_cannot_show(tmp_path: Path, capsys: pytes
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     monkeypatch.setattr(bench_pinned_copy, "WORK_SIDE", 16)
-    return fake_cuda.install(monkeypatch)
+    with emulated(EmulatedDevice(), monkeypatch) as gpu:
+        yield gpu.device
 
 
 def test_plain_copies_has_a_row_for_each_size_and_way(device: torch.device) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_cuda
 import pytest
 import torch
+from emulator import EmulatedDevice, emulated
 
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
@@ -45,42 +45,46 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_pinned_copy, "WORK_SIDE", 16)
     monkeypatch.setattr(differential, "LOADS", ((0.5, 0.0), (2.0, 0.5)))
     monkeypatch.setattr(differential, "_ROUNDS", 1)
-    for name, value in {"_CALLS": 5, "_LAUNCHES": 50, "_PREFETCHERS": 2, "CYCLES": 1000, "_MIB": 2**10}.items():
+    for name, value in {"_CALLS": 5, "_LAUNCHES": 50, "_PREFETCHERS": 2, "BUSY_S": 1e-3, "_MIB": 2**10}.items():
         monkeypatch.setattr(gpu_unsettled, name, value)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
+    """An emulated GPU on the wall clock."""
+    with emulated(EmulatedDevice(), monkeypatch) as device:
+        yield device
 
 
 @pytest.mark.parametrize(
     ("part", "count"), [("elapsed", 3), ("reserved", 2), ("events", 6), ("finish", 2), ("staging", 3), ("copies", 13)]
 )
-def test_on_a_cuda_device_a_part_measures(
-    part: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None
-) -> None:
-    """What it does with streams, events and copies runs on a fake, and each measurement is a row that JSON holds."""
-    said = answers(part, tmp_path, fake_cuda.install_device(monkeypatch))
+def test_on_a_gpu_a_part_measures(part: str, count: int, tmp_path: Path, gpu: EmulatedDevice, little: None) -> None:
+    """What it does with streams, events and copies runs on the emulated one; each measurement is a row that JSON holds."""
+    said = answers(part, tmp_path)
     assert (len(rows(said)), list(said[-1])) == (count, ["ok"])
     assert json.dumps(gpu_parts.plain(rows(said)))
 
 
 @pytest.mark.parametrize("part", ["stall", "prefetcher"])
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of a CUDA that it does not find
-def test_on_a_cuda_device_the_prefetcher_feeds(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None
+def test_on_a_gpu_the_prefetcher_feeds(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: EmulatedDevice, little: None
 ) -> None:
-    """The clock is compared, and a copy hidden, on a fake whose step is but a sum; values are right."""
-    monkeypatch.setattr(gpu_parts, "Step", lambda *_: lambda images, labels: images.sum())
-    said = answers(part, tmp_path, fake_cuda.install_device(monkeypatch))
+    """The clock is compared, and a copy hidden, where a step is but 4 ms of the device; values are right."""
+    monkeypatch.setattr(gpu_parts, "Step", lambda *_: lambda images, labels: gpu.delay(4e-3))
+    said = answers(part, tmp_path)
     assert rows(said) and "ok" in said[-1]
     assert not [answer for answer in said if "values" in answer.get("wrong", "")]
 
 
-@pytest.mark.parametrize("part", ["reserved", "finish", "staging", "copies"])
+@pytest.mark.parametrize("part", ["reserved", "finish", "copies"])
 def test_without_a_gpu_a_part_does_what_a_cpu_can(part: str, tmp_path: Path, little: None) -> None:
     """It measures, and says that this is nothing of a GPU."""
     said = answers(part, tmp_path)
     assert rows(said) and said[-1]["ok"].endswith("this shows that the part runs, and nothing of a GPU")
 
 
-@pytest.mark.parametrize("part", ["elapsed", "events", "stall_compiled", "launches_compiled", "feeds_compiled"])
+@pytest.mark.parametrize("part", ["elapsed", "events", "staging", "stall_compiled", "launches_compiled", "feeds_compiled"])
 def test_without_a_gpu_some_parts_say_why_not(part: str, tmp_path: Path) -> None:
     """What a CPU can show nothing of is skipped with its reason."""
     assert [text.startswith("no CUDA device: ") for text in answers(part, tmp_path)[-1].values()] == [True]
@@ -169,19 +173,6 @@ def test_right_values_pass_and_wrong_ones_do_not(slow: str, monkeypatch: pytest.
     assert gpu_overlap.wrong_values(CPU, slow) == [f"wrong values where the {slow} is slow"]
 
 
-def test_images_that_are_slow_to_move_are_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that can be asked of a batch's images can be asked of them; only their copy is held up, and gives a plain tensor."""
-    held = []
-    monkeypatch.setattr(gpu_overlap, "_hold_up", held.append)
-    plain = torch.full((4, 3, 8, 8), 7, dtype=torch.uint8)
-    slow = plain.as_subclass(gpu_overlap._SlowToMove)
-    assert isinstance(slow, torch.Tensor)
-    for asked in ("is_cuda", "device", "dtype", "ndim", "shape", "layout", "nbytes"):
-        assert getattr(slow, asked) == getattr(plain, asked)
-    assert (slow.is_contiguous(), slow.is_pinned(), len(slow)) == (True, False, 4) and held == []
-    assert type(slow.to(CPU, non_blocking=True)) is torch.Tensor and held == [CPU]
-
-
 def test_workers_that_are_not_missed_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A feed that goes on without its workers, and one that gives the error."""
 
@@ -196,7 +187,7 @@ def test_workers_that_are_not_missed_are_wrong(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(("demand", "wrong"), [(960, []), (1200, ["the tuner's demand is 1.20 times what data=fake reaches"])])
 def test_demand_is_compared_with_a_run_without_loading(
-    demand: int, wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demand: int, wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: EmulatedDevice
 ) -> None:
     """The images are made first; then come the runs without data, tuned and untuned, and what the tuner said is judged."""
     asked = []
@@ -207,7 +198,7 @@ def test_demand_is_compared_with_a_run_without_loading(
 
     monkeypatch.setattr(gpu_parts, "train", train)
     monkeypatch.setattr(datasets, "load", lambda *_: asked.append(("images", False, False)))
-    said = answers("demand", tmp_path, torch.device("cuda", 0))
+    said = answers("demand", tmp_path)
     assert asked == [
         ("images", False, False), ("fake-0", True, False), ("tuned-0", False, True), ("untuned-0", False, False),
     ]  # fmt: skip
@@ -216,7 +207,7 @@ def test_demand_is_compared_with_a_run_without_loading(
 
 
 @pytest.fixture
-def one_core(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int | None]]:
+def one_core(monkeypatch: pytest.MonkeyPatch, gpu: EmulatedDevice) -> list[tuple[list[str], int | None]]:
     """What was run on a machine of one core, where SPDL fails; no image is made."""
     asked: list[tuple[list[str], int | None]] = []
 
@@ -236,7 +227,7 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int | Non
 
 def test_loaders_run_in_processes_of_their_own(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
     """Each on the cores that it is to have; the last line that one prints is its rate, and one that fails says why."""
-    said = answers("peers", tmp_path, torch.device("cuda", 0), 900)
+    said = answers("peers", tmp_path, CPU, 900)
     root = str(gpu_feeds.shapes(tmp_path, 1280).root)
     assert one_core == [([name, root, "1"], 1) for name in ("no loading", "pytorch/examples", "SPDL")]
     assert said[-1] == {"ok": "pytorch/examples: 1 cores reach 0.99; SPDL: none of these reach 0.99"}
@@ -245,14 +236,14 @@ def test_loaders_run_in_processes_of_their_own(tmp_path: Path, one_core: list[tu
 
 def test_a_compiled_network_is_asked_for(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
     """Also where nothing is loaded."""
-    answers("feeds_compiled", tmp_path, torch.device("cuda", 0), 900)
+    answers("feeds_compiled", tmp_path, CPU, 900)
     assert [arguments[0] for arguments, _ in one_core] == ["no loading", "threads", "processes"]
     assert all(arguments[-1] == "--compile" for arguments, _ in one_core)
 
 
 def test_loaders_without_time_are_not_measured(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
     """The part says so, and nothing is called measured."""
-    said = answers("peers", tmp_path, torch.device("cuda", 0), 30)
+    said = answers("peers", tmp_path, CPU, 30)
     assert said == [{"skipped": "no time was left for a loader; name this group alone with --group"}]
 
 

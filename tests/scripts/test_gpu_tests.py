@@ -15,12 +15,18 @@ import sys
 sys.modules |= dict.fromkeys(("selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats"))  # cannot be imported
 """
 STAND_IN = """
-import fake_cuda, pytest, torch
+import warnings
+import pytest, torch
+from emulator import EmulatedDevice, emulated
 torch.cuda.is_available = lambda: True
 
 @pytest.fixture(autouse=True)
-def _on_a_fake(monkeypatch):
-    fake_cuda.install_device(monkeypatch)
+def _on_an_emulated_gpu(monkeypatch):
+    told = "Synchronization debug mode is a prototype feature"
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: warnings.warn(told))
+    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
+    with emulated(EmulatedDevice(), monkeypatch):
+        yield
 """
 ON_A_FAKE = ("test_augment_gpu.py", "told_to_the_clock", "one_side_stream", "leaves_no_thread", "no_step_waits")
 
