@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -66,7 +67,7 @@ def elapsed(o: Options) -> Said:
 
 def reserved(o: Options) -> Said:
     """The memory that prefetchers leave reserved, made and ended one after the other."""
-    own, size, held = accelerator.of(o.device), o.scaled((256, 224), (16, 64)), list[int]()
+    own, size, held = accelerator.of(o.device), o.scaled((256, 224), (16, 64)), list[Any]()
     batches = Slow(make_batches(4, *size, pin=o.on_gpu), count=12)
     for made in range(1, _PREFETCHERS + 1):
         prefetcher = DataPrefetcher(batches, o.device, mean=(0.5,) * 3, std=(0.5,) * 3, ahead=True)

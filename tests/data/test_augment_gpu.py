@@ -11,6 +11,7 @@ from pictures import numbered, pictures
 from harness.config import AugmentConfig
 from harness.data.augment import BatchAugment
 from harness.data.mix import Mix
+from harness.runtime import accelerator
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,10 +60,9 @@ def test_mixed_values_are_the_cpus(config: AugmentConfig) -> None:
 def test_the_host_never_waits(config: AugmentConfig, unsynchronised: None) -> None:
     """Augmenting and mixing a batch has no synchronising call in it."""
     augment, mix = BatchAugment.from_config(config, 0), Mix.from_config(config, 5, 0)
-    images, labels = (
-        torch.zeros(64, 3, 32, 32, dtype=torch.uint8, device="cuda"),
-        torch.zeros(64, dtype=torch.int64, device="cuda"),
-    )
+    device = accelerator.of("cuda").device
+    images = torch.zeros(64, 3, 32, 32, dtype=torch.uint8, device=device)
+    labels = torch.zeros(64, dtype=torch.int64, device=device)
     if augment is not None:
         augment(images, numbered(torch.arange(64)))
     if mix is not None:

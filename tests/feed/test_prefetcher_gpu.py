@@ -10,6 +10,7 @@ import torch
 
 from harness.feed.interface import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
+from harness.runtime import accelerator
 from harness.watch.clock import StepClock
 
 pytestmark = [
@@ -18,7 +19,7 @@ pytestmark = [
 ]
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SLEEP_CYCLES = 5_000_000  # a few milliseconds of any GPU
+SLEEP_S = 3e-3
 
 
 class Loader:
@@ -58,13 +59,13 @@ def test_values_are_the_cpus(dtype: torch.dtype, channels_last: bool) -> None:
 
 def test_one_side_stream_for_life() -> None:
     """Twenty epochs use the same stream and reserve no more memory after the fifth."""
-    batches = DataPrefetcher(Loader(6, 64), "cuda", mean=MEAN, std=STD)
+    own, batches = accelerator.of("cuda"), DataPrefetcher(Loader(6, 64), "cuda", mean=MEAN, std=STD)
     stream, reserved = batches._mover.stream, []
     for _ in range(20):
         for images, _ in batches:
             images.mean()
-        torch.cuda.synchronize()
-        reserved.append(torch.cuda.memory_reserved())
+        own.synchronize()
+        reserved.append(own.memory().reserved)  # type: ignore[union-attr]
     assert batches._mover.stream is stream
     assert len(set(reserved[5:])) == 1
 
@@ -73,7 +74,7 @@ def test_a_batch_in_use_is_not_written_over() -> None:
     """A slow kernel still reads batch k right while k + 1 and k + 2 are copied, although the loop has let go of k."""
     sums = []
     for images, _ in DataPrefetcher(Loader(40, 64), "cuda"):
-        torch.cuda._sleep(SLEEP_CYCLES)
+        accelerator.of("cuda").delay(SLEEP_S)
         sums.append(images.double().mean())
         del images
     assert torch.stack(sums).tolist() == list(range(40))
@@ -105,7 +106,7 @@ def test_copies_are_told_to_the_clock() -> None:
     """The clock hears of each batch's copy, and of its end on the way, by three events of its own."""
     ears = Ears()
     list(DataPrefetcher(Loader(3, 64), "cuda", clock=ears))
-    torch.cuda.synchronize()
+    accelerator.of("cuda").synchronize()
     assert len({id(event) for events in ears.heard for event in events}) == 9
     assert all(start.elapsed_time(end) > 0 and end.elapsed_time(ready) >= 0 for start, end, ready in ears.heard)
 

@@ -1,4 +1,4 @@
-"""The parts of the GPU check: on the CPU, on a fake CUDA, and what is made of what they raise."""
+"""The parts of the GPU check: on the CPU, on an emulated GPU, and what is made of what they raise."""
 
 from __future__ import annotations
 

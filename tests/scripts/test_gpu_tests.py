@@ -28,7 +28,7 @@ def _on_an_emulated_gpu(monkeypatch):
     with emulated(EmulatedDevice(), monkeypatch):
         yield
 """
-ON_A_FAKE = ("test_augment_gpu.py", "told_to_the_clock", "one_side_stream", "leaves_no_thread", "no_step_waits")
+EMULATED = ("test_augment_gpu.py", "told_to_the_clock", "one_side_stream", "leaves_no_thread", "no_step_waits")
 
 
 def run(plugin: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -61,8 +61,8 @@ def test_pytest_alone_collects_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_on_a_fake_their_calls_are_right(tmp_path: Path) -> None:
-    """Those that a fake can satisfy pass on it; torch's warning of a mode that they switch on is no error."""
-    done = run(STAND_IN, tmp_path, "-k", " or ".join(ON_A_FAKE))
+def test_on_the_emulated_gpu_their_calls_are_right(tmp_path: Path) -> None:
+    """Those that it can satisfy pass on it; torch's warning of a mode that they switch on is no error."""
+    done = run(STAND_IN, tmp_path, "-k", " or ".join(EMULATED))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Synchronization debug mode is a prototype" in done.stdout and "12 passed" in done.stdout
