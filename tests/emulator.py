@@ -229,6 +229,7 @@ class Pool:
 
     def __init__(self, device: EmulatedDevice, rounded: Callable[[int], int]) -> None:
         self._device, self._rounded = device, rounded
+        self._lock = threading.RLock()  # tensors end in any thread, in the middle of anything
         self._free: list[tuple[int, Any, dict[Stream, float]]] = []  # size, owner and when streams have done with it
         self._used: dict[int, tuple[int, Any, dict[Stream, float]]] = {}  # by address
         self._memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()  # by address
@@ -238,14 +239,15 @@ class Pool:
         """Memory for a tensor like ``like`` in size and layout, of ``owner``."""
         self._device.settle()
         size = self._rounded(max(1, like.nbytes))
-        found = next((block for block in self._free if block[:2] == (size, owner) and self._is_idle(block)), None)
-        if found:
-            self._free.remove(found)
-        else:
-            self.reserved += size
-        self.allocated += size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        with self._lock:
+            found = next((block for block in self._free if block[:2] == (size, owner) and self._is_idle(block)), None)
+            if found:
+                self._free.remove(found)
+            else:
+                self.reserved += size
+            self.allocated += size
+            self.peak_allocated = max(self.peak_allocated, self.allocated)
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
         memory = np.empty(max(1, like.untyped_storage().nbytes()), np.uint8)
         self._used[memory.ctypes.data] = (size, owner, {})
         self._memory[memory.ctypes.data] = memory
@@ -269,15 +271,17 @@ class Pool:
     def release(self, wait: bool = False) -> None:
         if wait:
             self._device.wait_until(max((at_s for block in self._free for at_s in block[2].values()), default=0.0))
-        idle = [block for block in self._free if self._is_idle(block)]
-        self._free = [block for block in self._free if block not in idle]
-        self.reserved -= sum(block[0] for block in idle)
+        with self._lock:
+            idle = [block for block in self._free if self._is_idle(block)]
+            self._free = [block for block in self._free if block not in idle]
+            self.reserved -= sum(block[0] for block in idle)
 
     def _end(self, address: int) -> None:
-        block = self._used.pop(address)
-        self.allocated -= block[0]
-        # work that was queued between record_stream and the end of the tensor counts too
-        self._free.append((*block[:2], {stream: stream.until_s for stream in block[2]}))
+        with self._lock:
+            block = self._used.pop(address)
+            self.allocated -= block[0]
+            # work that was queued between record_stream and the end of the tensor counts too
+            self._free.append((*block[:2], {stream: stream.until_s for stream in block[2]}))
 
     def _is_idle(self, block: tuple[int, Any, dict[Stream, float]]) -> bool:
         return all(until_s <= self._device.now() for until_s in block[2].values())
@@ -406,7 +410,7 @@ class EmulatedDevice(accelerator.Accelerator):
         return copied
 
     def pin(self, tensor: Tensor) -> Tensor:
-        return self.pinned_pool.take(tensor, None).copy_(tensor)
+        return tensor if self.pinned_pool.has(tensor) else self.pinned_pool.take(tensor, None).copy_(tensor)
 
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
         self.memory_pool.keep(tensor, stream)
