@@ -37,7 +37,12 @@ class HostBatch(NamedTuple):
     indices: Tensor
     errors: tuple[tuple[str, str], ...] = ()
     epoch: int = 0
-    stamps: Stamps | None = None  # the last field: torch pins the fields in order
+    stamps: Stamps | None = None
+
+    def pin_memory(self) -> HostBatch:
+        """The same with what goes to the device in page-locked memory; torch's own loader asks for that."""
+        images, labels = self.images.pin_memory(), self.labels.pin_memory()
+        return self._replace(images=images, labels=labels, stamps=self.stamps and self.stamps.pin_memory())
 
 
 @dataclass(frozen=True, slots=True)

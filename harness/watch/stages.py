@@ -43,8 +43,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, spread evenly howev
 class Stamps(NamedTuple):
     """When a batch came where, on ``time.perf_counter``, which is one clock for all processes of a machine.
 
-    Unpickling sets ``received_s``, and torch, which calls ``pin_memory`` of whatever has it, ``pinned_s``; as the last field of
-    a batch it is told after the tensors.
+    Unpickling sets ``received_s``, and the batch's ``pin_memory`` sets ``pinned_s``, after the tensors.
 
     Attributes:
         begun_s: a worker began it.

@@ -95,7 +95,7 @@ def test_validation_has_settings_of_its_own() -> None:
 
 
 def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own pinning keeps the type and the errors, and stamps the batch after the last tensor."""
+    """Torch's own pinning leaves indices where they are, keeps the rest, and stamps the batch after the last tensor."""
     times = itertools.count(10.0)
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor + next(times))
@@ -103,9 +103,10 @@ def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch)
     batch = HostBatch(images, labels, indices, (("cats/7.jpg", "empty file"),), 7, Stamps(1.0, 2.0, 3.0, 3.0))
     pinned = pin_memory(batch)
     assert type(pinned) is HostBatch
-    assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 12.0]
+    assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 0.0]
     assert (pinned.errors, pinned.epoch) == (batch.errors, 7)
-    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 13.0)
+    assert pinned.stamps == Stamps(1.0, 2.0, 3.0, 12.0)
+    assert pin_memory(batch._replace(stamps=None)).stamps is None
 
 
 @pytest.mark.parametrize(
