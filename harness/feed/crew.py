@@ -75,7 +75,7 @@ class Crew:
     def __init__(self, dataset: FillableDataset, settings: FeedSettings, meter: StageMeter | None, gauge: Gauge | None) -> None:
         self.through = False
         self._settings, self._image_size = settings, dataset.image_size
-        self._ring: Ring | None = None  # from the first batch on
+        self._rings: tuple[Ring, Ring] | None = None  # of images and of labels, from the first batch on
         self._device = torch.accelerator.current_device_index() if settings.pin_memory else None
         self._ahead = 1 + (settings.prefetch_factor or 0)
         self._filler = partial(Filler, dataset, meter=meter, gauge=gauge)
@@ -198,10 +198,11 @@ class Crew:
     def _new_making(self, indices: np.ndarray) -> _Making:
         s, side = self._settings, self._image_size
         shape = (len(indices), side, side, 3)
-        if self._ring is None:
-            self._ring = Ring(self._ahead + _HELD, s.batch_size * math.prod(shape[1:]), s.pin_memory)
-        images = self._ring.lend(math.prod(shape)).view(shape).permute(0, 3, 1, 2).numpy()
-        labels = torch.zeros(len(indices), dtype=torch.int64, pin_memory=s.pin_memory).numpy()
+        if self._rings is None:
+            slots, each = self._ahead + _HELD, s.batch_size
+            self._rings = Ring(slots, each * math.prod(shape[1:]), s.pin_memory), Ring(slots, each * 8, s.pin_memory)
+        images = self._rings[0].lend(math.prod(shape)).view(shape).permute(0, 3, 1, 2).numpy()
+        labels = self._rings[1].lend(len(indices) * 8).view(torch.int64).numpy()
         return _Making(self._epoch, indices, images, labels)
 
     def _fill(self, filler: Filler, making: _Making, rows: slice) -> None:

@@ -138,7 +138,7 @@ def test_ahead_no_more_than_two_copies_are_under_way(feed: ThreadFeed, device: D
     """A device that lags holds the prefetcher's thread back, so that the ring does: all memory is the ring's."""
     batches = DataPrefetcher(feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=True)
     count = sum(1 for _ in batches)
-    assert count == len(poisoned) == len(feed)
+    assert count == len(poisoned) / 2 == len(feed)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, 8, 1000])

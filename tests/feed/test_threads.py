@@ -131,8 +131,10 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(make_feed: MakeFeed, g
 
 
 def free_slots(feed: ThreadFeed) -> int:
-    assert feed._crew is not None and feed._crew._ring is not None
-    return len(feed._crew._ring._free)
+    assert feed._crew is not None and feed._crew._rings is not None
+    images, labels = (len(ring._free) for ring in feed._crew._rings)
+    assert images == labels
+    return images
 
 
 @pytest.mark.parametrize("threads", [1, 3])
