@@ -11,7 +11,9 @@ from harness.runtime.limits import Limits
 _SHARE = 0.8  # of what is free: the rest is for what the reckoning leaves out
 _WAITING = 2  # batches beside those that the workers have in hand: one handed over, one in use
 _LENT = 3  # batches of threads beside those that are ready: one in the making, one handed over, one in use
-_PINNED = 3  # page-locked copies: those two, and one that waits for them
+# page-locked batches beside those in flight or ready: one on its way to the device, one in use or about to follow it there,
+# and one whose memory torch lends again when the copy after its own is done
+_PINNED = 3
 _FILES_PER_BATCH = 2 * 3  # two for each of images, labels and indices
 _FILES_PER_WORKER = 10  # pipes and queues
 _FILES_KEPT = 64  # for logs, checkpoints and libraries
@@ -36,11 +38,11 @@ NONE = Needs()
 
 
 def needs(settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int = 0) -> Needs:
-    """What a feed of ``settings`` takes.
+    """What a feed of ``settings`` takes before a consumer that stands still: all batches in flight are page-locked.
 
     Args:
         settings: the feed's.
-        batch_bytes: of one batch's tensors; None where that is not known, and batches are left out.
+        batch_bytes: of a batch's images, int64 labels and indices; None where that is not known, and batches are left out.
         worker_bytes: private memory of one worker process, without its batches.
         held_bytes: what the feed holds besides its batches.
     """
@@ -116,23 +118,36 @@ def _terms(
 ) -> tuple[_Terms, _Terms, _Terms]:
     """What adds up to the shared memory, the memory and the open files of a feed."""
     workers, prefetch, size = settings.num_workers, settings.prefetch_factor or 0, batch_bytes or 0
-    block = 1 << (size - 1).bit_length() if size and settings.pin_memory else 0  # torch rounds it up to a power of two
-    if settings.backend == THREADS:
-        text, count = f"(prefetch_factor={prefetch} + {_LENT})" if prefetch else f"{_LENT} batches", prefetch + _LENT
-        return [], [(f"{text} x {shown(block or size)}", count * (block or size))], []
-    batches = f"(num_workers={workers} x prefetch_factor={prefetch} + {_WAITING})" if workers else f"{_WAITING} batches"
-    in_flight = f"{batches} x {shown(size)}", (workers * prefetch + _WAITING) * size
-    each = _FILES_PER_BATCH * prefetch + _FILES_PER_WORKER
+    threads = settings.backend == THREADS
+    ready = prefetch if threads else workers * prefetch
+    words = f"prefetch_factor={prefetch}" if threads else f"num_workers={workers} x prefetch_factor={prefetch}"
+
+    def batches(more: int, each: int, kind: str = "") -> tuple[str, int]:
+        return f"{f'({words} + {more})' if ready else f'{more} batches'} x {shown(each)}{kind}", (ready + more) * each
+
+    pinned = batches(_PINNED, _pinned_bytes(settings, size), " page-locked")
+    if threads:
+        return [], [pinned if pinned[1] else batches(_LENT, size)], []
+    in_flight, each = batches(_WAITING, size), _FILES_PER_BATCH * prefetch + _FILES_PER_WORKER
     return (
         [in_flight] if workers else [],
         [
             (f"num_workers={workers} x {shown(worker_bytes)}", workers * worker_bytes),
             in_flight,
-            (f"{_PINNED} pinned x {shown(block)}", _PINNED * block),
+            pinned,
             (f"{shown(held_bytes)} of images", held_bytes),
         ],
         [(f"num_workers={workers} x ({_FILES_PER_BATCH} x prefetch_factor={prefetch} + {_FILES_PER_WORKER})", workers * each)],
     )
+
+
+def _pinned_bytes(settings: FeedSettings, size: int) -> int:
+    """Page-locked bytes of one batch: torch gives images and labels a power of two each."""
+    if not (size and settings.pin_memory):
+        return 0
+    labels = 8 * settings.batch_size
+    images = max(1, size - 2 * labels)  # indices stay as they are
+    return sum(1 << (tensor - 1).bit_length() for tensor in (images, labels))
 
 
 def _over(terms: _Terms, taken: int, allowed: float, show: Callable[[int], str] = shown) -> str | None:

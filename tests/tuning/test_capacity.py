@@ -35,12 +35,12 @@ def settings(
     [
         pytest.param(settings(0), 10, Needs(0, 20, 0), id="in the trainer: two batches"),
         pytest.param(settings(4, 8), 10, Needs(340, 4 * 1000 + 340, 4 * 58), id="workers and what they have in flight"),
-        pytest.param(settings(1, 1, pin_memory=True), 10, Needs(30, 1000 + 30 + 48, 16), id="pinned blocks are powers of two"),
-        pytest.param(settings(0, pin_memory=True), 16, Needs(0, 32 + 48, 0), id="a power of two stays"),
+        pytest.param(settings(1, 1, pin_memory=True), 164, Needs(492, 1000 + 492 + 4 * (128 + 32), 16), id="pinned tensors"),
+        pytest.param(settings(0, pin_memory=True), 128, Needs(0, 256 + 3 * (64 + 32), 0), id="a power of two stays"),
         pytest.param(settings(2, 2, pin_memory=True), None, Needs(0, 2000, 44), id="batches of unknown size are left out"),
         pytest.param(settings(4, 2, backend="threads"), 10, Needs(0, 50, 0), id="threads share a few batches"),
         pytest.param(
-            settings(4, 2, backend="threads", pin_memory=True), 10, Needs(0, 5 * 16, 0), id="pinned batches of threads"
+            settings(4, 2, backend="threads", pin_memory=True), 164, Needs(0, 5 * (128 + 32), 0), id="pinned batches of threads"
         ),
         pytest.param(settings(0, backend="threads"), 10, Needs(0, 30, 0), id="the threads form without threads"),
     ],
@@ -87,8 +87,9 @@ def test_needs_add_up() -> None:
             settings(4, 8, pin_memory=True),
             replace(ROOMY, memory_bytes=1500 * MB),
             capacity.NONE,
-            "num_workers=4 x 200.0 MB + (num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB + 3 pinned x 33.6 MB = 1.6 GB "
-            "of memory, of which 1.5 GB are free (a fifth is kept back): not tried",
+            "num_workers=4 x 200.0 MB + (num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB + (num_workers=4 x "
+            "prefetch_factor=8 + 3) x 33.6 MB page-locked = 2.6 GB of memory, of which 1.5 GB are free (a fifth is kept back): "
+            "not tried",
             id="memory",
         ),
         pytest.param(
