@@ -197,7 +197,8 @@ def _where_from(r: Reckoning) -> str:
     if stored < _CACHED * read:
         return "; hardly a byte came from a disk, so that it is opening files, or a network's file system, that is slow"
     cold = ", so that the files were not in the page cache" if stored >= _FROM_DISK * read else ""
-    return f"; {stored / 1e6:.3g} of the {read / 1e6:.3g} MB/s came from a disk (or NFS){cold}"
+    # pages of mapped files come from the disk too, and are not read
+    return f"; {stored / 1e6:.3g} of the {max(read, stored) / 1e6:.3g} MB/s came from a disk (or NFS){cold}"
 
 
 def _handed_over(r: Reckoning, handed: float) -> _Finding:

@@ -96,6 +96,14 @@ CASES = [
         id="some cold files",
     ),
     pytest.param(
+        evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 2e4, Tag.STORAGE_BYTES_PER_S: 3e5}),
+        "storage",
+        "The device waited for data in 40% of the time: reading takes 9 of a worker's 12.8 ms for a sample, which is waiting "
+        "and not work; 0.3 of the 0.3 MB/s came from a disk (or NFS), so that the files were not in the page cache; faster "
+        "loading could give 1.67x at most: put the files on a faster disk or keep them in memory",
+        id="mapped files",
+    ),
+    pytest.param(
         evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e5}),
         "storage",
         "The device waited for data in 40% of the time: reading takes 9 of a worker's 12.8 ms for a sample, which is waiting "
