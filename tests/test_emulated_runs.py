@@ -1,0 +1,170 @@
+"""Whole runs of train.py on an emulated GPU, by the wall clock: real workers, feeds, steps and reports; made-up kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import planted_data
+import pytest
+import samples
+from emulator import EmulatedDevice, emulated
+from torch import Tensor, nn
+
+from harness import job
+from harness.config import Config, ModelConfig
+from harness.data import datasets
+from harness.training import models
+from harness.tuning.follow import Follow
+from harness.watch import verdict
+from harness.watch.host import HostSource
+from harness.watch.tags import Tag
+
+Composed = Callable[..., Config]
+BATCH, SIDE, STEP_S, LAUNCH_S, KERNELS = 64, 16, 50e-3, 5e-3, 4
+TAKES = BATCH / STEP_S  # images/s of the device
+SMALL = (f"data.image_size={SIDE}", f"loader.batch_size={BATCH}", "trainer.epochs=2", "trainer.num_threads=1")
+
+pytestmark = [pytest.mark.usefixtures("kept_globals")]
+
+
+class Network(nn.Module):
+    """One layer, which learns, and the kernels of a large network."""
+
+    def __init__(self, device: EmulatedDevice, step_s: float, classes: int, side: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3 * side**2, classes)
+        self._device, self._step_s = device, step_s
+
+    def forward(self, images: Tensor) -> Tensor:
+        self._device.launch(self._step_s, LAUNCH_S, KERNELS)
+        result: Tensor = self.layer(images.flatten(1))
+        return result
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs on a device; the report. Nothing that a run starts is left behind."""
+
+    def run(
+        *overrides: str, device: EmulatedDevice | None = None, step_s: float = STEP_S, seen: bool = False
+    ) -> dict[str, Any]:
+        device = device or EmulatedDevice()
+
+        def build(model: ModelConfig, classes: int, *, image_size: int, filled: bool) -> Network:
+            return Network(device, step_s, classes, image_size)
+
+        if not seen:  # this machine's other programs
+            monkeypatch.setattr(verdict, "taken", lambda sampled: None)
+        monkeypatch.setattr(models, "build", build)
+        config = composed("data=digits", *SMALL, *overrides)
+        folder = tmp_path / "run"
+        folder.mkdir()
+        with emulated(device, monkeypatch):
+            job.main_worker(0, job.Job(config, folder, ()))
+        report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+        assert report["status"] == "completed"
+        return report
+
+    yield run
+    assert samples.comes_true(lambda: samples.left_behind() == [] and samples.at_work() == [])
+
+
+FORMS = {
+    "processes": ("loader.backend=processes", "loader.num_workers=2"),
+    "threads": ("loader.backend=threads", "loader.num_workers=1"),
+    "arrays": ("loader.backend=arrays",),
+    "made on the device": (
+        "data=fake", "data.generate.classes=10", "data.generate.train_images=1280", "data.generate.val_images=64",
+    ),
+}  # fmt: skip
+
+
+def log(folder: Path) -> str:
+    """The run's log."""
+    return (folder / "run/train.log").read_text()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_with_a_fast_loader_is_the_devices(run: Run, tmp_path: Path, form: str) -> None:
+    """The device's own rate, its clock, its memory, the page, and a verdict that the network sets the pace."""
+    report = run(*FORMS[form])
+    assert (report["stall_basis"], report["verdict"]["bottleneck"]) == ("device", "compute")
+    assert sum(report["shares"].values()) == pytest.approx(1, abs=1e-6)
+    assert report["images_per_s"] == pytest.approx(TAKES, rel=0.1)
+    peaks = report["gpu_memory"]
+    assert form == "made on the device" or 0 < peaks["training_bytes"] <= peaks["reserved_bytes"] < peaks["total_bytes"]
+    assert report["verdict"]["sentence"] in (tmp_path / "run/report.html").read_text()
+    assert (tmp_path / "run/checkpoints/last.pt").exists()
+    assert "WARNING" not in log(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+def test_copies_that_take_longer_than_steps_are_a_stall(run: Run, backend: str) -> None:
+    """A third of the time where a copy takes half as long again as a step."""
+    device = EmulatedDevice(pinned_per_s=BATCH * 3 * SIDE**2 / (1.5 * STEP_S))
+    report = run(f"loader.backend={backend}", "loader.num_workers=1", device=device)
+    assert report["stall_fraction"] == pytest.approx(1 / 3, abs=0.1)
+    assert report["verdict"]["bottleneck"] == "copy"
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+def test_a_loader_that_is_too_slow_is_a_stall(run: Run, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Of two workers that read half as fast as the device trains: what the device lost, by its own rate, is the stall."""
+    read_s = 2 * 2 / TAKES
+    monkeypatch.setattr(datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s)))
+    report = run(f"loader.backend={backend}", "loader.num_workers=2", "trainer.max_steps=25", "checkpoint.enabled=false")
+    assert 0.4 < report["stall_fraction"] == pytest.approx(1 - report["images_per_s"] / TAKES, abs=0.05)
+    assert report["verdict"]["bottleneck"] in ("storage", "workers")
+
+
+@pytest.mark.parametrize("read_s", [0.0, 1e-3], ids=["images at hand", "slow disk"])
+def test_a_tuned_run_ends_with_an_answer_that_holds(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_s: float
+) -> None:
+    """A search that its budget ends says so; over the first hundred steps the device waits as little as was predicted."""
+    follows: list[Follow] = []
+    monkeypatch.setattr("harness.tuning.stage.Follow", lambda *given: follows.append(Follow(*given)) or follows[-1])
+    if read_s:
+        monkeypatch.setattr(datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s)))
+    run("loader.autotune=true", "tuner.budget_s=4", "trainer.max_steps=110", "trainer.epochs=9", step_s=20e-3)
+    tuning = json.loads((tmp_path / "run/tuning.json").read_text())
+    assert tuning["complete"] != ("ended by tuner.budget_s" in log(tmp_path))
+    assert [follow.done for follow in follows] == [True]
+    assert "WARNING" not in log(tmp_path)
+
+
+def test_an_update_of_two_batches_takes_two_batches(run: Run) -> None:
+    """Half as many steps, each of them twice as long, and as many images/s."""
+    report = run("loader.backend=threads", "loader.num_workers=1", "trainer.accumulate_steps=2")
+    assert report["steps"] == 2 * 11
+    assert report["step_ms"]["median"] == pytest.approx(2e3 * STEP_S, rel=0.1)
+    assert report["images_per_s"] == pytest.approx(TAKES, rel=0.1)
+    assert report["verdict"]["bottleneck"] == "compute"
+
+
+def test_without_a_thread_copies_are_exposed(run: Run) -> None:
+    """Where each batch is moved when it is asked for, its copy is a stall, and nothing else is."""
+    device = EmulatedDevice(pinned_per_s=BATCH * 3 * SIDE**2 / (0.5 * STEP_S))
+    report = run("loader.backend=threads", "loader.num_workers=1", "loader.device_prefetch=false", device=device)
+    assert report["shares"]["exposed_copy"] == pytest.approx(1 / 3, abs=0.07)
+    assert report["images_per_s"] == pytest.approx(TAKES / 1.5, rel=0.1)
+    assert report["verdict"]["bottleneck"] == "copy"
+
+
+@pytest.mark.parametrize("queued", [0.05, 1.2], ids=["no thread waits", "threads wait"])
+def test_neighbours_that_do_no_harm_are_not_accused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued: float
+) -> None:
+    """Others have most of the processors, and the device is busy all the same."""
+    seen = {Tag.OTHERS_CPU_CORES: 1.5, Tag.QUEUED_THREADS: queued, Tag.CPU_CORES: 0.4}
+    monkeypatch.setattr(HostSource, "sample", lambda source: dict(seen))
+    report = run(*FORMS["threads"], seen=True)
+    assert report["sampled"][Tag.OTHERS_CPU_CORES] == 1.5
+    assert report["verdict"]["bottleneck"] == "compute"
+    assert "other programs" not in log(tmp_path).lower()
