@@ -43,6 +43,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gpu_parts, gpu_unsettled):
         monkeypatch.setattr(module, "make_batches", lambda count, size, side, pin: make_batches(count, 2, 16, pin))
     monkeypatch.setattr(bench_pinned_copy, "WORK_SIDE", 16)
+    monkeypatch.setattr(bench_pinned_copy, "MIB", 2**10)
     monkeypatch.setattr(differential, "LOADS", ((0.5, 0.0), (2.0, 0.5)))
     monkeypatch.setattr(differential, "_ROUNDS", 1)
     for name, value in {"_CALLS": 5, "_LAUNCHES": 50, "_PREFETCHERS": 2, "BUSY_S": 1e-3, "_MIB": 2**10}.items():
