@@ -217,7 +217,7 @@ def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
 ) -> None:
     """A batch that is queued, but whose memory its worker cannot hand over, is not waited for without a limit."""
     gauge = Gauge(num_workers)
-    feed = make_feed(num_workers, gauge=gauge, persistent_workers=persistent_workers, timeout_s=1.0)
+    feed = make_feed(num_workers, gauge=gauge, persistent_workers=persistent_workers, timeout_s=2.0)
     if persistent_workers:
         list(feed)
     batches, before = iter(feed), gauge.read().samples // 4
