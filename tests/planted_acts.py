@@ -73,7 +73,7 @@ def sleeping(step_s: float, data: Splits | None = None) -> AbstractContextManage
 def asynchronous(act: Callable[[EmulatedStream], object], data: Splits | None = None) -> Iterator[None]:
     """Steps on a device that runs beside the host, by its own clock: ``act`` gives it its orders."""
     device, idle, read = EmulatedStream("device"), EmulatedStream("idle"), Step.read
-    clock = StepClock("cpu", events=Events(EmulatedEvent, lambda: device, idle))
+    clock = StepClock("cpu", events=Events(EmulatedEvent, lambda: device, idle, device.sleep))
 
     def waiting_read(self: Step) -> StepFigures:
         event = EmulatedEvent()

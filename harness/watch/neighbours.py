@@ -11,6 +11,7 @@ from harness.watch.tags import Tag
 # of what the run could have used, twice what counts as harm: the kernel's own threads work for the run and count as others
 SPOILT = 0.2
 _HARM = 0.1  # of the time: a thread that waits for a core for less has not held a step up
+_FULL = 0.85  # of the machine's processor time
 _LEAST_S = 0.5  # processor time is counted in ticks of 10 ms
 
 
@@ -36,11 +37,16 @@ class Neighbours:
         self._looked_s = now()
 
     def look(self) -> float | None:
-        """What others have ``taken`` since the last look that was long enough ago."""
+        """Cores that others took since the last look that was long enough ago; None where that has spoilt nothing."""
         if self._now() - self._looked_s < _LEAST_S:
             return None
         self._looked_s = self._now()
-        return taken(self._source.sample())
+        sampled = self._source.sample()
+        others, busy = sampled.get(Tag.OTHERS_CPU_CORES), sampled.get(Tag.CPU_FRACTION)
+        # what is measured by turns shows no threads that wait all the time: full processors are enough
+        if self._cores and others is not None and busy is not None and busy >= _FULL and others >= SPOILT * self._cores:
+            return others
+        return taken(sampled)
 
     def told(self, others: float) -> str:
         """What the user is warned of."""

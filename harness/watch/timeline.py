@@ -23,7 +23,7 @@ _LAG = 8  # blocks between an event's recording and the first look at it: by the
 _SLOWEST = 1 - 1e-4  # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
 _FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device may be waiting for launches
 _LOOK_STEPS = 10  # how often that is looked at
-_HELD_BACK, _LONGEST_S = 3, 0.25  # steps that a device is held back for, and by how much at most
+_HELD_BACK, _LONGEST_S = 3, 1.0  # steps that a device is held back for, and by how much at most
 _JUMP_S = 1e-3  # beyond the drift: so far from each other the two clocks got as a machine slept, or was set right
 
 

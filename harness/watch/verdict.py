@@ -23,6 +23,8 @@ _MIN_STEPS = 10  # fewer say nothing about a run
 _HARM = 0.10  # of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
 _FED = 0.02  # what a stall below this would give back cannot be told from noise
 _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise where steps are short
+_FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device follows the host
+_QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
 _FAULT_S = 1e-4  # the least that a page from a disk costs: one read of an NVMe drive
 _FROM_DISK, _CACHED = 0.5, 0.05  # of the bytes read: from here on the page cache does not hold the files; up to here it does
 _WORTH = 0.01  # of the time: a smaller suspect is not worth a word
@@ -130,7 +132,10 @@ def _unharmed(r: Reckoning) -> _Finding:
     if r.compute is None:
         apart = f"on {r.evidence.device} the network's own time and Python's cannot be told apart"
         return _Finding("unknown", f"Loading does not hold the steps up: {_waited(r)}; {apart}")
-    e = r.evidence
+    e, launch, compute, gap = r.evidence, r.window.launch_ms, r.window.compute_ms, r.window.gap_ms
+    follows = launch and compute and gap and launch.median >= _FOLLOWS * compute.median and gap.median > _QUEUED_MS
+    if follows and "launch" not in r.window.shares:  # a device that cannot be held back to tell
+        return _launched(r)
     beside = f", and preparing batches {r.prepare:.0%}" if r.prepare >= _FED else ""
     cause = f"The network's own work sets the pace, with {r.compute:.0%} of the time{beside}"
     if e.device != "cuda":
@@ -241,10 +246,10 @@ def _hosted(r: Reckoning) -> _Finding:
 
 def _launched(r: Reckoning) -> _Finding:
     """Python launches the network's kernels more slowly than the device runs them."""
-    launch = r.window.launch_ms
+    launch, share = r.window.launch_ms, f" in {r.launch:.0%} of the time" if r.launch else ""
     took = f", launching a step takes {launch.median:.1f} ms" if launch else ""
     faster = f"loader.batch_size={2 * r.evidence.settings.batch_size}" if r.evidence.compiled else "trainer.compile=true"
-    return _Finding("launch", f"The device waits for Python within the step in {r.launch:.0%} of the time{took}", faster)
+    return _Finding("launch", f"The device waits for Python within the step{share}{took}", faster)
 
 
 def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
