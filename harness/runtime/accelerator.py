@@ -81,7 +81,7 @@ class Accelerator:
 
     def event(self, *, timed: bool = False) -> Any:
         """Makes an event, on which the host sleeps and does not spin; ``timed`` ones can be told apart in milliseconds."""
-        raise NotImplementedError(f"{self.kind} has no events")
+        raise AssertionError(f"{self.kind} has no events")
 
     def stream(self) -> Any:
         """The stream that work of the calling thread goes to."""

@@ -197,7 +197,7 @@ def queued(feed: ProcessFeed, gauge: Gauge, batches: int) -> None:
     time.sleep(0.3)
 
 
-TOO_SLOW = r"^no batch within loader.timeout_s=1: "
+TOO_SLOW = r"^no batch within loader.timeout_s=[12]: "
 
 
 def ends_in_time(batches: Iterator[HostBatch], error: type[Exception] = LoaderError, match: str = TOO_SLOW) -> None:
