@@ -216,8 +216,8 @@ def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     make_feed: MakeFeed, quick: None, num_workers: int, stopped: int, persistent_workers: bool
 ) -> None:
     """A batch that is queued, but whose memory its worker cannot hand over, is not waited for without a limit."""
-    gauge = Gauge(num_workers)
-    feed = make_feed(num_workers, gauge=gauge, persistent_workers=persistent_workers, timeout_s=2.0)
+    gauge, many = Gauge(num_workers), samples.Noise(5 * LENGTH)  # so that each worker has some left
+    feed = make_feed(num_workers, many, gauge=gauge, persistent_workers=persistent_workers, timeout_s=2.0)
     if persistent_workers:
         list(feed)
     batches, before = iter(feed), gauge.read().samples // 4
@@ -225,7 +225,7 @@ def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     queued(feed, gauge, before + 1 + num_workers)
     stop(stopped)
     ends_in_time(batches)
-    assert_same(list(feed), list(make_feed(0)))
+    assert_same(list(feed), list(make_feed(0, many)))
 
 
 def test_workers_that_stop_in_a_primed_pass_are_a_loader_error(make_feed: MakeFeed, quick: None) -> None:
