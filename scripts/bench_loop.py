@@ -40,6 +40,7 @@ from harness.config import (
     WatchConfig,
 )
 from harness.feed.interface import FeedSettings, HostBatch, train_settings
+from harness.feed.order import Order
 from harness.runtime import distributed, folder, limits, seeding
 from harness.runtime.distributed import World
 from harness.training import models
@@ -67,6 +68,7 @@ class CachedFeed:
     def __init__(self, batches: Sequence[HostBatch], settings: FeedSettings) -> None:
         self.batches = batches
         self.settings = settings
+        self.order = Order(len(batches) * settings.batch_size, settings.batch_size)
 
     def __len__(self) -> int:
         return len(self.batches)

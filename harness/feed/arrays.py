@@ -75,7 +75,7 @@ class ArrayFeed:
         self._primed = False  # whether that was begun ahead of time
 
     def __len__(self) -> int:
-        return len(self.order)
+        return self.order.count(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` gives."""

@@ -25,7 +25,7 @@ from harness.feed.interface import (
     train_settings,
     val_settings,
 )
-from harness.feed.order import Cursor, Order, ProbeOrder
+from harness.feed.order import Cursor, Order, ProbeOrder, Rest
 from harness.feed.pixels import Pixels, pixel_bytes, unserved
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
@@ -87,11 +87,11 @@ class Feeds:
         """Optimizer updates in one epoch."""
         return math.ceil(len(self._train_order()) / self.config.trainer.accumulate_steps)
 
-    def train(self, settings: FeedSettings) -> Feed:
-        """The training feed; what probes hold in memory for another form of it goes."""
+    def train(self, settings: FeedSettings, rest: Rest | None = None) -> Feed:
+        """The training feed, of one epoch only the ``rest``; what probes hold in memory for another form of it goes."""
         if settings.backend != ARRAYS:
             self._pixels.clear()
-        return self._make(self.splits.train, self._train_order(), settings)
+        return self._make(self.splits.train, dataclasses.replace(self._train_order(), rest=rest), settings)
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         """The settings of the validation feed that goes with a training feed of ``train``."""

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from harness.config import LoaderConfig
+from harness.feed.order import Order, ProbeOrder
 from harness.runtime.errors import LoaderError
 from harness.runtime.limits import Limits
 from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
@@ -68,7 +69,7 @@ class FeedSettings:
 
 
 class Feed(Protocol):
-    """An iterable over one epoch's batches at a time.
+    """An iterable over one epoch's batches at a time; its length is that of the chosen epoch.
 
     Attributes:
         settings: how the batches are made.
@@ -79,6 +80,11 @@ class Feed(Protocol):
     settings: FeedSettings
     on_device: bool
     meter: StageMeter | None
+
+    @property
+    def order(self) -> Order | ProbeOrder:
+        """Which samples make which batch."""
+        ...
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from harness.runtime.seeding import order_rng
 
 _PROBE_EPOCH = 2**31  # far from any epoch of training
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Samples ``start`` to ``stop`` of the order of ``epoch``: what is left of it, over all ranks."""
+
+    epoch: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +32,19 @@ class Order:
     it. So the global batches are the same for any number of ranks at an equal global batch size, and without ``drop_last``
     every sample is seen once by one rank: nothing is padded.
 
+    A rest begins with a whole global batch, wherever it starts, and all ranks have the same number of batches of it: the
+    last, short global batch is divided evenly. Where that has fewer samples than there are ranks, it and the one before
+    it become two of about half the size each.
+
     Attributes:
         length: samples in the data set.
         batch_size: samples per batch and rank.
         shuffle: a new order each epoch, else 0, 1, 2, ...
         drop_last: leave out a last global batch that is not full.
+        rest: all that there is of one epoch; None: every epoch is whole.
+
+    Raises:
+        ValueError: the rest does not lie in the data set, or the ranks cannot share it.
     """
 
     length: int
@@ -36,10 +54,42 @@ class Order:
     drop_last: bool = False
     rank: int = 0
     world_size: int = 1
+    rest: Rest | None = None
+
+    def __post_init__(self) -> None:
+        rest = self.rest
+        if rest is None:
+            return
+        least = self.count(rest.epoch) * self.world_size
+        if rest.start < 0 or rest.stop > self.length or rest.stop - rest.start < least:
+            raise ValueError(
+                f"epoch {rest.epoch}: {self.world_size} ranks cannot share samples {rest.start} to {rest.stop} of "
+                f"{self.length} evenly in batches of at most {self.batch_size}; use fewer ranks or raise loader.batch_size"
+            )
 
     def __len__(self) -> int:
-        full, rest = divmod(self.length, self.batch_size * self.world_size)
-        return full + (not self.drop_last and rest > self.rank * self.batch_size)
+        """Batches of a whole epoch."""
+        return replace(self, rest=None).count(0)
+
+    def count(self, epoch: int) -> int:
+        """Batches of ``epoch``."""
+        left = self._left(epoch)
+        # of the last, short batch of a whole epoch the first ranks alone may have a part
+        before = 0 if left is self.rest else self.rank * self.batch_size
+        return math.ceil((left.stop - left.start - before) / self._step)
+
+    def stop(self, epoch: int) -> int:
+        """Where ``epoch`` ends: samples of its order."""
+        return self._left(epoch).stop
+
+    def taken(self, epoch: int, batches: int) -> int:
+        """Samples of the order of ``epoch`` that are behind all ranks once each has had ``batches`` of it."""
+        left = self._left(epoch)
+        taken = min(left.start + batches * self._step, left.stop)
+        short = left.stop - taken
+        if left is self.rest and 0 < short < self.world_size:
+            taken -= (self._step - short) // 2
+        return taken
 
     def indices(self, epoch: int) -> np.ndarray:
         """The order of the whole data set in ``epoch``: int64 ``[length]``."""
@@ -47,16 +97,28 @@ class Order:
             return np.arange(self.length)
         return order_rng(self.seed, epoch).permutation(self.length)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
-        """This rank's batches of ``epoch`` from position ``start`` on, each int64 ``[<= batch_size]``."""
+    def batches(self, epoch: int) -> Iterator[np.ndarray]:
+        """This rank's batches of ``epoch``, each int64 ``[<= batch_size]``."""
         order = self.indices(epoch)
-        for position in range(start, len(self)):
-            yield self.share(order, position)
+        for position in range(self.count(epoch)):
+            yield self.share(order, epoch, position)
 
-    def share(self, order: np.ndarray, position: int) -> np.ndarray:
-        """This rank's batch at ``position`` of an epoch whose ``indices()`` are ``order``."""
-        first = (position * self.world_size + self.rank) * self.batch_size
-        return order[first : first + self.batch_size]
+    def share(self, order: np.ndarray, epoch: int, position: int) -> np.ndarray:
+        """This rank's batch at ``position`` of ``epoch``, whose ``indices()`` are ``order``."""
+        batch = order[self.taken(epoch, position) : self.taken(epoch, position + 1)]
+        size = len(batch) if self._left(epoch) is self.rest else self._step
+        return batch[size * self.rank // self.world_size : size * (self.rank + 1) // self.world_size]
+
+    @property
+    def _step(self) -> int:
+        """Samples of a global batch."""
+        return self.batch_size * self.world_size
+
+    def _left(self, epoch: int) -> Rest:
+        """What there is of ``epoch``: the very ``rest``, or all."""
+        if self.rest is not None and self.rest.epoch == epoch:
+            return self.rest
+        return Rest(epoch, 0, self.length - (self.length % self._step if self.drop_last else 0))
 
 
 @dataclass(slots=True)
@@ -88,17 +150,18 @@ class ProbeOrder:
     cursor: Cursor
     again: bool = False
 
-    def __len__(self) -> int:
+    def count(self, epoch: int) -> int:
+        """More batches than anyone asks for, in any epoch."""
         return sys.maxsize
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[np.ndarray]:
-        """The batches from now on; ``epoch`` and ``start`` change nothing."""
-        turn, indices = -1, np.empty(0, np.int64)
+    def batches(self, epoch: int) -> Iterator[np.ndarray]:
+        """The batches from now on; ``epoch`` changes nothing."""
+        of, indices, whole = -1, np.empty(0, np.int64), len(self.order)
         for position in self._positions():
-            if position // len(self.order) != turn:
-                turn = position // len(self.order)
-                indices = self.order.indices(_PROBE_EPOCH + turn)
-            yield self.order.share(indices, position % len(self.order))
+            turn = _PROBE_EPOCH + position // whole
+            if turn != of:
+                of, indices = turn, self.order.indices(turn)
+            yield self.order.share(indices, turn, position % whole)
 
     def _positions(self) -> Iterator[int]:
         if self.again:

@@ -64,7 +64,7 @@ class ProcessFeed:
         weakref.finalize(self, _kill, self._workers)  # at exit too: Python waits for them, and they are deaf to SIGTERM
 
     def __len__(self) -> int:
-        return len(self.order)
+        return self.order.count(self._epoch)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -105,12 +105,12 @@ class ProcessFeed:
         self._end()
 
     def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
-        given, self._running = 0, True
+        given, wanted, self._running = 0, len(self), True
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
                 batches = self._begin(poll_s)
                 watchdog.wait = 0
-                for batch in self._polls(batches) if len(self) else ():
+                for batch in self._polls(batches) if wanted else ():
                     if batch is None and watchdog.fired:
                         raise TimeoutError
                     if batch is not None and batch.errors:
@@ -119,10 +119,10 @@ class ProcessFeed:
                     watchdog.wait = given if batch is None else None
                     yield batch
                     watchdog.wait = given
-                    if given == len(self):
+                    if given == wanted:
                         break
-                if given != len(self):
-                    raise LoaderError(f"the feed ended after {given} of {len(self)} batches; no batch may be lost")
+                if given != wanted:
+                    raise LoaderError(f"the feed ended after {given} of {wanted} batches; no batch may be lost")
             except (RuntimeError, OSError, EOFError) as error:
                 if not self.settings.num_workers:
                     raise
@@ -133,7 +133,7 @@ class ProcessFeed:
             finally:
                 self._running = False
                 # what was asked for would come in the next pass
-                if given < len(self) or not self.settings.persistent_workers:
+                if given < wanted or not self.settings.persistent_workers:
                     self._end()
 
     def _polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
@@ -252,9 +252,6 @@ class _Keys:
     def __init__(self, order: Order | ProbeOrder) -> None:
         self.order = order
         self.epoch = 0
-
-    def __len__(self) -> int:
-        return len(self.order)
 
     def __iter__(self) -> Iterator[Key]:
         epoch = self.epoch

@@ -26,21 +26,24 @@ class SyntheticFeed:
     ) -> None:
         self.settings = settings
         self.order = order
+        self._epoch = 0
         generator = torch.Generator().manual_seed(0)
         size = (settings.batch_size, 3, image_size, image_size)
         self._images = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).to(device)
         self._labels = torch.randint(0, classes, size[:1], generator=generator).to(device)
 
     def __len__(self) -> int:
-        return len(self.order)
+        return self.order.count(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing changes with the epoch."""
+        """Choose the epoch that the next ``iter()`` gives: the order of its batches, not what is in them."""
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[HostBatch]:
-        for indices in self.order.batches(0):
+        epoch = self._epoch
+        for indices in self.order.batches(epoch):
             n = len(indices)
-            yield HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices))
+            yield HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices), epoch=epoch)
 
     def prime(self, epoch: int) -> None:
         """The batches are there already."""

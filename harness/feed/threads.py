@@ -76,7 +76,7 @@ class ThreadFeed:
         self._end_crew: Callable[[], object] | None = None
 
     def __len__(self) -> int:
-        return len(self.order)
+        return self.order.count(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` gives."""
@@ -121,7 +121,7 @@ class ThreadFeed:
         self._crew = self._end_crew = None
 
     def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
-        given, crew = 0, self._begin()
+        given, wanted, crew = 0, len(self), self._begin()
         try:
             for batch in polls(crew, self.settings, poll_s):
                 if batch is not None and batch.errors:
@@ -129,14 +129,14 @@ class ThreadFeed:
                 given += batch is not None
                 yield batch
                 del batch
-                if given == len(self):
+                if given == wanted:
                     break
-            if given != len(self):
-                raise LoaderError(f"the feed ended after {given} of {len(self)} batches; no batch may be lost")
+            if given != wanted:
+                raise LoaderError(f"the feed ended after {given} of {wanted} batches; no batch may be lost")
         finally:
             if crew is self._crew:  # not that of a later pass
                 self._running = False
-                if given < len(self) or not self.settings.persistent_workers:  # what was asked for would come in the next one
+                if given < wanted or not self.settings.persistent_workers:  # what was asked for would come in the next one
                     self.close()
 
     def _begin(self) -> Crew:

@@ -190,9 +190,6 @@ class _Indices:
     def __init__(self, order: Order | ProbeOrder) -> None:
         self.order = order
 
-    def __len__(self) -> int:
-        return len(self.order)
-
     def __iter__(self) -> Iterator[list[int]]:
         return (indices.tolist() for indices in self.order.batches(0))
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from itertools import chain, islice, zip_longest
+from dataclasses import replace
+from itertools import accumulate, chain, islice, zip_longest
 
 import numpy as np
 import pytest
 
-from harness.feed.order import Cursor, Order, ProbeOrder
+from harness.feed.order import Cursor, Order, ProbeOrder, Rest
 
 
-def batches(order: Order, epoch: int = 0, start: int = 0) -> list[list[int]]:
-    return [batch.tolist() for batch in order.batches(epoch, start)]
+def batches(order: Order, epoch: int = 0) -> list[list[int]]:
+    return [batch.tolist() for batch in order.batches(epoch)]
 
 
 def ranks(length: int, global_batch_size: int, world_size: int, drop_last: bool = False) -> list[Order]:
@@ -77,12 +79,104 @@ def test_the_length_is_the_number_of_batches(length: int, drop_last: bool) -> No
         assert len(order) == len(batches(order))
 
 
-@pytest.mark.parametrize("start", [0, 1, 4, 5])
-def test_a_start_leaves_out_the_batches_before_it(start: int) -> None:
-    """batches(epoch, start) is batches(epoch) from position start on."""
-    order = Order(41, 8, seed=4)
-    assert len(order) == 6
-    assert batches(order, 1, start) == batches(order, 1)[start:]
+def test_of_a_whole_epoch_batches_take_one_global_batch_after_the_other() -> None:
+    """taken() counts over all ranks; the last, short global batch ends where the set does, or is left out."""
+    order, dropped = ranks(29, 6, 2)[1], ranks(29, 6, 2, drop_last=True)[1]
+    assert [order.taken(3, batches) for batches in range(6)] == [0, 6, 12, 18, 24, 29]
+    assert (order.stop(3), dropped.stop(3), dropped.taken(3, dropped.count(3))) == (29, 24, 24)
+
+
+def resting(order: Order, start: int, stop: int | None = None, epoch: int = 1) -> Order:
+    """``order`` with nothing of ``epoch`` but what lies between ``start`` and ``stop``, or the epoch's end."""
+    return replace(order, rest=Rest(epoch, start, order.stop(epoch) if stop is None else stop))
+
+
+@pytest.mark.parametrize(("world_size", "drop_last"), [(1, False), (1, True), (2, True), (3, True)])
+@pytest.mark.parametrize("position", [0, 1, 3, 4])
+def test_a_rest_goes_on_where_the_epoch_was_left(world_size: int, drop_last: bool, position: int) -> None:
+    """From a whole global batch on the batches are those of the whole epoch, and other epochs are whole."""
+    for order in ranks(29, 6, world_size, drop_last):
+        rest = resting(order, order.taken(1, position))
+        assert batches(rest, 1) == batches(order, 1)[position:]
+        assert [batches(rest, epoch) for epoch in (0, 2)] == [batches(order, epoch) for epoch in (0, 2)]
+        assert (len(rest), rest.count(1), rest.count(2)) == (len(order), order.count(1) - position, order.count(2))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_rest_is_shared_out_evenly(seed: int) -> None:
+    """Every sample once; ranks have equally many batches, no empty one, and split a short global batch evenly."""
+    draw = random.Random(seed)
+    size, world_size = draw.randint(2, 5), draw.randint(1, 6)
+    start, left, beyond = draw.randint(0, 40), draw.randint(world_size, 70), draw.randint(0, 9)
+    orders = [
+        resting(Order(start + left + beyond, size, seed, rank=rank, world_size=world_size), start, start + left)
+        for rank in range(world_size)
+    ]
+    shares = [batches(order, 1) for order in orders]
+    assert {len(share) for share in shares} == {orders[0].count(1)} == {-(-left // (size * world_size))}
+    expected = orders[0].indices(1)[start : start + left].tolist()
+    assert list(chain(*(chain(*parts) for parts in zip(*shares, strict=True)))) == expected
+    behind = start
+    for position, parts in enumerate(zip(*shares, strict=True), 1):
+        sizes = [len(part) for part in parts]
+        assert 1 <= max(sizes) - 1 <= min(sizes) or sizes == [1] * world_size
+        assert max(sizes) <= size
+        assert sum(sizes) == size * world_size or position >= len(shares[0]) - 1
+        behind += sum(sizes)
+        assert {order.taken(1, position) for order in orders} == {behind}
+    assert {order.stop(1) for order in orders} == {behind} == {start + left}
+
+
+@pytest.mark.parametrize(("left", "sizes"), [(17, [9, 8]), (18, [9, 9]), (19, [10, 9]), (20, [16, 4]), (16, [16]), (4, [4])])
+def test_fewer_samples_than_ranks_share_with_the_batch_before(left: int, sizes: list[int]) -> None:
+    """On 4 ranks with batches of 4, the last 16 and 1 to 3 more become two global batches of about half each."""
+    order = resting(Order(60, 4, world_size=4), 7, 7 + left)
+    assert [order.taken(1, place) for place in range(order.count(1) + 1)] == [7, *accumulate(sizes, initial=7)][1:]
+
+
+@pytest.mark.parametrize("start", [0, 5, 12, 13])
+def test_a_rest_of_a_rest_goes_on_as_the_first_does(start: int) -> None:
+    """Left again after any batch, also between the two halves at its end, an epoch goes on with the same batches."""
+    for rank in range(4):
+        first = resting(Order(50, 2, seed=5, rank=rank, world_size=4), start)
+        later = first
+        for position in range(1, first.count(1) + 1):
+            later = resting(later, later.taken(1, 1))
+            assert batches(later, 1) == batches(first, 1)[position:]
+
+
+def test_the_number_of_ranks_may_change_twice_within_an_epoch() -> None:
+    """2, then 3, then 1 rank: what each of them gives before it is left is together every sample once."""
+    given, start = [], 0
+    for world_size, count in ((2, 3), (3, 2), (1, None)):
+        orders = [resting(Order(50, 4, seed=5, rank=rank, world_size=world_size), start, 50) for rank in range(world_size)]
+        given += [index for order in orders for batch in batches(order, 1)[:count] for index in batch]
+        start = orders[0].taken(1, count or orders[0].count(1))
+    assert Counter(given) == Counter(range(50)) and start == 50
+
+
+@pytest.mark.parametrize(
+    ("size", "start", "stop"),
+    [
+        pytest.param(4, 27, 29, id="fewer than ranks"),
+        pytest.param(1, 0, 4, id="batches of one that do not divide"),
+        pytest.param(4, 24, 30, id="beyond the end"),
+        pytest.param(4, -1, 29, id="before the beginning"),
+        pytest.param(4, 9, 8, id="backwards"),
+    ],
+)
+def test_a_rest_that_ranks_cannot_share_is_refused(size: int, start: int, stop: int) -> None:
+    """The error names the ranks and the samples, on every rank alike."""
+    for rank in range(3):
+        with pytest.raises(ValueError, match=f"^epoch 4: 3 ranks cannot share samples {start} to {stop} of 29 evenly"):
+            resting(Order(29, size, rank=rank, world_size=3), start, stop, epoch=4)
+
+
+def test_a_rest_of_nothing_has_no_batches() -> None:
+    """An epoch that was left at its very end is over on every rank."""
+    for rank in range(3):
+        order = resting(Order(29, 2, rank=rank, world_size=3, drop_last=True), 24)
+        assert (order.count(1), batches(order, 1), order.taken(1, 0)) == (0, [], 24)
 
 
 def asked(order: ProbeOrder, count: int) -> list[list[int]]:

@@ -1,0 +1,112 @@
+"""A feed that begins within an epoch: in every form it gives what is left of it, then whole epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import samples
+import torch
+
+from harness.data.decode import DecodeOptions
+from harness.data.images import ImageDataset
+from harness.data.storage import ArraySource
+from harness.data.transforms import TrainTransform
+from harness.feed.arrays import ArrayFeed
+from harness.feed.interface import Feed, HostBatch
+from harness.feed.order import Order, Rest
+from harness.feed.processes import ProcessFeed
+from harness.feed.synthetic import SyntheticFeed
+from harness.feed.threads import ThreadFeed
+
+LENGTH, EPOCH = 19, 1
+ORDER = Order(LENGTH, 4, seed=3)
+MakeFeed = Callable[[Order], Feed]
+
+
+def images(side: int) -> ImageDataset:
+    """Random pixels of 8 x 8; those of any other ``side`` have to be made, by threads."""
+    pixels = np.random.default_rng(0).integers(0, 256, (LENGTH, 8, 8, 3), np.uint8)
+    source = ArraySource(pixels, np.arange(LENGTH) % 10, map(str, range(10)), "noise")
+    return ImageDataset(source, TrainTransform(side, crop="pad", pad=2), DecodeOptions(), side, seed=5)
+
+
+def make(form: str, order: Order) -> Feed:
+    """A feed of the form and with the number of workers, or the side of its images, that ``form`` names."""
+    name, number = form.split()
+    if name == "synthetic":
+        return SyntheticFeed(order, samples.settings(), int(number), 10, torch.device("cpu"))
+    if name == "arrays":
+        return ArrayFeed(images(int(number)), order, samples.settings())
+    settings = samples.settings(int(number), persistent_workers=True)
+    return {"processes": ProcessFeed, "threads": ThreadFeed}[name](samples.Noise(LENGTH), order, settings)
+
+
+@pytest.fixture(params=["processes 0", "processes 2", "threads 0", "threads 2", "arrays 8", "arrays 6", "synthetic 4"])
+def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
+    made: list[Feed] = []
+
+    def make_one(order: Order) -> Feed:
+        made.append(make(request.param, order))
+        return made[-1]
+
+    yield make_one
+    for feed in made:
+        feed.close()
+
+
+def passed(feed: Feed, epoch: int, primed: bool = False) -> list[HostBatch]:
+    """One pass, as long as the feed says; maybe begun ahead of time."""
+    if primed:
+        feed.prime(epoch)
+    feed.set_epoch(epoch)
+    batches = list(feed)
+    assert len(batches) == len(feed)
+    return batches
+
+
+@pytest.mark.parametrize("primed", [False, True], ids=["plain", "primed"])
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 5])
+def test_a_rest_gives_what_an_uninterrupted_pass_gives_from_there(make_feed: MakeFeed, position: int, primed: bool) -> None:
+    """Images, labels and indices are bitwise the same, also of the next epoch, which is whole."""
+    rest = Rest(EPOCH, ORDER.taken(EPOCH, position), ORDER.stop(EPOCH))
+    whole, feed = make_feed(ORDER), make_feed(replace(ORDER, rest=rest))
+    samples.assert_same(passed(feed, EPOCH, primed), passed(whole, EPOCH)[position:])
+    samples.assert_same(passed(feed, EPOCH + 1, primed), passed(whole, EPOCH + 1))
+    samples.assert_same(passed(feed, EPOCH, primed), passed(whole, EPOCH)[position:])
+
+
+def test_a_rest_of_a_rest_in_each_feed_gives_every_sample_once(make_feed: MakeFeed) -> None:
+    """A pass that is left twice goes on each time in a feed of its own, as it would have without."""
+    order, given = ORDER, []
+    for _ in range(2):
+        feed = make_feed(order)
+        feed.set_epoch(EPOCH)
+        batches = iter(feed)
+        given += [next(batches) for _ in range(2)]
+        feed.close()
+        order = replace(order, rest=Rest(EPOCH, order.taken(EPOCH, 2), order.stop(EPOCH)))
+    samples.assert_same(given + passed(make_feed(order), EPOCH), passed(make_feed(ORDER), EPOCH))
+
+
+def test_the_length_is_that_of_the_chosen_epoch(make_feed: MakeFeed) -> None:
+    """len() counts the rest's batches in its epoch, and those of a whole epoch in any other."""
+    feed = make_feed(replace(ORDER, rest=Rest(EPOCH, 12, LENGTH)))
+    lengths = []
+    for epoch in (0, EPOCH, 2):
+        feed.set_epoch(epoch)
+        lengths.append(len(feed))
+    assert lengths == [5, 2, 5]
+
+
+def test_an_epoch_that_is_chosen_during_a_pass_is_the_next_one(make_feed: MakeFeed) -> None:
+    """The pass ends where it would have, whatever the length of the epoch that comes after it."""
+    feed, whole = make_feed(replace(ORDER, rest=Rest(EPOCH, 12, LENGTH))), make_feed(ORDER)
+    feed.set_epoch(EPOCH)
+    batches = iter(feed)
+    given = [next(batches)]
+    feed.set_epoch(EPOCH + 1)
+    samples.assert_same([*given, *batches], passed(whole, EPOCH)[3:])
+    samples.assert_same(list(feed), passed(whole, EPOCH + 1))
