@@ -35,7 +35,7 @@ def main(composed: DictConfig) -> float | None:
         if not sweep:
             job.run(0, work)
             return None
-        launch.run_processes(job.run, work, 1)
+        launch.run_processes(job.run, work, 1, work.config.checkpoint.grace_s)
     except (Exception, KeyboardInterrupt) as error:
         if not sweep:
             _failed.append(error)
@@ -67,7 +67,7 @@ def cli() -> int:
         sys.argv.append("hydra.sweeper.direction=maximize")  # what a job returns is its best top-1
     ended: list[BaseException] = []
     try:
-        with signals.caught():
+        with signals.caught(grace_s=0):
             main()
     except (Exception, KeyboardInterrupt) as error:
         ended.append(error)

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import operator
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -246,7 +247,10 @@ class CheckpointConfig:
     """What is saved, and when."""
 
     enabled: bool = setting(True, "Save checkpoints.")
-    every_epochs: int = setting(1, "Epochs between two checkpoints; the last epoch always has one.", ge=1)
+    every_epochs: int = setting(1, "Epochs between two checkpoints; the end of a run always has one.", ge=1)
+    every_steps: int | None = setting(None, "Optimizer updates between two checkpoints within epochs; null: none.", ge=1)
+    every_minutes: float | None = setting(10.0, "Minutes between two checkpoints within epochs; null: none.", gt=0.0)
+    grace_s: float = setting(25.0, "Seconds that a run has after a signal to save and to end by itself.", gt=0.0)
     keep_last: int = setting(2, "Newest checkpoints that are kept, besides the best.", ge=2)
 
 
@@ -284,7 +288,9 @@ class Config:
     seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
     device: str = setting("auto", "auto (cuda, else cpu), cpu, cuda, cuda:N or mps.")
     resume: str | None = setting(
-        None, "null: start anew; auto: the newest checkpoint of this run folder, if there is one; or a path."
+        None,
+        "null: start at epoch 1; auto: go on in this run's folder, if it holds a checkpoint; a run's folder: go on there; a "
+        "checkpoint: begin with it in a new folder.",
     )
     run: RunConfig = group(RunConfig)
     data: DataConfig = group(DataConfig)
@@ -471,8 +477,8 @@ def _run_refusals(c: Config) -> tuple[_Refusal, ...]:
          "mode=diagnose: data=fake loads nothing that could be diagnosed; name a data set with data=NAME"),
         (c.data.name == "fake" and c.loader.autotune,
          "loader.autotune=true: has no effect with data=fake, which loads nothing; set it to false"),
-        (c.resume == "auto" and c.run.name is None,
-         "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME, or resume=PATH"),
+        (c.resume == "auto" and c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ,
+         "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME, or resume=FOLDER"),
         (c.resume == "", "resume=: empty; use null, auto or a path"),
         (c.data.md5 is not None and not re.fullmatch(r"[0-9a-fA-F]{32}", c.data.md5),
          f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config import Config, Mode, StartMethod
-from harness.runtime import folder, workers
+from harness.runtime import folder, signals, workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,9 @@ def main_worker(local_rank: int, job: Job) -> None:
     from harness.page import link, report
     from harness.runtime import distributed, limits, seeding
     from harness.training import resume
-    from harness.training.engine import Engine, Place
+    from harness.training.engine import Engine
     from harness.training.report import Page, Reporter
+    from harness.training.saving import Place
     from harness.training.state import make_state
     from harness.training.step import Step
     from harness.training.trial import StepTrials
@@ -44,29 +45,33 @@ def main_worker(local_rank: int, job: Job) -> None:
         folder.logging_to(job.folder, world.rank),
         station.quiet_ranks(world),
     ):
+        signals.set_grace(job.config.checkpoint.grace_s)
         station.refuse_hidden_gpu(job.config, world)
         saved = resume.find(job.config, job.folder)
         config = resume.settings(job.config, saved, job.overridden)
         seeding.seed_everything(config.seed, config.trainer.deterministic)
         splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+        config, rest = resume.rest(config, saved, world, len(splits.train))
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch(), filled=saved is not None)
         resumed_step = resume.take_over(state, saved, config, world, splits.classes)
         with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
             allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
             step, train = Step(state, config, world, len(splits.classes)), feeds.settings(allowed)
-            trials, val, tuning = StepTrials(step, config, world), feeds.val_settings(train), None
+            trials, val, tuning, kept = StepTrials(step, config, world), feeds.val_settings(train), None, None
             if config.mode is Mode.diagnose:
                 diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
                 return
             if config.loader.autotune:
-                tuning = tuned(feeds, trials, config, allowed, world).told(watch, job.folder)
+                found = tuned(feeds, trials, config, allowed, world, saved and saved.state.get("tuning"))
+                tuning, kept = found.told(watch, job.folder), found.entry
                 train, val = tuning.settings, tuning.val
             if config.mode is Mode.train and feeds.on_device(train) and not (tuning and not tuning.reused):
                 # a step first takes what the network needs, so that the images get of the rest; tuning has made steps
                 with trials.kept():
                     trials.demand(feeds.noise(train.batch_size), 0.0)
-            engine = Engine(config, world, step, feeds.train(train), feeds.val(val), watch, Place(job.folder, splits.classes))
+            place = Place(job.folder, splits.classes, kept)
+            engine = Engine(config, world, step, feeds.train(train, rest), feeds.val(val), watch, place)
             page, told = Page(link.pinned_link(), report.write_report), tuning.summary() if tuning else None
             with Reporter(config, job.overridden, told, allowed.cores, page, splits.cache).reporting(engine):
                 engine.fit() if config.mode is Mode.train else engine.evaluate_only()

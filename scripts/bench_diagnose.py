@@ -119,7 +119,8 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
     from itertools import islice
 
     from harness.runtime import limits
-    from harness.training.engine import Engine, Place
+    from harness.training.engine import Engine
+    from harness.training.saving import Place
     from harness.watch import station
     from scripts.bench_loop import CachedFeed
 

@@ -44,7 +44,8 @@ from harness.feed.order import Order
 from harness.runtime import distributed, folder, limits, seeding
 from harness.runtime.distributed import World
 from harness.training import models
-from harness.training.engine import Engine, Place
+from harness.training.engine import Engine
+from harness.training.saving import Place
 from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch import station
@@ -55,7 +56,7 @@ CLASSES = 10
 FLOOR = 0.98  # the interval of harness / hand-written may not lie below
 _RESAMPLES = 10_000
 
-Epoch = Callable[[], None]
+Epoch = Callable[[], object]
 
 
 class CachedFeed:

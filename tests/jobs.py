@@ -83,7 +83,7 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
             "copied": copied.tolist(),
             "agreed": world.agreed({"rank": world.rank}),
             "gathered": world.gathered({"rank": world.rank}),
-            "largest": world.largest(world.rank * 15),
+            "largest": world.largest(world.rank * 15, -world.rank),
             "smallest": world.smallest(0.1 + world.rank),
             "threads": torch.get_num_threads(),
         }

@@ -147,9 +147,10 @@ class ProcessFeed:
                 if batch is None:
                     return
             except RuntimeError as error:
-                signals.check()
                 if not _is_timeout(error):
+                    signals.check()
                     raise
+                signals.check_wait()
                 batch = None
             yield batch
 

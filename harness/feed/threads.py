@@ -38,7 +38,7 @@ def polls(crew: Crew, settings: FeedSettings, poll_s: float) -> Iterator[HostBat
         elif crew.through:
             return
         else:
-            signals.check()
+            signals.check_wait()
             waited_s += time.monotonic() - begin
             if 0 < timeout_s <= waited_s:
                 raise too_slow(settings)

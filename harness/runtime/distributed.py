@@ -67,17 +67,18 @@ class World:
         dist.all_gather_object(box, value)
         return box
 
-    def largest(self, value: int) -> int:
-        """The largest ``value`` of all ranks, on every rank: whether any of them saw a signal, say."""
-        return int(-self.smallest(-value))
+    def largest(self, *values: float) -> list[float]:
+        """The largest of each of ``values`` over all ranks, on every rank: whether any of them saw a signal, say."""
+        if self.size == 1:
+            return list(values)
+        box = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX)
+        found: list[float] = box.tolist()
+        return found
 
     def smallest(self, value: float) -> float:
         """The smallest ``value`` of all ranks, on every rank."""
-        if self.size == 1:
-            return value
-        box = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(box, op=dist.ReduceOp.MIN)
-        return float(box)
+        return -self.largest(-value)[0]
 
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every rank the first rank's ``tensors``, in place."""
@@ -96,7 +97,7 @@ def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
     if config.dist.name is DistName.spawn:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         os.environ["MASTER_PORT"] = str(_free_port())
-        run_processes(worker, job, spawn_size(config))
+        run_processes(worker, job, spawn_size(config), config.checkpoint.grace_s)
     else:
         worker(int(os.environ.get("LOCAL_RANK", "0")), job)
 

@@ -29,17 +29,26 @@ def is_first_rank() -> bool:
 def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.train) -> str:
     """The folder of a single run, owned by this process before Hydra writes into it; the same for all ranks under torchrun.
 
+    A run without a name goes on in the folder that ``resume`` names, and with ``resume=auto`` in the one that it had before
+    torchrun restarted it.
+
     Raises:
         ConfigError: a folder of that name holds a run, and this one does not go on with it.
     """
-    outputs = Path("outputs")
-    if name is None:
-        return rendezvous.shared(lambda: str(own(new_folder(outputs))))
+    outputs, goes_on = Path("outputs"), resume if mode is Mode.train else None
+    if name is None and goes_on not in (None, "auto") and Path(goes_on, "checkpoints").is_dir():
+        folder = Path(goes_on)
+    elif name is None:
+        return rendezvous.shared(
+            lambda before: str(own(Path(before) if before else new_folder(outputs))), lasting=goes_on == "auto"
+        )
+    else:
+        folder = outputs / name
     if is_first_rank():
-        if resume is None or mode is not Mode.train:
-            refuse_used(outputs / name)
-        own(outputs / name)
-    return str(outputs / name)
+        if goes_on is None:
+            refuse_used(folder)
+        own(folder)
+    return str(folder)
 
 
 def sweep_folder(name: str | None) -> str:

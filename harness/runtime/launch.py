@@ -40,10 +40,11 @@ def began_s(stat: Path = Path("/proc/self/stat")) -> float:
     return time.perf_counter() - age_s
 
 
-def run_processes(work: Callable[[int, Any], Any], job: Any, count: int) -> None:
+def run_processes(work: Callable[[int, Any], Any], job: Any, count: int, grace_s: float = 25.0) -> None:
     """Run ``work(i, job)`` in ``count`` fresh processes, i = 0 .. count - 1, and wait for all.
 
-    A signal to this process is passed on. When one process fails, the others have five seconds, then they are ended.
+    A signal to this process is passed on, and all then have ``grace_s`` seconds. When one process fails by itself, the others
+    have five, then they are ended.
 
     Raises:
         ProcessError: with the text and the exit code of the first process that failed.
@@ -57,9 +58,12 @@ def run_processes(work: Callable[[int, Any], Any], job: Any, count: int) -> None
         for i in range(count):
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_enter, args=(work, i, job, there), name=f"rank{i}")
-            process.start()
+            # until it can hear a signal to the whole group without a traceback; SIGTERM ends it at once
+            with signals.unheard(signal.SIGTERM):
+                process.start()
             there.close()
             started.append((process, here))
+        signals.set_grace(grace_s)
         failure = _watch(started)
     finally:
         _end([process for process, _ in started])
@@ -70,7 +74,8 @@ def run_processes(work: Callable[[int, Any], Any], job: Any, count: int) -> None
 def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection) -> None:
     workers.leave_with_parent()
     try:
-        with signals.caught():
+        with signals.caught(grace_s=0):
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
             work(i, job)
     except BaseException as error:
         text, code = told(error)
@@ -93,7 +98,8 @@ def _watch(started: list[tuple[SpawnProcess, Connection]]) -> ProcessError | Non
             open_.remove((process, pipe))
             if process.exitcode and failure is None:
                 failure = _failure(process, pipe)
-                deadline = time.monotonic() + _GRACE_S
+                if not signals.received():
+                    deadline = time.monotonic() + _GRACE_S
     return failure
 
 

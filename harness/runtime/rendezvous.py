@@ -11,26 +11,28 @@ from harness.config import ConfigError
 _WAIT = timedelta(seconds=60)
 
 
-def shared(make: Callable[[], str]) -> str:
+def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
     """What ``make`` returned in the first rank, in every rank of torchrun; without torchrun, what it returns here.
 
-    It goes through the store that torchrun itself keeps, under a name of its own for each restart of the workers.
+    It goes through the store that torchrun itself keeps, under a name of its own for each restart of the workers. Where it is
+    ``lasting``, ``make`` is given what it returned before the restart, else None.
 
     Raises:
         ConfigError: the first rank could not make it, or torchrun keeps no store.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
-        return make()
+        return make(None)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ConfigError("run.name=null: this launcher keeps no store to share a folder's name; set run.name")
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_WAIT)
-    key = f"wellfed/folder/{run_id}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    restart = "all" if lasting else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"wellfed/folder/{run_id}/{restart}"
     if os.environ["RANK"] == "0":
         try:
-            made = make()
+            made = make(store.get(key).decode()[1:] if lasting and store.check([key]) else None)
         except Exception as error:
             store.set(key, f"!{error}")
             raise

@@ -1,29 +1,46 @@
-"""A signal sets a flag; every long loop looks at it.
+"""A signal asks the run to end: a flag is set, every long loop looks at it, and what was trained is saved.
 
-A second signal acts at once, so that a process stuck in one call can still be ended by hand. Terminals, torchrun and
-schedulers signal whole groups, parents among them that pass it on: what comes within a second of the first is the same one.
+A second signal ends the process at once, wherever it is, and so does the end of the first one's grace. Terminals, torchrun
+and schedulers signal whole groups, parents among them that pass it on: what comes within a second of the first is the same one.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import connection
 from types import FrameType
 
 from harness.runtime.errors import Interrupted
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 _SAME_S = 1.0
+_END = b"\0"
 _received: list[tuple[int, float]] = []
+_grace_s = 0.0
 
 
 def check() -> None:
     """Return, or raise ``Interrupted`` once a signal has come."""
     if _received:
         raise interrupted()
+
+
+def check_wait() -> None:
+    """The same in a wait for a batch, which may last for half of the grace: if the batch comes, the step can be finished."""
+    if late():
+        raise interrupted()
+
+
+def late() -> bool:
+    """Whether a signal came, and half of its grace is gone."""
+    return bool(_received) and time.monotonic() - _received[0][1] >= _grace_s / 2
 
 
 def interrupted() -> Interrupted:
@@ -36,19 +53,48 @@ def received() -> int:
     return _received[0][0] if _received else 0
 
 
+def set_grace(seconds: float) -> None:
+    """Let this process have so many ``seconds`` after a signal before it is ended where it stands."""
+    global _grace_s
+    _grace_s = seconds
+
+
 @contextmanager
-def caught() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into a flag inside the block; the former handlers come back at its end."""
+def caught(grace_s: float = 25.0) -> Iterator[None]:
+    """Turn signals into a flag inside the block; the former handlers come back at its end.
+
+    A handler that is there already, as a launcher's own, stays. Where nothing is lost yet, ``grace_s`` is 0.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _received.clear()
-    former = {number: signal.signal(number, _note) for number in _HANDLED}
+    set_grace(grace_s)
+    own = [number for number in _HANDLED if signal.getsignal(number) in _FREE]
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    former = {number: signal.signal(number, _note) for number in own}
+    # the kernel's own handler writes there, also while this thread is in C code
+    former_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_guard, args=(reader, own), name="signals", daemon=True).start()
     try:
         yield
     finally:
+        signal.set_wakeup_fd(former_writer)
         for number, handler in former.items():
             signal.signal(number, handler)
+        os.write(writer, _END)
+        os.close(writer)
+
+
+@contextmanager
+def unheard(*but: signal.Signals) -> Iterator[None]:
+    """A block in which no signal but those in ``but`` comes in, neither here nor in processes that are started in it."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {*_HANDLED} - {*but})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def ignored_in_worker() -> None:
@@ -56,13 +102,34 @@ def ignored_in_worker() -> None:
 
     A scheduler sends SIGTERM to the whole process group; workers that died of it would take the last batches with them.
     """
-    for number in (*_HANDLED, signal.SIGUSR1):
+    signal.set_wakeup_fd(-1)
+    for number in _HANDLED:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    now = time.monotonic()
-    if _received and now - _received[0][1] > _SAME_S:
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-    _received.append((number, now))
+    _received.append((number, time.monotonic()))
+
+
+def _guard(reader: int, own: list[signal.Signals]) -> None:
+    """End the process after a second signal, or when the first one's grace is over."""
+    first, first_s = 0, 0.0
+    while True:
+        left_s = max(0.0, first_s + _grace_s - time.monotonic()) if first else None
+        if not connection.wait([reader], left_s):
+            _leave(first, f"not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else "")
+        number = os.read(reader, 1)
+        if number in (b"", _END):
+            return os.close(reader)
+        if number[0] not in own:
+            continue
+        if first and time.monotonic() - first_s > _SAME_S:
+            _leave(number[0], "the second one: nothing more is saved")
+        if not first:
+            first, first_s = number[0], time.monotonic()
+
+
+def _leave(number: int, why: str) -> None:
+    sys.stderr.write(f"error: {Interrupted(number)}{why and ', '}{why}\n")
+    sys.stderr.flush()
+    os._exit(128 + number)

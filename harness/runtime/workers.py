@@ -14,7 +14,6 @@ from harness.runtime import signals
 
 _NICE = 10  # where processors are short, a ninth of the weight of a thread that has none
 _LOOK_S = 0.5  # how often a watchdog looks
-_HEARD_S = 2.0  # how soon a signal to the trainer ends a wait for workers
 
 
 def start_server(preload: Sequence[str]) -> None:
@@ -24,7 +23,9 @@ def start_server(preload: Sequence[str]) -> None:
     seconds, and none of the locks that a forked trainer's threads may hold.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
-    forkserver.ensure_running()
+    # it lives as long as the trainer, whatever its process group is sent, and so does Python's tracker of shared memory
+    with signals.unheard():
+        forkserver.ensure_running()
 
 
 def enter_worker() -> None:
@@ -56,7 +57,7 @@ def _leave_with(sentinel: int) -> None:
 
 
 class Watchdog:
-    """Calls ``free`` while one wait for workers lasts over ``limit_s`` seconds, or 2 s once a signal has come.
+    """Calls ``free`` while one wait for workers lasts over ``limit_s`` seconds, or a signal's grace is half gone.
 
     It is for waits that have no limit of their own: ``free`` kills the workers, and the wait ends with an error.
 
@@ -90,6 +91,6 @@ class Watchdog:
         while not self._over.wait(look_s):
             waited_s = waited_s + look_s if seen is not None and seen == self.wait else 0.0
             seen = self.wait
-            if waited_s >= (_HEARD_S if signals.received() else self._limit_s):
+            if waited_s >= self._limit_s or (waited_s and signals.late()):
                 self.fired = True
                 self._free()

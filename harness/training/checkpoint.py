@@ -115,8 +115,10 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
     return None
 
 
-def read(path: Path) -> tuple[Record, dict[str, Any]]:
-    """The checkpoint at ``path``: a ``.pt`` file beside its record, or a run's folder for its newest.
+def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
+    """The checkpoint at ``path``, its state, and what was wrong with newer ones.
+
+    ``path`` is a ``.pt`` file beside its record, or a run's folder, whose newest checkpoint is meant.
 
     Raises:
         CheckpointError: missing, damaged, without a record or not a checkpoint.
@@ -126,12 +128,12 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
         found = newest(folder)
         if found is None:
             raise CheckpointError(f"{printable(str(path))}: holds no checkpoint")
-        return found[0], found[1]
+        return found
     if not path.is_file():
         raise CheckpointError(f"{printable(str(path))}: no such checkpoint")
     target = path.resolve()
     record = _record(target.with_suffix(".json"))
-    return record, _load(target, record.sha256)
+    return record, _load(target, record.sha256), []
 
 
 def read_any(path: Path) -> dict[str, Any]:

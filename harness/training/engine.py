@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
-from harness.config import Config, to_plain
+from harness.config import Config
 from harness.feed.interface import Feed
+from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
-from harness.runtime import accelerator, signals
+from harness.runtime import accelerator
 from harness.runtime.distributed import World
-from harness.runtime.errors import Interrupted, NonFiniteError
+from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
 from harness.runtime.folder import LOGGER
-from harness.training import checkpoint
 from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
+from harness.training.saving import Boundary, Place, Saves
 from harness.training.step import Step, device_batches
 from harness.watch.board import Figure, stages, timings
 from harness.watch.console import progress, say
@@ -55,14 +55,6 @@ class Outcome:
     skipped: int = 0
     turns_ms: list[tuple[float, float]] = field(default_factory=list)
     ranks: tuple[RankFigures, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run's files go, and the names of the classes that its checkpoints record."""
-
-    folder: Path
-    classes: tuple[str, ...]
 
 
 class Lead:
@@ -106,13 +98,17 @@ class Engine:
         self.state = step.state
         self.feed, self.val_feed = feed, val_feed
         self.outcome = Outcome()
-        self.epoch_open = False
+        assert isinstance(feed.order, Order)  # a probe has no end
+        self.order = feed.order
+        self.saves = Saves(config, world, self.state, self.order, place)
         self.train_batches = step.batches(feed, watch.clock)
         self.val_batches = device_batches(val_feed, config, world.device)
-        self.steps_per_epoch = math.ceil(len(feed) / config.trainer.accumulate_steps)
         self.memory = MemoryWatch(accelerator.of(world.device))
         self._worked: StageTotals | None = None  # by the feed's workers up to the window before
         self._looked_s = time.perf_counter()
+        self._boundary = Boundary(config, world, self.state.step)
+        self._whole = True  # no update is under way
+        self._logged_step = self.state.step
         self._starting = True  # no step has ended yet
         self._trace = Trace(config.profile.steps if world.is_main else None, place.folder, watch.clock.pause)
 
@@ -120,22 +116,24 @@ class Engine:
         """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error ends the run."""
         config, state = self.config, self.state
         with self._ending():
-            if state.epoch >= config.trainer.epochs or not self._steps_left(len(self.feed)):
+            evaluation = None
+            if state.pending:  # a signal came before or during the evaluation
+                evaluation = self.evaluate(state.epoch - (state.samples == 0))
+                self._save(evaluation)
+            done = self._is_done()
+            if done and evaluation is None:
                 say(f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs")
                 self.outcome.status = "idle"
                 return self.outcome
-            evaluation = None
-            for epoch in range(state.epoch, config.trainer.epochs):
-                last = self._is_last(epoch)
-                evaluated = last or (epoch + 1) % config.trainer.eval_every_epochs == 0
-                self._train_epoch(epoch, Lead(self._steps_left(len(self.feed))) if evaluated else None)
+            while not done:
+                epoch = state.epoch
+                due = self._train_epoch(epoch)
+                done = self._is_done()
                 if evaluation is not None:
                     self._note_turn()
-                evaluation = self.evaluate(epoch, None if last else epoch + 1) if evaluated else None
-                if last or (epoch + 1) % config.checkpoint.every_epochs == 0:
+                evaluation = self.evaluate(epoch, None if done else state.epoch) if state.pending else None
+                if done or due or (epoch + 1) % config.checkpoint.every_epochs == 0:
                     self._save(evaluation)
-                if last:
-                    break
             if self.world.size > 1:
                 self.outcome.ranks = tuple(self.world.gathered(self._own_figures()))
             self.outcome.status = "completed"
@@ -162,6 +160,7 @@ class Engine:
             result = evaluate(self.state.network, self.val_batches, self.world, self.step.autocast)
             self.val_batches.close()
             self.val_feed.close()
+        self.state.pending = False
         self.outcome.evaluation = result
         values: dict[str, Figure] = {Tag.VAL_TOP1: result.top1, Tag.VAL_TOP5: result.top5, Tag.VAL_LOSS: result.loss}
         self._write(epoch, {**values, **self.memory.evaluated()})
@@ -188,38 +187,63 @@ class Engine:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Note an interruption, and close the feeds whatever ends the block."""
+        """Save what an interruption or missing data leave whole, and close the feeds whatever ends the block."""
         try:
             yield
-        except Interrupted:
-            self.outcome.status = "interrupted"
+        except (Interrupted, DataError, LoaderError) as error:
+            if isinstance(error, Interrupted):
+                self.outcome.status = "interrupted"
+            if self._whole:
+                if self.state.step > self._logged_step:
+                    self._close_window(self.state.epoch)
+                self.saves.save()
             raise
         finally:
             self.close()
+            self.saves.close()
 
-    def _train_epoch(self, epoch: int, lead: Lead | None = None) -> None:
-        """Train for one epoch; with a ``lead``, the validation feed is primed before the end."""
+    def _train_epoch(self, epoch: int) -> bool:
+        """Train to the end of the epoch, or to trainer.max_steps; whether a checkpoint is due then."""
+        state, order, accumulate = self.state, self.order, self.config.trainer.accumulate_steps
         self.feed.set_epoch(epoch)
-        self.state.network.train()
+        state.network.train()
         self.watch.clock.start_epoch()
-        batches, left = iter(self.train_batches), len(self.feed)
-        with progress(f"epoch {epoch + 1}/{self.config.trainer.epochs}", self.steps_per_epoch, "steps") as bar:
-            steps_left = self._steps_left(left)
+        batches, count = iter(self.train_batches), len(self.feed)
+        left, steps_left, due = count, self._steps_left(count), False
+        evaluated = (epoch + 1) % self.config.trainer.eval_every_epochs == 0 or self._is_last(epoch, count)
+        lead = Lead(steps_left) if evaluated else None
+        with progress(f"epoch {epoch + 1}/{self.config.trainer.epochs}", steps_left, "steps") as bar:
             while steps_left:
                 if lead is not None and lead.due(steps_left):
                     self.val_feed.prime(0)
-                parts = min(self.config.trainer.accumulate_steps, left)
+                parts = min(accumulate, left)
                 self._one_step(batches, parts)
                 left, steps_left = left - parts, steps_left - 1
+                if left:
+                    state.samples = order.taken(epoch, count - left)
+                else:
+                    state.epoch, state.samples = epoch + 1, 0
+                state.pending = evaluated and not steps_left
                 bar.advance(1)
-                if not steps_left or self.state.step % self.config.watch.window_steps == 0:
-                    with named("close window"):
-                        self._close_window(epoch)
-                elif self.world.size == 1:
-                    signals.check()
-        self.epoch_open = left > 0
-        if not self.epoch_open:
-            self.state.epoch = epoch + 1
+                due = self._between_steps(epoch, last=not steps_left)
+        return due
+
+    def _between_steps(self, epoch: int, last: bool) -> bool:
+        """Log and save what is due after a step, which may be the ``last`` one before an evaluation saves; whether it was due.
+
+        Raises:
+            Interrupted: any rank heard a signal.
+        """
+        step = self.state.step
+        signum, due = self._boundary.ask(step)
+        if last or due or signum or step % self.config.watch.window_steps == 0:
+            with named("close window"):
+                self._close_window(epoch)
+        if signum:
+            raise Interrupted(signum)
+        if due and not last:
+            self._save(None)
+        return due
 
     def _one_step(self, batches: DataPrefetcher, parts: int) -> None:
         clock, images_seen = self.watch.clock, 0
@@ -229,22 +253,24 @@ class Engine:
                     images, labels = next(batches)
                 count = labels.shape[0]
                 whole = count == self.feed.settings.batch_size
+                self._whole = False
                 with clock.computing(), _AS_IT_IS if whole else self._eagerly():
                     self.step(images, labels, part=part, parts=parts)
                 images_seen += count
+            self._whole = True
             clock.step(images_seen)
         if self._starting and self.watch.sampler is not None:
             self.watch.sampler.restart()
         self._starting = False
 
     def _close_window(self, epoch: int) -> None:
-        """Log the window. Here, and only here, a training step waits for the device and for the other ranks."""
+        """Log the window. Here, and where a checkpoint is made, a training step waits for the device."""
+        self._logged_step = self.state.step
         self.watch.clock.settle()
         figures = self.step.read()
         window = self.watch.clock.close_window()
         for look in self.watch.on_window:
             look(self.watch.clock)
-        signum = self.world.largest(signals.received())
         self.outcome.skipped += figures.skipped
         values: dict[str, Figure] = {Tag.LOSS: figures.loss, Tag.LR: float(self.state.schedule.get_last_lr()[0])}
         if window is not None:
@@ -261,8 +287,6 @@ class Engine:
                 f"(trainer.max_nonfinite_steps={self.config.trainer.max_nonfinite_steps}); lower optim.lr, set "
                 "optim.clip_norm=1 or use trainer.precision=fp32"
             )
-        if signum:
-            raise Interrupted(signum)
 
     def _write(self, epoch: int, figures: dict[str, Figure]) -> None:
         if self.watch.board is not None:
@@ -294,12 +318,14 @@ class Engine:
         steps, limit = math.ceil(batches / self.config.trainer.accumulate_steps), self.config.trainer.max_steps
         return steps if limit is None else max(0, min(steps, limit - self.state.step))
 
-    def _is_last(self, epoch: int) -> bool:
-        """Whether the run ends with ``epoch``, which is about to begin."""
-        limit = self.config.trainer.max_steps
-        return epoch + 1 == self.config.trainer.epochs or (
-            limit is not None and limit <= self.state.step + self.steps_per_epoch
-        )
+    def _is_last(self, epoch: int, batches: int) -> bool:
+        """Whether the run ends with ``epoch``, of which so many ``batches`` are about to begin."""
+        limit, steps = self.config.trainer.max_steps, math.ceil(batches / self.config.trainer.accumulate_steps)
+        return epoch + 1 == self.config.trainer.epochs or (limit is not None and limit <= self.state.step + steps)
+
+    def _is_done(self) -> bool:
+        """Whether trainer.epochs or trainer.max_steps ends the run here."""
+        return self.state.epoch >= self.config.trainer.epochs or not self._steps_left(1)
 
     def _note_turn(self) -> None:
         waits_s = self.val_batches.first_wait_s, self.train_batches.first_wait_s
@@ -307,20 +333,5 @@ class Engine:
             self.outcome.turns_ms.append((1e3 * waits_s[0], 1e3 * waits_s[1]))
 
     def _save(self, evaluation: Evaluation | None) -> None:
-        """Save a finished epoch; one that trainer.max_steps cut short could not be resumed exactly."""
-        if not self.config.checkpoint.enabled:
-            return
-        if self.epoch_open:
-            say("no checkpoint: trainer.max_steps ended the epoch before its end, and it could not be resumed exactly")
-            return
         with self._aside("checkpoint"):
-            if self.world.is_main:
-                checkpoint.save(
-                    self.place.folder / "checkpoints",
-                    self.state.to_dict(to_plain(self.config), self.place.classes),
-                    step=self.state.step,
-                    epoch=self.state.epoch,
-                    top1=evaluation.top1 if evaluation else None,
-                    keep_last=self.config.checkpoint.keep_last,
-                )
-            self.world.barrier()
+            self.saves.save(evaluation.top1 if evaluation else None)

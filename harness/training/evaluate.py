@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World
+from harness.runtime.errors import Interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ def evaluate(
 
     Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The sums stay on the device until
     the end.
+
+    Raises:
+        Interrupted: any rank heard a signal; on every rank, once each has stopped.
     """
     was_training = network.training
     network.eval()
@@ -50,7 +54,11 @@ def evaluate(
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
         count = torch.full_like(loss, len(labels))
         sums += torch.stack((count, best[:, 0].sum(), best.sum(), loss))
-        signals.check()  # on every rank for itself: whoever sends one sends it to all, and the launcher ends a rank that waits
+        if signals.received():
+            break
     network.train(was_training)
+    signum = int(world.largest(signals.received())[0])
+    if signum:
+        raise Interrupted(signum)
     images_seen, top1, top5, loss_sum = world.total(sums).tolist()  # the host waits for the device
     return Evaluation(int(images_seen), top1 / images_seen, top5 / images_seen, loss_sum / images_seen)

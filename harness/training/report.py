@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.config import Config, Mode, walk
+from harness.config import Config, DistName, Mode, walk
 from harness.data.cache import PixelCache
 from harness.runtime import accelerator
+from harness.runtime.distributed import World
 from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.engine import Engine
@@ -96,6 +98,8 @@ class Reporter:
         self.page.write(engine.place.folder)
         if outcome.status == "completed":
             self._close(engine, report)
+        elif outcome.status == "interrupted":
+            self._stand(engine)
 
     def figures(self, engine: Engine) -> dict[str, Any]:
         """``report.json`` as plain values; what this device cannot give is absent."""
@@ -200,11 +204,35 @@ class Reporter:
         page, root = os.path.relpath(folder / "report.html"), os.path.relpath(_root(folder))
         say(f"look at it     {page}, or tensorboard --logdir {root}")
 
+    def _stand(self, engine: Engine) -> None:
+        """Say where a run stands that a signal ended, and the command that goes on with it."""
+        state, folder = engine.state, os.path.relpath(engine.place.folder)
+        amid = f" and {state.samples} of {engine.order.stop(state.epoch)} images of the next" if state.samples else ""
+        say(f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} epochs{amid}")
+        if saved := engine.saves.last:
+            say(f"saved          {os.path.relpath(saved)}")
+            say(f"go on with     {_command(self.config, self.overridden, folder, engine.world)}")
+        else:
+            why = "no step was made since the start" if self.config.checkpoint.enabled else "checkpoint.enabled=false"
+            say(f"nothing was saved: {why}")
+
     def _gain(self) -> str:
         if self.tuning is None:
             return ""
         how = "remembered" if self.tuning["reused"] else f"tuned in {self.tuning['seconds']:.0f} s"
         return f" ({how})"
+
+
+def _command(config: Config, overridden: tuple[str, ...], folder: str, world: World) -> str:
+    """The command line that goes on with the run in ``folder``."""
+    named = config.run.name is not None and Path(folder) == Path("outputs", config.run.name)
+    left_out = {"resume"} if named else {"resume", "run.name"}
+    kept = [text for text in overridden if text.lstrip("+").partition("=")[0] not in left_out]
+    script = "uv run train.py" if "UV" in os.environ else "python train.py"
+    if config.dist.name is DistName.torchrun:
+        ranks = f"--nproc-per-node {world.local_size}" if world.size == world.local_size else "..."
+        script = f"torchrun {ranks} train.py"
+    return f"{script} {shlex.join([*kept, 'resume=auto' if named else f'resume={folder}'])}"
 
 
 def _spread(spread: Spread) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from harness.config import Config, Mode, from_plain, shown, to_plain, walk
+from harness.feed.order import Order, Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.folder import LOGGER
@@ -42,19 +43,14 @@ def find(config: Config, folder: Path) -> Saved | None:
         CheckpointError: it is missing or damaged.
         ConfigError: there are no published weights of this network, or they cannot be fetched.
     """
-    if config.resume == "auto":
-        found = checkpoint.newest(folder / "checkpoints")
-        if found is None:
-            if config.mode is Mode.evaluate:
-                raise CheckpointError(f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH")
+    if config.resume is not None:
+        auto = config.resume == "auto"
+        if auto and config.mode is Mode.train and not any((folder / "checkpoints").glob("step-*.json")):
             say("resume=auto: no checkpoint yet, starting at epoch 1")
             return None
-        record, state, damaged = found
+        record, state, damaged = checkpoint.read(folder if auto else Path(config.resume))
         for text in damaged:
             _log.warning("%s; falling back to %s", text, record.path.name)
-        return Saved(printable(str(record.path)), state)
-    if config.resume is not None:
-        record, state = checkpoint.read(Path(config.resume))
         return Saved(printable(str(record.path)), state)
     weights = config.model.weights
     if config.mode is not Mode.evaluate or weights is None:
@@ -103,6 +99,54 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
     return from_plain(to_plain(used))
 
 
+def rest(config: Config, saved: Saved | None, world: World, length: int) -> tuple[Config, Rest | None]:
+    """Returns the settings with the checkpoint's global batch, and what is left of the epoch that it was saved in.
+
+    Another number of ranks changes ``trainer.accumulate_steps`` or ``loader.batch_size`` where both are as they were, so that
+    an update still has as many images. ``length`` is the number of training images.
+
+    Raises:
+        CheckpointError: the epoch cannot be gone on with: other images, another order, or too few samples for the ranks.
+    """
+    if saved is None or config.mode is not Mode.train or "ranks" not in saved.state:
+        return config, None
+    state = saved.state
+    config = _same_update(config, from_plain(state["settings"]), state["ranks"], world.size)
+    if not state["samples"]:
+        return config, None
+    seed = state["settings"]["seed"]
+    for name, then, now in (("seed", seed, config.seed), ("number of training images", state["length"], length)):
+        if then != now:
+            raise CheckpointError(
+                f"{saved.where}: was saved amid an epoch; its {name} is {then}, this run's {now}: the rest of the epoch would "
+                "be of other samples; go on with the same, or from a checkpoint of an epoch's end"
+            )
+    left = Rest(state["epoch"], state["samples"], state["stop"])
+    try:
+        Order(length, config.loader.batch_size, world_size=world.size, rest=left)
+    except ValueError as error:
+        raise CheckpointError(f"{saved.where}: {error}") from error
+    return config, left
+
+
+def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Config:
+    """``config`` for ``size`` ranks, with as many images in an update as ``trained`` had on so many ``ranks``."""
+    batch, parts = config.loader.batch_size, config.trainer.accumulate_steps
+    if ranks == size or (batch, parts) != (trained.loader.batch_size, trained.trainer.accumulate_steps):
+        return config
+    images, same = batch * parts * ranks, copy.deepcopy(config)
+    if images % (batch * size) == 0:
+        same.trainer.accumulate_steps = images // (batch * size)
+    elif images % (parts * size) == 0:
+        same.loader.batch_size = images // (parts * size)
+    else:
+        say(f"checkpoint: {ranks} ranks, now {size}: they cannot share {images} images; an update has {batch * parts * size}")
+        return config
+    used = f"loader.batch_size={same.loader.batch_size} trainer.accumulate_steps={same.trainer.accumulate_steps}"
+    say(f"checkpoint: {ranks} ranks, now {size}: {used}, so that an update still has {images} images")
+    return same
+
+
 def _kept(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
     """The settings that the command line chose, by themselves or with their group."""
     keys = {text.partition("=")[0].lstrip("+") for text in typed}
@@ -139,8 +183,9 @@ def take_over(state: TrainState, saved: Saved | None, config: Config, world: Wor
             threads = saved.state.get("num_threads")
             if threads != torch.get_num_threads():
                 _log.warning("saved with %s torch threads, now %d: not bitwise the same", threads, torch.get_num_threads())
-            say(f"resumed {saved.where}: {state.epoch} epochs and {state.step} steps are done")
-    if world.smallest(state.step) != world.largest(state.step):
+            amid = f", and {state.samples} images of the next" if state.samples else ""
+            say(f"resumed {saved.where}: {state.epoch} epochs{amid}, {state.step} steps are done")
+    if world.smallest(state.step) != world.largest(state.step)[0]:
         raise CheckpointError("the ranks see different checkpoints; the run folder must be shared by all nodes")
     return state.step if state.step else None
 

@@ -28,6 +28,9 @@ class TrainState:
         scaler: scales fp16 losses; in the other precisions its scale is 1 and it only finds non-finite gradients.
         epoch: epochs done.
         step: optimizer updates done.
+        samples: of the epoch that was begun, taken by all ranks together.
+        pending: whether the evaluation that follows the last step is still to be made.
+        steps_per_epoch: optimizer updates in a whole epoch; the schedule counts by them.
     """
 
     network: nn.Module
@@ -36,20 +39,25 @@ class TrainState:
     scaler: GradScaler
     epoch: int = 0
     step: int = 0
+    samples: int = 0
+    pending: bool = False
+    steps_per_epoch: int = 1
 
-    def to_dict(self, settings: dict[str, Any], classes: tuple[str, ...]) -> dict[str, Any]:
-        """The state as tensors and plain containers, with the run's ``settings`` and ``classes`` beside it."""
+    def to_dict(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """The state as tensors and plain containers, with ``facts`` about the run beside it."""
         return {
+            **facts,
             "model": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "epoch": self.epoch,
             "step": self.step,
+            "samples": self.samples,
+            "pending": self.pending,
+            "steps_per_epoch": self.steps_per_epoch,
             "random": random_state(self.device),
             "num_threads": torch.get_num_threads(),
-            "settings": settings,
-            "classes": list(classes),
         }
 
     def load_dict(self, saved: dict[str, Any], where: str, precision: Precision) -> None:
@@ -71,6 +79,7 @@ class TrainState:
         if saved["settings"]["trainer"]["precision"] == precision.name:
             self.scaler.load_state_dict(saved["scaler"])
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
+        self.samples, self.pending = int(saved.get("samples", 0)), bool(saved.get("pending", False))
         restore_random_state(saved["random"], self.device)
 
     @property
@@ -83,6 +92,10 @@ class TrainState:
         base_lrs = self.schedule.base_lrs
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
+        if saved.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
+            # other batches: by the share of the epochs that is done
+            share = saved["samples"] / saved["stop"]
+            self.schedule.last_epoch = round((saved["epoch"] + share) * self.steps_per_epoch)
         self.schedule.base_lrs = base_lrs
         factor = self.schedule.lr_lambdas[0](self.schedule.last_epoch)
         for group, settings, base_lr in zip(self.optimizer.param_groups, own, base_lrs, strict=True):
@@ -108,7 +121,8 @@ def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: 
         network.compile(dynamic=False)
     optimizer = make_optimizer(network, config.optim)
     schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, steps_per_epoch)
-    return TrainState(network, optimizer, schedule, make_scaler(config.trainer.precision, world.device))
+    scaler = make_scaler(config.trainer.precision, world.device)
+    return TrainState(network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch)
 
 
 class FiniteCheck(GradScaler):

@@ -64,7 +64,7 @@ class StepTrials:
         not the real one, and an update costs the same at any rate. The copy of the state is the host's alone.
         """
         state = self._step.state
-        counts = state.epoch, state.step
+        step = state.step
         snapshot = Snapshot((state.network, state.optimizer, state.schedule, state.scaler), state.device)
         self._made = 0
         with self._step.kept():
@@ -76,7 +76,7 @@ class StepTrials:
                 yield
             finally:
                 snapshot.restore()
-                state.epoch, state.step = counts
+                state.step = step
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         """Some 20 groups of steps on ``batch``, warmed up; at least two, however slow.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,11 @@ from harness.watch.station import Watch
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What the stage found, and what checks it over the first training steps."""
+    """What the stage found, what checks it over the first training steps, and what a checkpoint keeps of it."""
 
     report: TuningReport
     follow: Follow
+    entry: dict[str, Any] | None
 
     def told(self, watch: Watch, folder: Path) -> TuningReport:
         """The report, once it is printed, written by the first rank, and given to ``watch`` to be checked."""
@@ -43,10 +45,11 @@ class Tuned:
         return self.report
 
 
-def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world: World) -> Tuned:
+def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world: World, kept: Any = None) -> Tuned:
     """The settings for this run's feeds, the same on every rank.
 
-    One of several runs alike tunes, the others wait for its answer. ``tuner.fresh=true`` forgets what was found before.
+    What a checkpoint has ``kept`` goes on where it fits. One of several runs alike tunes, the others wait for its answer.
+    ``tuner.fresh=true`` forgets what was found before.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -59,8 +62,9 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
     with memory.held() if memory else nullcontext():
         if memory and config.tuner.fresh:
             memory.forget()
-        recalled = memory and memory.recall(lambda answer: _recalled(answer, own, feeds, limits))
-        report: TuningReport | None = world.agreed(recalled)
+            kept = None
+        read: Callable[[Any], TuningReport | None] = lambda answer: _recalled(answer, own, feeds, limits)
+        report: TuningReport | None = world.agreed(memory and (memory.take(kept, read) or memory.recall(read)))
         if report is not None:
             report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
         else:
@@ -69,7 +73,7 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
             if memory and sound and report.after.images_per_s is not None:
                 when = f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
                 memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
-    return Tuned(report, Follow(report, memory.forget if memory else None))
+    return Tuned(report, Follow(report, memory.forget if memory else None), memory.entry if memory else None)
 
 
 def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:

@@ -40,7 +40,8 @@ class Board:
         self._step = 0  # the last one logged
         self._folder, self._now, self._began = folder, now, now()
         self._metrics = _Records(folder / "metrics.jsonl")
-        self._guarded(self._metrics.path, lambda: _drop_lines_after(self._metrics.path, resumed_step))
+        self._there: set[tuple[int, str]] = set()  # what the step that the run goes on from has already
+        self._guarded(self._metrics.path, lambda: self._go_on(resumed_step))
         self._events = _EventFile(folder, resumed_step) if tensorboard else None
 
     def __enter__(self) -> Self:
@@ -62,6 +63,10 @@ class Board:
                 flat[f"{tag}/median"], flat[f"{tag}/p95"], flat[f"{tag}/max"] = figure.median, figure.p95, figure.max
             elif figure is not None:
                 flat[str(tag)] = figure
+        if self._there:
+            flat = {tag: figure for tag, figure in flat.items() if (step, tag) not in self._there}
+            if not flat:
+                return
         known = {tag: figure if math.isfinite(figure) else None for tag, figure in flat.items()}
         line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **known}
         data = f"{json.dumps(line, allow_nan=False)}\n".encode()
@@ -87,6 +92,21 @@ class Board:
         self._metrics.close()
         if self._events:
             self._events.close()
+
+    def _go_on(self, step: int | None) -> None:
+        """Take out the lines of steps after ``step``, and a last one that was cut off; begin behind the others."""
+        path, kept = self._metrics.path, []
+        make_way(path)
+        data = read_regular(path) if path.exists() else b""
+        for line in data.splitlines(keepends=True):
+            found, time_s, tags = _line(line)
+            if line.endswith(b"\n") and (step is None or found <= step):
+                kept.append(line)
+                self._began = self._now() - time_s
+                if found == step:
+                    self._there |= {(step, tag) for tag in tags}
+        if (whole := b"".join(kept)) != data:
+            write_whole(path, whole)
 
     def _event(self, write: Callable[[_EventFile], None]) -> None:
         if events := self._events:
@@ -214,18 +234,10 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _step_of(line: bytes) -> float:
+def _line(line: bytes) -> tuple[float, float, tuple[str, ...]]:
+    """The step of a line, its time and its tags; a damaged one comes after all steps."""
     try:
-        return float(typed(float, parsed(line)["step"]))
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # a damaged line is of no use
-
-
-def _drop_lines_after(path: Path, step: int | None) -> None:
-    """Take out the lines of later steps, and a last one that was cut off."""
-    make_way(path)
-    data = read_regular(path) if path.exists() else b""
-    lines = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
-    kept = b"".join(line for line in lines if step is None or _step_of(line) <= step)
-    if kept != data:
-        write_whole(path, kept)
+        values = parsed(line)
+        return typed(float, values["step"]), typed(float, values.get("time_s", 0.0)), tuple(values)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return math.inf, 0.0, ()

@@ -267,11 +267,11 @@ def test_polled_ends_with_a_stopped_worker(make_feed: MakeFeed, quick: None) -> 
 def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
     make_feed: MakeFeed, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first SIGTERM ends the wait for a batch's memory in seconds, long before loader.timeout_s."""
+    """SIGTERM ends the wait for a batch's memory when half of the grace is gone, long before loader.timeout_s."""
     monkeypatch.setattr(signals, "_received", [])
     gauge = Gauge(2)
     feed = make_feed(2, gauge=gauge)
-    with signals.caught():
+    with signals.caught(grace_s=2.0):
         batches = iter(feed)
         next(batches)
         queued(feed, gauge, 3)

@@ -257,7 +257,7 @@ class TestEnds:
     def test_a_signal_ends_a_wait(
         self, make_feed: MakeFeed, gate: threading.Event, impatient: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A signal to the trainer ends next() although no batch comes."""
+        """A signal to the trainer ends next(), although no batch comes, when half of the grace is gone."""
         monkeypatch.setattr(signals, "_received", [])  # the next test has had none
 
         def trouble() -> None:
@@ -265,7 +265,7 @@ class TestEnds:
             gate.wait(WAIT_S)
 
         feed = make_feed(1, samples.Troubled(4, 0, trouble))
-        with signals.caught(), pytest.raises(Interrupted):
+        with signals.caught(grace_s=4.0), pytest.raises(Interrupted):
             list(feed)
 
 

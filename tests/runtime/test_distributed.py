@@ -43,7 +43,7 @@ def test_one_rank_agrees_with_itself() -> None:
     world, values = World(0, 1, 0, 1, CPU), torch.ones(2)
     world.barrier()
     assert world.total(values) is values
-    assert (world.agreed("x"), world.largest(3), world.smallest(0.5), world.is_main) == ("x", 3, 0.5, True)
+    assert (world.agreed("x"), world.largest(3, 1), world.smallest(0.5), world.is_main) == ("x", [3, 1], 0.5, True)
     assert world.gathered("x") == ["x"]
 
 
@@ -260,7 +260,7 @@ def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert found["copied"] == [0.0, 0.0]
         assert found["agreed"] == {"rank": 0}
         assert found["gathered"] == [{"rank": 0}, {"rank": 1}]
-        assert (found["largest"], found["smallest"], found["threads"]) == (15, 0.1, 1)
+        assert (found["largest"], found["smallest"], found["threads"]) == ([15, 0], 0.1, 1)
 
 
 def test_a_port_is_free() -> None:

@@ -33,19 +33,19 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     del store
 
 
-def never() -> str:
+def never(before: str | None) -> str:
     raise AssertionError("only the first rank makes it")
 
 
 def test_without_torchrun_it_is_made_here() -> None:
     """A run of one process makes its own."""
-    assert rendezvous.shared(lambda: "here") == "here"
+    assert rendezvous.shared(lambda _: "here") == "here"
 
 
 def test_every_rank_has_what_the_first_made(torchrun: pytest.MonkeyPatch) -> None:
     """The first rank makes it; the others get it without making anything."""
     torchrun.setenv("RANK", "0")
-    assert rendezvous.shared(lambda: "outputs/x") == "outputs/x"
+    assert rendezvous.shared(lambda _: "outputs/x") == "outputs/x"
     torchrun.setenv("RANK", "1")
     assert rendezvous.shared(never) == "outputs/x"
 
@@ -55,7 +55,7 @@ def test_a_restart_makes_its_own(torchrun: pytest.MonkeyPatch) -> None:
     for restart, made in (("0", "first"), ("1", "second")):
         torchrun.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         torchrun.setenv("RANK", "0")
-        rendezvous.shared(lambda made=made: made)  # type: ignore[misc]
+        rendezvous.shared(lambda _, made=made: made)  # type: ignore[misc]
         torchrun.setenv("RANK", "1")
         assert rendezvous.shared(never) == made
 

@@ -7,20 +7,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from harness.runtime import signals
 from harness.runtime.errors import Interrupted
 
-NUMBERS = [signal.SIGINT, signal.SIGTERM]
+NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
 
 
 @pytest.fixture(autouse=True)
 def _none_is_left() -> Iterator[None]:
-    former = {number: signal.getsignal(number) for number in (*NUMBERS, signal.SIGUSR1)}
+    former = {number: signal.getsignal(number) for number in NUMBERS}
     yield
     signals._received.clear()
     for number, handler in former.items():
@@ -44,33 +44,64 @@ def test_a_signal_sets_a_flag(number: signal.Signals) -> None:
     assert (caught.value.signum, caught.value.exit_code) == (number, 128 + number)
 
 
-def test_signals_within_a_second_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def ended(script: str) -> tuple[int, str, str]:
+    """Exit code and output of a process in which signals are caught and ``script`` runs."""
+    head = ["import os, time", "from harness.runtime import signals", "with signals.caught():"]
+    text = "\n".join([*head, *(f"    {line}" for line in script.splitlines()), "print('through', flush=True)"])
+    process = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    return process.returncode, process.stdout, process.stderr
+
+
+def test_signals_within_a_second_are_one() -> None:
     """A group's signal that parents pass on comes more than once: up to a second after the first it counts as that one."""
-    clock = iter([100.0, 100.5, 101.0])
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with signals.caught():
-        send(signal.SIGINT)
-        send(signal.SIGTERM)
-        send(signal.SIGINT)
-        assert signals.received() == signal.SIGINT
-    assert next(clock, None) is None
+    code, output, _ = ended("os.kill(os.getpid(), 2)\nos.kill(os.getpid(), 15)\ntime.sleep(0.3)\nprint(signals.received())")
+    assert (code, output) == (0, "2\nthrough\n")
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_second_signal_acts_at_once(number: signal.Signals) -> None:
-    """More than a second after the first, a signal ends the process as it would without any handler."""
+    """More than a second after the first, a signal ends the process, wherever it is."""
+    stuck = "import threading\nsignals._SAME_S = 0.1\nkill = lambda: os.kill(os.getpid(), NUMBER)\nkill()\n"
+    stuck += "print('first', flush=True)\nthreading.Timer(0.5, kill).start()\nthreading.Event().wait()"
+    code, output, error = ended(stuck.replace("NUMBER", str(int(number))))
+    assert (code, output) == (128 + number, "first\n")
+    assert error == f"error: stopped by signal {int(number)}, the second one: nothing more is saved\n"
+
+
+def test_the_end_of_the_grace_acts() -> None:
+    """A process that has not ended within its grace is ended where it stands, with the code of the signal."""
+    code, output, error = ended("signals.set_grace(0.5)\nos.kill(os.getpid(), 15)\ntime.sleep(20)")
+    assert (code, output) == (143, "")
+    assert error == "error: stopped by signal 15, not saved within checkpoint.grace_s=0.5\n"
+
+
+def test_nothing_is_waited_for_where_nothing_is_lost() -> None:
+    """Without a grace the first signal ends the process."""
+    assert ended("signals.set_grace(0)\nos.kill(os.getpid(), 2)\ntime.sleep(20)") == (130, "", "error: stopped by signal 2\n")
+
+
+def test_a_launcher_s_own_handler_stays() -> None:
+    """A handler that was there before is called, and ends nothing here."""
     script = (
-        "import os, itertools, types\n"
-        "from harness.runtime import signals\n"
-        "signals.time = types.SimpleNamespace(monotonic=itertools.count(0.0, 1.5).__next__)\n"
-        "with signals.caught():\n"
-        f"    os.kill(os.getpid(), {int(number)})\n"
-        "    print('first', flush=True)\n"
-        f"    os.kill(os.getpid(), {int(number)})\n"
-        "    print('second', flush=True)\n"
+        "import os, signal\nfrom harness.runtime import signals\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: print('theirs', flush=True))\n"
+        "with signals.caught(grace_s=0):\n    os.kill(os.getpid(), signal.SIGUSR2)\n    print(signals.received())\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout) == (-number, "first\n")
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stdout) == (0, "theirs\n0\n")
+
+
+def test_a_wait_for_a_batch_may_take_half_of_the_grace() -> None:
+    """The step that a batch belongs to can be finished where the batch comes; one that does not come is given up in time."""
+    with signals.caught(grace_s=3600.0):
+        send(signal.SIGTERM)
+        signals.check_wait()
+        assert not signals.late()
+        signals.set_grace(0.02)
+        time.sleep(0.02)
+        with pytest.raises(Interrupted):
+            signals.check_wait()
+        signals.set_grace(3600.0)
 
 
 def test_handlers_come_back() -> None:
@@ -110,8 +141,8 @@ def test_another_thread_changes_no_handler() -> None:
 
 
 def test_a_worker_is_deaf() -> None:
-    """A worker ignores SIGINT, SIGTERM and SIGUSR1."""
+    """A worker ignores the signals that end a run."""
     signals.ignored_in_worker()
-    for number in (*NUMBERS, signal.SIGUSR1):
+    for number in NUMBERS:
         assert signal.getsignal(number) == signal.SIG_IGN
         send(number)

@@ -83,15 +83,16 @@ def test_a_watchdog_lets_be(quick: None, limit_s: float, waits: Iterator[int | N
 
 
 def test_a_signal_shortens_a_watchdog_s_limit(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a signal has come, a wait is ended long before its own limit."""
-    monkeypatch.setattr("harness.runtime.workers._HEARD_S", 0.1)
+    """Once a signal has come, a wait is ended when half of its grace is gone, long before its own limit."""
     monkeypatch.setattr(signals, "_received", [])
     freed = threading.Event()
-    with workers.Watchdog(3600.0, freed.set) as watchdog, signals.caught():
+    with workers.Watchdog(3600.0, freed.set) as watchdog, signals.caught(grace_s=10.0):
         watchdog.wait = 0
         assert not freed.wait(0.3)
         signal.raise_signal(signal.SIGTERM)
-        assert freed.wait(30)
+        assert not freed.wait(1.0)
+        signals.set_grace(1.0)
+        assert freed.wait(0.9)
 
 
 def fired_after_a_stop(answer: connection.Connection) -> None:

@@ -17,8 +17,9 @@ from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
 from harness.runtime.distributed import World
 from harness.runtime.errors import NonFiniteError
-from harness.training.engine import Engine, Lead, Place
+from harness.training.engine import Engine, Lead
 from harness.training.optim import make_optimizer, make_schedule
+from harness.training.saving import Place
 from harness.training.state import TrainState, make_scaler
 from harness.training.step import Step
 from harness.watch.clock import StepClock
@@ -38,6 +39,7 @@ class Recorded:
 
     def __init__(self, name: str, count: int, log: list[str]) -> None:
         self.name, self.count, self.log = name, count, log
+        self.order = Order(count * self.settings.batch_size, self.settings.batch_size)
 
     def __len__(self) -> int:
         return self.count

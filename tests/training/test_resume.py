@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.config import Config, ConfigError, DataCache, Mode, Precision, to_plain, walk
+from harness.feed.order import Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.training import checkpoint, models, resume
@@ -189,7 +190,7 @@ def test_nothing_to_evaluate_is_an_error(composed: Composed, tmp_path: Path) -> 
     config = composed("mode=train", "resume=auto", "run.name=x")
     assert resume.find(config, tmp_path) is None
     config.mode = Mode.evaluate
-    with pytest.raises(CheckpointError, match="holds no checkpoint; name one with resume=PATH"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
         resume.find(config, tmp_path)
 
 
@@ -226,3 +227,78 @@ def test_a_network_of_published_weights_is_built_as_it_was(composed: Composed) -
         used = resume.settings(composed("mode=evaluate", "resume=best.pt"), saved, ())
         network = models.build(used.model, 2, image_size=96, filled=True)
         assert network.transform_input is (weights == "DEFAULT")
+
+
+def kept(composed: Composed, ranks: int, samples: int = 0, **more: Any) -> Saved:
+    """A checkpoint of a run of so many ranks, with batches of 64 on each, amid an epoch of 1,000 images."""
+    facts = {"settings": to_plain(composed()), "ranks": ranks, "epoch": 1, "samples": samples, "stop": 960, "length": 1000}
+    return Saved("last.pt", {**facts, **more})
+
+
+def world(size: int) -> World:
+    return World(0, size, 0, size, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "now", "batch", "parts"),
+    [(2, 1, 64, 2), (4, 1, 64, 4), (1, 2, 32, 1), (3, 6, 32, 1), (2, 2, 64, 1), (2, 3, 64, 1), (4, 3, 64, 1)],
+)
+def test_another_number_of_ranks_keeps_the_update(
+    composed: Composed, capsys: pytest.CaptureFixture[str], ranks: int, now: int, batch: int, parts: int
+) -> None:
+    """An update has as many images as before where the ranks can share them, and a line says how, or that they cannot."""
+    config, left = resume.rest(composed(), kept(composed, ranks), world(now), 1000)
+    assert (config.loader.batch_size, config.trainer.accumulate_steps, left) == (batch, parts, None)
+    printed = capsys.readouterr().out
+    if ranks == now:
+        assert printed == ""
+    elif batch * parts * now == 64 * ranks:
+        assert f"checkpoint: {ranks} ranks, now {now}: loader.batch_size={batch} trainer.accumulate_steps={parts}" in printed
+    else:
+        assert f"they cannot share {64 * ranks} images; an update has {64 * now}" in printed
+
+
+def test_a_batch_size_that_was_chosen_stays(composed: Composed) -> None:
+    """Where the command asks for another batch than the checkpoint's, the number of ranks changes nothing."""
+    config = composed("loader.batch_size=16")
+    assert resume.rest(config, kept(composed, 2), world(1), 1000)[0] == config
+
+
+def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
+    """A checkpoint amid an epoch leaves the samples from there to where the epoch would have ended."""
+    assert resume.rest(composed(), kept(composed, 1, 320), ALONE, 1000)[1] == Rest(1, 320, 960)
+    for saved, config in ((None, composed()), (kept(composed, 1, 320), composed("mode=evaluate", "resume=x"))):
+        assert resume.rest(config, saved, ALONE, 1000) == (config, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "more", "text"),
+    [
+        (1, 999, {}, "its number of training images is 1000, this run's 999"),
+        (1, 1000, {"settings": {"seed": 3}}, "its seed is 3, this run's 0: the rest of the epoch would be of other samples"),
+        (3, 1000, {"samples": 958}, "epoch 1: 3 ranks cannot share samples 958 to 960"),
+    ],
+    ids=["length", "seed", "ranks"],
+)
+def test_a_rest_that_cannot_be_had_is_refused(
+    composed: Composed, size: int, length: int, more: dict[str, Any], text: str
+) -> None:
+    """Other images, another order and too few samples for the ranks are errors that name the checkpoint."""
+    saved = kept(composed, size, 320)
+    saved.state["settings"].update(more.pop("settings", {}))
+    saved.state.update(more)
+    with pytest.raises(CheckpointError, match=text):
+        resume.rest(composed(), saved, world(size), length)
+
+
+@pytest.mark.parametrize(("now", "count"), [(10, 13), (20, 27), (5, 7)], ids=["same", "twice as many", "half"])
+def test_the_schedule_goes_on_by_the_share_of_the_epoch(composed: Composed, now: int, count: int) -> None:
+    """Where an epoch has another number of updates, the learning rate is that of the same share of the epochs."""
+    trained = make_state(composed(), 2, ALONE, 10)
+    trained.epoch, trained.step, trained.samples = 1, 13, 320
+    trained.schedule.last_epoch = 13
+    saved = trained.to_dict({"settings": to_plain(composed()), "stop": 960, "length": 1000, "ranks": 1})
+    state = make_state(composed(), 2, ALONE, now)
+    state.load_dict(saved, "last.pt", Precision.fp32)
+    assert (state.epoch, state.step, state.samples, state.schedule.last_epoch) == (1, 13, 320, count)
+    assert state.optimizer.param_groups[0]["lr"] == 0.1 * state.schedule.lr_lambdas[0](count)

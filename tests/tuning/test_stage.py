@@ -230,7 +230,7 @@ def test_an_incomplete_answer_is_not_remembered(composed: Composed, monkeypatch:
 
 def digest(state: TrainState) -> str:
     """Of weights, buffers, optimizer, schedule, scaler, counters and all random states."""
-    return hashlib.sha256(b"".join(_parts(state.to_dict({}, ())))).hexdigest()
+    return hashlib.sha256(b"".join(_parts(state.to_dict({})))).hexdigest()
 
 
 def _parts(value: object) -> Iterator[bytes]:

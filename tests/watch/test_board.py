@@ -323,3 +323,20 @@ def test_an_odd_step_is_dropped_on_resuming(tmp_path: Path, step: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
     Board(tmp_path, tensorboard=False, resumed_step=5).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_resumed_step_is_not_logged_twice(tmp_path: Path) -> None:
+    """What the step that a run goes on from has logged stays as it is; what it lacks is added, and the time goes on."""
+    clock = iter([100.0, 107.0, 200.0, 203.0, 204.0, 205.0])
+    with Board(tmp_path, tensorboard=True, now=lambda: next(clock)) as board:
+        board.scalars(5, {Tag.LOSS: 0.5, Tag.VAL_TOP1: 0.25}, epoch=1)
+    with Board(tmp_path, tensorboard=True, resumed_step=5, now=lambda: next(clock)) as board:
+        board.scalars(5, {Tag.VAL_TOP1: 0.25}, epoch=1)
+        board.scalars(5, {Tag.VAL_TOP1: 0.25, Tag.VAL_LOSS: 1.0}, epoch=1)
+    told = [{key: line[key] for key in line if key != "epoch"} for line in lines(tmp_path)]
+    assert told == [
+        {"step": 5, "time_s": 7.0, Tag.LOSS: 0.5, Tag.VAL_TOP1: 0.25},
+        {"step": 5, "time_s": 8.0, Tag.VAL_LOSS: 1.0},
+    ]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars(Tag.VAL_TOP1)] == [5]

@@ -1,0 +1,107 @@
+"""When a run's state is saved, and what the ranks agree on between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config import Config, Mode, to_plain
+from harness.feed.order import Order
+from harness.runtime import signals
+from harness.runtime.distributed import World
+from harness.training.saver import Saver
+from harness.training.state import TrainState
+
+_HEARD_S = 1.0  # how soon ranks tell each other of a signal
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run's files go, and what its checkpoints record besides: the names of the classes, and what the tuner found."""
+
+    folder: Path
+    classes: tuple[str, ...]
+    tuning: dict[str, Any] | None = None
+
+
+class Boundary:
+    """What all ranks agree on between two steps: whether a signal ends the run there, whether it is time to save."""
+
+    def __init__(self, config: Config, world: World, step: int, now: Callable[[], float] = time.monotonic) -> None:
+        minutes = config.checkpoint.every_minutes if config.checkpoint.enabled else None
+        self._world, self._now, self._window = world, now, config.watch.window_steps
+        self._every_s = None if minutes is None else 60 * minutes
+        self._every_steps = config.checkpoint.every_steps if config.checkpoint.enabled else None
+        self._asked, self._asked_s, self._next = step, now(), step + 1
+        self._saved_s = now()
+
+    def ask(self, step: int) -> tuple[int, bool]:
+        """The number of a signal, or 0, and whether to save, after ``step`` updates; every rank must ask after each.
+
+        Several ranks tell each other once a window, and once a second where steps are slow.
+        """
+        signum, due = signals.received(), self._every_s is not None and self._now() - self._saved_s >= self._every_s
+        if self._world.size > 1:
+            signum, due = self._told(step, signum, due) if step >= self._next else (0, False)
+        if due:
+            self._saved_s = self._now()
+        return signum, due or (self._every_steps is not None and step % self._every_steps == 0)
+
+    def _told(self, step: int, signum: int, due: bool) -> tuple[int, bool]:
+        own_s = (self._now() - self._asked_s) / max(1, step - self._asked)
+        heard, saves, step_s = self._world.largest(signum, due and self._world.is_main, own_s)
+        self._asked, self._asked_s = step, self._now()
+        self._next = step + max(1, min(self._window - step % self._window, int(_HEARD_S / max(1e-6, step_s))))
+        return int(heard), bool(saves)
+
+
+class Saves:
+    """Writes the state of a run into its folder, on the first rank; at most once in any one state.
+
+    What is there at first is not written: it is nothing yet, or comes from a checkpoint.
+    """
+
+    def __init__(self, config: Config, world: World, state: TrainState, order: Order, place: Place) -> None:
+        self._config, self._ranks, self._state, self._order, self._place = config, world.size, state, order, place
+        self.last: Path | None = None  # what was written last, once this is closed
+        self._saver: Saver | None = None
+        if config.checkpoint.enabled and config.mode is Mode.train and world.is_main:
+            self._saver = Saver(place.folder / "checkpoints", config.checkpoint.keep_last)
+        self._saved = self._mark()
+
+    def save(self, top1: float | None = None) -> None:
+        """Begin to write the state as it is between two updates; ``top1`` is of its evaluation, 0..1.
+
+        Raises:
+            DiskError: the save before could not be written.
+        """
+        if self._saver is None or self._mark() == self._saved:
+            return
+        order, state = self._order, self._state
+        facts = {
+            "settings": to_plain(self._config),
+            "classes": list(self._place.classes),
+            "tuning": self._place.tuning,
+            "ranks": self._ranks,
+            "length": order.length,
+            "stop": order.stop(state.epoch),
+        }
+        self._saver.save(state.to_dict(facts), step=state.step, epoch=state.epoch, top1=top1)
+        self._saved = self._mark()
+
+    def close(self) -> None:
+        """Wait until all is on the disk.
+
+        Raises:
+            DiskError: it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.close()
+            newest = self._saver.wait()
+            self.last = newest.path if newest else None
+
+    def _mark(self) -> tuple[int, bool]:
+        return self._state.step, self._state.pending

@@ -1,0 +1,90 @@
+"""A run that was stopped anywhere and resumed is the one that was never stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import job
+from harness.config import Config
+from harness.runtime.errors import Interrupted
+from harness.training import checkpoint
+from harness.training.saving import Boundary
+
+Composed = Callable[..., Config]
+COMMON = ("data=digits", "trainer.num_threads=1", "device=cpu", "augment.hflip=0.5", "augment.crop=pad", "run.name=x")
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Sets the step after which SIGTERM is heard; None: never."""
+    ask, at = Boundary.ask, [-1]
+
+    def heard(self: Boundary, step: int) -> tuple[int, bool]:
+        return (15, False) if step == at[0] else ask(self, step)
+
+    monkeypatch.setattr(Boundary, "ask", heard)
+    return lambda step: at.__setitem__(0, -1 if step is None else step)
+
+
+def digest(folder: Path) -> str:
+    """One digest of everything in the newest checkpoint that a run's past decides."""
+    state = checkpoint.read(folder)[1]
+    found = hashlib.sha256()
+    for part in _leaves({key: state[key] for key in ("model", "optimizer", "schedule", "scaler", "random", "epoch", "step")}):
+        found.update(part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
+    return found.hexdigest()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield key
+            yield from _leaves(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """What a run's past decides of its logged lines."""
+    kept = ("step", "epoch", "train/loss", "train/lr", "val/top1", "val/loss")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{key: line[key] for key in kept if key in line} for line in lines]
+
+
+def run(config: Config, folder: Path) -> None:
+    """A run in this process, which a signal may end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        job.main_worker(0, job.Job(config, folder, ()))
+    except Interrupted:
+        pass
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_stops_within_epochs_change_nothing(composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]) -> None:
+    """Stopped twice in one epoch, at its end and in the next, under other forms each time: one hash, the same figures."""
+    config = composed(*COMMON, "trainer.epochs=3", "loader.num_workers=0")
+    run(config, tmp_path / "whole")
+    ways = {5: "loader.num_workers=1", 9: "loader.backend=threads", 22: "loader.backend=arrays", 37: "loader.num_workers=0"}
+    for step, way in ways.items():
+        stop_at(step)
+        run(composed(*COMMON, "trainer.epochs=3", "resume=auto", way), tmp_path / "parts")
+        assert checkpoint.read(tmp_path / "parts")[0].step == step
+    stop_at(None)
+    run(composed(*COMMON, "trainer.epochs=3", "resume=auto", "loader.device_prefetch=false"), tmp_path / "parts")
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+    whole = {line["step"]: line for line in logged(tmp_path / "whole") if "val/top1" in line}
+    parts = [line for line in logged(tmp_path / "parts") if "val/top1" in line]
+    assert [whole[line["step"]] for line in parts] == parts and len(parts) == 3
+    steps = [line["step"] for line in logged(tmp_path / "parts") if "train/lr" in line]
+    assert steps == sorted({*range(10, 67, 10), 22, 44, 66, *ways})

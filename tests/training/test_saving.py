@@ -1,0 +1,137 @@
+"""When a run is saved, and how ranks agree on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from harness.config import Config, Mode
+from harness.feed.order import Order
+from harness.runtime import signals
+from harness.runtime.distributed import World
+from harness.training import checkpoint
+from harness.training.optim import make_optimizer, make_schedule
+from harness.training.saving import Boundary, Place, Saves
+from harness.training.state import TrainState, make_scaler
+
+CPU = World(0, 1, 0, 1, torch.device("cpu"))
+
+
+class Ranks:
+    """One of two ranks; ``other`` is what the other one tells."""
+
+    size, is_main = 2, True
+
+    def __init__(self) -> None:
+        self.other: tuple[float, ...] = (0, 0, 0.0)
+        self.asked = 0
+
+    def largest(self, *values: float) -> list[float]:
+        self.asked += 1
+        return [max(pair) for pair in zip(values, self.other, strict=True)]
+
+
+@pytest.fixture
+def config() -> Config:
+    """Settings under which nothing is saved by time or steps."""
+    found = Config()
+    found.checkpoint.every_minutes = None
+    return found
+
+
+def test_a_checkpoint_is_due_every_so_many_steps(config: Config) -> None:
+    """checkpoint.every_steps counts the run's updates, wherever it began."""
+    config.checkpoint.every_steps = 4
+    boundary = Boundary(config, CPU, 6)
+    assert [step for step in range(7, 17) if boundary.ask(step)[1]] == [8, 12, 16]
+
+
+def test_a_checkpoint_is_due_every_so_many_minutes(config: Config) -> None:
+    """checkpoint.every_minutes counts from the one before, and a late one is not made up for."""
+    config.checkpoint.every_minutes = 1.0
+    now = 0.0
+    boundary = Boundary(config, CPU, 0, lambda: now)
+    due = []
+    for step, now in enumerate((30.0, 59.0, 61.0, 119.0, 300.0, 310.0), 1):  # noqa: B007  # read by the boundary
+        due.append(boundary.ask(step)[1])
+    assert due == [False, False, True, False, True, False]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_without_checkpoints_a_signal_alone_is_heard(config: Config, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    """checkpoint.enabled=false saves at no step and at no time."""
+    config.checkpoint.enabled, config.checkpoint.every_steps, config.checkpoint.every_minutes = enabled, 1, 1e-9
+    boundary = Boundary(config, CPU, 0)
+    assert boundary.ask(1) == (0, enabled)
+    monkeypatch.setattr(signals, "_received", [(10, 0.0)])
+    assert boundary.ask(2) == (10, enabled)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "asked"),
+    [
+        pytest.param(0.01, [1, 5, 10, 15, 20], id="quick steps: once a window"),
+        pytest.param(0.4, [1, 3, 5, 7, 9, 10, 12, 14, 15, 17, 19, 20], id="slow steps: once a second"),
+        pytest.param(3.0, list(range(1, 21)), id="slower ones: after each"),
+    ],
+)
+def test_ranks_ask_each_other_soon_enough(config: Config, step_s: float, asked: list[int]) -> None:
+    """All ask at the same steps, which the slowest of them decides."""
+    config.watch.window_steps = 5
+    ranks, found, now = Ranks(), [], 0.0
+    ranks.other = (0, 0, step_s)
+    boundary = Boundary(config, ranks, 0, lambda: now)  # type: ignore[arg-type]
+    for step in range(1, 21):
+        now += min(step_s, 0.01)
+        before = ranks.asked
+        boundary.ask(step)
+        if ranks.asked > before:
+            found.append(step)
+    assert found == asked
+
+
+def test_a_rank_hears_of_the_others(config: Config) -> None:
+    """A signal or a save that another rank tells of is this one's as well."""
+    ranks = Ranks()
+    boundary = Boundary(config, ranks, 0)  # type: ignore[arg-type]
+    ranks.other = (12, 1, 0.0)
+    assert boundary.ask(1) == (12, True)
+
+
+@pytest.fixture
+def state() -> TrainState:
+    """A fresh network and what trains it."""
+    network, config = nn.Linear(3, 2), Config()
+    optimizer = make_optimizer(network, config.optim)
+    return TrainState(
+        network, optimizer, make_schedule(optimizer, config.schedule, 2, 5), make_scaler(config.trainer.precision, CPU.device)
+    )
+
+
+def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path: Path) -> None:
+    """Nothing is written of the state that is there at first, and no state twice; an evaluation makes another of it."""
+    saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a", "b"), {"x": 1}))
+    saves.save()
+    for state.step, state.pending, top1 in ((5, True, None), (5, True, None), (5, False, 0.5), (5, False, 0.7)):
+        saves.save(top1)
+    saves.close()
+    found = sorted(checkpoint.records(tmp_path / "checkpoints"), key=lambda record: record.top1 is not None)
+    assert [(record.step, record.top1) for record in found] == [(5, None), (5, 0.5)]
+    kept = checkpoint.read(tmp_path)[1]
+    assert (kept["classes"], kept["tuning"], kept["ranks"], kept["stop"]) == (["a", "b"], {"x": 1}, 1, 100)
+
+
+@pytest.mark.parametrize("how", ["disabled", "evaluation", "second rank"])
+def test_only_training_s_first_rank_saves(config: Config, state: TrainState, tmp_path: Path, how: str) -> None:
+    """Nothing is written without checkpoints, in an evaluation, or by another rank."""
+    config.checkpoint.enabled = how != "disabled"
+    config.mode = Mode.evaluate if how == "evaluation" else Mode.train
+    world = World(1, 2, 1, 2, CPU.device) if how == "second rank" else CPU
+    saves = Saves(config, world, state, Order(100, 10), Place(tmp_path, ()))
+    state.step = 3
+    saves.save()
+    saves.close()
+    assert saves.last is None and not list(tmp_path.iterdir())
