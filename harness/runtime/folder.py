@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -18,7 +20,10 @@ from harness.runtime.files import open_regular
 
 LOGGER = "wellfed"
 
-_owned: dict[Path, TextIO] = {}  # open for as long as this process owns the folders
+# Open for as long as this process owns the folders.
+_owned: dict[Path, ExitStack] = {}
+
+_log = logging.getLogger(LOGGER)
 
 
 def is_first_rank() -> bool:
@@ -83,23 +88,41 @@ def own(folder: Path) -> Path:
     path = folder.resolve() / ".lock"
     if path in _owned:
         return folder
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Held until the process ends.
-        handle = open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise _unusable(folder, error) from error
+    with ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        handle = held.enter_context(open(lock, "r+", encoding="utf-8"))
+        if not _locked(path, handle, held):
+            owner = handle.read().strip() or "another process"
+            raise LockedError(f"{folder}: in use by {owner}; wait for it or set another run.name")
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        handle.flush()
+        _owned[path] = held.pop_all()
+    return folder
+
+
+def _locked(path: Path, handle: TextIO, held: ExitStack) -> bool:
+    """Whether the lock at ``path`` could be had; it goes when ``held`` is closed.
+
+    Where the file system has no ``flock``, a socket's name is the lock: the kernel keeps and frees the name likewise.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        with handle:
-            owner = handle.read().strip() or "another process"
-        raise LockedError(f"{folder}: in use by {owner}; wait for it or set another run.name") from error
-    handle.truncate(0)
-    handle.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-    handle.flush()
-    _owned[path] = handle
-    return folder
+        return True
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        _log.warning("%s: no locks here (%s): only runs on this machine are kept out of the folder", path, error.strerror)
+    name = held.enter_context(socket.socket(socket.AF_UNIX))
+    try:
+        name.bind(f"\0wellfed-{hashlib.sha256(os.fsencode(path)).hexdigest()}")
+    except OSError:
+        return False
+    return True
 
 
 def refuse_used(folder: Path) -> None:

@@ -1,27 +1,37 @@
-"""How a checkpoint gets to disk and back: whole or not at all, and never damaged in silence.
+"""How a checkpoint comes back from disk: never damaged in silence.
 
-``step-N.pt`` is written to a temporary file in the same folder, synced and renamed; ``step-N.json``, with its digest, is
-written last in the same way and is the commit record: a checkpoint without it does not exist. The digest (SHA-256) protects
-from rot, not from an attacker; what is loaded is limited to tensors and plain containers (``weights_only=True``).
+``step-N.json`` is the commit record of ``step-N.pt`` and holds its digest: a checkpoint without a record does not exist.
+Further saves of the same step are ``step-N.2.pt``, ``step-N.3.pt`` and so on. The digests (SHA-256) protect from rot, not
+from an attacker; what is loaded is limited to tensors and plain containers (``weights_only=True``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from harness.runtime.errors import CheckpointError, DiskError, printable
-from harness.runtime.files import open_regular, read_json, typed
+from harness.runtime.errors import CheckpointError, printable
+from harness.runtime.files import open_regular, parsed, read_regular, typed
+from harness.runtime.folder import LOGGER
 
-SCHEMA = 1
+# 1 had no digest of the record itself.
+SCHEMA = 2
+
+UNNAMED = -1, 0
+_RECORD_BYTES = 1 << 16
+_NAME_BYTES = 99
+
+_log = logging.getLogger(LOGGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,37 +53,6 @@ class Record:
     sha256: str
 
 
-def save(folder: Path, state: dict[str, Any], *, step: int, epoch: int, top1: float | None, keep_last: int) -> Record:
-    """Commit ``state`` as ``folder/step-N.pt``, point ``last.pt`` and ``best.pt`` at their files, drop old ones.
-
-    ``best.pt`` has the highest finite top-1; ties keep the earlier.
-
-    Raises:
-        DiskError: a file could not be written; what was there before stays whole.
-    """
-    path = folder / f"step-{step}.pt"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        digest = _write(path, lambda file: torch.save(state, file))
-        record = Record(path, step, epoch, top1, digest)
-        facts = {"schema": SCHEMA, "step": step, "epoch": epoch, "top1": top1, "sha256": digest}
-        _write(path.with_suffix(".json"), lambda file: file.write(json.dumps(facts).encode()))
-        committed = [old for old in records(folder) if old.step <= step]
-        best = best_of(committed)
-        _point(folder / "last.pt", path)
-        if best is not None:
-            _point(folder / "best.pt", best.path)
-        kept = {*committed[-keep_last:], best}
-        for old in records(folder):  # those of later steps belong to a past that a resume has left
-            if old not in kept:
-                old.path.with_suffix(".json").unlink(missing_ok=True)  # first the record, then what it vouches for
-                old.path.unlink(missing_ok=True)
-    except OSError as error:
-        raise DiskError(f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}") from error
-    return record
-
-
 def records(folder: Path) -> list[Record]:
     """The committed checkpoints of ``folder``, oldest first; a record that cannot be read counts as none."""
     found = []
@@ -82,13 +61,19 @@ def records(folder: Path) -> list[Record]:
             found.append(_record(manifest))
         except CheckpointError:
             continue
-    return sorted(found, key=lambda record: record.step)
+    return sorted(found, key=lambda record: order(record.path))
 
 
-def best_of(committed: list[Record]) -> Record | None:
-    """The first of those with the highest finite top-1, if any has one."""
-    rated = [r for r in committed if r.top1 is not None]
-    return max(rated, key=lambda r: (r.top1, -r.step)) if rated else None
+def order(path: Path) -> tuple[int, int]:
+    """The step and the serial number in the name of a checkpoint's file; ``UNNAMED``: it has another name."""
+    match = re.fullmatch(r"step-(\d{1,18})(?:\.(\d{1,9}))?", path.stem)
+    return (int(match[1]), int(match[2] or 1)) if match else UNNAMED
+
+
+def sealed(facts: dict[str, Any]) -> bytes:
+    """The content of the record with these ``facts``, its own digest among them."""
+    blank = json.dumps({"schema": SCHEMA, **facts, "digest": ""})
+    return blank.replace('"digest": ""', f'"digest": "{hashlib.sha256(blank.encode()).hexdigest()}"').encode()
 
 
 def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
@@ -101,7 +86,7 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
         CheckpointError: there are checkpoints, and every one is damaged: training never starts anew by itself.
     """
     warnings: list[str] = []
-    manifests = sorted(folder.glob("step-*.json"), key=lambda path: -_step_of(path))
+    manifests = sorted(folder.glob("step-*.json"), key=order, reverse=True)
     for manifest in manifests:
         try:
             record = _record(manifest)
@@ -131,7 +116,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
         return found
     if not path.is_file():
         raise CheckpointError(f"{printable(str(path))}: no such checkpoint")
-    target = path.resolve()
+    target = _target(path)
     record = _record(target.with_suffix(".json"))
     return record, _load(target, record.sha256), []
 
@@ -142,7 +127,7 @@ def read_any(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, damaged or not a checkpoint.
     """
-    if path.is_dir() or path.resolve().with_suffix(".json").is_file():
+    if path.is_dir() or _target(path).with_suffix(".json").is_file():
         return read(path)[1]
     if path.is_file():
         return _load(path, None)
@@ -164,27 +149,56 @@ def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
         if isinstance(state.get(key), dict):
             state = state[key]
     weights = {str(key).removeprefix("module."): value for key, value in state.items()}
-    if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise CheckpointError(f"{where}: holds no weights of a network")
+    if not weights or not all(map(is_plain, weights.values())):
+        raise CheckpointError(f"{where}: holds no weights of a network (dense tensors in memory)")
+    for key, value in weights.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            _log.warning("%s: %s holds NaN or infinity", where, printable(key))
+            break
     return weights
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is a dense tensor in memory, no larger than what it was read from."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and value.nbytes <= value.untyped_storage().nbytes()
+    )
 
 
 def _record(manifest: Path) -> Record:
     name = printable(str(manifest))
     try:
-        facts = read_json(manifest)
-        schema, step, epoch = (typed(int, facts[name]) for name in ("schema", "step", "epoch"))
+        data = read_regular(manifest, _RECORD_BYTES)
+        facts = parsed(data)
+        schema = typed(int, facts["schema"])
+        if schema > SCHEMA:
+            raise CheckpointError(f"{name}: written by a newer version (schema {schema}, this one reads {SCHEMA})")
+        step, epoch = (typed(int, facts[name]) for name in ("step", "epoch"))
         top1 = typed(float | None, facts["top1"] if facts["top1"] == facts["top1"] else None)
         digest = typed(str, facts["sha256"])
-        if not schema or _step_of(manifest) not in (-1, step):
+        if not schema or order(manifest)[0] not in (-1, step):
             raise ValueError("another step, or no schema")
+        own = typed(str, facts["digest"]).encode() if schema > 1 else b""
+        if schema > 1 and hashlib.sha256(data.replace(own, b"")).hexdigest().encode() != own:
+            raise ValueError("changed since it was written")
     except FileNotFoundError as error:
         raise CheckpointError(f"{name}: missing, so the checkpoint beside it was never committed") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{name}: not the record of a checkpoint ({error})") from error
-    if schema > SCHEMA:
-        raise CheckpointError(f"{name}: written by a newer version (schema {schema}, this one reads {SCHEMA})")
     return Record(manifest.with_suffix(".pt"), step, epoch, top1, digest)
+
+
+def _target(path: Path) -> Path:
+    """The file that ``path`` leads to, by a link or by a text with a name where links cannot be made."""
+    target = path.resolve()
+    # Where it is no such text, it is the file itself.
+    with suppress(OSError, ValueError):
+        named = target.with_name(read_regular(target, _NAME_BYTES).decode())
+        return named if order(named) != UNNAMED else target
+    return target
 
 
 def _load(path: Path, sha256: str | None) -> dict[str, Any]:
@@ -211,71 +225,3 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{name}: not a checkpoint")
     return state
-
-
-def _write(path: Path, fill: Any) -> str:
-    """Write ``path`` whole or not at all, and to the disk before its name shows; the SHA-256 of its bytes."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as raw:
-            file = _Hashing(raw)
-            fill(file)
-            raw.flush()
-            os.fsync(raw.fileno())
-        if file.error is not None:
-            raise file.error
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-        return file.digest.hexdigest()
-    except RuntimeError as error:  # torch hides an OSError of the file behind one without path or errno
-        raise (file.error or error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-class _Hashing:
-    """A file that hashes what is written, and remembers the first error that torch would hide."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw = raw
-        self.digest = hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            written = self.raw.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        self.digest.update(data)
-        return written
-
-    def flush(self) -> None:
-        self.raw.flush()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _point(link: Path, target: Path) -> None:
-    """Let ``link`` point at ``target``, swapped in one step so that it is never absent."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    os.replace(temporary, link)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what a killed save left behind: only one run owns the folder, so no save of another can be under way."""
-    for temporary in folder.glob(".*.tmp"):
-        temporary.unlink(missing_ok=True)
-
-
-def _step_of(manifest: Path) -> int:
-    match = re.fullmatch(r"step-(\d+)", manifest.stem)
-    return int(match[1]) if match else -1

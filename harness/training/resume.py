@@ -15,7 +15,7 @@ from harness.feed.order import Order, Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.folder import LOGGER
-from harness.training import checkpoint, models
+from harness.training import checkpoint, contents, models
 from harness.training.state import TrainState
 from harness.watch.console import say
 
@@ -166,6 +166,7 @@ def take_over(state: TrainState, saved: Saved | None, config: Config, world: Wor
         CheckpointError: it does not fit, or the ranks do not see the same. Training never starts anew in its place.
     """
     if saved is not None:
+        contents.check(saved.state, saved.where)
         trained = tuple(saved.state.get("classes", classes))
         if trained != classes:
             raise CheckpointError(

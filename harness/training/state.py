@@ -15,7 +15,7 @@ from harness.config import Config, Precision
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.runtime.seeding import random_state, restore_random_state
-from harness.training import models
+from harness.training import contents, models
 from harness.training.optim import make_optimizer, make_schedule
 
 
@@ -71,6 +71,7 @@ class TrainState:
         needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
         if missing := needed - saved.keys():
             raise CheckpointError(f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}")
+        contents.check(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
         problems += _optimizer_differences(self.optimizer.state_dict(), saved["optimizer"])
         models.refuse(problems, f"{where}: does not fit this run")

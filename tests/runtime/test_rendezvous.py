@@ -63,7 +63,7 @@ def test_a_restart_makes_its_own(torchrun: pytest.MonkeyPatch) -> None:
 def test_the_first_ranks_failure_is_everyones(torchrun: pytest.MonkeyPatch) -> None:
     """Where the first rank cannot make it, the others fail at once with its text instead of waiting."""
 
-    def fail() -> str:
+    def fail(before: str | None) -> str:
         raise ConfigError("outputs: read-only")
 
     for rank in ("0", "1"):

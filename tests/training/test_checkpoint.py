@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import torch
 from oddities import Plant
 
 from harness.runtime.errors import CheckpointError, DiskError
-from harness.training import checkpoint
+from harness.training import checkpoint, saver
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 def save(folder: Path, step: int, top1: float | None = None, keep_last: int = 2) -> checkpoint.Record:
     """Save a small state."""
-    return checkpoint.save(folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
+    return saver.save(folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
@@ -163,62 +164,6 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
         checkpoint.read_weights(path)
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    """When a save does not fit, the error says so with the system's words, nothing half-made stays, the old one is whole."""
-    script = f"""
-import resource, sys, torch
-from pathlib import Path
-from harness.training import checkpoint
-from harness.runtime.errors import DiskError
-folder = Path({str(tmp_path)!r})
-small, large = {{"model": {{"w": torch.zeros(10)}}}}, {{"model": {{"w": torch.zeros(1_000_000)}}}}
-checkpoint.save(folder, small, step=1, epoch=1, top1=None, keep_last=2)
-import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    checkpoint.save(folder, large, step=2, epoch=2, top1=None, keep_last=2)
-except DiskError as error:
-    print(error)
-    sys.exit(error.exit_code)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == DiskError.exit_code, done.stderr
-    assert "File too large" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "step-1.json", "step-1.pt"]
-    assert checkpoint.read(tmp_path / "last.pt")[0].step == 1
-
-
-@pytest.mark.slow
-def test_kill_at_random_times_never_loses_the_newest(tmp_path: Path) -> None:
-    """Killed at random moments while saving, a folder always has a whole newest checkpoint, and temporaries are swept."""
-    script = f"""
-import torch, itertools
-from pathlib import Path
-from harness.training import checkpoint
-for step in itertools.count(1):
-    state = {{"w": torch.full((200_000,), float(step))}}
-    checkpoint.save(Path({str(tmp_path)!r}), state, step=step, epoch=step, top1=None, keep_last=2)
-    print(step, flush=True)
-"""
-    rng = random.Random(0)
-    for _ in range(20):
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            process.wait(rng.uniform(0.0, 0.1))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.wait()
-        process.stdout.close()
-        found = checkpoint.newest(tmp_path)
-        assert found is not None
-        assert found[1]["w"][0] == found[0].step
-        assert not found[2]
-    checkpoint.save(tmp_path, state(), step=10**6, epoch=1, top1=None, keep_last=2)
-    assert not list(tmp_path.glob(".*.tmp"))
-
-
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("suffix", [".json", ".pt"])
 @oddities.every
@@ -231,6 +176,13 @@ def test_an_odd_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, suf
     assert found is not None and found[0].step == 1
     assert len(found[2]) == 1 and str(path) in found[2][0] and oddities.untouched(path)
     assert [record.step for record in checkpoint.records(tmp_path)] == ([1] if suffix == ".json" else [1, 2])
+
+
+def rewrite(record: Path, change: dict[str, Any]) -> None:
+    """Put ``change`` into a record of the first schema, which had no digest of its own."""
+    facts = json.loads(record.read_text())
+    del facts["digest"]
+    record.write_text(json.dumps(facts | {"schema": 1} | change))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +199,7 @@ def test_an_odd_record_is_no_checkpoint(tmp_path: Path, change: dict[str, Any]) 
     """A record of other types, or of another step than its name's, is not believed because it parses."""
     save(tmp_path, 1)
     record = save(tmp_path, 2).path.with_suffix(".json")
-    record.write_text(json.dumps(json.loads(record.read_text()) | change))
+    rewrite(record, change)
     found = checkpoint.newest(tmp_path)
     assert found is not None and found[0].step == 1
     assert found[2][0].startswith(f"{record}: not the record of a checkpoint (")
@@ -256,5 +208,82 @@ def test_an_odd_record_is_no_checkpoint(tmp_path: Path, change: dict[str, Any]) 
 def test_a_record_without_a_number_for_top1_is_unrated(tmp_path: Path) -> None:
     """NaN is no accuracy, and no damage either."""
     record = save(tmp_path, 2, top1=0.5).path.with_suffix(".json")
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"top1": math.nan}))
+    rewrite(record, {"top1": math.nan})
     assert [found.top1 for found in checkpoint.records(tmp_path)] == [None]
+
+
+FIRST_SCHEMA = '{"schema": 1, "step": 2, "epoch": 0, "top1": 0.5, "sha256": "%s"}'
+
+
+def test_a_record_of_the_first_schema_is_read(tmp_path: Path) -> None:
+    """What an earlier version committed is resumed, and a save beside it counts it."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2).path
+    path.with_suffix(".json").write_text(FIRST_SCHEMA % hashlib.sha256(path.read_bytes()).hexdigest())
+    record, _ = checkpoint.read(path)
+    assert (record.step, record.top1) == (2, 0.5)
+    save(tmp_path, 3)
+    assert [found.step for found in checkpoint.records(tmp_path)] == [2, 3]
+    assert (tmp_path / "best.pt").resolve() == path
+
+
+def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
+    """``data`` with one bit flipped, cut off anywhere, or with a block of zeros where there was something else."""
+    at = rng.randrange(len(data))
+    if kind == "flip":
+        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+    if kind == "cut":
+        return data[:at]
+    while not any(data[at : at + 512]):
+        at = rng.randrange(len(data))
+    return data[:at] + bytes(len(data[at : at + 512])) + data[at + 512 :]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind", "times"),
+    [(".pt", "flip", 1000), (".pt", "cut", 200), (".pt", "zeros", 200), (".json", "flip", 1000), (".json", "cut", 200)],
+)
+def test_all_damage_is_found_and_named(tmp_path: Path, suffix: str, kind: str, times: int) -> None:
+    """Whatever bit, end or block of a checkpoint or its record is lost, one warning names the file, the one before serves."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2, 0.5).path.with_suffix(suffix)
+    data, rng = path.read_bytes(), random.Random(0)
+    for _ in range(times):
+        path.write_bytes(damaged(data, kind, rng))
+        found = checkpoint.newest(tmp_path)
+        assert found is not None and found[0].step == 1
+        assert len(found[2]) == 1 and str(path) in found[2][0]
+
+
+def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
+    """A checkpoint of a later version is refused by its schema, and stays on the disk for that version."""
+    newer = save(tmp_path, 1).path
+    newer.with_suffix(".json").write_text('{"schema": 3}')
+    with pytest.raises(CheckpointError, match="written by a newer version"):
+        checkpoint.read(newer)
+    for step in (2, 3, 4):
+        save(tmp_path, step)
+    assert newer.exists() and newer.with_suffix(".json").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("layout", ["sparse", "meta", "beyond its storage", "list"])
+def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path, layout: str) -> None:
+    """A tensor without numbers, or larger than its file, is refused before anything is computed with it."""
+    odd = {
+        "sparse": torch.eye(3).to_sparse(),
+        "meta": torch.zeros(3, device="meta"),
+        "beyond its storage": torch.zeros(1).expand(10**12),
+        "list": [1.0],
+    }[layout]
+    torch.save({"model": {"a": torch.zeros(3), "w": odd}}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="x.pt: holds no weights of a network"):
+        checkpoint.read_weights(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float) -> None:
+    """They are read, with one line that names the first tensor."""
+    torch.save({"a": torch.zeros(3), "w": torch.tensor([1.0, value]), "v": torch.tensor([value])}, tmp_path / "x.pt")
+    assert set(checkpoint.read_weights(tmp_path / "x.pt")) == {"a", "w", "v"}
+    assert [record.getMessage() for record in caplog.records] == [f"{tmp_path / 'x.pt'}: w holds NaN or infinity"]

@@ -13,7 +13,7 @@ from harness.config import Config, ConfigError, DataCache, Mode, Precision, to_p
 from harness.feed.order import Rest
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
-from harness.training import checkpoint, models, resume
+from harness.training import models, resume, saver
 from harness.training.resume import Saved
 from harness.training.state import TrainState, make_state
 
@@ -208,7 +208,7 @@ def test_published_weights_that_do_not_exist_cannot_be_evaluated(
 
 def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
     """best.pt that was copied away is evaluated through model.weights with the settings that it holds."""
-    record = checkpoint.save(
+    record = saver.save(
         tmp_path, {"model": {}, "settings": to_plain(composed("data=digits"))}, step=1, epoch=1, top1=None, keep_last=2
     )
     copy = tmp_path / "copied.pt"

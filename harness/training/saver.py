@@ -1,0 +1,183 @@
+"""How a checkpoint gets to disk: whole or not at all, while training goes on.
+
+``step-N.pt`` is written to a temporary file in the same folder, synced and renamed; its record ``step-N.json`` follows in
+the same way. What was committed before is deleted only then. Both were synced, so the disk has them; reading them back
+would show the page cache, not the disk.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import BufferedWriter, FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.serialization import config
+
+from harness.runtime.errors import DiskError
+from harness.runtime.files import replacing, sync_folder
+from harness.runtime.workers import give_way
+from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
+
+
+class Saver:
+    """Saves the checkpoints of a run in a thread of its own, one at a time.
+
+    An error of a save is raised once: by the next ``save``, ``check``, ``wait`` or ``close``.
+
+    Args:
+        folder: where the checkpoints go; made if need be.
+        keep_last: how many of the newest stay, besides the best.
+    """
+
+    def __init__(self, folder: Path, keep_last: int) -> None:
+        self._folder, self._keep_last = folder, keep_last
+        self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
+        self._last: Future[Record] | None = None
+
+    def save(self, state: dict[str, Any], *, step: int, epoch: int, top1: float | None) -> None:
+        """Copy ``state`` to host memory and begin to save it, once the save before is through.
+
+        Here the host waits for the device. Afterwards the tensors of ``state`` may change.
+
+        Raises:
+            DiskError: the save before has failed; this one is not begun.
+        """
+        self.wait()
+        self._last = self._thread.submit(
+            save, self._folder, _on_host(state, {}), step=step, epoch=epoch, top1=top1, keep_last=self._keep_last
+        )
+
+    def check(self) -> None:
+        """Raise the error of the last save, if it has failed by now; never waits."""
+        if self._last is not None and self._last.done():
+            self.wait()
+
+    def wait(self) -> Record | None:
+        """The last checkpoint, once it is committed; None: nothing was saved, or the error was raised before."""
+        try:
+            return self._last.result() if self._last is not None else None
+        except BaseException:
+            self._last = None
+            raise
+
+    def close(self) -> None:
+        """Wait for the save under way and end the thread."""
+        self._thread.shutdown()
+        self.wait()
+
+
+def save(folder: Path, state: dict[str, Any], *, step: int, epoch: int, top1: float | None, keep_last: int) -> Record:
+    """Commit ``state`` under a free name in ``folder``, point ``last.pt`` and ``best.pt`` at their files, drop old ones.
+
+    ``best.pt`` has the highest finite top-1; ties keep the earlier.
+
+    Raises:
+        DiskError: a file could not be written; what was there before stays whole.
+    """
+    path = folder / f"step-{step}.pt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Only one run owns the folder, so no save of another can be under way.
+        for temporary in folder.glob(".*.tmp"):
+            temporary.unlink(missing_ok=True)
+        serial = 1 + max((taken for of, taken in map(order, folder.glob("step-*")) if of == step), default=0)
+        if serial > 1:
+            path = folder / f"step-{step}.{serial}.pt"
+        # The digest of the whole file makes torch's checksums needless, and they take longer.
+        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            digest = _write(path, lambda file: torch.save(state, file))
+        record = Record(path, step, epoch, top1, digest)
+        facts = {"step": step, "epoch": epoch, "top1": top1, "sha256": digest}
+        _write(path.with_suffix(".json"), lambda file: file.write(sealed(facts)))
+        _retain(folder, record, keep_last)
+    except OSError as error:
+        raise DiskError(
+            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; earlier ones are whole: "
+            "make room or mend the disk, then go on with resume=auto"
+        ) from error
+    return record
+
+
+def _retain(folder: Path, newest: Record, keep_last: int) -> None:
+    """Point at the ``newest`` and at the best checkpoint, and delete the others but the last ``keep_last``."""
+    committed = records(folder)
+    # Those of later steps belong to a past that a resume has left.
+    past = [old for old in committed if order(old.path) <= order(newest.path)]
+    best = max((old for old in past if old.top1 is not None), key=lambda old: old.top1 or 0.0, default=None)
+    _point(folder / "last.pt", newest.path)
+    if best is not None:
+        _point(folder / "best.pt", best.path)
+    sync_folder(folder)
+    for old in committed:
+        if old not in past[-keep_last:] and old != best:
+            old.path.with_suffix(".json").unlink(missing_ok=True)
+    # What has no record: the files of those, and of saves and deletions that were killed.
+    for path in folder.glob("step-*.pt"):
+        if order(path) != UNNAMED and path.is_file() and not path.with_suffix(".json").exists():
+            path.unlink(missing_ok=True)
+
+
+def _on_host(value: Any, copied: dict[tuple[torch.device, int], torch.UntypedStorage]) -> Any:
+    """``value`` with its tensors in new host memory, shared where it was shared."""
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        key = storage.device, storage.data_ptr()
+        if key not in copied:
+            copied[key] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        found = torch.empty(0, dtype=value.dtype)
+        return found.set_(copied[key], value.storage_offset(), value.shape, value.stride())
+    if isinstance(value, dict):
+        # Keeps the _metadata of a network's state, too.
+        made = copy.copy(value)
+        made.update((key, _on_host(item, copied)) for key, item in value.items())
+        return made
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(item, copied) for item in value)
+    return value
+
+
+def _write(path: Path, fill: Callable[[_Hashing], object]) -> str:
+    """Write ``path`` whole or not at all, and to the disk before its name shows; the SHA-256 of its bytes."""
+    with replacing(path) as temporary, _Hashing(FileIO(temporary, "xb")) as file:
+        try:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        except RuntimeError as error:
+            raise (file.error or error) from error
+    sync_folder(path.parent)
+    return file.digest.hexdigest()
+
+
+class _Hashing(BufferedWriter):
+    """Hashes what is written, and remembers the error that torch hides behind one without path or errno."""
+
+    error: OSError | None = None
+
+    def __init__(self, raw: FileIO) -> None:
+        super().__init__(raw)
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _point(link: Path, target: Path) -> None:
+    """Let ``link`` lead to ``target``, swapped in one step so that it is never absent."""
+    try:
+        with replacing(link) as temporary:
+            temporary.symlink_to(target.name)
+    except OSError:
+        # Not every file system has links: a text then holds the name.
+        _write(link, lambda file: file.write(target.name.encode()))
