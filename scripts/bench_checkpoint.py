@@ -78,7 +78,7 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
         began_s = time.perf_counter()
         ms["save"].append(timed_ms(save))
         beside = []
-        while saver._last is not None and not saver._last.done() or not beside:
+        while (saver._last is not None and not saver._last.done()) or not beside:
             beside.append(timed_ms(step))
         saver.wait()
         ms["written"].append(1e3 * (time.perf_counter() - began_s))

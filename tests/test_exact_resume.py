@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,8 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 def run(config: Config, folder: Path) -> None:
     """A run in this process, which a signal may end."""
     folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with suppress(Interrupted):
         job.main_worker(0, job.Job(config, folder, ()))
-    except Interrupted:
-        pass
 
 
 @pytest.mark.usefixtures("kept_globals")

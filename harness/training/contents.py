@@ -22,6 +22,9 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
     Raises:
         CheckpointError: names the part. What another network or optimizer has saved passes.
     """
+    begun = saved.keys() & _POSITION.keys()
+    if begun and (missing := _POSITION.keys() - begun):
+        raise CheckpointError(f"{where}: holds no {', '.join(sorted(missing))}; resume from another checkpoint")
     for key in saved.keys() & (_COUNTS if state is None else _PARTS).keys():
         try:
             _PARTS[key](saved[key], state)
@@ -75,7 +78,13 @@ def _numbers(saved: Any, own: Any) -> None:
         typed(type(own), saved)
 
 
-_COUNTS: dict[str, Callable[[Any, Any], object]] = {
+# Where a run stands within an epoch; checkpoints of schema 1 have none of these.
+_POSITION: dict[str, Callable[[Any, Any], object]] = {
+    **{key: lambda saved, state: typed(int, saved) for key in ("samples", "length")},
+    **{key: lambda saved, state: 1 // typed(int, saved) for key in ("ranks", "stop", "steps_per_epoch")},
+    "pending": lambda saved, state: typed(bool, saved),
+}
+_COUNTS = _POSITION | {
     "epoch": lambda saved, state: typed(int, saved),
     "step": lambda saved, state: typed(int, saved),
     "classes": lambda saved, state: [*map(str.encode, saved)],

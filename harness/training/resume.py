@@ -111,6 +111,7 @@ def rest(config: Config, saved: Saved | None, world: World, length: int) -> tupl
     if saved is None or config.mode is not Mode.train or "ranks" not in saved.state:
         return config, None
     state = saved.state
+    contents.check(state, saved.where)
     config = _same_update(config, from_plain(state["settings"]), state["ranks"], world.size)
     if not state["samples"]:
         return config, None

@@ -8,8 +8,6 @@ import math
 import os
 import pickle
 import random
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import pytest
 import torch
 from oddities import Plant
 
-from harness.runtime.errors import CheckpointError, DiskError
+from harness.runtime.errors import CheckpointError
 from harness.training import checkpoint, saver
 
 
@@ -36,7 +34,7 @@ def save(folder: Path, step: int, top1: float | None = None, keep_last: int = 2)
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     """Tensors and plain containers come back equal, with the facts of the record."""
     saved = save(tmp_path, 10, 0.5)
-    record, found = checkpoint.read(saved.path)
+    record, found, _ = checkpoint.read(saved.path)
     assert record == saved
     assert torch.equal(found["model"]["w"], state(10)["model"]["w"])
     assert found["random"]["python"] == state()["random"]["python"]
@@ -220,7 +218,7 @@ def test_a_record_of_the_first_schema_is_read(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2).path
     path.with_suffix(".json").write_text(FIRST_SCHEMA % hashlib.sha256(path.read_bytes()).hexdigest())
-    record, _ = checkpoint.read(path)
+    record, _, _ = checkpoint.read(path)
     assert (record.step, record.top1) == (2, 0.5)
     save(tmp_path, 3)
     assert [found.step for found in checkpoint.records(tmp_path)] == [2, 3]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import random
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
