@@ -196,7 +196,7 @@ def _target(path: Path) -> Path:
     target = path.resolve()
     # Where it is no such text, it is the file itself.
     with suppress(OSError, ValueError):
-        named = target.with_name(read_regular(target, _NAME_BYTES).decode())
+        named = target.with_name(read_regular(target, _NAME_BYTES).decode().strip()).with_suffix(".pt")
         return named if order(named) != UNNAMED else target
     return target
 

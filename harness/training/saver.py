@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,7 @@ def save(folder: Path, state: dict[str, Any], *, step: int, epoch: int, top1: fl
     path = folder / f"step-{step}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Only one run owns the folder, so no save of another can be under way.
-        for temporary in folder.glob(".*.tmp"):
-            temporary.unlink(missing_ok=True)
+        _clear(folder)
         serial = 1 + max((taken for of, taken in map(order, folder.glob("step-*")) if of == step), default=0)
         if serial > 1:
             path = folder / f"step-{step}.{serial}.pt"
@@ -101,6 +100,10 @@ def save(folder: Path, state: dict[str, Any], *, step: int, epoch: int, top1: fl
             f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; earlier ones are whole: "
             "make room or mend the disk, then go on with resume=auto"
         ) from error
+    finally:
+        # The next save would do it, and tell what keeps it from that.
+        with suppress(OSError):
+            _clear(folder)
     return record
 
 
@@ -117,9 +120,16 @@ def _retain(folder: Path, newest: Record, keep_last: int) -> None:
     for old in committed:
         if old not in past[-keep_last:] and old != best:
             old.path.with_suffix(".json").unlink(missing_ok=True)
-    # What has no record: the files of those, and of saves and deletions that were killed.
-    for path in folder.glob("step-*.pt"):
-        if order(path) != UNNAMED and path.is_file() and not path.with_suffix(".json").exists():
+
+
+def _clear(folder: Path) -> None:
+    """Delete what belongs to no checkpoint: temporary files, and files whose record was not written or is deleted.
+
+    Only one run owns the folder, so no save of another can be under way.
+    """
+    for path in (*folder.glob(".*.tmp"), *folder.glob("step-*.pt")):
+        vouched = path.suffix == ".pt" and (order(path) == UNNAMED or path.with_suffix(".json").exists())
+        if not vouched and not path.is_dir():
             path.unlink(missing_ok=True)
 
 

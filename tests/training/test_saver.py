@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
+import re
+import shutil
+import stat
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import disk
+import killed_saves
 import pytest
 import torch
 
-from harness.runtime.errors import DiskError
+from harness.runtime.errors import CheckpointError, DiskError
 from harness.training import checkpoint, saver
 from harness.training.saver import Saver
 
@@ -117,31 +128,170 @@ def test_what_is_no_checkpoint_is_left_and_does_not_stop_a_save(tmp_path: Path) 
 def test_files_that_a_kill_left_go(tmp_path: Path) -> None:
     """Temporary files, and files whose record was not written or is deleted, go with the next save."""
     save(tmp_path, 1)
-    for name in (".step-2.pt.ab.tmp", "step-2.pt", "step-1.2.pt"):
+    for name in (".step-2.pt.ab.tmp", "step-2.pt", "step-3.pt", "step-1.2.pt"):
         (tmp_path / name).write_text("x")
     save(tmp_path, 3)
     assert names(tmp_path) == ["last.pt", "step-1.json", "step-1.pt", "step-3.json", "step-3.pt"]
 
 
-class Disk:
-    """A disk that fails with ``code`` at the call ``at`` of those that write."""
+@pytest.mark.parametrize("step", [30, 40], ids=["the same step", "the next step"])
+def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path, step: int) -> None:
+    """SIGKILL before and after each open, write, fsync, rename, link and unlink: the newest is the one before or the new."""
+    path = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, killed_saves.__file__, tmp_path, str(step)], env=os.environ | {"PYTHONPATH": path},
+                   check=True, timeout=100)  # fmt: skip
+    events = tmp_path.joinpath("events").read_text().splitlines()
+    calls = {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}
+    assert {f"before {call}" for call in calls} | {f"after {call}" for call in calls - {"mkdir"}} <= set(events)
+    assert len(events) > 40
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int, at: int, only: str | None = None) -> None:
-        self.calls: list[str] = []
-        self.code, self.at, self.only = code, at, only
-        for name in ("fsync", "replace", "unlink", "symlink", "mkdir"):
-            monkeypatch.setattr(os, name, self._failing(name, getattr(os, name)))
-        write = saver._Hashing.write.__wrapped__ if hasattr(saver._Hashing.write, "__wrapped__") else None
-        del write
-        former = saver.BufferedWriter.write
-        monkeypatch.setattr(saver._Hashing, "_put", self._failing("write", former), raising=False)
 
-    def _failing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*given: Any, **more: Any) -> Any:
-            if self.only in (None, name):
-                self.calls.append(name)
-                if len(self.calls) == self.at:
-                    raise OSError(self.code, os.strerror(self.code))
-            return call(*given, **more)
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with the checkpoints of steps 1, the best, 2 and 3."""
+    for step, top1 in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        save(tmp_path, step, top1)
+    return tmp_path
 
-        return wrapped
+
+def whole(folder: Path) -> list[str]:
+    """The names of the committed checkpoints, each of which is read."""
+    committed = checkpoint.records(folder)
+    assert [checkpoint.read(record.path)[1]["model"]["w"][0] for record in committed] == [r.step for r in committed]
+    return [record.path.name for record in committed]
+
+
+def test_a_disk_that_is_full_anywhere_leaves_all_whole(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for any part of a save: the error has the path, the system's words and the way out, and nothing half-made stays."""
+    before, size = names(saved), saved.joinpath("step-3.pt").stat().st_size + 100
+    room = 0
+
+    class Full(FileIO):
+        def write(self, data: Any) -> int:
+            nonlocal room
+            if not room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            put = super().write(bytes(data)[:room])
+            room -= put or 0
+            return put or 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "FileIO", Full)
+        for offset in range(20):
+            room = offset * size // 19
+            with pytest.raises(DiskError, match="step-4.*: cannot save the checkpoint: No space left.*make room.*resume=auto"):
+                save(saved, 4)
+            assert names(saved) == before and whole(saved) == ["step-1.pt", "step-2.pt", "step-3.pt"]
+    save(saved, 4)
+    assert whole(saved) == ["step-1.pt", "step-3.pt", "step-4.pt"]
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT, errno.EROFS, errno.ENOSPC], ids=errno.errorcode.get)
+def test_a_disk_that_fails_anywhere_leaves_all_whole(
+    saved: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, code: int, lasting: bool
+) -> None:
+    """An error of any call, for once or from then on: what was whole stays so, and the next save clears up."""
+    failed: set[str] = set()
+    for number in range(1, 100):
+        folder, left = tmp_path_factory.mktemp("disk") / "checkpoints", number
+        shutil.copytree(saved, folder, symlinks=True)
+
+        def tell(when: str, name: str) -> None:
+            nonlocal left
+            left -= when == "before"
+            if when == "before" and (left == 0 or (left < 0 and lasting)):
+                failed.add(name)
+                raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patched:
+            disk.tell_calls(tell, patched.setattr)
+            said = pytest.raises(DiskError, match=f"{re.escape(str(folder))}.*{os.strerror(code)}; earlier ones")
+            with suppress(pytest.fail.Exception), said:
+                save(folder, 4)
+        assert {"step-1.pt", "step-3.pt"} <= set(whole(folder))
+        assert lasting or "unlink" in failed or not list(folder.glob(".*"))
+        save(folder, 5)
+        assert whole(folder)[0] == "step-1.pt" and not list(folder.glob(".*")) and len(names(folder)) == 8
+        if left > 0:
+            break
+    assert failed == {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
+def test_without_links_pointers_hold_names(saved: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Where no link can be made, last.pt and best.pt are read all the same, and in a copy of the folder elsewhere."""
+
+    def refuse(*given: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    save(saved, 4)
+    for name, step in (("last.pt", 4), ("best.pt", 1)):
+        assert (saved / name).read_text() == f"step-{step}.pt" and not (saved / name).is_symlink()
+        assert checkpoint.read(saved / name)[0].path == saved / f"step-{step}.pt"
+        assert checkpoint.read_weights(saved / name)["w"][0] == step
+    monkeypatch.undo()
+    save(saved, 5)
+    assert (saved / "last.pt").is_symlink() and checkpoint.read(saved / "last.pt")[0].step == 5
+
+
+@pytest.mark.parametrize("name", ["../step-1.pt", "/etc/passwd", "step-9.pt", "x", ""])
+def test_a_pointer_to_anything_else_is_no_checkpoint(saved: Path, name: str) -> None:
+    """A text leads to a checkpoint beside it and nowhere else."""
+    (saved / "other.pt").write_text(name)
+    with pytest.raises(CheckpointError, match="(other|step-9).json: missing"):
+        checkpoint.read(saved / "other.pt")
+
+
+@pytest.mark.parametrize(("code", "tolerated"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_a_folder_need_not_be_synced(saved: Path, monkeypatch: pytest.MonkeyPatch, code: int, tolerated: bool) -> None:
+    """A mount that cannot sync a folder is used; a disk that failed to is an error."""
+    fsync = os.fsync
+
+    def refuse(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with nullcontext() if tolerated else pytest.raises(DiskError, match=os.strerror(code)):
+        save(saved, 4)
+    assert ("step-4.pt" in whole(saved)) is tolerated
+
+
+def test_other_threads_and_savers_keep_torchs_checksums(tmp_path: Path) -> None:
+    """What is switched off for a save is on again after it."""
+    save(tmp_path, 1)
+    assert torch.serialization.get_crc32_options()
+
+
+@pytest.mark.slow
+def test_kill_at_random_times_never_loses_the_newest(tmp_path: Path) -> None:
+    """Killed at random moments while saving, a folder always has a whole newest checkpoint, and temporaries are swept."""
+    script = f"""
+import torch, itertools
+from pathlib import Path
+from harness.training import checkpoint, saver
+for step in itertools.count(1):
+    state = {{"w": torch.full((200_000,), float(step))}}
+    saver.save(Path({str(tmp_path)!r}), state, step=step, epoch=step, top1=None, keep_last=2)
+    print(step, flush=True)
+"""
+    rng = random.Random(0)
+    for _ in range(20):
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            process.wait(rng.uniform(0.0, 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        found = checkpoint.newest(tmp_path)
+        assert found is not None
+        assert found[1]["w"][0] == found[0].step
+        assert not found[2]
+    saver.save(tmp_path, state(), step=10**6, epoch=1, top1=None, keep_last=2)
+    assert not list(tmp_path.glob(".*.tmp"))
