@@ -181,10 +181,10 @@ const COMPANIONS = [
     series: [{ tag: "stages/busy_fraction", name: "share of their time", kind: "plain" }],
   },
   {
-    title: "Processors that this run may use", show: cores, axis: rounded, why: "the processes could not be looked at",
+    title: "Processors in use", show: cores, axis: rounded, why: "the processes could not be looked at",
     series: [
-      { tag: "host/own_cpu_cores", name: "own processes", kind: "plain" },
-      { tag: "host/others_cpu_cores", name: "other programs", kind: "strong" },
+      { tag: "host/machine_cpu_cores", name: "the whole machine", kind: "plain" },
+      { tag: "host/own_cpu_cores", name: "this run", kind: "strong" },
     ],
   },
   {

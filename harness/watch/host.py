@@ -37,9 +37,10 @@ class HostSource(Source):
         self._now, self._root = now, root
         self._tree, self._groups = Tree(proc=root / "proc"), limits.control_groups(root)
         self._last: dict[Hashable, tuple[float, float]] = {}
-        self._used: float | None = None  # cores, in the same sample
+        self._busy: float | None = None  # cores of the machine, in the same sample
+        self._used: float | None = None  # of these, by this run
         self._reads = {
-            (Tag.CPU_FRACTION,): self._cpu_fraction,
+            (Tag.CPU_FRACTION, Tag.MACHINE_CPU_CORES): self._machine,
             (Tag.RAM_USED_BYTES,): lambda: (float(psutil.virtual_memory().used),),
             (Tag.DISK_READ_BYTES_PER_S,): self._disk_rate,
             (Tag.CPU_CORES, Tag.MAJOR_FAULTS_PER_S): self._processor,
@@ -51,8 +52,11 @@ class HostSource(Source):
             self._reads[(Tag.OTHERS_CPU_CORES,)] = lambda: self._others(cores)
             self._reads[(Tag.QUEUED_THREADS,)] = lambda: self._rates("queued", (self._tree.queued_s(),))
 
-    def _cpu_fraction(self) -> Figures:
-        return _share(self._growth("cores", *_total_and_busy(psutil.cpu_times())))
+    def _machine(self) -> Figures:
+        self._busy = None
+        total, busy = _total_and_busy(psutil.cpu_times())
+        self._busy = self._growth("busy", self._now(), busy)
+        return *_share(self._growth("cores", total, busy)), self._busy
 
     def _processor(self) -> Figures:
         self._used = None
@@ -62,11 +66,9 @@ class HostSource(Source):
 
     def _others(self, cores: float) -> Figures:
         """What other programs take of ``cores``: what they use beyond the machine's other cores, so at least that."""
-        each = [_total_and_busy(times)[1] for times in psutil.cpu_times(percpu=True)]
-        busy = self._growth("busy", self._now(), sum(each))
-        if busy is None or self._used is None:
+        if self._busy is None or self._used is None:
             return ()
-        return (max(0.0, busy - self._used - max(0.0, len(each) - cores)),)
+        return (max(0.0, self._busy - self._used - max(0.0, (psutil.cpu_count() or 1) - cores)),)
 
     def _disk_rate(self) -> Figures:
         counters = psutil.disk_io_counters()

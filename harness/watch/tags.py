@@ -36,6 +36,7 @@ class Tag(StrEnum):
     GPU_MEMORY_PEAK_RESERVED_BYTES = "gpu/memory_peak_reserved_bytes"
     GPU_POWER_W = "gpu/power_w"
     CPU_FRACTION = "host/cpu_fraction"
+    MACHINE_CPU_CORES = "host/machine_cpu_cores"
     RAM_USED_BYTES = "host/ram_used_bytes"
     DISK_READ_BYTES_PER_S = "host/disk_read_bytes_per_s"
     CPU_CORES = "host/own_cpu_cores"

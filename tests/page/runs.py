@@ -132,7 +132,7 @@ def cpu_run(folder: Path, steps: int = 400, **changes: Any) -> Path:
     """A run whose figures come from the host's clock: no GPU, no copy."""
     noise = random.Random(2)
     lines = [
-        window(step, parts_of(0.2, noise, device=False), **{"host/own_cpu_cores": 1.9, "host/others_cpu_cores": 0.1})
+        window(step, parts_of(0.2, noise, device=False), **{"host/own_cpu_cores": 1.9, "host/machine_cpu_cores": 31.5})
         for step in range(10, steps + 1, 10)
     ]
     return write(folder, report=report(starved=0.2, device=False, steps=steps, **changes), lines=lines)

@@ -230,6 +230,19 @@ def test_a_chart_is_steered_by_keyboard(show: Callable[..., webdriver.Chrome]) -
     assert not one(page, ".tip").is_displayed()
 
 
+def test_the_machines_processors_lie_beside_the_runs_own(show: Callable[..., webdriver.Chrome]) -> None:
+    """One chart has a line for each, named in its legend and in its words; where one is not known, the other stays."""
+    charts = {}
+    for page in ("cpu_run", "long_run"):
+        chart = show(page).find_element(By.XPATH, "//h3[text()='Processors in use']/ancestor::div[@class='chart']")
+        said = chart.find_element(By.CSS_SELECTOR, "svg[role=slider]").get_attribute("aria-label") or ""
+        lines = chart.find_elements(By.CSS_SELECTOR, "svg[role=slider] .line")
+        charts[page] = said.split(": ")[1].split("; "), len(lines), chart.find_element(By.CSS_SELECTOR, ".keys").text
+    machine, own = "the whole machine from 31.5 cores to 31.5 cores", "this run from 1.90 cores to 1.90 cores"
+    assert charts["cpu_run"] == ([machine, own], 2, "the whole machine\nthis run")
+    assert charts["long_run"][1:] == (1, "this run")
+
+
 def test_the_numbers_behind_a_chart_are_a_table(show: Callable[..., webdriver.Chrome]) -> None:
     """Opened, it has a row for every group of windows."""
     page = show("cpu_run")

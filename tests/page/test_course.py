@@ -56,11 +56,11 @@ def test_groups_keep_lowest_and_highest(buckets: int) -> None:
 
 
 def test_every_line_of_a_chart_is_read() -> None:
-    """What the page draws is among the tags that are read for it; other programs' cores lie beside the run's own."""
+    """What the page draws is among the tags that are read for it; the machine's cores lie beside the run's own."""
     drawn = re.findall(r'tag: "([^"]+)"', (Path(page.__file__).parent / "course.js").read_text())
     assert set(drawn) <= set(TAGS)
     own = drawn.index("host/own_cpu_cores")
-    assert drawn[own + 1] == "host/others_cpu_cores"
+    assert drawn[own - 1] == "host/machine_cpu_cores"
 
 
 def test_few_windows_are_told_one_by_one() -> None:

@@ -44,6 +44,7 @@ def test_rates_are_since_the_sample_before(machine: SimpleNamespace) -> None:
     machine.times, machine.read_bytes, machine.now = Times(13.0, 6.0, 82.0, 9.0, 4.0, 0.0), 5000, 12.0
     sample = source.sample()
     assert sample[Tag.CPU_FRACTION] == pytest.approx(0.4)
+    assert sample[Tag.MACHINE_CPU_CORES] == pytest.approx(2.0)
     assert sample[Tag.DISK_READ_BYTES_PER_S] == pytest.approx(2000.0)
 
 
@@ -113,19 +114,20 @@ def test_others_take_what_is_busy_and_not_ours(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, count: int, cores: float | None, others: float | None
 ) -> None:
     """Of two busy cores half a one is ours; the rest is counted as far as cores that this run may not use cannot hold it."""
-    monkeypatch.setattr(psutil, "cpu_times", lambda percpu=False: [machine.times] * count if percpu else machine.times)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: count)
     source, found = HostSource(lambda: machine.now, machine.root, cores), {}
     for own_s in (0.0, 1.0):
         write_kernel(machine.root, own_s, 0, (0, 0), 0, ["", ""])
-        machine.times = Times(4.0 * own_s / count, 0.0, 50.0, 5.0 * own_s, 2.0 * own_s / count, 0.0)
+        machine.times = Times(4.0 * own_s, 0.0, 50.0, 5.0 * own_s, 2.0 * own_s, 0.0)
         machine.now += 2.0
         found = source.sample()
     assert found.get(Tag.OTHERS_CPU_CORES) == (others if others is None else pytest.approx(others))
+    assert found[Tag.MACHINE_CPU_CORES] == pytest.approx(2.0)
 
 
 def test_what_others_take_is_not_known_without_what_is_ours(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where processes can no longer be looked at, their work does not become others'."""
-    monkeypatch.setattr(psutil, "cpu_times", lambda percpu=False: [machine.times] if percpu else machine.times)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 1)
     source = HostSource(lambda: machine.now, machine.root, 1.0)
     known = []
     for seconds in (1.0, 2.0, 3.0):
@@ -207,6 +209,7 @@ def test_this_machine_can_be_sampled() -> None:
     sum(range(300_000))
     sample = source.sample()
     assert 0.0 <= sample.get(Tag.CPU_FRACTION, 0.0) <= 1.0
+    assert sample[Tag.MACHINE_CPU_CORES] >= 0.0
     assert 0 < sample[Tag.RAM_USED_BYTES] < psutil.virtual_memory().total
     assert sample[Tag.CPU_CORES] >= 0.0
     assert {Tag.READ_BYTES_PER_S, Tag.MAJOR_FAULTS_PER_S} <= set(sample)
