@@ -147,10 +147,11 @@ class Launching(nn.Module):
         return result
 
 
-def trials(device: EmulatedDevice, network: nn.Module) -> tuple[Step, StepTrials]:
-    """The harness' own step on ``network``, and its trials."""
+def trials(device: EmulatedDevice, network: nn.Module, *, parts: int = 1, ahead: bool = True) -> tuple[Step, StepTrials]:
+    """The harness' own step on ``network``, of ``parts`` batches an update, and its trials; ``ahead``: with a prefetcher."""
     config, world = Config(), World(0, 1, 0, 1, device.device)
     config.data.image_size, config.loader.batch_size = 2, SIZE
+    config.trainer.accumulate_steps, config.loader.device_prefetch = parts, ahead
     config.data.mean, config.data.std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
     optimizer = make_optimizer(network, config.optim)
     schedule = make_schedule(optimizer, config.schedule, 1, 100)

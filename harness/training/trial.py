@@ -19,11 +19,10 @@ from harness.runtime.distributed import World
 from harness.runtime.snapshot import Snapshot
 from harness.training.step import Step
 from harness.watch.clock import StepClock
-from harness.watch.figures import StepRun
+from harness.watch.figures import StepRun, steps_of_group
 
 _WARM_UP_STEPS = 5  # the first may compile and makes what an update allocates; cuDNN tries its kernels
 _GROUPS = 20
-_GROUP_S = 0.025  # a group's only wait for the device is small beside it
 _AGREE_S = 0.2  # between two agreements of the ranks to go on
 
 _Batch = tuple[Tensor, Tensor]  # images and labels on the device
@@ -82,8 +81,8 @@ class StepTrials:
         """Some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
 
         Its bytes are on the device; each step takes them augmented and normalised as in training, for that is the step's
-        work, not the loader's. A group is one step, or as many as last 25 ms. ``limit_s`` counts from the end of the first
-        step, which may compile.
+        work, not the loader's. ``steps_of_group`` says how many steps a group has. ``limit_s`` counts from the end of the
+        first step, which may compile.
         """
         own = accelerator.of(self.device)
         placed = batch._replace(images=own.copy(batch.images), labels=own.copy(batch.labels))
@@ -97,15 +96,15 @@ class StepTrials:
             step_s = self._world.agreed(self._group(batches, 1, warm_up=True)[0])
             if step_s > limit_s / _WARM_UP_STEPS:
                 break
-        steps = max(1, int(_GROUP_S / step_s))
+        steps = steps_of_group(step_s, limit_s, self.overlaps)
         if steps >= self._parts:
-            steps -= steps % self._parts  # each group has as many updates as the others
+            steps += -steps % self._parts  # each group has as many updates as the others
         groups: list[tuple[float, float]] = []
         cpu = time.process_time()
         while len(groups) < _GROUPS and self._world.agreed(len(groups) < 2 or self._now() - begin < limit_s):
             groups.append(self._group(batches, steps))
         cpu_s, images = time.process_time() - cpu, size * steps
-        launch_s = 0.0 if self._config.loader.device_prefetch else min(launch_s for _, launch_s in groups) / images
+        launch_s = 0.0 if self._config.loader.device_prefetch else min(launch_s for _, launch_s in groups) / size
         return StepRun(
             images=(images,) * len(groups),
             seconds=tuple(seconds for seconds, _ in groups),
@@ -179,13 +178,14 @@ class StepTrials:
         return len(labels), self._now() - end
 
     def _group(self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False) -> tuple[float, float]:
-        """The seconds of so many steps, and those that the host took; each makes an update while warming up."""
-        begin = self._now()
+        """The seconds of so many steps, and the host's of the first; each makes an update while warming up."""
+        launch_s, begin = 0.0, self._now()
         for _ in range(steps):
             images, labels = next(batches)
             self._train(images, labels, warm_up)
+            # of the first step alone: before later ones the host may wait for the device
+            launch_s = launch_s or self._now() - begin
         self._step.forget()
-        launch_s = self._now() - begin
         accelerator.of(self.device).synchronize()
         return self._now() - begin, launch_s
 

@@ -26,10 +26,10 @@ from harness.runtime.snapshot import Snapshot
 from harness.tuning.report import TuningReport
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
-from harness.watch.figures import StepRun
+from harness.watch.figures import StepRun, steps_of_group
 
 Step = Callable[[Any], object]
-_WARM_UP_STEPS, _GROUPS, _GROUP_S, _COPIES = 3, 20, 0.025, 16
+_WARM_UP_STEPS, _GROUPS, _COPIES = 3, 20, 16
 _NO_ROOM = ("No space left", "Too many open files", "Cannot allocate memory", "unable to open shared memory", "MemoryError")
 
 
@@ -246,7 +246,7 @@ class _Trainee:
         (first_s, _), begin = self._group(1), self._now()
         for _ in range(_WARM_UP_STEPS - 1):
             step_s, _ = self._group(1)
-        steps = max(1, min(_COPIES, int(_GROUP_S / step_s)))
+        steps = min(_COPIES, steps_of_group(step_s, limit_s, self.overlaps))
         cpu, groups = time.process_time(), list[tuple[float, float]]()
         while len(groups) < 2 or (len(groups) < _GROUPS and self._now() - begin < limit_s):
             groups.append(self._group(steps))
@@ -256,20 +256,21 @@ class _Trainee:
             seconds=tuple(seconds for seconds, _ in groups),
             cpu_s=cpu_s,
             first_s=max(0.0, first_s - step_s),
-            launch_s=min(launch_s for _, launch_s in groups) / images,
+            launch_s=min(launch_s for _, launch_s in groups) / len(batch.labels),
         )
 
     def _group(self, steps: int) -> tuple[float, float]:
-        """The seconds of so many steps on one batch, and the host's part of them.
+        """The seconds of so many steps on one batch, and the host's of the first.
 
         Each has a copy of its own: a step may change what it is given.
         """
         copies = [_copy(self._probes.last, self._own.pin) for _ in range(steps)]
-        begin = self._now()
+        launch_s, begin = 0.0, self._now()
         for batch in copies:
             signals.check()
             self._step(batch)
-        launch_s = self._now() - begin
+            # of the first step alone: the device's queue may be full at later ones
+            launch_s = launch_s or self._now() - begin
         self._own.synchronize()
         return self._now() - begin, launch_s
 

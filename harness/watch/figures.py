@@ -15,6 +15,8 @@ Number = TypeVar("Number", int, float)
 _ERROR = 0.01  # relative error of a quantile
 _LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))  # of the buckets' bounds
 _SMALLEST_MS, _LARGEST_MS = 1e-3, 1e9  # values outside are counted as these: at most 1,383 buckets
+_GROUP_S = 0.025  # a group's only wait for the device is small beside it
+_LEAST_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,16 @@ class StepRun:
     cpu_s: float = 0.0  # processor time of this process, all its threads, over the steps
     first_s: float = 0.0  # what the very first step took longer than the others: compiling, choosing kernels
     launch_s: float = 0.0  # host seconds per image in which a loop that loads in its own thread cannot load
+
+
+def steps_of_group(step_s: float, limit_s: float, has_streams: bool) -> int:
+    """Steps to be timed together: as many as last 25 ms, and on a device with streams at least three.
+
+    A device that was waited for idles until the first kernel of the next group is launched. Three steps that would
+    take longer than ``limit_s`` are timed one by one: beside a step that long, the idle time is small.
+    """
+    least = _LEAST_STEPS if has_streams and _LEAST_STEPS * step_s <= limit_s else 1
+    return max(least, int(_GROUP_S / step_s))
 
 
 @dataclass(slots=True)

@@ -314,13 +314,14 @@ def test_compiling_does_not_spend_the_limit() -> None:
     assert hand.time == 60 + 24 * 2**-4
 
 
-def test_groups_hold_whole_updates() -> None:
-    """With three batches an update, each group of short steps has as many updates as the next."""
-    trials, step, _ = timed(2**-8, parts=3)
+@pytest.mark.parametrize(("parts", "steps"), [(3, 6), (4, 8), (6, 6), (7, 6)])
+def test_groups_hold_whole_updates(parts: int, steps: int) -> None:
+    """Each group of short steps has as many updates as the next, unless an update is more than 25 ms."""
+    trials, step, _ = timed(2**-8, parts=parts)
     run = trials.demand(batch(), 8.0)
-    assert set(run.images) == {4 * 6}
+    assert set(run.images) == {4 * steps}
     assert step.parts[:5] == [(0, 1)] * 5
-    assert step.parts[5:11] == [(0, 3), (1, 3), (2, 3)] * 2
+    assert step.parts[5 : 5 + parts] == [(part, parts) for part in range(parts)]
 
 
 def test_a_batch_reaches_the_step_as_in_training() -> None:

@@ -11,17 +11,20 @@ import pytest
 from emulated_run import SIZE
 from emulated_tuning import LIMITS, Launching, Machine, own, trials
 from emulator import EmulatedDevice, VirtualClock, emulated
+from torch import Tensor
 from torch.optim import SGD
 
 from harness.config import TunerConfig
 from harness.feed.interface import FeedSettings
 from harness.runtime.distributed import World
 from harness.tuning import library
+from harness.tuning.figures import Rate
 from harness.tuning.follow import STEPS, Follow
 from harness.tuning.report import TuningReport
 from harness.tuning.tuner import tune
 from harness.watch import console
 from harness.watch.clock import StepClock
+from harness.watch.figures import StepRun
 
 STEP_S = 70e-3
 TAKES = SIZE / STEP_S
@@ -92,6 +95,73 @@ def test_the_fewest_workers_that_leave_no_gap(worker: float, cap: float, host: s
     assert report.ceiling == pytest.approx(takes / before, rel=0.03)
     assert report.demand is not None and report.demand.images_per_s == pytest.approx(takes, rel=0.03)
     assert report.after.wait_fraction == pytest.approx(max(0.0, 1 - cap), abs=0.03)
+
+
+class Coarse(Launching):
+    """A step of which one kernel, the first, is a third, and a tenth of what launching takes the host."""
+
+    def __init__(self, device: EmulatedDevice, device_s: float, launch_s: float) -> None:
+        super().__init__(device, 2 / 3 * device_s, 0.9 * launch_s, 169)
+        self._first = device_s / 3, 0.1 * launch_s
+
+    def forward(self, images: Tensor) -> Tensor:
+        self._device.launch(*self._first)
+        return super().forward(images)
+
+
+def demanded(step_s: float, *, plain: bool, limit_s: float = 1.0, parts: int = 1, ahead: bool = True) -> tuple[StepRun, float]:
+    """What the demand's steps took, and how long they were measured; launching a step takes a fifth of ``step_s``."""
+    with gpu() as device:
+        machine, network = Machine(device, 1e-5), Coarse(device, step_s, step_s / 5)
+        batch = next(iter(machine.probe(own())))
+        if plain:
+            step, state = own_step(device, network), [network, SGD(network.parameters(), 0.1)]
+            trainee: Any = library._Trainee(machine, step, state, device.device)  # type: ignore[arg-type]
+        else:
+            _, trainee = trials(device, network, parts=parts, ahead=ahead)
+        with trainee.kept():
+            begin = device.now()
+            return trainee.demand(batch, limit_s), device.now() - begin
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
+@pytest.mark.parametrize("step_s", [30e-3, 60e-3, 200e-3])
+def test_demand_is_not_low_where_the_first_kernel_is_coarse(step_s: float, plain: bool) -> None:
+    """The device idles until a group's first kernel is launched: over three steps that is less than 1 %."""
+    run, _ = demanded(step_s, plain=plain)
+    takes = SIZE / (step_s + 0.7e-3) if plain else SIZE / step_s
+    assert Rate.typical(run.images, run.seconds).images_per_s == pytest.approx(takes, rel=0.01)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
+@pytest.mark.parametrize(
+    ("step_s", "limit_s", "steps"),
+    [
+        pytest.param(0.3, 1.0, 3, id="three fit into the limit"),
+        pytest.param(0.4, 1.0, 1, id="three do not"),
+        pytest.param(4.0, 1.0, 1, id="seconds"),
+        pytest.param(30e-3, 0.0, 1, id="no time at all"),
+    ],
+)
+def test_long_steps_are_timed_one_by_one(step_s: float, limit_s: float, steps: int, plain: bool) -> None:
+    """Where three would take longer than the limit; demand then takes the warm-up and two groups."""
+    run, took_s = demanded(step_s, plain=plain, limit_s=limit_s)
+    assert set(run.images) == {SIZE * steps}
+    warm_up_s = 5.2 * step_s
+    assert took_s <= warm_up_s + max(limit_s, 2.1 * steps * step_s)
+
+
+def test_groups_of_three_grow_to_whole_updates() -> None:
+    """With two batches an update, a group has two updates."""
+    assert set(demanded(60e-3, plain=False, parts=2)[0].images) == {4 * SIZE}
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
+@pytest.mark.parametrize("step_s", [8e-3, 60e-3])
+def test_launching_is_the_hosts_own_time(step_s: float, plain: bool) -> None:
+    """The host's part of a step is what launching takes it, without what it waits for a device that is two steps behind."""
+    run, _ = demanded(step_s, plain=plain, ahead=False)
+    assert run.launch_s * SIZE == pytest.approx(step_s / 5, abs=0.1e-3)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
