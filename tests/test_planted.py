@@ -43,7 +43,7 @@ def test_the_report_names_what_was_planted(plant: Plant, tmp_path: Path, kept_gl
 def test_tuning_and_diagnosis_warn_of_a_neighbour(
     override: str, tmp_path: Path, kept_globals: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line says how many cores other programs took, and no answer of then is remembered."""
+    """One line says how many cores other programs took; no answer of then is remembered, and a diagnosis names them."""
     monkeypatch.setattr(Neighbours, "look", LOOK)
     kept: list[object] = []
     monkeypatch.setattr(Memory, "keep", lambda self, answer: kept.append(answer))
@@ -52,4 +52,5 @@ def test_tuning_and_diagnosis_warn_of_a_neighbour(
     said = capsys.readouterr().out
     warnings = re.findall(r"^warning: other programs took [\d.]+ of the \S+ cores meanwhile", said, re.MULTILINE)
     assert len(warnings) == 1, said
+    assert ("Bound by neighbours: other programs took " in said) is (override == "mode=diagnose"), said
     assert not kept

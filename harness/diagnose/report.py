@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.config import Config, DistName, Precision
 from harness.diagnose.runs import COLD, DELIVERED, DEMAND, LOADING, WARM, Runs
-from harness.diagnose.whatif import Bound, Facts, WhatIf, rate_in_words
+from harness.diagnose.whatif import NO_CEILING, Bound, Facts, WhatIf, rate_in_words
 from harness.feed.interface import FeedSettings
 from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
@@ -34,7 +34,7 @@ class Diagnosis:
 
     Attributes:
         bottleneck: the class, as in a run's verdict.
-        ceiling: speed-up if loading were free; None where the rates are too uneven.
+        ceiling: speed-up if loading were free; None where the rates are too uneven, or other programs' too.
         measured: whether the ceiling rests on real steps; else what they get is reckoned.
         sentence: the outcome in words.
         command: what to type next.
@@ -125,25 +125,25 @@ def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
 
 def sentence(facts: Facts, found: Bound) -> str:
     """The outcome in words."""
-    if facts.is_uneven:
+    begin = "Unknown" if found.bottleneck == "unknown" else f"Bound by {found.bottleneck}"
+    if found.bottleneck in NO_CEILING:
         gets = f" and gets {facts.delivered}" if facts.delivered else ""
-        return (
-            f"Unknown: {found.words}. The step could take {facts.demand} images/s{gets}. Try again when the machine is quiet."
-        )
+        said = f"{begin}: {found.words}. The step could take {facts.demand} images/s{gets}."
+        return f"{said} Try again when the machine is quiet."
     takes, gets = rate_in_words(facts.demand.images_per_s), rate_in_words(facts.got)
     how = "gets" if facts.is_measured else "would get by arithmetic"
     gain = f"with loading for free it would be {facts.ceiling:.2f}x as fast"
     cold = ""
     if facts.fetch_per_s is not None and facts.fetch_per_s < facts.got:
         cold = f" Files that come cold from storage arrive at {rate_in_words(facts.fetch_per_s)} a second, fewer than that."
-    return f"Bound by {found.bottleneck}: {found.words}. The step could take {takes} images/s and {how} {gets}: {gain}.{cold}"
+    return f"{begin}: {found.words}. The step could take {takes} images/s and {how} {gets}: {gain}.{cold}"
 
 
 def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, device: str, ranks: int) -> str:
     """What to type next: the user's own overrides, flags such as ``--config-name=x`` among them, and what would help most."""
     trainer = config.trainer
     more: list[str] = []
-    if bottleneck == "unknown":
+    if bottleneck in NO_CEILING:
         more.append("mode=diagnose")
     elif bottleneck not in ("compute", "balanced"):
         more.append("loader.autotune=true")

@@ -12,7 +12,7 @@ from harness.data.images import ImageDataset
 from harness.diagnose.fetch import image_sizes
 from harness.diagnose.report import Diagnosis, command, sentence
 from harness.diagnose.runs import BUDGET_S, COLUMNS, WIDTHS, FirstReads, Runs, Session
-from harness.diagnose.whatif import Facts, bound, problem_of, what_ifs
+from harness.diagnose.whatif import NO_CEILING, Facts, bound, problem_of, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
 from harness.runtime import accelerator
@@ -69,11 +69,11 @@ def diagnose(
     def fits(settings: FeedSettings) -> str | None:
         return lab.refusal(dataclasses.replace(settings, batch_size=config.loader.batch_size))
 
-    facts = _facts(runs, own, lab, train, fits)
+    facts = dataclasses.replace(_facts(runs, own, lab, train, fits), others=others)
     found = bound(facts)
     diagnosis = Diagnosis(
         bottleneck=found.bottleneck,
-        ceiling=None if facts.is_uneven else facts.ceiling,
+        ceiling=None if found.bottleneck in NO_CEILING else facts.ceiling,
         measured=facts.is_measured,
         sentence=sentence(facts, found),
         command=command(config, overridden, found.bottleneck, accelerator.of(world.device).kind, world.local_size),

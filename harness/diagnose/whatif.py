@@ -18,9 +18,8 @@ from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.search import Problem, with_workers
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.supply import DOING, Supply, reckon
-from harness.watch.verdict import Bottleneck
+from harness.watch.verdict import FED, HARM, MOST, MOST_PER_CORE, Bottleneck, lacks_cores
 
-FED, HARM = 0.02, 0.10  # of the time: below, nothing can be gained; from there on, MLPerf Storage calls a device starved
 _MODELLED, _CROWDED = 0.85, 0.7  # real steps get less than so much of what the model says: handing over is in the way
 _COPYING = 1.25  # copies alone give less than so many times what steps get: they are what fills the time
 _MORE = 0.9  # workers give less than so much of what could be had: they are too few
@@ -28,7 +27,7 @@ _SHORT_SIDES = (1.15, 2.0)  # of stored images, in sides of the crop: as for eva
 _SMALLER = 0.9  # of the pixels: otherwise the files are small already
 _TELLING = 0.02  # of a sample's time: less is not worth a row
 _LEAST = 0.001  # of a sample's time is left whatever is taken away
-_MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
+NO_CEILING: tuple[Bottleneck, ...] = ("unknown", "neighbours")  # as the rates are too uneven, or other programs' too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +51,7 @@ class Facts:
         image_size: side of the crop in pixels.
         sizes: width and height in pixels of some stored images.
         fits: why settings do not fit into this machine, or None.
+        others: cores that other programs took meanwhile; None where that has spoilt nothing.
     """
 
     settings: FeedSettings
@@ -71,6 +71,7 @@ class Facts:
     image_size: int = 0
     sizes: tuple[tuple[int, int], ...] = ()
     fits: Callable[[FeedSettings], str | None] = lambda _: None
+    others: float | None = None
 
     @property
     def got(self) -> float:
@@ -135,7 +136,7 @@ def problem_of(facts: Facts) -> Problem:
         demand=facts.demand,
         step_cpu_s=facts.step_cpu_s,
         cores=facts.cores,
-        most=max(_MOST, int(_MOST_PER_CORE * facts.cores), facts.settings.num_workers),
+        most=max(MOST, int(MOST_PER_CORE * facts.cores), facts.settings.num_workers),
         pin_memory=facts.settings.pin_memory,
         overlaps=facts.overlaps,
         launch_s=facts.launch_s,
@@ -169,7 +170,18 @@ def reachable(facts: Facts) -> tuple[float, int]:
 
 
 def bound(facts: Facts) -> Bound:
-    """What bounds the steps."""
+    """What bounds the steps; other programs where they took processors that the steps lack."""
+    # processors that others fill keep a worker waiting in every stage
+    supply = reckon(facts.stages, None if facts.others else max(1.0, facts.settings.num_workers / facts.cores))
+    assert supply is not None, "at least one sample was made"
+    found = _own_bound(facts, supply)
+    if facts.others and (facts.is_uneven or lacks_cores(found.bottleneck, supply, facts.on_cpu, facts.lost)):
+        return Bound("neighbours", f"other programs took {facts.others:.2g} of the {facts.cores:g} cores")
+    return found
+
+
+def _own_bound(facts: Facts, supply: Supply) -> Bound:
+    """What bounds the steps in this run itself."""
     if facts.is_uneven:
         return Bound("unknown", "the measurement is too uneven to tell what bounds training")
     taken = "; loading costs it processors rather than waits" if facts.on_cpu and facts.ceiling > 1 + HARM else ""
@@ -184,8 +196,6 @@ def bound(facts: Facts) -> Bound:
             memory = "page-locked" if facts.settings.pin_memory else "pageable"
             return Bound("copy", f"copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at most")
         return Bound("transport", "batches are made in time but reach the step late: handing them over is the limit")
-    supply = reckon(facts.stages, max(1.0, facts.settings.num_workers / facts.cores))
-    assert supply is not None, "at least one sample was made"
     share = f"{DOING[supply.kind]} takes a worker {supply.kind_s * 1e3:.3g} of {supply.wall_s * 1e3:.3g} ms a sample"
     if supply.kind == "storage" and supply.waits:
         return Bound("storage", f"{share}, most of it waiting")
@@ -206,16 +216,17 @@ def _processors(facts: Facts, supply: Supply, share: str, crowded: bool) -> Boun
 
 
 def what_ifs(facts: Facts) -> list[WhatIf]:
-    """What changes would give, the ceiling first; none where the rates are uneven.
+    """What changes would give, the ceiling first; none where there is no ceiling.
 
     Where handing batches over is the limit, no change that leaves it alone.
     """
-    if facts.is_uneven:
+    bottleneck = bound(facts).bottleneck
+    if bottleneck in NO_CEILING:
         return []
     scale, demand = facts.got / facts.reckoned, facts.demand.images_per_s
     rows = [WhatIf("loading were free (the ceiling)", max(demand, facts.got), facts.ceiling)]
     copies = math.inf if facts.copy_per_s is None else facts.copy_per_s
-    for change, changed, settings, cost in _changes(facts) if bound(facts).bottleneck not in ("transport", "copy") else ():
+    for change, changed, settings, cost in _changes(facts) if bottleneck not in ("transport", "copy") else ():
         rate = max(facts.got, min(changed.demand.images_per_s, copies, scale * delivers(changed, settings, cost)))
         rows.append(WhatIf(change, rate, rate / facts.got))
     if facts.fetch_per_s is not None:

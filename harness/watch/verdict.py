@@ -20,8 +20,8 @@ Bottleneck = Literal[
 ]  # fmt: skip
 
 _MIN_STEPS = 10  # fewer say nothing about a run
-_HARM = 0.10  # of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
-_FED = 0.02  # what a stall below this would give back cannot be told from noise
+HARM = 0.10  # of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
+FED = 0.02  # what a stall below this would give back cannot be told from noise
 _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise where steps are short
 _FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device follows the host
 _QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
@@ -30,9 +30,9 @@ _FROM_DISK, _CACHED = 0.5, 0.05  # of the bytes read: from here on the page cach
 _WORTH = 0.01  # of the time: a smaller suspect is not worth a word
 _DEEPEST = 8  # batches in flight for each worker; more have not helped
 _DEEPEST_TOGETHER = 32  # of threads, whose batches are in flight for all of them
-_MOST, _MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
+MOST, MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
 _WORKERLESS, _TOGETHER = "arrays", "threads"  # forms of the feed: that never has workers, and whose workers share each batch
-_NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch"}
+_NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch", "quota", "compute", "balanced"}
 
 _CHEAPER: dict[Kind, str] = {
     "storage": "put the files on a faster disk or keep them in memory",
@@ -83,7 +83,7 @@ def judge(evidence: Evidence) -> Verdict:
         few = f"{window.steps} steps are too few for a verdict: let the run go on for longer"
         return Verdict("unknown", None, few, None, ())
     r = Reckoning(evidence)
-    found = _straggler(evidence.ranks, evidence.autotuned) or (_unharmed(r) if r.lost < _HARM else _harmed(r))
+    found = _straggler(evidence.ranks, evidence.autotuned) or (_unharmed(r) if r.lost < HARM else _harmed(r))
     found = _short_of_memory(r, found) or _throttled(r, found) or _crowded(r, found) or found
     r.ceiling = max(r.ceiling, 1 / (1 - found.held_up))
     return Verdict(found.bottleneck, r.ceiling, _sentence(r, found), found.next_step, _clauses(r, found))
@@ -104,7 +104,7 @@ def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | No
     own_ms = [sum(parts) for parts in zip(*(column for column, _ in columns.values()), strict=True)]
     slowest = max(range(len(ranks)), key=own_ms.__getitem__)
     late_ms, step_ms = _beyond(own_ms, slowest), median(rank.step_ms for rank in ranks)
-    if late_ms <= _HARM * step_ms:
+    if late_ms <= HARM * step_ms:
         return None
     what = max(columns, key=lambda name: _beyond(columns[name][0], slowest))
     cause = f"Rank {ranks[slowest].rank} holds the others up, by {late_ms:.1f} ms a step, most of that {what}"
@@ -127,7 +127,7 @@ def _beyond(column: list[float], at: int) -> float:
 
 def _unharmed(r: Reckoning) -> _Finding:
     """What sets the pace where next to nothing is lost."""
-    if r.stall >= _FED or r.host >= _PROMPT:
+    if r.stall >= FED or r.host >= _PROMPT:
         return _Finding("balanced", f"Nothing stands out: {_waited(r)}, for Python in {r.host:.0%}")
     if r.compute is None:
         apart = f"on {r.evidence.device} the network's own time and Python's cannot be told apart"
@@ -136,7 +136,7 @@ def _unharmed(r: Reckoning) -> _Finding:
     follows = launch and compute and gap and launch.median >= _FOLLOWS * compute.median and gap.median > _QUEUED_MS
     if follows and "launch" not in r.window.shares:  # a device that cannot be held back to tell
         return _launched(r)
-    beside = f", and preparing batches {r.prepare:.0%}" if r.prepare >= _FED else ""
+    beside = f", and preparing batches {r.prepare:.0%}" if r.prepare >= FED else ""
     cause = f"The network's own work sets the pace, with {r.compute:.0%} of the time{beside}"
     if e.device != "cuda":
         return _Finding("compute", cause, advice="a smaller network or image would be faster, or a GPU")
@@ -172,7 +172,7 @@ def _starved(r: Reckoning) -> _Finding:
         return _Finding(supply.kind, f"{_waited(r)}: {took}", more, _CHEAPER[supply.kind])
     if more:
         return _Finding("workers", f"{_waited(r)}: {why}", more)
-    full = f", and the {r.evidence.cores:g} cores have no room for more workers" if r.room() < 1 + _HARM else ""
+    full = f", and the {r.evidence.cores:g} cores have no room for more workers" if r.room() < 1 + HARM else ""
     next_step = "loader.autotune=true" if supply.kind == "transport" and not tuned else None  # other forms share nothing
     return _Finding(supply.kind, f"{_waited(r)}: {took}{full}", next_step, _CHEAPER[supply.kind])
 
@@ -185,8 +185,8 @@ def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
     if workers and r.unmade() == 0:
         uneven = f"{workers} workers would do on average, but their batches come unevenly"
         return (f"loader.prefetch_factor={min(2 * depth, deepest)}", uneven) if depth < deepest else (None, "")
-    wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(_MOST, int(_MOST_PER_CORE * cores)))
-    if room < 1 + _HARM or wanted <= workers or settings.backend == _WORKERLESS:
+    wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(MOST, int(MOST_PER_CORE * cores)))
+    if room < 1 + HARM or wanted <= workers or settings.backend == _WORKERLESS:
         return None, ""
     need = f"{1e3 * supply.wall_s:.3g} ms for a sample"
     does = f"1 worker needs {need}" if workers == 1 else f"{workers} workers need {need} each"
@@ -258,7 +258,7 @@ def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
     mapped = found.bottleneck == "storage"  # files that are mapped fault where they are read
     if stalled is None and faults is not None and not mapped:
         stalled = min(1.0, faults * _FAULT_S)
-    if stalled is None or stalled < _HARM or found.bottleneck == "rank" or not _harmful(r):
+    if stalled is None or stalled < HARM or found.bottleneck == "rank" or not _harmful(r.evidence.device == "cpu", r.lost):
         return None
     settings, fewer = r.evidence.settings, None
     if settings.num_workers > 1:
@@ -293,13 +293,18 @@ def _crowded(r: Reckoning, found: _Finding) -> _Finding | None:
 
 def _lacks_cores(r: Reckoning, found: _Finding) -> bool:
     """Whether more processors would help against ``found``."""
-    on_cpu = r.evidence.device == "cpu" and found.bottleneck in ("compute", "balanced")
-    return (on_cpu or found.bottleneck in _NEEDS_CORES) and _harmful(r)
+    return lacks_cores(found.bottleneck, r.supply, r.evidence.device == "cpu", r.lost)
 
 
-def _harmful(r: Reckoning) -> bool:
+def lacks_cores(bottleneck: Bottleneck, supply: Supply | None, on_cpu: bool, lost: float) -> bool:
+    """Whether more processors would help against ``bottleneck``, which costs the share ``lost`` of the time."""
+    reads = bottleneck == "storage" and supply is not None and not supply.waits
+    return (reads or bottleneck in _NEEDS_CORES) and _harmful(on_cpu, lost)
+
+
+def _harmful(on_cpu: bool, lost: float) -> bool:
     """Whether what slows this machine's processors down can slow the steps down: an accelerator that is busy is not harmed."""
-    return r.evidence.device == "cpu" or r.lost >= _HARM
+    return on_cpu or lost >= HARM
 
 
 def _waited(r: Reckoning) -> str:
@@ -316,7 +321,7 @@ def _sentence(r: Reckoning, found: _Finding) -> str:
     ways = [f"try {found.next_step}"] if found.next_step else []
     ways += [found.advice] if found.advice else []
     parts = [found.cause]
-    if max(r.stall, found.held_up) >= _FED:
+    if max(r.stall, found.held_up) >= FED:
         gain = f"faster loading could give {r.ceiling:.3g}x at most"
         shared = r.evidence.device == "cpu" and r.window.stall_basis == "host"
         parts.append(f"{gain}, and less where both need the same cores" if shared else gain)

@@ -66,6 +66,7 @@ def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
         pytest.param(
             ("mode=diagnose", "optim.lr=0.2"), "unknown", "cpu", "python train.py optim.lr=0.2 mode=diagnose", id="once more",
         ),
+        pytest.param((), "neighbours", "cuda", "python train.py mode=diagnose", id="once more, without them"),
         pytest.param(("optim.lr=0.2",), "balanced", "cpu", "python train.py optim.lr=0.2", id="balanced"),
     ],
 )  # fmt: skip
@@ -112,6 +113,15 @@ def test_the_sentence_of_an_uneven_measurement() -> None:
     )
     unmeasured = sentence(dataclasses.replace(uneven, delivered=None), Bound("unknown", "why"))
     assert "takes 0.403" not in unmeasured and "and gets" not in unmeasured
+
+
+def test_the_sentence_beside_other_programs() -> None:
+    """What they took, and what was measured beside them with its interval: no ceiling."""
+    told = sentence(facts(), Bound("neighbours", "other programs took 1.5 of the 2 cores"))
+    assert told == (
+        "Bound by neighbours: other programs took 1.5 of the 2 cores. The step could take about 1000 images/s "
+        "and gets about 200. Try again when the machine is quiet."
+    )
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

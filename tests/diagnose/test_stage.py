@@ -90,7 +90,7 @@ def test_other_programs_are_warned_of(
     others: float | None, photos: Path, tmp_path: Path, composed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Before the answer, where they took processors that the runs wanted."""
+    """Before the answer, where they took processors that the runs wanted; the answer is then that, and no ceiling."""
     said: list[int] = []
     monkeypatch.setattr(Neighbours, "look", lambda self: said.append(len(capsys.readouterr().out)) or others)
     config = composed(
@@ -102,6 +102,10 @@ def test_other_programs_are_warned_of(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warnings == ([] if others is None else [warning])
     assert found.sentence in capsys.readouterr().out and len(said) == 1
+    named = found.sentence.startswith("Bound by neighbours: other programs took 1.5 of the 2 cores. The step could take ")
+    untold = found.ceiling is None and not found.what_ifs and found.command.endswith("mode=diagnose")
+    told = found.bottleneck == "neighbours", named, untold or found.bottleneck == "unknown"
+    assert told == ((True,) * 3 if others else (False, False, found.bottleneck == "unknown"))
 
 
 class Slow:

@@ -249,6 +249,46 @@ def test_the_bound_is_named(found: Facts, bottleneck: str) -> None:
     assert bound(found).bottleneck == bottleneck
 
 
+@pytest.mark.parametrize(
+    ("found", "bottleneck"),
+    [
+        pytest.param(facts(1, delivered=990.0, on_cpu=True), "neighbours", id="compute on the same processors"),
+        pytest.param(facts(1, delivered=950.0, on_cpu=True), "neighbours", id="balanced on the same processors"),
+        pytest.param(facts(1, delivered=990.0), "compute", id="a busy device"),
+        pytest.param(facts(1, delivered=950.0), "balanced", id="a device that is hardly held up"),
+        pytest.param(facts(1), "neighbours", id="one worker for five"),
+        pytest.param(facts(8, cores=2, delivered=400.0), "neighbours", id="decoding"),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)), "neighbours", id="augmentation"
+        ),
+        pytest.param(facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"), "neighbours", id="a quota"),
+        pytest.param(facts(5, delivered=500.0), "neighbours", id="handing over"),
+        pytest.param(facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"),
+        pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0, read=(3.0, 0.5), decode=(0.5, 0.4), crop=(0.5, 0.4)), "neighbours",
+            id="reading that waits for a processor each time",
+        ),
+    ],
+)  # fmt: skip
+def test_other_programs_bound_what_lacks_processors(found: Facts, bottleneck: str) -> None:
+    """They are named with what they took, and no change is reckoned; what no processor would help keeps its own name."""
+    disturbed = dataclasses.replace(found, others=1.5)
+    told = bound(disturbed)
+    assert told.bottleneck == bottleneck
+    assert (told.words == f"other programs took 1.5 of the {found.cores:g} cores") is (bottleneck == "neighbours")
+    assert bool(what_ifs(disturbed)) is (bottleneck != "neighbours")
+    assert bound(found).bottleneck != "neighbours"
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_other_programs_bound_what_is_uneven(on_cpu: bool) -> None:
+    """Rates that are too uneven to tell a bottleneck are theirs."""
+    uneven = dataclasses.replace(facts(1, on_cpu=on_cpu), demand=Rate(1000.0, 100.0, 1900.0))
+    assert bound(uneven).bottleneck == "unknown"
+    assert bound(dataclasses.replace(uneven, others=1.5)).bottleneck == "neighbours"
+
+
 @pytest.mark.parametrize(("cpu_ms", "bottleneck"), [(5.0, "decode"), (0.5, "storage")])
 def test_a_data_set_that_names_no_stages(cpu_ms: float, bottleneck: str) -> None:
     """What works is decoding, what waits is storage."""

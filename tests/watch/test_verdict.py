@@ -340,6 +340,10 @@ def kind(given: Evidence) -> str:
         pytest.param(evidence(0.0, sampled=CROWDED), "compute", id="a crowded host of a busy device"),
         pytest.param(evidence(0.4, stages=DECODING, sampled=CROWDED), "neighbours", id="a crowded host of a device that waits"),
         pytest.param(evidence(0.4, stages=READING, sampled=CROWDED), "storage", id="crowded readers"),
+        pytest.param(
+            evidence(0.4, stages={"read": (3.0, 0.6), "decode": (0.5, 0.3)}, sampled=CROWDED), "neighbours",
+            id="readers that wait for a processor each time",
+        ),
         pytest.param(on_cpu(0.4, stages=DECODING, sampled=CROWDED | {Tag.OTHERS_CPU_CORES: 0.05}), "decode", id="own crowd"),
         pytest.param(on_cpu(0.0, sampled=CROWDED | {Tag.THROTTLED_FRACTION: 0.9}), "quota", id="crowded, but throttled"),
         pytest.param(evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.19}), "compute", id="hardly anybody on the GPU"),
