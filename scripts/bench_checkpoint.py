@@ -77,7 +77,7 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
             ms["copy"].append(timed_ms(lambda: copied(state)))
         began_s = time.perf_counter()
         ms["save"].append(timed_ms(save))
-        beside = []
+        beside: list[float] = []
         while (saver._last is not None and not saver._last.done()) or not beside:
             beside.append(timed_ms(step))
         saver.wait()

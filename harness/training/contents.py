@@ -83,6 +83,7 @@ _POSITION: dict[str, Callable[[Any, Any], object]] = {
     **{key: lambda saved, state: typed(int, saved) for key in ("samples", "length")},
     **{key: lambda saved, state: 1 // typed(int, saved) for key in ("ranks", "stop", "steps_per_epoch")},
     "pending": lambda saved, state: typed(bool, saved),
+    "best_top1": lambda saved, state: typed(float | None, saved),
 }
 _COUNTS = _POSITION | {
     "epoch": lambda saved, state: typed(int, saved),

@@ -161,6 +161,7 @@ class Engine:
             self.val_batches.close()
             self.val_feed.close()
         self.state.pending = False
+        self.state.best_top1 = max(result.top1, self.state.best_top1 or 0.0)
         self.outcome.evaluation = result
         values: dict[str, Figure] = {Tag.VAL_TOP1: result.top1, Tag.VAL_TOP5: result.top5, Tag.VAL_LOSS: result.loss}
         self._write(epoch, {**values, **self.memory.evaluated()})

@@ -152,7 +152,7 @@ class Reporter:
         if outcome.evaluation is not None:
             evaluation = outcome.evaluation
             found |= {"top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss}
-            found["val_images"] = evaluation.images
+            found |= {"val_images": evaluation.images, "best_top1": engine.state.best_top1}
         return {key: value for key, value in found.items() if value is not None}
 
     def _evidence(self, engine: Engine, total: Window, worked: StageTotals | None, sampled: Mapping[str, float]) -> Evidence:

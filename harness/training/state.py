@@ -30,6 +30,7 @@ class TrainState:
         step: optimizer updates done.
         samples: of the epoch that was begun, taken by all ranks together.
         pending: whether the evaluation that follows the last step is still to be made.
+        best_top1: of all evaluations, 0..1.
         steps_per_epoch: optimizer updates in a whole epoch; the schedule counts by them.
     """
 
@@ -41,6 +42,7 @@ class TrainState:
     step: int = 0
     samples: int = 0
     pending: bool = False
+    best_top1: float | None = None
     steps_per_epoch: int = 1
 
     def to_dict(self, facts: dict[str, Any]) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class TrainState:
             "step": self.step,
             "samples": self.samples,
             "pending": self.pending,
+            "best_top1": self.best_top1,
             "steps_per_epoch": self.steps_per_epoch,
             "random": random_state(self.device),
             "num_threads": torch.get_num_threads(),
@@ -81,6 +84,7 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
         self.samples, self.pending = int(saved.get("samples", 0)), bool(saved.get("pending", False))
+        self.best_top1 = saved.get("best_top1")
         restore_random_state(saved["random"], self.device)
 
     @property

@@ -232,7 +232,7 @@ def test_a_network_of_published_weights_is_built_as_it_was(composed: Composed) -
 def kept(composed: Composed, ranks: int, samples: int = 0, **more: Any) -> Saved:
     """A checkpoint of a run of so many ranks, with batches of 64 on each, amid an epoch of 1,000 images."""
     counts = {"ranks": ranks, "epoch": 1, "samples": samples, "stop": 960, "length": 1000, "steps_per_epoch": 15}
-    return Saved("last.pt", {"settings": to_plain(composed()), "pending": False, **counts, **more})
+    return Saved("last.pt", {"settings": to_plain(composed()), "pending": False, "best_top1": None, **counts, **more})
 
 
 def world(size: int) -> World:
