@@ -44,13 +44,13 @@ def _model(saved: Any, state: Any) -> None:
 def _optimizer(saved: Any, state: Any) -> None:
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    if numbers != list(range(len(numbers))):
+    if numbers != list(range(len(numbers))) or saved["state"].keys() - numbers:
         raise ValueError("odd parameters")
     # With other parameters the network or the groups differ, which the state tells by itself.
     for number, kept in saved["state"].items() if len(numbers) == len(parameters) else ():
-        for key, value in kept.items():
-            fits = is_plain(value) and value.is_floating_point() and value.shape in (parameters[number].shape, ())
-            if not fits or kept.keys() != saved["state"][0].keys():
+        for key in kept.keys() | next(iter(saved["state"].values())).keys():
+            value = kept[key]
+            if not (is_plain(value) and value.is_floating_point() and value.shape in (parameters[number].shape, ())):
                 raise ValueError(f"{key} of parameter {number} does not fit")
 
 
@@ -88,7 +88,7 @@ _POSITION: dict[str, Callable[[Any, Any], object]] = {
 _COUNTS = _POSITION | {
     "epoch": lambda saved, state: typed(int, saved),
     "step": lambda saved, state: typed(int, saved),
-    "classes": lambda saved, state: [*map(str.encode, saved)],
+    "classes": lambda saved, state: [*map(str.isascii, list.copy(saved))],
 }
 _PARTS = _COUNTS | {
     "model": _model,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import subprocess
@@ -144,4 +146,47 @@ def test_odd_content_of_a_lock_is_replaced(name: str) -> None:
     Path("run").mkdir()
     Path("run/.lock").write_bytes(oddities.CONTENTS[name])
     folder.own(Path("run"))
+    assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK], ids=errno.errorcode.get)
+def without_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file system whose files cannot be locked; the words that it refuses with."""
+
+    def refuse(handle: object, how: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    return os.strerror(request.param)
+
+
+def test_without_locks_runs_of_this_machine_are_kept_out(
+    without_flock: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A second process is refused and told the owner, SIGKILL frees the folder at once, and one line says what is lacking."""
+    script = f"""
+import fcntl, sys
+from pathlib import Path
+def refuse(handle, how): raise OSError({errno.ENOSYS}, "none")
+fcntl.flock = refuse
+from harness.runtime.folder import own
+print(own(Path("run")), flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "run\n"
+        with pytest.raises(LockedError, match=rf"^run: in use by process {process.pid} on .*; .*set another run.name"):
+            folder.own(Path("run"))
+        process.kill()
+        process.wait()
+        caplog.clear()
+        assert folder.own(Path("run")) == folder.own(Path("run").resolve()).relative_to(tmp_path)
+        folder.own(Path("other"))
+        assert process.stderr is not None and len(process.stderr.read().splitlines()) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and f"{tmp_path}/run/.lock: no locks here ({without_flock}): only runs on this machine" in lines[0]
     assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"

@@ -134,16 +134,15 @@ def test_files_that_a_kill_left_go(tmp_path: Path) -> None:
     assert names(tmp_path) == ["last.pt", "step-1.json", "step-1.pt", "step-3.json", "step-3.pt"]
 
 
-@pytest.mark.parametrize("step", [30, 40], ids=["the same step", "the next step"])
-def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path, step: int) -> None:
+def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
     """SIGKILL before and after each open, write, fsync, rename, link and unlink: the newest is the one before or the new."""
     path = os.pathsep.join(sys.path)
-    subprocess.run([sys.executable, killed_saves.__file__, tmp_path, str(step)], env=os.environ | {"PYTHONPATH": path},
+    subprocess.run([sys.executable, killed_saves.__file__, tmp_path], env=os.environ | {"PYTHONPATH": path},
                    check=True, timeout=100)  # fmt: skip
     events = tmp_path.joinpath("events").read_text().splitlines()
     calls = {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}
     assert {f"before {call}" for call in calls} | {f"after {call}" for call in calls - {"mkdir"}} <= set(events)
-    assert len(events) > 40
+    assert len(events) > 80
 
 
 @pytest.fixture

@@ -1,0 +1,199 @@
+"""Contents of a checkpoint with a right digest that no run saves: refused by name, and nothing is taken over."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config import Config, OptimName, Precision, to_plain
+from harness.runtime.distributed import World
+from harness.runtime.errors import CheckpointError
+from harness.training import contents
+from harness.training.saver import _on_host
+from harness.training.state import TrainState, make_state
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+CLASSES = ("ant", "bee")
+Saved = dict[str, Any]
+
+
+@cache
+def _trained(optimizer: OptimName, precision: Precision) -> tuple[TrainState, Saved]:
+    config = Config()
+    config.model.name = "small"
+    config.optim.name = optimizer
+    config.trainer.precision = precision
+    state = make_state(config, len(CLASSES), ALONE, 10)
+    state.network(torch.zeros(2, 3, 16, 16)).sum().backward()
+    state.optimizer.step()
+    state.schedule.step()
+    state.optimizer.zero_grad()
+    return state, _on_host(state.to_dict(to_plain(config), CLASSES), {})
+
+
+def trained(optimizer: OptimName, precision: Precision = Precision.fp32) -> tuple[TrainState, Saved]:
+    """A state after one update, not to be changed, and a copy of what it saves."""
+    state, saved = _trained(optimizer, precision)
+    return state, copy.deepcopy(saved)
+
+
+def content(saved: Saved) -> bytes:
+    """All that ``to_dict`` gave, in bytes."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    return file.getvalue()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal, bit for bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def put(path: str, value: Any) -> Callable[[Saved], None]:
+    """Lets ``value`` be, or make, what a checkpoint holds at ``path``."""
+    above = [int(key) if key.lstrip("-").isdigit() else key for key in path.split("/")]
+    last = above.pop()
+
+    def change(saved: Saved) -> None:
+        place: Any = saved
+        for key in above:
+            place = place[key]
+        place[last] = value(place[last]) if callable(value) else value
+
+    return change
+
+
+WEIGHT = "model/0.weight"
+EVERYWHERE = ("model", "optimizer", "schedule", "scaler", "settings", "random", "classes", "epoch", "step")
+ODD = {
+    **{f"{part}={value!r}": put(part, value) for part in EVERYWHERE for value in (None, 5.5, [5], {"x": 1})},
+    **{f"{part}={{}}": put(part, {}) for part in ("model", "optimizer", "schedule", "scaler", "settings", "random")},
+    **{f"{count}={value!r}": put(count, value) for count in ("epoch", "step") for value in ("x", -5, True, 10**400, math.nan)},
+    "classes=5": put("classes", 5),
+    "no weights": put(WEIGHT, 5),
+    "sparse weights": put(WEIGHT, lambda w: w.to_sparse()),
+    "meta weights": put(WEIGHT, lambda w: w.to("meta")),
+    "complex weights": put(WEIGHT, lambda w: w.to(torch.complex64)),
+    "half weights": put(WEIGHT, torch.Tensor.half),
+    "integer weights": put(WEIGHT, torch.Tensor.char),
+    "expanded weights": put(WEIGHT, lambda w: torch.zeros(1).expand(w.shape)),
+    "optimizer state x": put("optimizer/state", "x"),
+    "optimizer state of a parameter": put("optimizer/state/0", "x"),
+    "state of no parameter": put("optimizer/state/-1", {"momentum_buffer": torch.zeros(2)}),
+    "no groups": put("optimizer/param_groups", 5),
+    "odd groups": put("optimizer/param_groups/0", "x"),
+    "odd numbers": put("optimizer/param_groups/0/params/0", 3),
+    "odd number": put("optimizer/param_groups/0/params/0", "x"),
+    "schedule of texts": put("schedule/last_epoch", "x"),
+    "schedule before the start": put("schedule/last_epoch", -7),
+    "schedule without rates": put("schedule/base_lrs", []),
+    "schedule of odd rates": put("schedule/_last_lr", ["x", "x"]),
+    "odd scale": put("scaler/scale", "x"),
+    "scale is not finite": put("scaler/scale", math.inf),
+    "settings without precision": put("settings/trainer", {}),
+    "settings of numbers": put("settings/trainer", 5),
+    "torch state of another size": put("random/torch", lambda s: s[:-1]),
+    "torch state of another kind": put("random/torch", lambda s: s.float()),
+    "numpy state of another size": put("random/numpy/keys", lambda s: s[:-1]),
+    "numpy position": put("random/numpy/position", 10**6),
+    "numpy kind": put("random/numpy/kind", "x"),
+    "python state of another size": put("random/python", (3, (1, 2), None)),
+    "python version": put("random/python", (9, (1, 2), None)),
+}  # fmt: skip
+MOMENTUM = {
+    "text": "x",
+    "none": None,
+    "other shape": lambda m: m.flatten()[:1],
+    "sparse": lambda m: m.to_sparse(),
+    "meta": lambda m: m.to("meta"),
+    "complex": lambda m: m.to(torch.complex64),
+    "integers": torch.Tensor.int,
+    "expanded": lambda m: torch.zeros(1).expand(m.shape),
+}
+
+
+def refused(state: TrainState, saved: Saved) -> str:
+    """The one line by which ``saved`` is refused, for a resume that leaves ``state`` as it was."""
+    before = content(state.to_dict({}, CLASSES))
+    with pytest.raises(CheckpointError) as caught:
+        state.load_dict(saved, "step-3.pt", Precision.fp32)
+    assert content(state.to_dict({}, CLASSES)) == before
+    text = str(caught.value)
+    assert text.startswith("step-3.pt: ") and text.isprintable() and len(text) < 400
+    return text
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+@pytest.mark.parametrize("change", ODD.values(), ids=ODD.keys())
+def test_odd_contents_are_refused(change: Callable[[Saved], None]) -> None:
+    """One line with the file, the part and the way out; network, optimizer, schedule, scaler and randomness stay."""
+    state, saved = trained(OptimName.sgd)
+    change(saved)
+    assert refused(state, saved).endswith("; resume from another checkpoint")
+
+
+@pytest.mark.parametrize("value", MOMENTUM.values(), ids=MOMENTUM.keys())
+@pytest.mark.parametrize(("optimizer", "key"), [("sgd", "momentum_buffer"), ("adamw", "exp_avg"), ("adamw", "exp_avg_sq")])
+def test_odd_momentum_is_refused(optimizer: str, key: str, value: Any) -> None:
+    """What would end the first update, or be taken for other numbers, is found before it."""
+    state, saved = trained(OptimName[optimizer])
+    put(f"optimizer/state/1/{key}", value)(saved)
+    assert "its optimizer is none of a run" in refused(state, saved)
+
+
+def test_a_lost_momentum_is_refused() -> None:
+    """A parameter whose state lacks what the others' have would end the first update."""
+    state, saved = trained(OptimName.adamw)
+    del saved["optimizer"]["state"][2]["exp_avg"]
+    assert "its optimizer is none of a run" in refused(state, saved)
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("optimizer", OptimName)
+def test_what_a_run_saves_is_taken_over(optimizer: OptimName, precision: Precision) -> None:
+    """A fresh state takes all of it, whatever the optimizer and the precision."""
+    _, saved = trained(optimizer, precision)
+    _trained.cache_clear()
+    fresh, _ = trained(optimizer, precision)
+    fresh.load_dict(saved, "step-3.pt", precision)
+    assert same(fresh.to_dict(saved["settings"], CLASSES), saved)
+
+
+def test_names_that_torch_keeps_for_itself_may_come_and_go() -> None:
+    """Another version of torch may save a private name more or less."""
+    state, saved = trained(OptimName.sgd)
+    private = next(key for key in saved["schedule"] if key.startswith("_"))
+    del saved["schedule"][private]
+    contents.check(saved | {"schedule": saved["schedule"] | {"_new": object()}}, "step-3.pt", state)
+
+
+def test_weights_that_are_not_finite_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """They are resumed, with a warning that names the first tensor."""
+    state, saved = trained(OptimName.sgd)
+    _trained.cache_clear()
+    saved["model"]["0.weight"][0] = math.nan
+    state.load_dict(saved, "step-3.pt", Precision.fp32)
+    assert [record.getMessage() for record in caplog.records] == ["model: 0.weight holds NaN or infinity"]
+
+
+@pytest.mark.parametrize(
+    "odd", [{"classes": 5}, {"classes": [5]}, {"epoch": "x"}, {"epoch": -5}, {"step": 1.5}, {"step": None}], ids=str
+)
+def test_what_evaluation_reads_is_checked(odd: Saved) -> None:
+    """Without a state to fill, counts and classes are looked at, and nothing else."""
+    with pytest.raises(CheckpointError, match=f"x.pt: its {next(iter(odd))} is none of a run"):
+        contents.check({"model": None} | odd, "x.pt")
+    contents.check({"model": None, "epoch": 3, "step": 4, "classes": ["a"]}, "x.pt")
