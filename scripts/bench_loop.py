@@ -39,7 +39,7 @@ from harness.config import (
     TrainerConfig,
     WatchConfig,
 )
-from harness.feed.interface import FeedSettings, HostBatch, train_settings
+from harness.feed.interface import Feed, FeedSettings, HostBatch, train_settings
 from harness.feed.order import Order
 from harness.runtime import distributed, folder, limits, seeding
 from harness.runtime.distributed import World
@@ -49,7 +49,6 @@ from harness.training.saving import Place
 from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch import station
-from harness.watch.stages import StageMeter
 from scripts.measured import Sample, machine, machine_line, markdown, write
 
 CLASSES = 10
@@ -59,36 +58,15 @@ _RESAMPLES = 10_000
 Epoch = Callable[[], object]
 
 
-class CachedFeed:
+class CachedFeed(Feed):
     """A feed whose batches lie ready in memory."""
 
-    on_device = False
-    meter: StageMeter | None = None
-    worker_pids: tuple[int, ...] = ()
-
     def __init__(self, batches: Sequence[HostBatch], settings: FeedSettings) -> None:
+        super().__init__(Order(len(batches) * settings.batch_size, settings.batch_size), settings)
         self.batches = batches
-        self.settings = settings
-        self.order = Order(len(batches) * settings.batch_size, settings.batch_size)
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Every epoch is the same."""
-
-    def prime(self, epoch: int) -> None:
-        """The batches lie ready."""
-
-    def __iter__(self) -> Iterator[HostBatch]:
+    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch]:
         return iter(self.batches)
-
-    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
-        """There is never a wait."""
-        return iter(self.batches)
-
-    def close(self) -> None:
-        """There are no workers."""
 
 
 class HandWritten:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -13,14 +13,13 @@ from harness.data.images import ImageDataset
 from harness.feed.course import AHEAD, Course
 from harness.feed.gauge import Gauge
 from harness.feed.interface import ARRAYS as ARRAYS
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, only_batches, stages_of
-from harness.feed.order import Order, ProbeOrder
+from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of
+from harness.feed.order import AnyOrder
 from harness.feed.pixels import Pixels
 from harness.runtime import limits
 from harness.watch.stages import START, StageMeter
 
 _GATHER = "gather"  # the stage after those of reading
-_POLL_S = 0.5  # how soon a signal to the trainer ends a wait for files
 
 
 def in_form(settings: FeedSettings, form: str) -> FeedSettings:
@@ -30,7 +29,7 @@ def in_form(settings: FeedSettings, form: str) -> FeedSettings:
     return dataclasses.replace(settings, backend=form, num_workers=0, prefetch_factor=None, persistent_workers=False)
 
 
-class ArrayFeed:
+class ArrayFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` form.
 
     Files are read and decoded once, by threads, for the first batch that asks for them. With ``Pixels`` on a GPU the batches
@@ -50,73 +49,43 @@ class ArrayFeed:
         MemoryError: from ``next()``.
     """
 
-    worker_pids: tuple[int, ...] = ()
-
     def __init__(
         self,
         dataset: FillableDataset,
-        order: Order | ProbeOrder,
+        order: AnyOrder,
         settings: FeedSettings,
         gauge: Gauge | None = None,
         pixels: Pixels | None = None,
         readers: int | None = None,
     ) -> None:
         assert isinstance(dataset, ImageDataset) and not settings.num_workers
-        self.settings, self.order = settings, order
+        super().__init__(order, settings)
         self.readers = readers = readers or max(1, int(limits.measure().cores))
         self.pixels = pixels or Pixels(dataset)
         self.on_device = self.pixels.on_device
         self._reading = dataclasses.replace(
             settings, backend=ARRAYS, num_workers=readers, prefetch_factor=AHEAD, pin_memory=False
         )
-        self.meter: StageMeter | None = StageMeter((*stages_of(self.pixels.stills), _GATHER), readers + 1, shared=False)
-        self._timer, self._gauge, self._epoch = self.meter.timer(readers), gauge, 0
+        self.meter = StageMeter((*stages_of(self.pixels.stills), _GATHER), readers + 1, shared=False)
+        self._timer, self._gauge = self.meter.timer(readers), gauge
         self._course: Course | None = None  # the last pass
-        self._primed = False  # whether that was begun ahead of time
 
-    def __len__(self) -> int:
-        return self.order.count(self._epoch)
+    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        course = self._course if primed and self._course else self._begin(epoch)
+        for due in course.polled(poll_s):
+            yield None if due is None else self._batch(epoch, *due)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next ``iter()`` gives."""
-        self._epoch = epoch
-
-    def prime(self, epoch: int) -> None:
+    def _begin(self, epoch: int) -> Course:
         """Begin to read what the first batches of ``epoch`` lack."""
-        if self._course is None:
-            self._begin(epoch).look_ahead()
-            self._primed = True
+        self._course = course = Course(self.order.batches(epoch), self.pixels, self._reading, self.meter)
+        course.look_ahead()
+        return course
 
-    def __iter__(self) -> Iterator[HostBatch]:
-        return only_batches(self._run(_POLL_S))
-
-    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
-        """One pass that gives None whenever ``poll_s`` seconds went by without a batch, which is where files are read."""
-        return self._run(poll_s)
-
-    def close(self) -> None:
+    def _end(self) -> None:
         """End the threads that read, if any do; what they have read stays."""
         if self._course is not None:
             self._course.close()
-        self._course, self._primed = None, False
-
-    def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
-        course = self._course
-        if course is None or not self._primed or course.epoch != self._epoch:
-            course = self._begin(self._epoch)
-        self._primed = False
-        try:
-            for due in course.polled(poll_s):
-                yield None if due is None else self._batch(course.epoch, *due)
-        finally:
-            course.close()
-            if course is self._course:  # not a later pass
-                self._course = None
-
-    def _begin(self, epoch: int) -> Course:
-        self.close()
-        self._course = Course(epoch, self.order.batches(epoch), self.pixels, self._reading, self.meter)
-        return self._course
+        self._course = None
 
     def _batch(self, epoch: int, indices: np.ndarray, read: int) -> HostBatch:
         """The batch of ``indices``, of which so many were counted when they were read."""

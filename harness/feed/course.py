@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterator
 
@@ -22,22 +21,18 @@ class Course:
     """What is to come of one pass; what ``pixels`` lack of each batch is found out once, when it is looked at.
 
     Args:
-        epoch: which one.
-        batches: the indices of each of its batches.
+        batches: the indices of each.
         pixels: hold images, and take in those that were read.
         settings: of the threads, which are there only once there is something to read.
         meter: is told what they do, by slot.
     """
 
-    def __init__(
-        self, epoch: int, batches: Iterator[np.ndarray], pixels: Pixels, settings: FeedSettings, meter: StageMeter | None
-    ) -> None:
-        self.epoch = epoch
+    def __init__(self, batches: Iterator[np.ndarray], pixels: Pixels, settings: FeedSettings, meter: StageMeter | None) -> None:
         self._batches, self._pixels, self._settings = batches, pixels, settings
         self._due: deque[tuple[np.ndarray, int]] = deque()  # the next batches, and how many of each are read
         self._wanted: deque[np.ndarray] = deque()  # what no thread has taken on yet
-        self._crew = Crew(pixels.stills, settings, meter, None)
-        self.close = weakref.finalize(self, self._crew.close)  # at exit too: a thread must not be cut off in C code
+        self._crew = Crew(self, pixels.stills, settings, meter)
+        self.close = self._crew.close
 
     def look_ahead(self) -> bool:
         """Have threads read what the next batches lack; whether there is another batch."""

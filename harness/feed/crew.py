@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -69,10 +70,20 @@ class Crew:
     One that comes back late from a read finds its crew closed; the memory that it has written to was its batch's alone.
 
     Attributes:
+        close: ends the threads, once, at the latest when ``owner`` goes.
         through: whether all batches of the pass have been taken.
     """
 
-    def __init__(self, dataset: FillableDataset, settings: FeedSettings, meter: StageMeter | None, gauge: Gauge | None) -> None:
+    def __init__(
+        self,
+        owner: object,
+        dataset: FillableDataset,
+        settings: FeedSettings,
+        meter: StageMeter | None,
+        gauge: Gauge | None = None,
+    ) -> None:
+        # with the owner, and at exit too: a thread must not be cut off in C code
+        self.close = weakref.finalize(owner, self._close)
         self.through = False
         self._settings, self._image_size = settings, dataset.image_size
         self._rings: tuple[Ring, Ring] | None = None  # of images and of labels, from the first batch on
@@ -134,7 +145,7 @@ class Crew:
             self._work.notify_all()  # there is room for another one
         return first.batch() if first is not None else None
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """End the threads; those that are busy for longer than a moment are not waited for."""
         with self._lock:
             self._closed = True

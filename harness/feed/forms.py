@@ -25,7 +25,7 @@ from harness.feed.interface import (
     train_settings,
     val_settings,
 )
-from harness.feed.order import Cursor, Order, ProbeOrder, Rest
+from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
 from harness.feed.pixels import Pixels, pixel_bytes, unserved
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
@@ -35,7 +35,7 @@ from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 
-Maker = Callable[[FillableDataset, Order | ProbeOrder, FeedSettings, Gauge | None], Feed]
+Maker = Callable[[FillableDataset, AnyOrder, FeedSettings, Gauge | None], Feed]
 FORMS: dict[str, Maker] = {  # by the names that ``FeedSettings.backend`` may have
     PROCESSES: ProcessFeed,
     THREADS: ThreadFeed,
@@ -184,7 +184,7 @@ class Feeds:
     def _make(
         self,
         dataset: ImageDataset | FakeDataset,
-        order: Order | ProbeOrder,
+        order: AnyOrder,
         settings: FeedSettings,
         gauge: Gauge | None = None,
     ) -> Feed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -11,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from harness.config import LoaderConfig
-from harness.feed.order import Order, ProbeOrder
-from harness.runtime.errors import LoaderError
+from harness.feed.order import AnyOrder
+from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
 from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
 
@@ -68,57 +69,94 @@ class FeedSettings:
         return text if self.backend == PROCESSES else f"{text} backend={self.backend}"
 
 
-class Feed(Protocol):
+class Feed:
     """An iterable over one epoch's batches at a time; its length is that of the chosen epoch.
 
+    A new pass ends the one before it, and no batch of a pass may be lost. A form says where they come from.
+
     Attributes:
+        order: which samples make which batch.
         settings: how the batches are made.
         on_device: whether the images are on the device already, so that nothing is copied.
         meter: what its workers do; None where they make nothing, or where it cannot be had.
     """
 
-    settings: FeedSettings
-    on_device: bool
-    meter: StageMeter | None
+    on_device = False
+    meter: StageMeter | None = None
 
-    @property
-    def order(self) -> Order | ProbeOrder:
-        """Which samples make which batch."""
-        ...
+    def __init__(self, order: AnyOrder, settings: FeedSettings) -> None:
+        self.order = order
+        self.settings = settings
+        self._epoch = 0
+        self._primed: int | None = None  # the epoch of a pass that was begun ahead of time
+        self._running: object | None = None  # differs from pass to pass
+
+    def __len__(self) -> int:
+        return self.order.count(self._epoch)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The live worker processes; empty where there are none."""
-        ...
+        return ()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next ``iter()`` gives."""
-        ...
+        self._epoch = epoch
 
     def prime(self, epoch: int) -> None:
         """Begin the pass of ``epoch`` in the background, so that the next ``iter()``, if it is of that epoch, finds batches.
 
         It never blocks, and an error in it surfaces from ``next()``. It does nothing while another pass runs.
         """
-        ...
+        if self._running is None and self._primed is None:
+            self._begin(epoch)
+            self._primed = epoch
 
-    def __iter__(self) -> Iterator[HostBatch]: ...
+    def __iter__(self) -> Iterator[HostBatch]:
+        with closing(self.polled(math.inf)) as batches:
+            # not a loop, whose variable would hold a batch while the next one is awaited
+            yield from filter(None, batches)
 
-    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
-        """One pass like ``iter()``'s that gives None whenever ``poll_s`` seconds went by without a batch."""
-        ...
-
-    def __len__(self) -> int: ...
+    def polled(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
+        """One pass that gives None whenever ``poll_s`` seconds, at most 0.5 to 2, went by without a batch."""
+        if self._running is not None or self._primed not in (None, self._epoch):
+            self.close()
+        primed, self._primed = self._primed is not None, None
+        own = self._running = object()
+        given, wanted = 0, len(self)
+        try:
+            for batch in self._batches(self._epoch, primed, poll_s) if wanted else ():
+                if batch is not None and batch.errors:
+                    raise BadSample(*batch.errors[0])
+                given += batch is not None
+                yield batch
+                del batch
+                if given == wanted:
+                    break
+            if given != wanted:
+                raise LoaderError(f"the feed ended after {given} of {wanted} batches; no batch may be lost")
+        finally:
+            # no later pass runs, whose workers these would be
+            if self._running in (None, own):
+                self._running = None
+                # what was asked for would come in the next pass
+                if not given or given < wanted or not self.settings.persistent_workers:
+                    self.close()
 
     def close(self) -> None:
-        """End the workers, if any; safe to call twice."""
-        ...
+        """End the workers, if any; the next ``iter()`` starts new ones. Safe to call twice."""
+        self._primed = self._running = None
+        self._end()
 
+    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        """The batches of ``epoch``, and None for each wait of ``poll_s``; where it is not ``primed``, begins with it."""
+        raise NotImplementedError
 
-def only_batches(polled: Generator[HostBatch | None, None, None]) -> Iterator[HostBatch]:
-    """The batches of a pass without the waits that were in vain; the pass is closed with this."""
-    with closing(polled) as batches:
-        yield from filter(None, batches)  # not a loop, whose variable would hold a batch while the next one is awaited
+    def _begin(self, epoch: int) -> object:
+        """Begin the pass of ``epoch`` without waiting for it."""
+
+    def _end(self) -> None:
+        """End what a pass has begun."""
 
 
 class FillableDataset(Protocol):

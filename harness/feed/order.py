@@ -60,8 +60,8 @@ class Order:
         rest = self.rest
         if rest is None:
             return
-        least = self.count(rest.epoch) * self.world_size
-        if rest.start < 0 or rest.stop > self.length or rest.stop - rest.start < least:
+        shared = rest.stop - rest.start >= self.count(rest.epoch) * self.world_size
+        if rest.start < 0 or rest.stop > self.length or not shared:
             raise ValueError(
                 f"epoch {rest.epoch}: {self.world_size} ranks cannot share samples {rest.start} to {rest.stop} of "
                 f"{self.length} evenly in batches of at most {self.batch_size}; use fewer ranks or raise loader.batch_size"
@@ -169,3 +169,6 @@ class ProbeOrder:
         while True:
             self.cursor.asked += 1
             yield self.cursor.asked - 1
+
+
+AnyOrder = Order | ProbeOrder

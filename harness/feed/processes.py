@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing.util
 import signal
 import threading
 import weakref
-from collections.abc import Generator, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +21,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from harness.feed.fill import Filler
 from harness.feed.gauge import Gauge
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, only_batches, stages_of, too_slow
-from harness.feed.order import Order, ProbeOrder
+from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of, too_slow
+from harness.feed.order import AnyOrder
 from harness.runtime import signals, workers
-from harness.runtime.errors import BadSample, LoaderError
+from harness.runtime.errors import LoaderError
 from harness.runtime.workers import Watchdog
 from harness.watch.stages import StageMeter
 
@@ -31,7 +33,7 @@ _POLL_S = 2.0  # how soon a dead worker, or a signal to the trainer, ends a wait
 Key = tuple[int, np.ndarray]  # an epoch and the indices of one batch: the epoch travels with every request
 
 
-class ProcessFeed:
+class ProcessFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``.
 
     Every sample is a function of (seed, epoch, index), errors come back as text in the batch, and the workers' base seed is
@@ -43,86 +45,44 @@ class ProcessFeed:
         LoaderError: from ``next()``, for a worker that died or did not answer within ``settings.timeout_s``.
     """
 
-    on_device = False
-
-    def __init__(
-        self, dataset: FillableDataset, order: Order | ProbeOrder, settings: FeedSettings, gauge: Gauge | None = None
-    ) -> None:
-        self.settings = settings
-        self.order = order
-        self._epoch = 0
+    def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings, gauge: Gauge | None = None) -> None:
+        super().__init__(order, settings)
         self._keys = _Keys(order)
-        self.meter: StageMeter | None = None
         with suppress(RuntimeError, OSError):  # no shared memory for it: the feed does without
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
-        self._batches = _Batches(dataset, self.meter, gauge)
+        self._data = _Batches(dataset, self.meter, gauge)
         self._loader: Loader | None = None
         self._pass: Iterator[HostBatch] | None = None  # torch's iterator of this pass, or of the last with persistent workers
-        self._running = False
-        self._primed: _Primed | None = None
+        self._started: Future[Iterator[HostBatch]] | None = None  # that of a primed pass
         self._workers: list[BaseProcess] = []
         weakref.finalize(self, _kill, self._workers)  # at exit too: Python waits for them, and they are deaf to SIGTERM
-
-    def __len__(self) -> int:
-        return self.order.count(self._epoch)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The live workers; empty without any, and until a pass has begun."""
         return tuple(worker.pid for worker in self._workers if worker.pid is not None and worker.is_alive())
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next ``iter()`` gives."""
-        self._epoch = epoch
-
     def prime(self, epoch: int) -> None:
-        """Start the workers, or wake persistent ones, for ``epoch`` in the background; the next ``iter()`` takes them over.
+        """As in ``Feed``, in the background; nothing happens without workers.
 
-        An error surfaces from that ``iter()``'s ``next()``. Nothing happens without workers, and while a pass runs: torch
-        cannot begin anew before the workers are through with what was asked of them. Nor are workers forked: a lock that the
-        step holds at that moment would be held in them for ever.
+        Nor are workers forked: a lock that the step holds at that moment would be held in them for ever.
         """
-        s, forked = self.settings, self.settings.start_method == "fork" and not self._workers
-        if not s.num_workers or self._running or self._primed is not None or forked:
-            return
-        # a new thread is on the first device, and torch's pinning thread takes over the device of the one that starts it
-        device = torch.accelerator.current_device_index() if s.pin_memory else None
-        self._primed = _Primed(epoch, Future())
-        threading.Thread(target=self._prime, args=(*self._primed, device), name="prime").start()
+        if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
+            super().prime(epoch)
 
-    def __iter__(self) -> Iterator[HostBatch]:
-        return only_batches(self._run(_POLL_S))
-
-    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
-        """One pass that gives None whenever ``poll_s`` seconds, at most 2, went by without a batch; never without workers."""
-        return self._run(poll_s)
-
-    def close(self) -> None:
-        """End the workers, busy or not, at once; the next ``iter()`` starts new ones."""
-        primed, self._primed = self._primed, None
-        if primed is not None:
-            primed.started.exception()  # waits until there are workers to end
-        self._end()
-
-    def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
-        given, wanted, self._running = 0, len(self), True
+    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                batches = self._begin(poll_s)
+                batches = self._begun(epoch, poll_s)
                 watchdog.wait = 0
-                for batch in self._polls(batches) if wanted else ():
+                for batch in self._polls(batches):
                     if batch is None and watchdog.fired:
                         raise TimeoutError
-                    if batch is not None and batch.errors:
-                        raise BadSample(*batch.errors[0])
                     given += batch is not None
                     watchdog.wait = given if batch is None else None
                     yield batch
                     watchdog.wait = given
-                    if given == wanted:
-                        break
-                if given != wanted:
-                    raise LoaderError(f"the feed ended after {given} of {wanted} batches; no batch may be lost")
             except (RuntimeError, OSError, EOFError) as error:
                 if not self.settings.num_workers:
                     raise
@@ -130,11 +90,6 @@ class ProcessFeed:
                     signals.check()
                     raise too_slow(self.settings) from error
                 raise _loader_error(error) from error
-            finally:
-                self._running = False
-                # what was asked for would come in the next pass
-                if given < wanted or not self.settings.persistent_workers:
-                    self._end()
 
     def _polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
         """The batches of one pass, and None for each of torch's waits that was in vain.
@@ -143,8 +98,7 @@ class ProcessFeed:
         """
         while True:
             try:
-                batch = next(batches, None)
-                if batch is None:
+                if (batch := next(batches, None)) is None:
                     return
             except RuntimeError as error:
                 if not _is_timeout(error):
@@ -154,31 +108,27 @@ class ProcessFeed:
                 batch = None
             yield batch
 
-    def _begin(self, poll_s: float) -> Iterator[HostBatch]:
-        """Torch's iterator over the chosen epoch: the primed one if it is of that epoch and waits as shortly."""
-        primed, self._primed = self._primed, None
-        if primed is not None:
-            if primed.epoch == self._epoch and poll_s >= _POLL_S:
-                return primed.started.result()
-            primed.started.exception()
+    def _begun(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
+        """Torch's iterator over ``epoch``: the primed one if it waits as shortly."""
+        if self._started and poll_s < _POLL_S:
             self._end()
-        return self._start(self._epoch, poll_s)
+        started, self._started = self._started, None
+        return started.result() if started else self._start(epoch, poll_s)
 
-    def _prime(self, epoch: int, started: Future[Iterator[HostBatch]], device: int | None) -> None:
-        try:
-            if device is not None:
-                torch.accelerator.set_device_index(device)
-            started.set_result(self._start(epoch, _POLL_S))
-        except BaseException as error:  # handed to whoever takes the pass over, who raises it
-            started.set_exception(error)
-        finally:
-            del self, started  # or the error's traceback would keep them, and they the error
+    def _begin(self, epoch: int) -> None:
+        """Start the workers, or wake persistent ones, for ``epoch`` in the background."""
+        own = torch.accelerator
+        # a new thread is on the first device, and torch's pinning thread takes over the device of the one that starts it
+        device = (own.set_device_index, (own.current_device_index(),)) if self.settings.pin_memory else ()
+        pool = ThreadPoolExecutor(1, "prime", *device)
+        self._started = pool.submit(self._start, epoch, _POLL_S)
+        pool.shutdown(wait=False)
 
     def _start(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
         s = self.settings
         wait_s = min(poll_s, _POLL_S, s.timeout_s or _POLL_S) if s.num_workers else 0
         if self._loader is not None and self._loader.timeout != wait_s:
-            self._end()
+            self._end_workers()
         if self._loader is None:
             multiprocessing.util.get_temp_dir()  # for the workers' sockets: a killed one would leave its own folder behind
             self._loader = self._make_loader(wait_s)
@@ -189,7 +139,7 @@ class ProcessFeed:
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
-            self._end()  # workers of an earlier pass that cannot answer at once, on a machine that was asleep
+            self._end_workers()  # workers of an earlier pass that cannot answer at once, on a machine that was asleep
             return self._start(epoch, poll_s)
         finally:
             if threading.current_thread() is threading.main_thread():
@@ -208,6 +158,13 @@ class ProcessFeed:
             queue._writer.close()
 
     def _end(self) -> None:
+        """End the workers, busy or not, at once."""
+        started, self._started = self._started, None
+        if started:
+            started.exception()  # waits until there are workers to end
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         """Kill the workers, then drop torch's iterator: in the other order it waits up to 5 s for each that is busy."""
         if self._workers:
             _stop_pinning(self._pass)
@@ -219,25 +176,24 @@ class ProcessFeed:
     def _make_loader(self, wait_s: float) -> Loader:
         s = self.settings
         return Loader(
-            self._batches,
-            batch_sampler=self._keys,  # type: ignore[arg-type]  # torch passes on whatever a batch sampler gives
+            **self._parts(),
             num_workers=s.num_workers,
-            collate_fn=_as_it_is,  # type: ignore[arg-type]  # __getitems__ gives a whole batch
             pin_memory=s.pin_memory,
             prefetch_factor=s.prefetch_factor,
             persistent_workers=s.persistent_workers,
             timeout=wait_s,
-            worker_init_fn=_enter_feed if s.num_workers else None,
-            multiprocessing_context=multiprocessing.get_context(s.start_method) if s.num_workers else None,
+            multiprocessing_context=s.start_method if s.num_workers else None,
             generator=torch.Generator(),
         )
 
-
-class _Primed(NamedTuple):
-    """A pass that was begun ahead of time."""
-
-    epoch: int
-    started: Future[Iterator[HostBatch]]
+    def _parts(self) -> dict[str, Any]:
+        """What torch's loader is made of: ``__getitems__`` of the data set gives a whole batch for a key."""
+        return {
+            "dataset": self._data,
+            "batch_sampler": self._keys,
+            "collate_fn": _as_it_is,
+            "worker_init_fn": _enter_feed,
+        }
 
 
 class Loader(DataLoader[HostBatch]):
@@ -247,17 +203,15 @@ class Loader(DataLoader[HostBatch]):
         """Says nothing."""
 
 
+@dataclass(slots=True)
 class _Keys:
     """The batch sampler: one request for each batch of the chosen epoch."""
 
-    def __init__(self, order: Order | ProbeOrder) -> None:
-        self.order = order
-        self.epoch = 0
+    order: AnyOrder
+    epoch: int = 0
 
     def __iter__(self) -> Iterator[Key]:
-        epoch = self.epoch
-        for indices in self.order.batches(epoch):
-            yield epoch, indices
+        return zip(itertools.repeat(self.epoch), self.order.batches(self.epoch))
 
 
 class _Batches(Dataset[HostBatch]):

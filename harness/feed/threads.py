@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from harness.feed.crew import Crew
 from harness.feed.gauge import Gauge
-from harness.feed.interface import FeedSettings, FillableDataset, HostBatch, only_batches, stages_of, too_slow
-from harness.feed.order import Order, ProbeOrder
+from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of, too_slow
+from harness.feed.order import AnyOrder
 from harness.runtime import signals
-from harness.runtime.errors import BadSample, LoaderError
 from harness.watch.stages import StageMeter
 
 _POLL_S = 0.5  # how soon a signal to the trainer ends a wait
@@ -46,7 +44,7 @@ def polls(crew: Crew, settings: FeedSettings, poll_s: float) -> Iterator[HostBat
         del batch
 
 
-class ThreadFeed:
+class ThreadFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` form.
 
     ``settings.num_workers`` is the number of threads (0: samples are filled when the batch is asked for), ``prefetch_factor``
@@ -58,38 +56,12 @@ class ThreadFeed:
         MemoryError: from ``next()``.
     """
 
-    on_device = False
-    worker_pids: tuple[int, ...] = ()
-
-    def __init__(
-        self, dataset: FillableDataset, order: Order | ProbeOrder, settings: FeedSettings, gauge: Gauge | None = None
-    ) -> None:
-        self.settings = settings
-        self.order = order
+    def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings, gauge: Gauge | None = None) -> None:
+        super().__init__(order, settings)
         self.most_threads = max(settings.num_workers, os.cpu_count() or 1) if gauge is None else gauge.slots
-        self.meter: StageMeter | None = StageMeter(stages_of(dataset), self.most_threads, shared=False)
+        self.meter = StageMeter(stages_of(dataset), self.most_threads, shared=False)
         self._dataset, self._gauge = dataset, gauge
-        self._epoch = 0
-        self._primed: int | None = None  # the epoch of a pass that was begun ahead of time
-        self._running = False
         self._crew: Crew | None = None
-        self._end_crew: Callable[[], object] | None = None
-
-    def __len__(self) -> int:
-        return self.order.count(self._epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next ``iter()`` gives."""
-        self._epoch = epoch
-
-    def prime(self, epoch: int) -> None:
-        """Let the threads begin with ``epoch``; the next ``iter()``, if it is of that epoch, goes on with its batches.
-
-        An error surfaces from ``next()``. Nothing happens without threads, and while another pass runs.
-        """
-        if self.settings.num_workers and not self._running and self._primed is None:
-            self._start(epoch)
-            self._primed = epoch
 
     def resize(self, threads: int) -> None:
         """Have so many threads from now on, also amid a pass; those that are too many leave with their run of samples.
@@ -106,51 +78,17 @@ class ThreadFeed:
         if self._crew is not None:
             self._crew.resize(threads)
 
-    def __iter__(self) -> Iterator[HostBatch]:
-        return only_batches(self._run(_POLL_S))
+    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        return polls(self._crew if primed and self._crew else self._begin(epoch), self.settings, poll_s)
 
-    def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
-        """One pass that gives None whenever ``poll_s`` seconds, at most 0.5, went by without a batch; never without threads."""
-        return self._run(poll_s)
+    def _begin(self, epoch: int) -> Crew:
+        """Let the threads begin with ``epoch``, if there are any."""
+        self._crew = crew = self._crew or Crew(self, self._dataset, self.settings, self.meter, self._gauge)
+        crew.begin(epoch, self.order.batches(epoch))
+        return crew
 
-    def close(self) -> None:
-        """End the threads; one that hangs in a read is left behind. The next ``iter()`` starts new ones."""
-        self._primed, self._running = None, False
-        if self._end_crew is not None:
-            self._end_crew()
-        self._crew = self._end_crew = None
-
-    def _run(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
-        given, wanted, crew = 0, len(self), self._begin()
-        try:
-            for batch in polls(crew, self.settings, poll_s):
-                if batch is not None and batch.errors:
-                    raise BadSample(*batch.errors[0])
-                given += batch is not None
-                yield batch
-                del batch
-                if given == wanted:
-                    break
-            if given != wanted:
-                raise LoaderError(f"the feed ended after {given} of {wanted} batches; no batch may be lost")
-        finally:
-            if crew is self._crew:  # not that of a later pass
-                self._running = False
-                if given < wanted or not self.settings.persistent_workers:  # what was asked for would come in the next one
-                    self.close()
-
-    def _begin(self) -> Crew:
-        """The threads at work on the chosen epoch: the primed pass if it is of that one."""
-        if self._running or self._primed not in (None, self._epoch):
-            self.close()
-        if self._primed is None or self._crew is None:
-            self._start(self._epoch)
-        assert self._crew is not None
-        self._primed, self._running = None, True
-        return self._crew
-
-    def _start(self, epoch: int) -> None:
-        if self._crew is None:
-            self._crew = Crew(self._dataset, self.settings, self.meter, self._gauge)
-            self._end_crew = weakref.finalize(self, self._crew.close)  # at exit too: a thread must not be cut off in C code
-        self._crew.begin(epoch, self.order.batches(epoch))
+    def _end(self) -> None:
+        """End the threads; one that hangs in a read is left behind."""
+        if self._crew is not None:
+            self._crew.close()
+        self._crew = None

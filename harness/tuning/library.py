@@ -16,9 +16,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 from harness.config import TunerConfig
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
-from harness.feed.order import Cursor, Order, ProbeOrder
+from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import Lead
-from harness.feed.processes import Loader, ProcessFeed, enter_worker
+from harness.feed.processes import ProcessFeed, enter_worker
 from harness.runtime import accelerator, limits, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError
@@ -153,23 +153,17 @@ class _Feed(ProcessFeed):
                 raise LoaderError(text.splitlines()[-1]) from error
             raise BadSample("the data set", text.splitlines()[-1]) from error
 
-    def _make_loader(self, wait_s: float) -> Loader:
-        s, dataset = self.settings, self._probes.dataset
+    def _parts(self) -> dict[str, Any]:
+        probes = self._probes
+        dataset = probes.dataset
         if self._gauge is not None:
             dataset = (_GaugedBatches if hasattr(dataset, "__getitems__") else _Gauged)(dataset, self._gauge)
-        return Loader(
-            dataset,
-            batch_sampler=_Indices(self.order),
-            num_workers=s.num_workers,
-            collate_fn=self._probes.collate_fn,
-            pin_memory=s.pin_memory,
-            prefetch_factor=s.prefetch_factor,
-            persistent_workers=s.persistent_workers,
-            timeout=wait_s,
-            worker_init_fn=self._probes.enter if s.num_workers else None,
-            multiprocessing_context=s.start_method if s.num_workers else None,
-            generator=torch.Generator(),
-        )
+        return {
+            "dataset": dataset,
+            "batch_sampler": _Indices(self.order),
+            "collate_fn": probes.collate_fn,
+            "worker_init_fn": probes.enter,
+        }
 
 
 class _Enter:
@@ -187,7 +181,7 @@ class _Enter:
 class _Indices:
     """The batch sampler that torch knows: lists of indices."""
 
-    def __init__(self, order: Order | ProbeOrder) -> None:
+    def __init__(self, order: AnyOrder) -> None:
         self.order = order
 
     def __iter__(self) -> Iterator[list[int]]:

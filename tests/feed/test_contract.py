@@ -212,6 +212,17 @@ def test_after_an_early_break_the_next_epoch_is_whole(make_feed: MakeFeed, persi
     assert_same(list(feed), reference(2)[5:])
 
 
+def test_a_new_pass_ends_the_one_before_it(make_feed: MakeFeed) -> None:
+    """The earlier one ends with an error and takes no batch of the new one, which is whole."""
+    feed = make_feed(2, persistent_workers=True)
+    first, second = iter(feed), iter(feed)
+    next(first)
+    given = [next(second)]
+    with pytest.raises(LoaderError):
+        list(first)
+    assert_same([*given, *second], reference())
+
+
 def test_a_closed_feed_serves_again(make_feed: MakeFeed) -> None:
     """close() may be called at any time, also twice; the next pass is whole."""
     feed = make_feed(2, persistent_workers=True)

@@ -78,6 +78,13 @@ def test_a_rest_gives_what_an_uninterrupted_pass_gives_from_there(make_feed: Mak
     samples.assert_same(passed(feed, EPOCH, primed), passed(whole, EPOCH)[position:])
 
 
+def test_after_a_primed_rest_of_nothing_the_next_epoch_is_whole(make_feed: MakeFeed) -> None:
+    """A pass without a batch ends what was begun for it."""
+    feed = make_feed(replace(ORDER, rest=Rest(EPOCH, LENGTH, LENGTH)))
+    assert passed(feed, EPOCH, primed=True) == []
+    samples.assert_same(passed(feed, EPOCH + 1), passed(make_feed(ORDER), EPOCH + 1))
+
+
 def test_a_rest_of_a_rest_in_each_feed_gives_every_sample_once(make_feed: MakeFeed) -> None:
     """A pass that is left twice goes on each time in a feed of its own, as it would have without."""
     order, given = ORDER, []

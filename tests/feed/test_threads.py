@@ -20,6 +20,7 @@ import torch
 from samples import assert_same, comes_true
 
 from harness.data.resize import resize_into
+from harness.feed.crew import Crew
 from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
@@ -207,6 +208,24 @@ class TestEnds:
         with pytest.raises(LoaderError, match="ended after 1 of 10 batches"):
             next(first)
         assert_same([*given, *second], reference(samples.Noise(40)))
+
+    def test_closing_while_a_pass_begins_leaves_a_feed_that_can_be_primed(
+        self, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The pass that was just begun ends with an error, and keeps no later one from its threads."""
+        feed, begin = make_feed(2, samples.Noise(19)), Crew.begin
+
+        def begin_and_close(crew: Crew, *given: Any) -> None:
+            monkeypatch.setattr(Crew, "begin", begin)
+            crew.begin(*given)
+            feed.close()
+
+        monkeypatch.setattr(Crew, "begin", begin_and_close)
+        with pytest.raises(LoaderError, match="ended after 0 of 5 batches"):
+            list(feed)
+        feed.prime(0)
+        assert len(samples.at_work()) == 2
+        assert_same(list(feed), reference(samples.Noise(19)))
 
     def test_closing_amid_a_pass_ends_a_wait(self, make_feed: MakeFeed, gate: threading.Event, impatient: None) -> None:
         """A thread that waits in next() comes back with an error when another one closes the feed."""
