@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from harness import job
 from harness.config import Config
-from harness.runtime.errors import Interrupted
+from harness.runtime.errors import DiskError, Interrupted
 from harness.training import checkpoint
 from harness.training.saving import Boundary
 
@@ -87,3 +88,49 @@ def test_stops_within_epochs_change_nothing(composed: Composed, tmp_path: Path, 
     assert [whole[line["step"]] for line in parts] == parts and len(parts) == 3
     steps = [line["step"] for line in logged(tmp_path / "parts") if "train/lr" in line]
     assert steps == sorted({*range(10, 67, 10), 22, 44, 66, *ways})
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> None:
+    """trainer.max_steps may end a run anywhere, with updates of several batches and a short one at an epoch's end."""
+    common = (*COMMON, "trainer.epochs=2", "loader.batch_size=100", "loader.drop_last=false", "trainer.accumulate_steps=4")
+    common = (*common, "loader.num_workers=0", "augment.mixup=0.5", "optim=adamw")
+    run(composed(*common), tmp_path / "whole")
+    for steps in (1, 3, 4, 6):
+        run(composed(*common, "resume=auto", f"trainer.max_steps={steps}"), tmp_path / "parts")
+        assert checkpoint.read(tmp_path / "parts")[0].step == steps
+    run(composed(*common, "resume=auto"), tmp_path / "parts")
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_an_evaluation_that_was_stopped_is_made_again(
+    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal in an evaluation leaves the epoch's weights; the next run evaluates first, and logs it once."""
+    config = composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0")
+    with monkeypatch.context() as patched:
+        patched.setattr("harness.training.evaluate.signals", SimpleNamespace(received=lambda: 15))
+        run(config, tmp_path / "parts")
+    assert not any("val/top1" in line for line in logged(tmp_path / "parts"))
+    assert checkpoint.read(tmp_path / "parts")[1]["pending"]
+    run(composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0", "resume=auto"), tmp_path / "parts")
+    run(config, tmp_path / "whole")
+    assert logged(tmp_path / "parts") == logged(tmp_path / "whole")
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_disk_that_is_full_ends_the_run(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that cannot be written in the background is an error of the run, within a step."""
+    calls: list[int] = []
+
+    def full(folder: Path, state: dict[str, Any], *, step: int, **facts: Any) -> None:
+        calls.append(step)
+        raise DiskError(f"{folder}: No space left on device")
+
+    monkeypatch.setattr("harness.training.saver.save", full)
+    config = composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0", "checkpoint.every_steps=4")
+    with pytest.raises(DiskError, match="No space left"):
+        run(config, tmp_path)
+    assert calls == [4]

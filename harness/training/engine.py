@@ -234,8 +234,10 @@ class Engine:
 
         Raises:
             Interrupted: any rank heard a signal.
+            DiskError: the last checkpoint could not be written.
         """
         step = self.state.step
+        self.saves.check()
         signum, due = self._boundary.ask(step)
         if last or due or signum or step % self.config.watch.window_steps == 0:
             with named("close window"):

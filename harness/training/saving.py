@@ -92,6 +92,15 @@ class Saves:
         self._saver.save(state.to_dict(facts), step=state.step, epoch=state.epoch, top1=top1)
         self._saved = self._mark()
 
+    def check(self) -> None:
+        """Return at once.
+
+        Raises:
+            DiskError: the last state could not be written.
+        """
+        if self._saver is not None:
+            self._saver.check()
+
     def close(self) -> None:
         """Wait until all is on the disk.
 
