@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.training import saver
 
-NAMES = ("mkdir", "fsync", "replace", "symlink", "unlink")
+NAMES = ("mkdir", "fsync", "replace", "symlink", "unlink", "write", "ftruncate")
 Tell = Callable[[str, str], object]  # "before" or "after", and the call's name
 
 

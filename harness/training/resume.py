@@ -161,7 +161,7 @@ def _kept(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
 
 
 def take_over(state: TrainState, saved: Saved | None, config: Config, world: World, classes: tuple[str, ...]) -> int | None:
-    """Puts what ``saved`` holds into ``state``; returns its step, None where training starts anew.
+    """Puts what ``saved`` holds into ``state``; returns the step that the run goes on from, None where it goes on with nothing.
 
     Raises:
         CheckpointError: it does not fit, or the ranks do not see the same. Training never starts anew in its place.
@@ -189,7 +189,7 @@ def take_over(state: TrainState, saved: Saved | None, config: Config, world: Wor
             say(f"resumed {saved.where}: {state.epoch} epochs{amid}, {state.step} steps are done")
     if world.smallest(state.step) != world.largest(state.step)[0]:
         raise CheckpointError("the ranks see different checkpoints; the run folder must be shared by all nodes")
-    return state.step if state.step else None
+    return state.step if config.resume is not None else None
 
 
 def _listed(names: tuple[str, ...]) -> str:

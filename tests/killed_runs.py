@@ -1,0 +1,87 @@
+"""Kills a run before and after each of its calls to the disk, then one that goes on with it, and looks at what comes of it.
+
+Run in a process of its own, without threads: each run is a fork of it, which has all that must be imported.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import disk
+import torch
+from test_exact_resume import digest, logged
+
+from harness import job
+from harness.config import Config, OptimName
+
+
+
+def settings(resume: str | None = "auto") -> Config:
+    """Of a run of seven steps that is saved after each second one, and evaluated at its end."""
+    config = Config(device="cpu", resume=resume)
+    config.data.name, config.data.image_size, config.run.name = "digits", 32, "x"
+    config.loader.num_workers, config.loader.batch_size, config.optim.name = 0, 200, OptimName.sgd
+    config.trainer.epochs, config.trainer.num_threads = 1, 1
+    config.checkpoint.every_steps, config.watch.window_steps, config.watch.tensorboard = 2, 3, False
+    return config
+
+
+def run(folder: Path, number: int) -> bool:
+    """Whether a run in ``folder`` was killed at its call ``number``; the calls' names go to a file."""
+    child = os.fork()
+    if child:
+        status = os.waitpid(child, 0)[1]
+        assert status in (0, signal.SIGKILL), status
+        return status == signal.SIGKILL
+    left = number
+
+    def tell(when: str, name: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            with open(folder.parent / "events", "a") as events:
+                events.write(f"{when} {name}\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    disk.tell_calls(tell)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    try:
+        job.main_worker(0, job.Job(settings(), folder, ()))
+    except BaseException as error:
+        os.write(2, repr(error).encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def main(base: Path) -> None:
+    """Kill a run at each call, and the one after it at the same number of calls; the third must end as if nothing had been."""
+    os.fsync = lambda handle: None  # every process here sees the same page cache
+    torch.set_num_threads(1)
+    whole, folder, number, killed = base / "whole", base / "killed", 0, True
+    whole.mkdir()
+    # here, so that the others find all modules imported
+    with redirect_stdout(io.StringIO()):
+        job.main_worker(0, job.Job(settings(), whole, ()))
+    while killed:
+        number += 1
+        assert number < 1000
+        folder.mkdir()
+        killed = run(folder, number)
+        if killed:
+            run(folder, number)
+            assert not run(folder, -1)
+        assert digest(folder) == digest(whole), number
+        assert logged(folder) == logged(whole), (number, logged(folder), logged(whole))
+        assert not list(folder.glob("**/.*.tmp")), number
+        shutil.rmtree(folder)
+    print(number - 1, "calls")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
