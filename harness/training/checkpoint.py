@@ -83,7 +83,7 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
         None where there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints, and every one is damaged: training never starts anew by itself.
+        CheckpointError: every checkpoint is damaged or has lost its record: training never starts from nothing by itself.
     """
     warnings: list[str] = []
     manifests = sorted(folder.glob("step-*.json"), key=order, reverse=True)
@@ -97,6 +97,9 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
         raise CheckpointError(
             f"{folder}: every checkpoint is damaged: {warnings[0]}; resume=null in another run folder starts anew"
         )
+    # One may be of a first save that was killed.
+    if len(list(folder.glob("step-*.pt"))) > 1:
+        raise CheckpointError(f"{folder}: the records (step-*.json) of its checkpoints are missing; put them there")
     return None
 
 

@@ -25,6 +25,8 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
     begun = saved.keys() & _POSITION.keys()
     if begun and (missing := _POSITION.keys() - begun):
         raise CheckpointError(f"{where}: holds no {', '.join(sorted(missing))}; resume from another checkpoint")
+    if state is not None:
+        weights_of({"model": saved["model"]}, where)
     for key in saved.keys() & (_COUNTS if state is None else _PARTS).keys():
         try:
             _PARTS[key](saved[key], state)
@@ -32,13 +34,6 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
         except Exception as error:
             why = printable(f"{type(error).__name__}: {error}"[:200])
             raise CheckpointError(f"{where}: its {key} is none of a run ({why}); resume from another checkpoint") from error
-
-
-def _model(saved: Any, state: Any) -> None:
-    own = state.network.state_dict()
-    for key, value in weights_of({"model": saved}, "model").items():
-        if value.dtype != own.get(key, value).dtype:
-            raise ValueError(f"{key} is {value.dtype}, not {own[key].dtype}")
 
 
 def _optimizer(saved: Any, state: Any) -> None:
@@ -91,7 +86,6 @@ _COUNTS = _POSITION | {
     "classes": lambda saved, state: [*map(str.isascii, list.copy(saved))],
 }
 _PARTS = _COUNTS | {
-    "model": _model,
     "optimizer": _optimizer,
     "schedule": lambda saved, state: _numbers(saved, state.schedule.state_dict()),
     "scaler": lambda saved, state: _numbers(saved, state.scaler.state_dict()),

@@ -157,18 +157,17 @@ def _write(path: Path, fill: Callable[[_Hashing], object]) -> str:
     with replacing(path) as temporary, _Hashing(FileIO(temporary, "xb")) as file:
         try:
             fill(file)
-            file.flush()
-            os.fsync(file.fileno())
         except RuntimeError as error:
-            raise (file.error or error) from error
+            # torch hides the error of the file behind one without path or errno.
+            raise error.__context__ or error from None
+        file.flush()
+        os.fsync(file.fileno())
     sync_folder(path.parent)
     return file.digest.hexdigest()
 
 
 class _Hashing(BufferedWriter):
-    """Hashes what is written, and remembers the error that torch hides behind one without path or errno."""
-
-    error: OSError | None = None
+    """Hashes what is written."""
 
     def __init__(self, raw: FileIO) -> None:
         super().__init__(raw)
@@ -176,11 +175,7 @@ class _Hashing(BufferedWriter):
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
+        return super().write(data)
 
 
 def _point(link: Path, target: Path) -> None:

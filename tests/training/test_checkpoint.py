@@ -107,6 +107,19 @@ def test_when_all_are_damaged_nothing_is_started_anew(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "none") is None
 
 
+def test_checkpoints_without_their_records_are_not_passed_over(tmp_path: Path) -> None:
+    """Where the records were not copied along, training does not start from nothing, and deletes nothing."""
+    for step in (1, 2):
+        save(tmp_path, step).path.with_suffix(".json").unlink()
+        (tmp_path / f"kept-{step}").write_bytes((tmp_path / f"step-{step}.pt").read_bytes())
+    for step in (1, 2):
+        (tmp_path / f"kept-{step}").rename(tmp_path / f"step-{step}.pt")
+    with pytest.raises(CheckpointError, match=r"the records \(step-\*.json\) of its checkpoints are missing"):
+        checkpoint.newest(tmp_path)
+    (tmp_path / "step-1.pt").unlink()
+    assert checkpoint.newest(tmp_path) is None
+
+
 class Canary:
     """Runs a command when it is unpickled."""
 
@@ -264,7 +277,7 @@ def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
     assert newer.exists() and newer.with_suffix(".json").exists()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("layout", ["sparse", "meta", "beyond its storage", "list"])
 def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path, layout: str) -> None:
     """A tensor without numbers, or larger than its file, is refused before anything is computed with it."""
