@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -146,11 +146,11 @@ class Mover:
             self._copying.popleft()
 
 
-def _pair(batch: Any) -> list[Tensor]:
+def _pair(batch: Any) -> Sequence[Tensor]:
     """The images and the labels of ``batch``, which has no other part, but for a feed's."""
-    parts = list(batch) if isinstance(batch, tuple | list) else [batch]
     if hasattr(batch, "stamps"):
-        return parts[:2]
+        return batch.images, batch.labels
+    parts = list(batch) if isinstance(batch, tuple | list) else [batch]
     if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):
         raise TypeError(
             "DataPrefetcher: batches must be (images, labels), two tensors; this loader gives "

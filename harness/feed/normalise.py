@@ -68,7 +68,8 @@ class Normalise:
         images = images.contiguous(memory_format=self._format)
         if self._on_host and images.numel() >= _SMALL:
             return self._by_rows(images).to(self._dtype)
-        return torch.sub(images, self._mean).mul_(self._scale).to(self._dtype)
+        result = torch.sub(images, self._mean).mul_(self._scale)
+        return result if self._dtype is torch.float32 else result.to(self._dtype)
 
     def _by_rows(self, images: Tensor) -> Tensor:
         """The values of torch's expression in float32, in rows that are long enough for vector instructions.

@@ -43,9 +43,24 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     return optimizer
 
 
-def make_schedule(optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> LambdaLR:
+class Schedule(LambdaLR):
+    """``LambdaLR`` with one factor for all groups, at a fraction of its cost."""
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next update."""
+        self.last_epoch += 1
+        factor = self.lr_lambdas[0](self.last_epoch)
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base_lr * factor
+
+    def get_last_lr(self) -> list[Any]:
+        """Each group's rate."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def make_schedule(optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:
     """The schedule, to be stepped once per update."""
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, epochs, steps_per_epoch))
+    return Schedule(optimizer, lambda step: lr_factor(step, config, epochs, steps_per_epoch))
 
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:

@@ -149,8 +149,8 @@ class FiniteCheck(GradScaler):
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                if (gradient := parameter.grad) is not None:
+                    by_dtype.setdefault(gradient.dtype, []).append(gradient)
         self._found = torch.zeros_like(self._one)
         for gradients in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)

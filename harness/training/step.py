@@ -26,6 +26,7 @@ from harness.watch.clock import StepClock
 from harness.watch.marks import named
 
 DTYPES = {Precision.fp32: torch.float32, Precision.fp16: torch.float16, Precision.bf16: torch.bfloat16}
+_AS_IT_IS = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Step:
         self.autocast = Autocast(world.device, config.trainer.precision)
         self.model: nn.Module = state.network
         own = accelerator.of(world.device)
+        self._on_host = own.kind == "cpu"
         if world.size > 1:
             self.model = DistributedDataParallel(state.network, device_ids=None if own.place is None else [own.place])
         self._losses: list[Tensor] = []  # on the device, until they are read together
@@ -79,7 +81,7 @@ class Step:
         """
         last = part == parts - 1
         quiet = isinstance(self.model, DistributedDataParallel) and not last
-        with self.model.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
+        with self.model.no_sync() if quiet else _AS_IT_IS:  # type: ignore[operator]
             with self.autocast(), named("forward"):
                 loss = F.cross_entropy(self.model(images), labels, label_smoothing=self._smoothing)
             with named("backward"):
@@ -101,7 +103,9 @@ class Step:
     def read(self) -> StepFigures:
         """The figures since the last call. The host waits here for the device: call it once a window, not once a step."""
         noted, count = [*self._losses, *self._found_inf], len(self._losses)
-        values = torch.stack(noted).tolist() if noted else []
+        # a host's values are there; a device's are fetched at once
+        together = torch.stack(noted).tolist() if noted and not self._on_host else None
+        values = [value.item() for value in noted] if together is None else together
         self._losses, self._found_inf = [], []
         finite = [loss for loss in values[:count] if math.isfinite(loss)]
         skipped = worst = 0
@@ -206,7 +210,7 @@ class Autocast:
         self._dtype = None if precision is Precision.fp32 else DTYPES[precision]
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        """A fresh context."""
+        """A context for one block."""
         if self._dtype is None:
-            return contextlib.nullcontext()
+            return _AS_IT_IS
         return torch.autocast(self._type, self._dtype)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import logging
 import math
 import os
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -19,8 +19,10 @@ from harness.runtime.folder import LOGGER
 from harness.watch.figures import Spread, Window
 from harness.watch.stages import StageTotals
 from harness.watch.tags import Tag
+from harness.watch.tfrecord import framed
 
 Figure = float | Spread | None
+_TIMINGS = [(tag, tag.name.lower()) for tag in Tag if tag.name.lower() in Window.__slots__]
 
 _log = logging.getLogger(LOGGER)
 
@@ -67,9 +69,10 @@ class Board:
             flat = {tag: figure for tag, figure in flat.items() if (step, tag) not in self._there}
             if not flat:
                 return
-        known = {tag: figure if math.isfinite(figure) else None for tag, figure in flat.items()}
-        line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **known}
-        data = f"{json.dumps(line, allow_nan=False)}\n".encode()
+        line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **flat}
+        if not all(map(math.isfinite, flat.values())):
+            line = plain(line)
+        data = f"{json.dumps(line)}\n".encode()
         self._guarded(self._metrics.path, lambda: self._metrics.append(data))
         self._event(lambda events: events.scalars(step, flat))
 
@@ -134,9 +137,8 @@ class _Records:
         data = self.head + data
         if self._handle is None:
             self._handle = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
-        before = os.fstat(self._handle).st_size
         if (written := os.write(self._handle, data)) < len(data):
-            os.ftruncate(self._handle, before)
+            os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
             raise OSError(f"only {written} of {len(data)} bytes were written")
         self.head = b""
 
@@ -154,19 +156,20 @@ class _EventFile(_Records):
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
         from torch.utils.tensorboard import summary
 
         super().__init__(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}")
-        self._event, self._framing = Event, RecordWriter
+        self._event, self._heads = Event, dict[str, bytes]()
         self._summary: Any = summary
         self.head = self._record(file_version="brain.Event:2")
         if resumed_step is not None:  # TensorBoard hides what the folder's older files have from this step on
             self.head += self._record(step=resumed_step + 1, session_log={"status": "START"})
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        values = [{"tag": tag, "simple_value": figure} for tag, figure in figures.items()]
-        self.append(self._record(step=step, summary={"value": values}))
+        parts = [self._event(wall_time=time.time(), step=step).SerializeToString()]
+        for tag, figure in figures.items():
+            parts += self._head(tag), array("f", [figure])
+        self.append(framed(b"".join(parts)))
 
     def text(self, tag: str, markdown: str) -> None:
         self.append(self._record(summary=self._summary.text(tag, markdown)))
@@ -177,30 +180,20 @@ class _EventFile(_Records):
         self.append(b"".join(self._record(summary=summary) for summary in summaries))
         self.scalars(step, {tag: value for tag, value in metrics.items() if value is not None})
 
+    def _head(self, tag: str) -> bytes:
+        """What stands before a figure: of messages behind one another, protobuf makes one that has the values of all."""
+        if tag not in self._heads:
+            values = [{"tag": tag, "simple_value": 0.0}]
+            self._heads[tag] = self._event(summary={"value": values}).SerializeToString()[:-4]
+        return self._heads[tag]
+
     def _record(self, **fields: Any) -> bytes:
-        framed = io.BytesIO()
-        self._framing(framed).write(self._event(wall_time=time.time(), **fields).SerializeToString())
-        return framed.getvalue()
+        return framed(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def timings(window: Window) -> dict[str, Figure]:
-    """The figures of a window under their tags."""
-    return {
-        Tag.IMAGES_PER_S: window.images_per_s,
-        Tag.STEP_MS: window.step_ms,
-        Tag.DATA_WAIT_MS: window.data_wait_ms,
-        Tag.COPY_MS: window.copy_ms,
-        Tag.COMPUTE_MS: window.compute_ms,
-        Tag.GAP_MS: window.gap_ms,
-        Tag.EXPOSED_COPY_MS: window.exposed_copy_ms,
-        Tag.PREPARE_MS: window.prepare_ms,
-        Tag.STARVED_MS: window.starved_ms,
-        Tag.HOST_MS: window.host_ms,
-        Tag.LAUNCH_MS: window.launch_ms,
-        Tag.STALL_FRACTION: window.stall_fraction,
-        Tag.DEVICE_FULL_FRACTION: window.device_full_fraction,
-        Tag.DATA_WAIT_FRACTION: window.data_wait_fraction,
-    }
+    """The figures of a window under their tags, whose names are those of its fields."""
+    return {tag: getattr(window, name) for tag, name in _TIMINGS}
 
 
 def stages(totals: StageTotals, workers: int, seconds: float) -> dict[str, Figure]:

@@ -159,7 +159,7 @@ class StepClock:
         """End a step in which this rank used ``images`` images."""
         if self._pause_since is not None:
             return
-        now = self._active()
+        now = self.now() - self._paused_s
         took, self._mark = now - (now if self._mark is None else self._mark), now
         if self._first:
             self._ledger.first_steps += 1
@@ -331,8 +331,8 @@ class StepClock:
         return (self.now() if self._pause_since is None else self._pause_since) - self._paused_s
 
     def _begin(self) -> float:
-        """The active clock; the running step began now, if none ran."""
-        now = self._active()
+        """The active clock, outside of pauses; the running step began now, if none ran."""
+        now = self.now() - self._paused_s
         if self._mark is None:
             self._mark, self._gc_mark_s, self._gc.thread = now, self._gc.seconds, get_ident()
         return now

@@ -58,11 +58,14 @@ class Sketch:
         if not self._counts:
             return None
         buckets = sorted(self._counts)
-        up_to = list(accumulate(self._counts[bucket] for bucket in buckets))
-        places = (bisect_left(up_to, share * up_to[-1]) for share in (0.5, 0.95))
-        # relatively as far from one bound of the bucket as from the other
-        median, p95 = (math.exp(buckets[place] * _LOG_GROWTH) * (1 - _ERROR) for place in places)
-        return Spread(min(median, self._max), min(p95, self._max), self._max)
+        up_to = list(accumulate(map(self._counts.__getitem__, buckets)))
+        found = []
+        for share in (0.5, 0.95):
+            bucket = buckets[bisect_left(up_to, share * up_to[-1])]
+            # relatively as far from one bound of the bucket as from the other
+            found.append(min(math.exp(bucket * _LOG_GROWTH) * (1 - _ERROR), self._max))
+        median, p95 = found
+        return Spread(median, p95, self._max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,31 +168,32 @@ class Ledger:
     def merge(self, other: Ledger) -> None:
         """Add all that ``other`` holds."""
         for name in self.__slots__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, Sketch):
-                mine.merge(theirs)
-            elif isinstance(mine, dict):
-                add_all(mine, theirs)
-            else:
-                setattr(self, name, mine + theirs)
+            theirs = getattr(other, name)
+            if isinstance(theirs, Sketch):
+                getattr(self, name).merge(theirs)
+            elif isinstance(theirs, dict):
+                add_all(getattr(self, name), theirs)
+            elif theirs:
+                setattr(self, name, getattr(self, name) + theirs)
 
     def window(self) -> Window:
         """The figures that these sums make."""
         on_device = sum(self.device_s.values()) > 0
         shares = _shares(self._device_s()) if on_device else _shares(self._host_s(), self.elapsed_s)
+        wait = self.wait.spread()
         return Window(
             steps=self.steps,
             images=self.images,
             elapsed_s=self.elapsed_s,
             images_per_s=self.images / self.elapsed_s if self.elapsed_s > 0 else None,
             step_ms=self.device_step.spread() or self.host_step.spread(),
-            data_wait_ms=self.wait.spread(),
+            data_wait_ms=wait,
             copy_ms=self.copy.spread(),
             compute_ms=self.compute.spread(),
             gap_ms=self.gap.spread(),
             exposed_copy_ms=self.exposed_copy.spread(),
             prepare_ms=self.prepare.spread() if self.prepare_s or self.device_s.get("prepare") else None,
-            starved_ms=(self.starved if on_device else self.wait).spread(),
+            starved_ms=self.starved.spread() if on_device else wait,
             host_ms=self.host.spread(),
             launch_ms=self.launch.spread(),
             shares=shares,

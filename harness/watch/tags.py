@@ -8,6 +8,8 @@ from enum import StrEnum
 class Tag(StrEnum):
     """Every figure that a run may log; a device that cannot give one leaves it out."""
 
+    __hash__ = str.__hash__  # an enum's own is a function of Python's
+
     LOSS = "train/loss"
     LR = "train/lr"
     VAL_TOP1 = "val/top1"

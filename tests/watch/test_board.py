@@ -51,6 +51,23 @@ def test_scalars_reach_both_files(tmp_path: Path) -> None:
     }
 
 
+def test_tags_may_come_and_go(tmp_path: Path) -> None:
+    """Each window has the figures that it was given, under their own tags and in the width of TensorBoard's floats."""
+    windows: list[dict[str, float]] = [
+        {"a": 1.0},
+        {"b" * 200: 2.5, "a": 0.1},
+        {},
+        {"\u00e4 tag": -3.0, "a": 1e300},
+    ]
+    with Board(tmp_path, tensorboard=True) as board:
+        for step, figures in enumerate(windows):
+            board.scalars(step, figures)
+    float32 = {0.1: pytest.approx(0.1, rel=1e-7), 1e300: math.inf}
+    for tag in {tag for figures in windows for tag in figures}:
+        expected = [(step, float32.get(f[tag], f[tag])) for step, f in enumerate(windows) if tag in f]
+        assert logged(tmp_path, tag) == expected
+
+
 def test_every_figure_of_a_window_has_a_tag() -> None:
     """The window's rates, times and fractions go under the names that the field reads."""
     figures = timings(Ledger(steps=1, images=8, elapsed_s=2.0, wait_s=1.0).window())
