@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -38,15 +39,16 @@ class Sketch:
     __slots__ = ("_counts", "_max")
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts: defaultdict[int, int] = defaultdict(int)
         self._max = 0.0
 
     def add(self, value_ms: float) -> None:
         """Count one value."""
         clipped = min(max(value_ms, _SMALLEST_MS), _LARGEST_MS)
         bucket = math.ceil(math.log(clipped) / _LOG_GROWTH)
-        self._counts[bucket] = self._counts.get(bucket, 0) + 1
-        self._max = max(self._max, value_ms)
+        self._counts[bucket] += 1
+        if value_ms > self._max:
+            self._max = value_ms
 
     def merge(self, other: Sketch) -> None:
         """Count all values of ``other``."""
