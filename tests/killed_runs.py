@@ -18,15 +18,14 @@ import torch
 from test_exact_resume import digest, logged
 
 from harness import job
-from harness.config import Config, OptimName
-
+from harness.config import Config, StartMethod
 
 
 def settings(resume: str | None = "auto") -> Config:
     """Of a run of seven steps that is saved after each second one, and evaluated at its end."""
     config = Config(device="cpu", resume=resume)
     config.data.name, config.data.image_size, config.run.name = "digits", 32, "x"
-    config.loader.num_workers, config.loader.batch_size, config.optim.name = 0, 200, OptimName.sgd
+    config.loader.num_workers, config.loader.batch_size, config.loader.start_method = 0, 200, StartMethod.spawn
     config.trainer.epochs, config.trainer.num_threads = 1, 1
     config.checkpoint.every_steps, config.watch.window_steps, config.watch.tensorboard = 2, 3, False
     return config
@@ -52,7 +51,7 @@ def run(folder: Path, number: int) -> bool:
     disk.tell_calls(tell)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        job.main_worker(0, job.Job(settings(), folder, ()))
+        job.run(0, job.Job(settings(), folder, ()))
     except BaseException as error:
         os.write(2, repr(error).encode())
         os._exit(1)
@@ -67,7 +66,7 @@ def main(base: Path) -> None:
     whole.mkdir()
     # here, so that the others find all modules imported
     with redirect_stdout(io.StringIO()):
-        job.main_worker(0, job.Job(settings(), whole, ()))
+        job.run(0, job.Job(settings(), whole, ()))
     while killed:
         number += 1
         assert number < 1000
