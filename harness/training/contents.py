@@ -33,7 +33,7 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
         # Odd contents may raise anything.
         except Exception as error:
             why = printable(f"{type(error).__name__}: {error}"[:200])
-            raise CheckpointError(f"{where}: its {key} is none of a run ({why}); resume from another checkpoint") from error
+            raise CheckpointError(f"{where}: its part {key} cannot be used ({why}); resume from another checkpoint") from error
 
 
 def _optimizer(saved: Any, state: Any) -> None:
