@@ -38,12 +38,14 @@ def run(folder: Path, number: int) -> bool:
         status = os.waitpid(child, 0)[1]
         assert status in (0, signal.SIGKILL), status
         return status == signal.SIGKILL
-    left = number
+    left, writes = number, 0
 
     def tell(when: str, name: str) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
+        nonlocal left, writes
+        # of a run of writes to one file the first two are enough
+        writes = writes + 1 if name == "write" else 0
+        left -= writes <= 4
+        if left == 0 and writes <= 4:
             with open(folder.parent / "events", "a") as events:
                 events.write(f"{when} {name}\n")
             os.kill(os.getpid(), signal.SIGKILL)

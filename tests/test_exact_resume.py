@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -134,3 +137,16 @@ def test_a_disk_that_is_full_ends_the_run(composed: Composed, tmp_path: Path, mo
     with pytest.raises(DiskError, match="No space left"):
         run(config, tmp_path)
     assert calls == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_kill_at_any_call_to_the_disk_loses_nothing(tmp_path: Path) -> None:
+    """Killed before and after each call of a run, then of the run that goes on, it ends as the one that never was."""
+    here = Path(__file__)
+    path = os.pathsep.join([str(here.parent), str(here.parents[1])])
+    command = [sys.executable, here.with_name("killed_runs.py"), tmp_path]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
+    events = set((tmp_path / "events").read_text().splitlines())
+    calls = {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}
+    assert {f"{when} {call}" for when in ("before", "after") for call in calls} <= events

@@ -102,7 +102,8 @@ def own(folder: Path) -> Path:
         handle.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         handle.flush()
         _owned[path] = held.pop_all()
-    for temporary in folder.glob(".*.tmp"):  # of a run that was killed
+    # Of a run that was killed.
+    for temporary in folder.glob(".*.tmp"):
         temporary.unlink(missing_ok=True)
     return folder
 

@@ -197,7 +197,7 @@ class Engine:
             if self._whole:
                 if self.state.step > self._logged_step:
                     self._close_window(self.state.epoch)
-                self.saves.save()
+                self.saves.save(at_once=True)
             raise
         finally:
             self.close()

@@ -29,7 +29,8 @@ from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
 class Saver:
     """Saves the checkpoints of a run in a thread of its own, one at a time.
 
-    An error of a save is raised once: by the next ``save``, ``check``, ``wait`` or ``close``.
+    It first finishes what a killed save has left to do. An error of a save is raised once: by the next ``save``, ``check``,
+    ``wait`` or ``close``.
 
     Args:
         folder: where the checkpoints go; made if need be.
@@ -40,6 +41,11 @@ class Saver:
         self._folder, self._keep_last = folder, keep_last
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
         self._last: Future[Record] | None = None
+        # The next save would do it, and tell what keeps it from that.
+        with suppress(OSError):
+            if committed := records(folder):
+                _retain(folder, committed[-1], keep_last)
+            _clear(folder)
 
     def save(self, state: dict[str, Any], *, step: int, epoch: int, top1: float | None) -> None:
         """Copy ``state`` to host memory and begin to save it, once the save before is through.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from harness.config import Config, Mode, to_plain
 from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
-from harness.training.saver import Saver
+from harness.training import saver
+from harness.training.checkpoint import Record
 from harness.training.state import TrainState
 
 _HEARD_S = 1.0  # how soon ranks tell each other of a signal
@@ -67,13 +69,16 @@ class Saves:
     def __init__(self, config: Config, world: World, state: TrainState, order: Order, place: Place) -> None:
         self._config, self._ranks, self._state, self._order, self._place = config, world.size, state, order, place
         self.last: Path | None = None  # what was written last, once this is closed
-        self._saver: Saver | None = None
+        self._folder = place.folder / "checkpoints"
+        self._saver: saver.Saver | None = None
         if config.checkpoint.enabled and config.mode is Mode.train and world.is_main:
-            self._saver = Saver(place.folder / "checkpoints", config.checkpoint.keep_last)
+            self._saver = saver.Saver(self._folder, config.checkpoint.keep_last)
         self._saved = self._mark()
 
-    def save(self, top1: float | None = None) -> None:
+    def save(self, top1: float | None = None, *, at_once: bool = False) -> None:
         """Begin to write the state as it is between two updates; ``top1`` is of its evaluation, 0..1.
+
+        At the end of a run it is written ``at_once``: nothing goes on for which the thread that writes should give way.
 
         Raises:
             DiskError: the save before could not be written.
@@ -89,7 +94,12 @@ class Saves:
             "length": order.length,
             "stop": order.stop(state.epoch),
         }
-        self._saver.save(state.to_dict(facts), step=state.step, epoch=state.epoch, top1=top1)
+        write: Callable[..., Record | None] = self._saver.save
+        if at_once:
+            self._saver.wait()
+            write = partial(saver.save, self._folder, keep_last=self._config.checkpoint.keep_last)
+        record = write(state.to_dict(facts), step=state.step, epoch=state.epoch, top1=top1)
+        self.last = record.path if record else None
         self._saved = self._mark()
 
     def check(self) -> None:
@@ -110,7 +120,7 @@ class Saves:
         if self._saver is not None:
             self._saver.close()
             newest = self._saver.wait()
-            self.last = newest.path if newest else None
+            self.last = self.last or (newest.path if newest else None)
 
     def _mark(self) -> tuple[int, bool]:
         return self._state.step, self._state.pending
