@@ -1,0 +1,304 @@
+"""Kills, signals, other loaders and ranks: whether a run that was stopped and went on is the run that never stopped.
+
+Every part starts train.py in processes of its own and looks at what is left. "The same state" is bitwise: weights, optimizer,
+schedule, scaler and random states. The exit code is 1 where a requirement is not met.
+
+    uv run scripts/chaos.py --parts user,ranks
+    uv run scripts/chaos.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import re
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, Signals
+from typing import Any, NamedTuple
+
+from harness.training import checkpoint
+from scripts.chaos_left import batches, digest, lines, logged, updates, wrong_lines, wrong_samples
+from scripts.chaos_start import NOTED, POLL_S, ROOT, TRAIN, Plan, Run, ended
+from scripts.measured import listed, machine, machine_line, markdown, write
+
+PAGE = ROOT / "docs" / "chaos.md"
+_COMMON = ("device=cpu", "trainer.num_threads=1", "augment.hflip=0.5", "augment.crop=pad", "run.name=x")
+_DIGITS, _DIGITS_IMAGES = ("data=digits", *_COMMON), 1438
+_SHAPES = (
+    "data=shapes", *_COMMON, "data.image_size=32", "data.generate.train_images=400", "data.generate.val_images=100",
+    "trainer.epochs=2", "tuner.budget_s=2", "tuner.max_workers=2", "tuner.fresh=true",
+)  # fmt: skip
+_SHAPES_STEPS = 50
+_RANKS = {1: (), 2: ("dist=spawn", "dist.nprocs=2"), 3: ("dist=spawn", "dist.nprocs=3")}
+
+Row = dict[str, Any]
+
+
+def row(part: str, n: int, required: str, wrong: Sequence[str], more: str = "as required") -> Row:
+    """A row of the table; ``wrong`` is what was not as ``required``."""
+    found = "; ".join(wrong[:3]) + (f"; {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    return {"part": part, "n": n, "required": required, "found": found or more, "passed": "no" if wrong else "yes"}
+
+
+def kills(plan: Plan) -> list[Row]:
+    """SIGKILL of the process group at random moments, again and again until the run ends."""
+    rows = []
+    for name, workers, backend in ("no workers", 0, "processes"), ("2 processes", 2, "processes"), ("2 threads", 2, "threads"):
+        overrides = (*_DIGITS, f"loader.num_workers={workers}", f"loader.backend={backend}", "loader.drop_last=false")
+        rows.append(_killed(plan, name, (*overrides, "trainer.epochs=4", "checkpoint.every_steps=5")))
+    return rows
+
+
+def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
+    draw, wrong, killed, runs = random.Random(f"{plan.seed} {name}"), [], 0, 0
+    whole = ended(plan, f"{name}/whole", *overrides).folder
+    most_s = lines(whole)[-1]["time_s"] / 2
+    while killed < plan.n and runs < plan.n:
+        runs += 1
+        place, goes_on = plan.place(f"{name}/{runs}"), True
+        while goes_on:
+            saved = checkpoint.records(place / "outputs/x/checkpoints")
+            with Run(plan, place, [*NOTED, *overrides, "resume=auto"]) as life:
+                goes_on = life.trains() and killed < plan.n and life.goes_on(draw.uniform(0, most_s))
+                if goes_on:
+                    life.signal(SIGKILL)
+                    killed += 1
+                if (code := life.code()) != (128 + SIGKILL if goes_on else 0):
+                    wrong.append(f"run {runs}: exit code {code}")
+            begun = f" {saved[-1].step} steps are done" if saved else "no checkpoint yet, starting at epoch 1"
+            if begun not in life.said:
+                wrong.append(f"run {runs}: did not say {begun!r}")
+        wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
+    required = (
+        "each life goes on from the newest checkpoint; the same state, lines and losses as without kills; every sample once "
+        "an epoch; TensorBoard equal to metrics.jsonl"
+    )
+    return row(f"kills, {name}", killed, required, wrong, f"as required, in {runs} runs")
+
+
+def _differences(last: Run, whole: Path) -> list[str]:
+    """What tells a run that was killed from the ``whole`` one."""
+    wrong = wrong_lines(last.folder)
+    if digest(last.folder) != digest(whole):
+        wrong.append("another state")
+    if logged(last.folder) != logged(whole):
+        wrong.append("other lines")
+    if "falling back" in (last.folder / "train.log").read_text():
+        wrong.append("a checkpoint was damaged")
+    return wrong + wrong_samples(updates(last.notes), _DIGITS_IMAGES, 1)
+
+
+class _Signalled(NamedTuple):
+    """A run and what became of it: its exit code, when the last process was gone, and how many never went."""
+
+    run: Run
+    sign: Signals
+    after_s: float
+    code: int
+    exit_s: float
+    left: int
+
+
+def terms(plan: Plan) -> list[Row]:
+    """Signals to the whole group at random moments, from the start to the end, in runs of one rank and of two."""
+    draw, rows = random.Random(plan.seed), []
+    wholes: dict[tuple[int, bool], Run] = {}
+    kinds: dict[tuple[Signals, int], list[_Signalled]] = {}
+    for i in range(plan.n):
+        ranks, tuned, sign = 1 + i % 2, i % 3 == 2, SIGUSR1 if i % 10 in (4, 7) else SIGTERM
+        tuner = ("loader.autotune=true", "tuner.budget_s=3", "tuner.max_workers=2", "tuner.fresh=true")
+        ways = (*_RANKS[ranks], *(tuner if tuned else ("loader.num_workers=1",)), f"loader.batch_size={64 // ranks}")
+        overrides = (*_DIGITS, "trainer.epochs=3", "checkpoint.every_steps=10", *ways)
+        if (ranks, tuned) not in wholes:
+            wholes[ranks, tuned] = ended(plan, f"whole-{ranks}-{tuned}", *overrides)
+        after_s = draw.uniform(0, wholes[ranks, tuned].lasted_s)
+        kinds.setdefault((sign, ranks), []).append(_signalled(plan, str(i), overrides, sign, after_s))
+    for (sign, ranks), lives in sorted(kinds.items()):
+        wrong = [f"run {life.run.place.name} at {life.after_s:.1f} s: {x}" for life in lives for x in _wrong(plan, life)]
+        stopped, gone_s = (
+            [life.run for life in lives if "\ngo on with " in life.run.said],
+            sorted(life.exit_s for life in lives),
+        )
+        if stopped:
+            wrong += _continued(plan, stopped[-1], next(run for key, run in wholes.items() if key[0] == ranks))
+        p95 = gone_s[math.ceil(0.95 * len(gone_s)) - 1]
+        more = f"exit after {statistics.median(gone_s):.1f} s (p95 {p95:.1f}, max {gone_s[-1]:.1f}), {len(stopped)} with a step"
+        required = (
+            f"exit code 128 + n within {plan.exit_s:g} s; the last step logged, saved and told; no traceback, process or "
+            "temporary file left; event files whole; the last run goes on to the same state"
+        )
+        rows.append(
+            row(f"{sign.name}, {ranks} ranks", len(lives), required, [f"{more}; {wrong[0]}", *wrong[1:]] if wrong else [], more)
+        )
+    return rows
+
+
+def _signalled(plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals, after_s: float) -> _Signalled:
+    with Run(plan, plan.place(name), [*TRAIN, *overrides]) as life:
+        if not life.goes_on(after_s):
+            # quicker than the one that was timed
+            return _signalled(plan, f"{name}-", overrides, sign, after_s / 2)
+        sent_s = time.monotonic()
+        life.signal(sign)
+        code = life.code()
+        until_s = max(sent_s + plan.exit_s, time.monotonic() + 1)
+        while (left := len(life.alive())) and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+        return _Signalled(life, sign, after_s, code, time.monotonic() - sent_s, left)
+
+
+def _wrong(plan: Plan, life: _Signalled) -> list[str]:
+    """What is wrong with a run that a signal ended."""
+    said, place, wrong = life.run.said, life.run.place, []
+    complete = "\ntop-1 " in said
+    # after the last step there is nothing left to end
+    if life.code != 128 + life.sign and not (complete and life.code == 0):
+        wrong.append(f"exit code {life.code}")
+    if life.exit_s > plan.exit_s or life.left:
+        wrong.append(f"{life.left} processes after {life.exit_s:.1f} s")
+    if "Traceback" in said:
+        wrong.append("a traceback")
+    # what torch's compiler keeps there is a cache
+    temporary = [path for path in (place / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    wrong += [f"{path.name} left" for path in (*temporary, *place.rglob("checkpoints/.*"))]
+    for folder in place.glob("outputs/x"):
+        wrong += wrong_lines(folder)
+        made = [line["step"] for line in lines(folder) if "train/lr" in line]
+        saved = [record.step for record in checkpoint.records(folder / "checkpoints")]
+        told = [int(step) for step in re.findall(r"\nstopped after step (\d+)", said)]
+        ends = [*made[-1:], *saved[-1:], *told]
+        is_told = len(ends) == 3 and len(set(ends)) == 1 and "\nsaved  " in said and "\ngo on with " in said
+        if (made or saved) and not complete and not is_told:
+            wrong.append(f"the last steps logged, saved and told are {ends}")
+    return wrong
+
+
+def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:
+    """What is wrong once a run was gone on with by the command that it printed."""
+    (command,) = re.findall(r"^go on with\s+(.*)$", stopped.said, re.MULTILINE)
+    with Run(plan, stopped.place, ["bash", "-c", command]) as life:
+        code = life.code()
+    wrong = [f"exit code {code} of {command}"] if code else wrong_lines(life.folder)
+    return wrong if digest(life.folder) == digest(whole.folder) else [*wrong, "another state"]
+
+
+def forms(plan: Plan) -> list[Row]:
+    """Other loaders before and after a stop at a random step."""
+    rows, required = (
+        [],
+        "other backend, workers, cache and tuning after the stop: the same samples in the same order, the same state",
+    )
+    for ranks in (1, 2):
+        draw, wrong = random.Random(plan.seed), []
+        overrides = (*_SHAPES, *_RANKS[ranks], f"loader.batch_size={16 // ranks}")
+        whole = ended(plan, f"{ranks}/whole", *overrides, "loader.num_workers=0")
+        for i in range(plan.n):
+            before, after, stop = _form(draw), _form(draw), draw.randrange(1, _SHAPES_STEPS)
+            ended(plan, f"{ranks}/{i}", *overrides, *before, stop=stop)
+            last = ended(plan, f"{ranks}/{i}", *overrides, *after, "resume=auto")
+            if (digest(last.folder), updates(last.notes)) != (digest(whole.folder), updates(whole.notes)):
+                wrong.append(f"{shlex.join(before)}, then {shlex.join(after)} at step {stop}: another run")
+        rows.append(row(f"forms, {ranks} ranks", plan.n, required, wrong))
+    return rows
+
+
+def _form(draw: random.Random) -> tuple[str, ...]:
+    backend = draw.choice(("processes", "threads", "arrays"))
+    workers = "null" if backend == "arrays" else draw.choice("012")
+    cache, tuned = draw.choice(("none", "ram", "disk")), draw.choice(("true", "false"))
+    return (f"loader.backend={backend}", f"loader.num_workers={workers}", f"data.cache={cache}", f"loader.autotune={tuned}")
+
+
+def ranks(plan: Plan) -> list[Row]:
+    """Another number of ranks within an epoch."""
+    rows = []
+    for before, after, batch in ((2, 1, 48), (1, 2, 96), (2, 3, 48), (2, 3, 32)):
+        name, draw, wrong = f"{before} ranks of {batch} to {after}", random.Random(plan.seed), []
+        overrides = (*_DIGITS, "trainer.epochs=2", "loader.num_workers=0", f"loader.batch_size={batch}")
+        shared = batch * before % after == 0
+        whole = updates(ended(plan, f"{name}/whole", *overrides, *_RANKS[before]).notes)
+        for i in range(plan.n):
+            stop = draw.randrange(2, _DIGITS_IMAGES // (batch * before) - 1)
+            ended(plan, f"{name}/{i}", *overrides, *_RANKS[before], stop=stop)
+            found = updates(ended(plan, f"{name}/{i}", *overrides, *_RANKS[after], "resume=auto").notes)
+            texts = wrong_samples(found, _DIGITS_IMAGES, batch * (before if shared else after))
+            if shared and batches(found) != batches(whole):
+                texts.append("other global batches")
+            if {len(by_rank) for step, (_, by_rank) in found.items() if step > stop} != {after}:
+                texts.append("a rank trained nothing")
+            wrong += [f"stopped at step {stop}: {text}" for text in texts]
+        rows.append(row(name, plan.n, "every sample once an epoch" + "; the same global batches" * shared, wrong))
+    return rows
+
+
+def user(plan: Plan) -> list[Row]:
+    """Ctrl-C in the first epoch, and on with the command that was printed."""
+    rows = []
+    for how, more in ("run.name=mine", ("run.name=mine",)), ("no run.name", ()):
+        wrong, overrides = [], ("data=digits", "trainer.epochs=5", *more)
+        whole = ended(plan, f"{how}/whole", *overrides)
+        for i in range(plan.n):
+            with Run(plan, plan.place(f"{how}/{i}"), [*NOTED, *overrides]) as life:
+                life.trains()
+                life.signal(SIGINT)
+                code = life.code()
+            if code != 128 + SIGINT or "\ngo on with " not in life.said or "Traceback" in life.said:
+                wrong.append(f"exit code {code}: {life.said[-300:]!r}")
+            else:
+                wrong += _continued(plan, life, whole)
+        required = "Ctrl-C in epoch 1 of 5: exit code 130; the printed command goes on to the same state"
+        rows.append(row(f"new user, {how}", plan.n, required, wrong))
+    return rows
+
+
+PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
+    "kills": (kills, 20), "terms": (terms, 100), "forms": (forms, 24), "ranks": (ranks, 1), "user": (user, 1),
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    usual = ", ".join(f"{name} {n}" for name, (_, n) in PARTS.items())
+    parser = argparse.ArgumentParser(
+        description="Stop runs in many ways, go on with them, and compare them with runs that were not stopped.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--parts", help=f"some of {','.join(PARTS)}; by default all")
+    parser.add_argument("--n", type=int, help=f"how often each part does what it does; by default {usual}")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments, steps and forms")
+    parser.add_argument("--exit-s", type=float, default=10.0, help="longest time from a signal to the end of the last process")
+    parser.add_argument("--run-s", type=float, default=300.0, help="longest time that one start of a run may take")
+    parser.add_argument("--keep", type=Path, help="leave the runs in this folder, which must be new")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    a = parser.parse_args(argv)
+    names = listed(parser, "--parts", a.parts, tuple(PARTS))
+    if (a.n is not None and a.n < 1) or min(a.exit_s, a.run_s) <= 0:
+        parser.error("--n: at least 1; --exit-s and --run-s: more than 0")
+    if a.keep:
+        a.keep.mkdir(parents=True)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        base = (a.keep or Path(temporary)).resolve()
+        os.environ["WELLFED_CACHE"] = str(base / "cache")
+        for name in names:
+            part, n = PARTS[name]
+            rows += part(Plan(base / name, a.n or n, a.seed, a.exit_s, a.run_s))
+    command = shlex.join(["uv", "run", "scripts/chaos.py", *(sys.argv[1:] if argv is None else argv)])
+    told = f"{machine_line(machine())}\n\n`{command}`, {datetime.now(UTC):%d %B %Y}."
+    text = f"# Runs that were stopped\n\n{told}\n\n{markdown(rows)}\n"
+    print(text)
+    if a.write:
+        write(PAGE, text)
+    return int(any(row["passed"] == "no" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

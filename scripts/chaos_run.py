@@ -1,0 +1,74 @@
+"""train.py that notes which samples each rank trained on, and that hears SIGTERM after a chosen step.
+
+CHAOS_NOTES=notes.jsonl CHAOS_STOP=30 uv run scripts/chaos_run.py data=digits run.name=x
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import train
+from harness import job
+
+if TYPE_CHECKING:
+    from harness.feed.interface import Feed, HostBatch
+    from harness.feed.prefetcher import DataPrefetcher
+
+NOTES, STOP = "CHAOS_NOTES", "CHAOS_STOP"
+_main_worker = job.main_worker
+
+
+class _Noted:
+    """A feed's batches; ``given`` holds the epoch and the indices of those that no step has taken yet."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed, self.given = feed, deque[tuple[int, list[int]]]()
+
+    def __iter__(self) -> Iterator[HostBatch]:
+        self.given.clear()
+        for batch in self.feed:
+            self.given.append((batch.epoch, batch.indices.tolist()))
+            yield batch
+
+
+def main_worker(local_rank: int, job: job.Job) -> None:
+    """One rank of a run, noted as the environment says."""
+    # not above: worker processes import this file too
+    from harness.training.engine import Engine
+    from harness.training.saving import Boundary
+
+    make, one_step, ask = Engine.__init__, Engine._one_step, Boundary.ask
+
+    def made(self: Engine, *parts: Any) -> None:
+        make(self, *parts)
+        self.train_batches.loader = _Noted(self.feed)
+
+    def stepped(self: Engine, batches: DataPrefetcher, parts: int) -> None:
+        one_step(self, batches, parts)
+        taken = [self.train_batches.loader.given.popleft() for _ in range(parts)]  # type: ignore[attr-defined]
+        indices = [index for _, part in taken for index in part]
+        line = {"rank": self.world.rank, "step": self.state.step, "epoch": taken[0][0], "indices": indices}
+        # one write a line: a kill leaves whole lines
+        handle = os.open(os.environ[NOTES], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(handle, f"{json.dumps(line)}\n".encode())
+        os.close(handle)
+
+    def heard(self: Boundary, step: int) -> tuple[int, bool]:
+        return (signal.SIGTERM, False) if str(step) == os.environ.get(STOP) else ask(self, step)
+
+    Engine.__init__, Engine._one_step, Boundary.ask = made, stepped, heard  # type: ignore[method-assign, assignment]
+    _main_worker(local_rank, job)
+
+
+if __name__ == "__main__":
+    # a rank's own process finds the function by its name in this file
+    job.main_worker = main_worker
+    sys.argv[1:1] = ["--config-path", str(Path(train.__file__).with_name("conf"))]
+    sys.exit(train.cli())

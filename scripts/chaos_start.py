@@ -1,0 +1,140 @@
+"""Runs that ``scripts/chaos.py`` starts, watches, signals and ends."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from typing import NamedTuple, Self
+
+import psutil
+
+from scripts.chaos_run import NOTES, STOP
+
+ROOT = Path(__file__).parents[1]
+TRAIN = (sys.executable, "train.py")
+NOTED = (sys.executable, str(ROOT / "scripts/chaos_run.py"))
+POLL_S = 0.02
+
+
+class Plan(NamedTuple):
+    """What a part is given.
+
+    Attributes:
+        base: a folder of its own, which is not there yet.
+        n: how often it does what it does.
+        seed: of what it draws.
+        exit_s: longest time from a signal to the end of the last process.
+        run_s: longest time that one start of a run may take.
+    """
+
+    base: Path
+    n: int
+    seed: int
+    exit_s: float
+    run_s: float
+
+    def place(self, name: str) -> Path:
+        """A folder to start runs in, with what a checkout has of use there."""
+        place = self.base / name
+        if not place.exists():
+            (place / "tmp").mkdir(parents=True)
+            for part in ("train.py", "conf"):
+                (place / part).symlink_to(ROOT / part)
+        return place
+
+
+class Run:
+    """A run in a session of its own; a context manager that leaves none of its processes."""
+
+    def __init__(self, plan: Plan, place: Path, command: list[str], stop: int | None = None) -> None:
+        self.place, self.notes, self.lasted_s = place, place / "notes.jsonl", 0.0
+        self._plan, self._noted = plan, self._size()
+        self._said = place / f"said-{len(list(place.glob('said-*')))}"
+        # uv's own variable decides which command a run prints
+        env = {key: value for key, value in os.environ.items() if key != "UV"}
+        env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        env |= {"TMPDIR": str(place / "tmp"), NOTES: str(self.notes), STOP: str(stop)}
+        self._began_s = time.monotonic()
+        with open(self._said, "wb") as said:
+            self._process = subprocess.Popen(
+                command, cwd=place, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.alive():
+            self.signal(SIGKILL)
+        self._process.wait(self._plan.run_s)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return next(self.place.glob("outputs/**/.lock")).parent
+
+    @property
+    def said(self) -> str:
+        """What it has printed."""
+        return self._said.read_text(errors="replace")
+
+    def alive(self) -> list[int]:
+        """The processes of its session."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) == self._process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return found
+
+    def signal(self, number: int) -> None:
+        """Signal its process group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def goes_on(self, seconds: float = math.inf) -> bool:
+        """Whether it still runs after so many seconds.
+
+        Raises:
+            TimeoutError: it takes longer than a run may.
+        """
+        until_s = time.monotonic() + seconds
+        while self._process.poll() is None and time.monotonic() < until_s:
+            if time.monotonic() - self._began_s > self._plan.run_s:
+                raise TimeoutError(f"{self.place}: no end within --run-s={self._plan.run_s:g}\n{self.said[-1000:]}")
+            time.sleep(POLL_S)
+        self.lasted_s = time.monotonic() - self._began_s
+        return self._process.poll() is None
+
+    def trains(self) -> bool:
+        """Wait for its first step; whether there is one before it ends."""
+        while (going := self.goes_on(POLL_S)) and self._size() == self._noted:
+            pass
+        return going
+
+    def code(self) -> int:
+        """Its exit code, as a shell has it, once it has ended."""
+        self.goes_on()
+        code = self._process.returncode
+        return 128 - code if code < 0 else code
+
+    def _size(self) -> int:
+        return self.notes.stat().st_size if self.notes.exists() else 0
+
+
+def ended(plan: Plan, name: str, *overrides: str, stop: int | None = None) -> Run:
+    """A run that has ended, after step ``stop`` if that is given, and noted its samples.
+
+    Raises:
+        RuntimeError: it ended otherwise.
+    """
+    with Run(plan, plan.place(name), [*NOTED, *overrides], stop) as run:
+        if (code := run.code()) != (0 if stop is None else 128 + SIGTERM):
+            raise RuntimeError(f"{run.place}: exit code {code}\n{run.said[-1000:]}")
+    return run
