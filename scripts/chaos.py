@@ -97,22 +97,11 @@ def _differences(last: Run, whole: Path) -> list[str]:
     return wrong + wrong_samples(updates(last.notes), _DIGITS_IMAGES, 1)
 
 
-class _Signalled(NamedTuple):
-    """A run and what became of it: its exit code, when the last process was gone, and how many never went."""
-
-    run: Run
-    sign: Signals
-    after_s: float
-    code: int
-    exit_s: float
-    left: int
-
-
 def terms(plan: Plan) -> list[Row]:
     """Signals to the whole group at random moments, from the start to the end, in runs of one rank and of two."""
     draw, rows = random.Random(plan.seed), []
     wholes: dict[tuple[int, bool], Run] = {}
-    kinds: dict[tuple[Signals, int], list[_Signalled]] = {}
+    kinds: dict[tuple[Signals, int], list[_End]] = {}
     for i in range(plan.n):
         ranks, tuned, sign = 1 + i % 2, i % 3 == 2, SIGUSR1 if i % 10 in (4, 7) else SIGTERM
         tuner = ("loader.autotune=true", "tuner.budget_s=3", "tuner.max_workers=2", "tuner.fresh=true")
@@ -122,27 +111,30 @@ def terms(plan: Plan) -> list[Row]:
             wholes[ranks, tuned] = ended(plan, f"whole-{ranks}-{tuned}", *overrides)
         after_s = draw.uniform(0, wholes[ranks, tuned].lasted_s)
         kinds.setdefault((sign, ranks), []).append(_signalled(plan, str(i), overrides, sign, after_s))
-    for (sign, ranks), lives in sorted(kinds.items()):
-        wrong = [f"run {life.run.place.name} at {life.after_s:.1f} s: {x}" for life in lives for x in _wrong(plan, life)]
-        stopped, gone_s = (
-            [life.run for life in lives if "\ngo on with " in life.run.said],
-            sorted(life.exit_s for life in lives),
-        )
+    for (sign, ranks), ends in sorted(kinds.items()):
+        wrong, exits_s = [text for end in ends for text in end.wrong], sorted(end.exit_s for end in ends)
+        stopped = [end.run for end in ends if "\ngo on with " in end.run.said]
         if stopped:
             wrong += _continued(plan, stopped[-1], next(run for key, run in wholes.items() if key[0] == ranks))
-        p95 = gone_s[math.ceil(0.95 * len(gone_s)) - 1]
-        more = f"exit after {statistics.median(gone_s):.1f} s (p95 {p95:.1f}, max {gone_s[-1]:.1f}), {len(stopped)} with a step"
+        p95_s = exits_s[math.ceil(0.95 * len(ends)) - 1]
+        told = f"gone after {statistics.median(exits_s):.1f} s (p95 {p95_s:.1f}, max {exits_s[-1]:.1f}), {len(stopped)} saved"
         required = (
-            f"exit code 128 + n within {plan.exit_s:g} s; the last step logged, saved and told; no traceback, process or "
+            f"exit code 128 + n; gone within {plan.exit_s:g} s; the last step logged, saved and told; no traceback, process or "
             "temporary file left; event files whole; the last run goes on to the same state"
         )
-        rows.append(
-            row(f"{sign.name}, {ranks} ranks", len(lives), required, [f"{more}; {wrong[0]}", *wrong[1:]] if wrong else [], more)
-        )
+        rows.append(row(f"{sign.name}, {ranks} ranks", len(ends), required, wrong, told))
     return rows
 
 
-def _signalled(plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals, after_s: float) -> _Signalled:
+class _End(NamedTuple):
+    """A run that was signalled, when its last process was gone, and what was wrong with it."""
+
+    run: Run
+    exit_s: float
+    wrong: list[str]
+
+
+def _signalled(plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals, after_s: float) -> _End:
     with Run(plan, plan.place(name), [*TRAIN, *overrides]) as life:
         if not life.goes_on(after_s):
             # quicker than the one that was timed
@@ -151,35 +143,29 @@ def _signalled(plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals,
         life.signal(sign)
         code = life.code()
         until_s = max(sent_s + plan.exit_s, time.monotonic() + 1)
-        while (left := len(life.alive())) and time.monotonic() < until_s:
+        while (left := life.alive()) and time.monotonic() < until_s:
             time.sleep(POLL_S)
-        return _Signalled(life, sign, after_s, code, time.monotonic() - sent_s, left)
-
-
-def _wrong(plan: Plan, life: _Signalled) -> list[str]:
-    """What is wrong with a run that a signal ended."""
-    said, place, wrong = life.run.said, life.run.place, []
-    complete = "\ntop-1 " in said
+        exit_s = time.monotonic() - sent_s
+    said, complete = life.said, "\ntop-1 " in life.said
     # after the last step there is nothing left to end
-    if life.code != 128 + life.sign and not (complete and life.code == 0):
-        wrong.append(f"exit code {life.code}")
-    if life.exit_s > plan.exit_s or life.left:
-        wrong.append(f"{life.left} processes after {life.exit_s:.1f} s")
-    if "Traceback" in said:
-        wrong.append("a traceback")
-    # what torch's compiler keeps there is a cache
-    temporary = [path for path in (place / "tmp").iterdir() if not path.name.startswith("torchinductor")]
-    wrong += [f"{path.name} left" for path in (*temporary, *place.rglob("checkpoints/.*"))]
-    for folder in place.glob("outputs/x"):
-        wrong += wrong_lines(folder)
-        made = [line["step"] for line in lines(folder) if "train/lr" in line]
-        saved = [record.step for record in checkpoint.records(folder / "checkpoints")]
-        told = [int(step) for step in re.findall(r"\nstopped after step (\d+)", said)]
-        ends = [*made[-1:], *saved[-1:], *told]
-        is_told = len(ends) == 3 and len(set(ends)) == 1 and "\nsaved  " in said and "\ngo on with " in said
-        if (made or saved) and not complete and not is_told:
-            wrong.append(f"the last steps logged, saved and told are {ends}")
-    return wrong
+    wrong = [] if code == 128 + sign or (complete and code == 0) else [f"exit code {code}"]
+    wrong += [f"{len(left)} processes after {exit_s:.1f} s"] if left or exit_s > plan.exit_s else []
+    wrong += ["a traceback"] if "Traceback" in said else []
+    # what torch's compiler keeps is a cache
+    temporary = [path for path in (life.place / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    wrong += [f"{path.name} left" for path in (*temporary, *life.place.rglob("checkpoints/.*"))]
+    for folder in life.place.glob("outputs/x"):
+        wrong += wrong_lines(folder) + ([] if complete else _untold(folder, said))
+    return _End(life, exit_s, [f"run {name} at {after_s:.1f} s: {text}" for text in wrong])
+
+
+def _untold(folder: Path, said: str) -> list[str]:
+    """What is wrong with how a run that made a step says where it ended."""
+    made = [line["step"] for line in lines(folder) if "train/lr" in line]
+    saved = [record.step for record in checkpoint.records(folder / "checkpoints")]
+    ends = [*made[-1:], *saved[-1:], *map(int, re.findall(r"\nstopped after step (\d+)", said))]
+    is_told = len(ends) == 3 and len(set(ends)) == 1 and "\nsaved  " in said and "\ngo on with " in said
+    return [] if is_told or not (made or saved) else [f"the last steps logged, saved and told are {ends}"]
 
 
 def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from harness.training import checkpoint
 
 Updates = dict[int, tuple[int, dict[int, list[int]]]]  # by step: the epoch, and by rank the samples
 _STATE = ("model", "optimizer", "schedule", "scaler", "random", "epoch", "step")
+# it warns of every restart
+logging.getLogger("tensorboard").setLevel(logging.ERROR)
 _DECIDED = ("step", "epoch", "train/loss", "train/lr", "val/top1", "val/loss")
 
 

@@ -23,29 +23,22 @@ POLL_S = 0.02
 
 
 class Plan(NamedTuple):
-    """What a part is given.
-
-    Attributes:
-        base: a folder of its own, which is not there yet.
-        n: how often it does what it does.
-        seed: of what it draws.
-        exit_s: longest time from a signal to the end of the last process.
-        run_s: longest time that one start of a run may take.
-    """
+    """What a part is given: a folder of its own, how often it does what it does, what its draws begin with, time limits."""
 
     base: Path
     n: int
     seed: int
-    exit_s: float
-    run_s: float
+    exit_s: float  # from a signal to the end of the last process
+    run_s: float  # of one start of a run
 
     def place(self, name: str) -> Path:
-        """A folder to start runs in, with what a checkout has of use there."""
+        """A folder to start runs in, with a train.py."""
         place = self.base / name
         if not place.exists():
             (place / "tmp").mkdir(parents=True)
-            for part in ("train.py", "conf"):
-                (place / part).symlink_to(ROOT / part)
+            (place / "train.py").write_text(
+                f"import runpy\n\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+            )
         return place
 
 
