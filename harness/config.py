@@ -172,7 +172,7 @@ class LoaderConfig:
     pin_memory: bool | None = setting(None, "Page-locked batches; null: where there is a CUDA device.")
     prefetch_factor: int | None = setting(None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1)
     persistent_workers: bool | None = setting(None, "Keep the workers between epochs; null: where there are workers.")
-    drop_last: bool = setting(True, "Leave a training epoch's last short batch out.")
+    drop_last: bool = setting(True, "Leave out the last images of an epoch that do not fill an update.")
     timeout_s: float = setting(120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", ge=0.0)
     start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
     device_prefetch: bool = setting(True, "Copy and normalise one batch ahead on a CUDA stream of its own.")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import disk
 import torch
-from test_exact_resume import digest, logged
 
 from harness import job
 from harness.config import Config, StartMethod
+from scripts.chaos_left import digest, logged
 
 
 def settings(resume: str | None = "auto") -> Config:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from harness import job
 from harness.config import Config
 from harness.runtime.errors import DiskError, Interrupted
 from harness.training import checkpoint
 from harness.training.saving import Boundary
+from scripts.chaos_left import digest, logged, wrong_lines
 
 Composed = Callable[..., Config]
 COMMON = ("data=digits", "trainer.num_threads=1", "device=cpu", "augment.hflip=0.5", "augment.crop=pad", "run.name=x")
@@ -36,34 +34,6 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 
     monkeypatch.setattr(Boundary, "ask", heard)
     return lambda step: at.__setitem__(0, -1 if step is None else step)
-
-
-def digest(folder: Path) -> str:
-    """One digest of everything in the newest checkpoint that a run's past decides."""
-    state = checkpoint.read(folder)[1]
-    found = hashlib.sha256()
-    for part in _leaves({key: state[key] for key in ("model", "optimizer", "schedule", "scaler", "random", "epoch", "step")}):
-        found.update(part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
-    return found.hexdigest()
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        for key in sorted(value, key=str):
-            yield key
-            yield from _leaves(value[key])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def logged(folder: Path) -> list[dict[str, Any]]:
-    """What a run's past decides of its logged lines."""
-    kept = ("step", "epoch", "train/loss", "train/lr", "val/top1", "val/loss")
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: line[key] for key in kept if key in line} for line in lines]
 
 
 def run(config: Config, folder: Path) -> None:
@@ -91,6 +61,17 @@ def test_stops_within_epochs_change_nothing(composed: Composed, tmp_path: Path, 
     assert [whole[line["step"]] for line in parts] == parts and len(parts) == 3
     steps = [line["step"] for line in logged(tmp_path / "parts") if "train/lr" in line]
     assert steps == sorted({*range(10, 67, 10), 22, 44, 66, *ways})
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_run_without_a_checkpoint_begins_its_lines_again(composed: Composed, tmp_path: Path) -> None:
+    """What was logged before a kill that no checkpoint came before gives way, in TensorBoard too."""
+    config = (*COMMON, "loader.num_workers=0", "trainer.max_steps=20")
+    run(composed(*config, "checkpoint.enabled=false"), tmp_path)
+    whole = logged(tmp_path)
+    run(composed(*config, "resume=auto"), tmp_path)
+    assert logged(tmp_path) == whole
+    assert wrong_lines(tmp_path) == []
 
 
 @pytest.mark.usefixtures("kept_globals")

@@ -173,11 +173,13 @@ class Feeds:
             drop_last=loader.drop_last,
             rank=self.world.rank,
             world_size=self.world.size,
+            parts=self.config.trainer.accumulate_steps,
         )
         if len(order) == 0:
             raise ConfigError(
-                f"loader.batch_size={loader.batch_size}: {self.world.size} of these are more than the {length} training "
-                "images; lower it" + (" or set loader.drop_last=false" if self.world.size == 1 else "")
+                f"loader.batch_size={loader.batch_size}: the {self.world.size * order.parts} of an update are more than the "
+                f"{length} training images; lower it{' or trainer.accumulate_steps' if order.parts > 1 else ''}"
+                + (" or set loader.drop_last=false" if self.world.size == 1 else "")
             )
         return order
 

@@ -40,7 +40,8 @@ class Order:
         length: samples in the data set.
         batch_size: samples per batch and rank.
         shuffle: a new order each epoch, else 0, 1, 2, ...
-        drop_last: leave out a last global batch that is not full.
+        drop_last: leave out the last batches where they do not make a whole update.
+        parts: global batches of an update.
         rest: all that there is of one epoch; None: every epoch is whole.
 
     Raises:
@@ -55,6 +56,7 @@ class Order:
     rank: int = 0
     world_size: int = 1
     rest: Rest | None = None
+    parts: int = 1
 
     def __post_init__(self) -> None:
         rest = self.rest
@@ -118,7 +120,7 @@ class Order:
         """What there is of ``epoch``: the very ``rest``, or all."""
         if self.rest is not None and self.rest.epoch == epoch:
             return self.rest
-        return Rest(epoch, 0, self.length - (self.length % self._step if self.drop_last else 0))
+        return Rest(epoch, 0, self.length - (self.length % (self._step * self.parts) if self.drop_last else 0))
 
 
 @dataclass(slots=True)

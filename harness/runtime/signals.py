@@ -21,6 +21,7 @@ from harness.runtime.errors import Interrupted
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 _SAME_S = 1.0
+_START_S = 2.0
 _END = b"\0"
 _received: list[tuple[int, float]] = []
 _grace_s = 0.0
@@ -63,7 +64,8 @@ def set_grace(seconds: float) -> None:
 def caught(grace_s: float = 25.0) -> Iterator[None]:
     """Turn signals into a flag inside the block; the former handlers come back at its end.
 
-    A handler that is there already, as a launcher's own, stays. Where nothing is lost yet, ``grace_s`` is 0.
+    A handler that is there already, as a launcher's own, stays. Where nothing is lost yet ``grace_s`` is 0, and the signal
+    raises ``Interrupted`` at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -109,13 +111,15 @@ def ignored_in_worker() -> None:
 
 def _note(number: int, frame: FrameType | None) -> None:
     _received.append((number, time.monotonic()))
+    if not _grace_s:
+        raise interrupted()
 
 
 def _guard(reader: int, own: list[signal.Signals]) -> None:
     """End the process after a second signal, or when the first one's grace is over."""
     first, first_s = 0, 0.0
     while True:
-        left_s = max(0.0, first_s + _grace_s - time.monotonic()) if first else None
+        left_s = max(0.0, first_s + (_grace_s or _START_S) - time.monotonic()) if first else None
         if not connection.wait([reader], left_s):
             _leave(first, f"not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else "")
         number = os.read(reader, 1)

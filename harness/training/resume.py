@@ -161,7 +161,7 @@ def _kept(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
 
 
 def take_over(state: TrainState, saved: Saved | None, config: Config, world: World, classes: tuple[str, ...]) -> int | None:
-    """Puts what ``saved`` holds into ``state``; returns the step that the run goes on from, None where it goes on with nothing.
+    """Puts what ``saved`` holds into ``state``; returns the step to go on from, None for a run that begins.
 
     Raises:
         CheckpointError: it does not fit, or the ranks do not see the same. Training never starts anew in its place.
