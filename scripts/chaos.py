@@ -43,10 +43,11 @@ _RANKS = {1: (), 2: ("dist=spawn", "dist.nprocs=2"), 3: ("dist=spawn", "dist.npr
 Row = dict[str, Any]
 
 
-def row(part: str, n: int, required: str, wrong: Sequence[str], more: str = "as required") -> Row:
-    """A row of the table; ``wrong`` is what was not as ``required``."""
-    found = "; ".join(wrong[:3]) + (f"; {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    return {"part": part, "n": n, "required": required, "found": found or more, "passed": "no" if wrong else "yes"}
+def row(part: str, n: int, required: str, wrong: Sequence[str], *told: str) -> Row:
+    """A row of the table; ``wrong`` is what was not as ``required``, and ``told`` figures."""
+    more = [f"{len(wrong) - 3} more"] if len(wrong) > 3 else []
+    found = "; ".join([*told, *wrong[:3], *more] if wrong else [*told, "as required"])
+    return {"part": part, "n": n, "required": required, "found": found, "passed": "no" if wrong else "yes"}
 
 
 def kills(plan: Plan) -> list[Row]:
@@ -82,7 +83,7 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
         "each life goes on from the newest checkpoint; the same state, lines and losses as without kills; every sample once "
         "an epoch; TensorBoard equal to metrics.jsonl"
     )
-    return row(f"kills, {name}", killed, required, wrong, f"as required, in {runs} runs")
+    return row(f"kills, {name}", killed, required, wrong, f"{runs} runs")
 
 
 def _differences(last: Run, whole: Path) -> list[str]:
@@ -276,7 +277,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["WELLFED_CACHE"] = str(base / "cache")
         for name in names:
             part, n = PARTS[name]
-            rows += part(Plan(base / name, a.n or n, a.seed, a.exit_s, a.run_s))
+            plan = Plan(base / name, a.n or n, a.seed, a.exit_s, a.run_s)
+            try:
+                rows += part(plan)
+            except Exception as error:  # the other parts go on
+                rows.append(row(name, plan.n, "every run starts and ends", [f"{type(error).__name__}: {error}"]))
     command = shlex.join(["uv", "run", "scripts/chaos.py", *(sys.argv[1:] if argv is None else argv)])
     told = f"{machine_line(machine())}\n\n`{command}`, {datetime.now(UTC):%d %B %Y}."
     text = f"# Runs that were stopped\n\n{told}\n\n{markdown(rows)}\n"
