@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import re
 import shlex
@@ -38,7 +37,7 @@ _SHAPES = (
     "trainer.epochs=2", "tuner.budget_s=2", "tuner.max_workers=2", "tuner.fresh=true",
 )  # fmt: skip
 _SHAPES_STEPS = 50
-_RANKS = {1: (), 2: ("dist=spawn", "dist.nprocs=2"), 3: ("dist=spawn", "dist.nprocs=3")}
+_RANKS = {1: (), **{ranks: ("dist=spawn", f"dist.nprocs={ranks}") for ranks in (2, 3)}}
 
 Row = dict[str, Any]
 
@@ -88,13 +87,10 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
 
 def _differences(last: Run, whole: Path) -> list[str]:
     """What tells a run that was killed from the ``whole`` one."""
-    wrong = wrong_lines(last.folder)
-    if digest(last.folder) != digest(whole):
-        wrong.append("another state")
-    if logged(last.folder) != logged(whole):
-        wrong.append("other lines")
-    if "falling back" in (last.folder / "train.log").read_text():
-        wrong.append("a checkpoint was damaged")
+    folder, wrong = last.folder, wrong_lines(last.folder)
+    wrong += ["another state"] if digest(folder) != digest(whole) else []
+    wrong += ["other lines"] if logged(folder) != logged(whole) else []
+    wrong += ["a checkpoint was damaged"] if "falling back" in (folder / "train.log").read_text() else []
     return wrong + wrong_samples(updates(last.notes), _DIGITS_IMAGES, 1)
 
 
@@ -274,7 +270,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         base = (a.keep or Path(temporary)).resolve()
-        os.environ["WELLFED_CACHE"] = str(base / "cache")
         for name in names:
             part, n = PARTS[name]
             plan = Plan(base / name, a.n or n, a.seed, a.exit_s, a.run_s)

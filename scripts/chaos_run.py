@@ -12,14 +12,10 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import train
 from harness import job
-
-if TYPE_CHECKING:
-    from harness.feed.interface import Feed, HostBatch
-    from harness.feed.prefetcher import DataPrefetcher
 
 NOTES, STOP = "CHAOS_NOTES", "CHAOS_STOP"
 _main_worker = job.main_worker
@@ -28,10 +24,10 @@ _main_worker = job.main_worker
 class _Noted:
     """A feed's batches; ``given`` holds the epoch and the indices of those that no step has taken yet."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Any) -> None:
         self.feed, self.given = feed, deque[tuple[int, list[int]]]()
 
-    def __iter__(self) -> Iterator[HostBatch]:
+    def __iter__(self) -> Iterator[Any]:
         self.given.clear()
         for batch in self.feed:
             self.given.append((batch.epoch, batch.indices.tolist()))
@@ -50,7 +46,7 @@ def main_worker(local_rank: int, job: job.Job) -> None:
         make(self, *parts)
         self.train_batches.loader = _Noted(self.feed)
 
-    def stepped(self: Engine, batches: DataPrefetcher, parts: int) -> None:
+    def stepped(self: Engine, batches: Any, parts: int) -> None:
         one_step(self, batches, parts)
         taken = [self.train_batches.loader.given.popleft() for _ in range(parts)]  # type: ignore[attr-defined]
         indices = [index for _, part in taken for index in part]

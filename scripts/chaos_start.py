@@ -52,7 +52,8 @@ class Run:
         # uv's own variable decides which command a run prints
         env = {key: value for key, value in os.environ.items() if key != "UV"}
         env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        env |= {"TMPDIR": str(place / "tmp"), NOTES: str(self.notes), STOP: str(stop)}
+        env |= {"TMPDIR": str(place / "tmp"), "WELLFED_CACHE": str(plan.base.with_name("cache"))}
+        env |= {NOTES: str(self.notes), STOP: str(stop)}
         self._began_s = time.monotonic()
         with open(self._said, "wb") as said:
             self._process = subprocess.Popen(
