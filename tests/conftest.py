@@ -16,6 +16,7 @@ from samples import start_server
 
 from harness import config as schema
 from harness.config import Config
+from harness.runtime import signals
 from harness.watch.neighbours import Neighbours
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +53,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WELLFED_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this process live on when the grace of a signal is over."""
+    monkeypatch.setattr(signals, "_guard", lambda reader, own: None)
 
 
 @pytest.fixture(autouse=True)

@@ -265,7 +265,7 @@ def test_polled_ends_with_a_stopped_worker(make_feed: MakeFeed, quick: None) -> 
 
 
 def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
-    make_feed: MakeFeed, quick: None, monkeypatch: pytest.MonkeyPatch
+    make_feed: MakeFeed, quick: None, monkeypatch: pytest.MonkeyPatch, unguarded: None
 ) -> None:
     """SIGTERM ends the wait for a batch's memory when half of the grace is gone, long before loader.timeout_s."""
     monkeypatch.setattr(signals, "_received", [])

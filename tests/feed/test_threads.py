@@ -274,7 +274,7 @@ class TestEnds:
         assert samples.at_work() == first
 
     def test_a_signal_ends_a_wait(
-        self, make_feed: MakeFeed, gate: threading.Event, impatient: None, monkeypatch: pytest.MonkeyPatch
+        self, make_feed: MakeFeed, gate: threading.Event, impatient: None, monkeypatch: pytest.MonkeyPatch, unguarded: None
     ) -> None:
         """A signal to the trainer ends next(), although no batch comes, when half of the grace is gone."""
         monkeypatch.setattr(signals, "_received", [])  # the next test has had none
