@@ -210,6 +210,7 @@ class Engine:
         state.network.train()
         self.watch.clock.start_epoch()
         batches, count = iter(self.train_batches), len(self.feed)
+        whole = self.feed.settings.batch_size * self.world.size
         left, steps_left, due = count, self._steps_left(count), False
         evaluated = (epoch + 1) % self.config.trainer.eval_every_epochs == 0 or self._is_last(epoch, count)
         lead = Lead(steps_left) if evaluated else None
@@ -220,7 +221,9 @@ class Engine:
                 parts = min(accumulate, left)
                 self._one_step(batches, parts)
                 left, steps_left = left - parts, steps_left - 1
-                if left:
+                if left > 1:
+                    state.samples += parts * whole
+                elif left:
                     state.samples = order.taken(epoch, count - left)
                 else:
                     state.epoch, state.samples = epoch + 1, 0
