@@ -192,9 +192,11 @@ def test_tuning_that_made_steps_needs_no_other(
     """A remembered choice was made without a step in this run: one comes before the images, as where nothing is tuned."""
     made: list[str] = []
     monkeypatch.setattr(StepTrials, "demand", lambda *_: made.append("steps"))
-    monkeypatch.setattr("harness.tuning.stage.tuned", lambda *given: SimpleNamespace(told=lambda *_: answer(*given)))
+    monkeypatch.setattr(
+        "harness.tuning.stage.tuned", lambda *given: SimpleNamespace(told=lambda *_: answer(*given), entry=None)
+    )
 
-    def answer(feeds: forms.Feeds, trials: Any, config: Config, limits: Limits, world: Any) -> Any:
+    def answer(feeds: forms.Feeds, trials: Any, config: Config, limits: Limits, *_: Any) -> Any:
         train = feeds.settings(limits)
         told = {"seconds": 1.0, "reused": reused}
         return SimpleNamespace(settings=train, val=feeds.val_settings(train), reused=reused, summary=lambda: told)
@@ -350,10 +352,10 @@ def test_a_finished_run_keeps_its_report(composed: Composed, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("kept_globals")
 def test_a_run_that_ends_within_a_window_logs_it(composed: Composed, tmp_path: Path) -> None:
-    """trainer.max_steps that is no multiple of the window loses no steps; without a checkpoint the run says why."""
+    """trainer.max_steps that is no multiple of the window loses no steps, and the run is saved."""
     run_here(composed("data=digits", "trainer.max_steps=13", "loader.num_workers=0"), tmp_path)
     assert [line["step"] for line in lines(tmp_path) if "train/loss" in line] == [10, 13]
-    assert "no checkpoint: trainer.max_steps ended the epoch" in (tmp_path / "train.log").read_text()
+    assert checkpoint.read(tmp_path)[0].step == 13
 
 
 def test_a_used_folder_is_refused(finished: tuple[Path, str]) -> None:

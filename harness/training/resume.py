@@ -185,8 +185,8 @@ def take_over(state: TrainState, saved: Saved | None, config: Config, world: Wor
             threads = saved.state.get("num_threads")
             if threads != torch.get_num_threads():
                 _log.warning("saved with %s torch threads, now %d: not bitwise the same", threads, torch.get_num_threads())
-            amid = f", and {state.samples} images of the next" if state.samples else ""
-            say(f"resumed {saved.where}: {state.epoch} epochs{amid}, {state.step} steps are done")
+            amid = f", {state.samples} images of the next" if state.samples else ""
+            say(f"resumed {saved.where}: {state.epoch} epochs{amid} and {state.step} steps are done")
     if world.smallest(state.step) != world.largest(state.step)[0]:
         raise CheckpointError("the ranks see different checkpoints; the run folder must be shared by all nodes")
     return state.step if config.resume is not None else None

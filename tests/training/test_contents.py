@@ -108,7 +108,6 @@ ODD = {
     "schedule of texts": put("schedule/last_epoch", "x"),
     "schedule before the start": put("schedule/last_epoch", -7),
     "schedule without rates": put("schedule/base_lrs", []),
-    "schedule of odd rates": put("schedule/_last_lr", ["x", "x"]),
     "odd scale": put("scaler/scale", "x"),
     "scale is not finite": put("scaler/scale", math.inf),
     "settings without precision": put("settings/trainer", {}),
