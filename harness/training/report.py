@@ -98,7 +98,7 @@ class Reporter:
         self.page.write(engine.place.folder)
         if outcome.status == "completed":
             self._close(engine, report)
-        elif outcome.status == "interrupted":
+        elif outcome.status == "interrupted" or engine.saves.last:
             self._stand(engine)
 
     def figures(self, engine: Engine) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Reporter:
         say(f"look at it     {page}, or tensorboard --logdir {root}")
 
     def _stand(self, engine: Engine) -> None:
-        """Say where a run stands that a signal ended, and the command that goes on with it."""
+        """Say where a run stands that ended too early, and the command that goes on with it."""
         state, folder = engine.state, os.path.relpath(engine.place.folder)
         amid = f" and {state.samples} of {engine.order.stop(state.epoch)} images of the next" if state.samples else ""
         say(f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} epochs{amid}")
