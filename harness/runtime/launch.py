@@ -16,6 +16,7 @@ from harness.runtime import signals, workers
 from harness.runtime.errors import RunError, told
 
 _GRACE_S = 5.0
+_CLEAR_S = 1.0  # for what a process removes as it ends
 _POLL_S = 0.2
 
 
@@ -119,6 +120,9 @@ def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError:
 
 def _end(processes: list[SpawnProcess]) -> None:
     for process in processes:
-        if process.is_alive():
-            process.kill()
+        process.terminate()
+    deadline = time.monotonic() + _CLEAR_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
         process.join()
