@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -69,7 +70,7 @@ class FeedSettings:
         return text if self.backend == PROCESSES else f"{text} backend={self.backend}"
 
 
-class Feed:
+class Feed(ABC):
     """An iterable over one epoch's batches at a time; its length is that of the chosen epoch.
 
     A new pass ends the one before it, and no batch of a pass may be lost. A form says where they come from.
@@ -148,14 +149,14 @@ class Feed:
         self._primed = self._running = None
         self._end()
 
+    @abstractmethod
     def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
         """The batches of ``epoch``, and None for each wait of ``poll_s``; where it is not ``primed``, begins with it."""
-        raise NotImplementedError
 
-    def _begin(self, epoch: int) -> object:
+    def _begin(self, epoch: int) -> object:  # noqa: B027  # a form that makes nothing ahead has nothing to begin
         """Begin the pass of ``epoch`` without waiting for it."""
 
-    def _end(self) -> None:
+    def _end(self) -> None:  # noqa: B027  # nor to end
         """End what a pass has begun."""
 
 

@@ -45,10 +45,13 @@ def find(config: Config, folder: Path) -> Saved | None:
     """
     if config.resume is not None:
         auto = config.resume == "auto"
-        if auto and config.mode is Mode.train and not any((folder / "checkpoints").glob("step-*.json")):
+        found = checkpoint.newest(folder / "checkpoints") if auto else checkpoint.read(Path(config.resume))
+        if found is None:
+            if config.mode is Mode.evaluate:
+                raise CheckpointError(f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH")
             say("resume=auto: no checkpoint yet, starting at epoch 1")
             return None
-        record, state, damaged = checkpoint.read(folder if auto else Path(config.resume))
+        record, state, damaged = found
         for text in damaged:
             _log.warning("%s; falling back to %s", text, record.path.name)
         return Saved(printable(str(record.path)), state)
@@ -106,7 +109,7 @@ def rest(config: Config, saved: Saved | None, world: World, length: int) -> tupl
     an update still has as many images. ``length`` is the number of training images.
 
     Raises:
-        CheckpointError: the epoch cannot be gone on with: other images, another order, or too few samples for the ranks.
+        CheckpointError: the epoch cannot be continued: other images, another order, or too few samples for the ranks.
     """
     if saved is None or config.mode is not Mode.train or "ranks" not in saved.state:
         return config, None
@@ -119,8 +122,8 @@ def rest(config: Config, saved: Saved | None, world: World, length: int) -> tupl
     for name, then, now in (("seed", seed, config.seed), ("number of training images", state["length"], length)):
         if then != now:
             raise CheckpointError(
-                f"{saved.where}: was saved amid an epoch; its {name} is {then}, this run's {now}: the rest of the epoch would "
-                "be of other samples; go on with the same, or from a checkpoint of an epoch's end"
+                f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's {now}: the rest of the epoch "
+                "would be of other samples; go on with the same, or from a checkpoint of an epoch's end"
             )
     left = Rest(state["epoch"], state["samples"], state["stop"])
     try:

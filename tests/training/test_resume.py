@@ -190,7 +190,7 @@ def test_nothing_to_evaluate_is_an_error(composed: Composed, tmp_path: Path) -> 
     config = composed("mode=train", "resume=auto", "run.name=x")
     assert resume.find(config, tmp_path) is None
     config.mode = Mode.evaluate
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint; name one with resume=PATH"):
         resume.find(config, tmp_path)
 
 
@@ -302,3 +302,14 @@ def test_the_schedule_goes_on_by_the_share_of_the_epoch(composed: Composed, now:
     state.load_dict(saved, "last.pt", Precision.fp32)
     assert (state.epoch, state.step, state.samples, state.schedule.last_epoch) == (1, 13, 320, count)
     assert state.optimizer.param_groups[0]["lr"] == 0.1 * state.schedule.lr_lambdas[0](count)
+
+
+def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> None:
+    """With resume=auto, checkpoints whose records are gone are an error, and stay where they are."""
+    for step in (1, 2):
+        saver.save(tmp_path / "checkpoints", {"w": torch.ones(1)}, step=step, epoch=0, top1=None, keep_last=2)
+    for record in tmp_path.glob("checkpoints/*.json"):
+        record.unlink()
+    with pytest.raises(CheckpointError, match="the records .* are missing"):
+        resume.find(composed("resume=auto", "run.name=x"), tmp_path)
+    assert len(list(tmp_path.glob("checkpoints/step-*.pt"))) == 2
