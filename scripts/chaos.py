@@ -95,19 +95,20 @@ def _differences(last: Run, whole: Path) -> list[str]:
 
 
 def terms(plan: Plan) -> list[Row]:
-    """Signals to the whole group at random moments, from the start to the end, in runs of one rank and of two."""
+    """Signals to the whole group at random moments, half of them after the first step, in runs of one rank and of two."""
     draw, rows = random.Random(plan.seed), []
     wholes: dict[tuple[int, bool], Run] = {}
     kinds: dict[tuple[Signals, int], list[_End]] = {}
     for i in range(plan.n):
-        ranks, tuned, sign = 1 + i % 2, i % 3 == 2, SIGUSR1 if i % 10 in (4, 7) else SIGTERM
+        ranks, tuned, sign = 1 + i % 2, i % 3 == 2, SIGUSR1 if i % 12 in (4, 9) else SIGTERM
         tuner = ("loader.autotune=true", "tuner.budget_s=3", "tuner.max_workers=2", "tuner.fresh=true")
         ways = (*_RANKS[ranks], *(tuner if tuned else ("loader.num_workers=1",)), f"loader.batch_size={64 // ranks}")
         overrides = (*_DIGITS, "trainer.epochs=3", "checkpoint.every_steps=10", *ways)
         if (ranks, tuned) not in wholes:
             wholes[ranks, tuned] = ended(plan, f"whole-{ranks}-{tuned}", *overrides)
-        after_s = draw.uniform(0, wholes[ranks, tuned].lasted_s)
-        kinds.setdefault((sign, ranks), []).append(_signalled(plan, str(i), overrides, sign, after_s))
+        whole, trained = wholes[ranks, tuned], i % 4 > 1
+        after_s = draw.uniform(0, lines(whole.folder)[-1]["time_s"] if trained else whole.lasted_s)
+        kinds.setdefault((sign, ranks), []).append(_signalled(plan, str(i), overrides, sign, after_s, trained))
     for (sign, ranks), ends in sorted(kinds.items()):
         wrong, exits_s = [text for end in ends for text in end.wrong], sorted(end.exit_s for end in ends)
         stopped = [end.run for end in ends if "\ngo on with " in end.run.said]
@@ -131,11 +132,11 @@ class _End(NamedTuple):
     wrong: list[str]
 
 
-def _signalled(plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals, after_s: float) -> _End:
-    with Run(plan, plan.place(name), [*TRAIN, *overrides]) as life:
-        if not life.goes_on(after_s):
+def _signalled(plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals, after_s: float, trained: bool) -> _End:
+    with Run(plan, plan.place(name), [*(NOTED if trained else TRAIN), *overrides]) as life:
+        if (trained and not life.trains()) or not life.goes_on(after_s):
             # quicker than the one that was timed
-            return _signalled(plan, f"{name}-", overrides, sign, after_s / 2)
+            return _signalled(plan, f"{name}-", overrides, sign, after_s / 2, trained)
         sent_s = time.monotonic()
         life.signal(sign)
         code = life.code()
@@ -245,7 +246,7 @@ def user(plan: Plan) -> list[Row]:
 
 
 PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
-    "kills": (kills, 20), "terms": (terms, 100), "forms": (forms, 24), "ranks": (ranks, 1), "user": (user, 1),
+    "kills": (kills, 20), "terms": (terms, 120), "forms": (forms, 24), "ranks": (ranks, 1), "user": (user, 1),
 }  # fmt: skip
 
 

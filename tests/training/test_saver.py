@@ -71,12 +71,38 @@ def test_a_copy_is_as_its_source(tmp_path: Path) -> None:
     shared, images = torch.arange(6.0), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     model = OrderedDict(a=shared, b=shared[2:4], c=images, d=torch.zeros(0))
     model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
-    copied = saver._on_host({"model": model, "numbers": [1, (2, None)], "text": "x"}, {})
+    copied = saver._Host().copy({"model": model, "numbers": [1, (2, None)], "text": "x"})
     found = copied["model"]
     assert list(found) == ["a", "b", "c", "d"] and found._metadata == model._metadata
     assert all(torch.equal(found[key], model[key]) for key in model) and found["c"].stride() == images.stride()
     assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr() != shared.data_ptr()
     assert copied["numbers"] == [1, (2, None)] and copied["text"] == "x"
+
+
+def test_a_copy_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that grows finds room, in the memory that is there and beside it, and torch can write all of it."""
+    monkeypatch.setattr(saver, "_CHUNK_BYTES", 4096)
+    host = saver._Host()
+    for numbers in (900, 900, 5000, 100):
+        given = {"a": torch.randn(numbers), "none": torch.zeros(0, dtype=torch.int64), "b": torch.arange(numbers)}
+        copied = host.copy(given)
+        assert all(torch.equal(copied[key], given[key]) for key in given)
+        torch.save(copied, tmp_path / "whole.pt")
+        assert torch.equal(torch.load(tmp_path / "whole.pt")["b"], given["b"])
+    assert [chunk.nbytes() for chunk in host._chunks] == [4096, 7200, 20000, 40000]
+
+
+def test_writing_rests_until_somebody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each second of work is followed by as many of rest as ``_RESTS`` says, and none once the save is waited for."""
+    monkeypatch.setattr(saver, "_RESTS", 1e6)
+    background, large = Saver(tmp_path, 2), {"model": {"w": torch.randn(8 << 20)}}
+    background.save(large, step=1, epoch=1, top1=None)
+    assert background._last is not None
+    with pytest.raises(TimeoutError):
+        background._last.result(1.0)
+    record = background.wait()
+    background.close()
+    assert record is not None and torch.equal(checkpoint.read(record.path)[1]["model"]["w"], large["model"]["w"])
 
 
 @pytest.mark.parametrize("ask", ["save", "check", "wait", "close"])
