@@ -52,7 +52,8 @@ class Run:
         # uv's own variable decides which command a run prints
         env = {key: value for key, value in os.environ.items() if key != "UV"}
         env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        env |= {"TMPDIR": str(place / "tmp"), "WELLFED_CACHE": str(plan.base.with_name("cache"))}
+        env |= {"PYTHONFAULTHANDLER": "1", "TMPDIR": str(place / "tmp")}
+        env |= {"WELLFED_CACHE": str(plan.base.with_name("cache"))}
         env |= {NOTES: str(self.notes), STOP: str(stop)}
         self._began_s = time.monotonic()
         with open(self._said, "wb") as said:
@@ -130,5 +131,5 @@ def ended(plan: Plan, name: str, *overrides: str, stop: int | None = None) -> Ru
     """
     with Run(plan, plan.place(name), [*NOTED, *overrides], stop) as run:
         if (code := run.code()) != (0 if stop is None else 128 + SIGTERM):
-            raise RuntimeError(f"{run.place}: exit code {code}\n{run.said[-1000:]}")
+            raise RuntimeError(f"{run.place}: exit code {code}\n{run.said[-3000:]}")
     return run
