@@ -75,4 +75,4 @@ def cli() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    launch.leave(cli())

@@ -45,7 +45,6 @@ def main_worker(local_rank: int, job: Job) -> None:
         folder.logging_to(job.folder, world.rank),
         station.quiet_ranks(world),
     ):
-        signals.set_grace(job.config.checkpoint.grace_s)
         station.refuse_hidden_gpu(job.config, world)
         saved = resume.find(job.config, job.folder)
         config = resume.settings(job.config, saved, job.overridden)
@@ -55,6 +54,8 @@ def main_worker(local_rank: int, job: Job) -> None:
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch(), filled=saved is not None)
         resumed_step = resume.take_over(state, saved, config, world, splits.classes)
+        # from here on there may be something to save
+        signals.set_grace(job.config.checkpoint.grace_s)
         with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
             allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
             step, train = Step(state, config, world, len(splits.classes)), feeds.settings(allowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 import traceback
@@ -114,8 +115,9 @@ def told(error: BaseException) -> tuple[str, int]:
 def tell(failures: Sequence[BaseException]) -> int:
     """Prints a line for each failure; returns the first one's exit code, 0 without any."""
     lines = [told(failure) for failure in failures]
-    for text, _ in lines:
-        print(f"error: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the exit code says it too
+        for text, _ in lines:
+            print(f"error: {text}", file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from harness.runtime import signals, workers
 from harness.runtime.errors import RunError, told
@@ -18,6 +22,8 @@ from harness.runtime.errors import RunError, told
 _GRACE_S = 5.0
 _CLEAR_S = 1.0  # for what a process removes as it ends
 _POLL_S = 0.2
+_TEXT = 4000  # characters of an error: a pipe that nobody reads yet holds 64 KiB
+_SAVES = (3, 6)  # exit codes of ends at which the first rank saves
 
 
 class ProcessError(RunError):
@@ -45,10 +51,11 @@ def run_processes(work: Callable[[int, Any], Any], job: Any, count: int, grace_s
     """Run ``work(i, job)`` in ``count`` fresh processes, i = 0 .. count - 1, and wait for all.
 
     A signal to this process is passed on, and all then have ``grace_s`` seconds. When one process fails by itself, the others
-    have five, then they are ended.
+    have five, or ``grace_s`` where they may be saving; then they are ended.
 
     Raises:
-        ProcessError: with the text and the exit code of the first process that failed.
+        ProcessError: with the text and the exit code of the first process that failed; after a signal, of the first that
+            failed otherwise than by it.
     """
     if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
         # joblib's own, which a new process is told to use and does not know
@@ -65,7 +72,7 @@ def run_processes(work: Callable[[int, Any], Any], job: Any, count: int, grace_s
             there.close()
             started.append((process, here))
         signals.set_grace(grace_s)
-        failure = _watch(started)
+        failure = _watch(started, grace_s)
     finally:
         _end([process for process, _ in started])
     if failure is not None:
@@ -78,13 +85,29 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
         with signals.caught(grace_s=0):
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             work(i, job)
+        code = 0
     except BaseException as error:
         text, code = told(error)
-        errors.send((text, code))
-        raise SystemExit(code) from error
+        errors.send((text[:_TEXT], code))
+    leave(code)
 
 
-def _watch(started: list[tuple[SpawnProcess, Connection]]) -> ProcessError | None:
+def leave(code: int) -> NoReturn:
+    """End this process as Python does, but for taking down the interpreter: torch's threads for gloo may still want it.
+
+    They abort a process that has done all its work, rarely (pytorch#190489).
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> ProcessError | None:
     """Wait until all have ended, or one has failed and the others had their grace; the first failure."""
     failure: ProcessError | None = None
     passed_on, deadline = False, float("inf")
@@ -97,21 +120,25 @@ def _watch(started: list[tuple[SpawnProcess, Connection]]) -> ProcessError | Non
                 process.terminate()
         for process, pipe in [item for item in open_ if not item[0].is_alive()]:
             open_.remove((process, pipe))
-            if process.exitcode and failure is None:
-                failure = _failure(process, pipe)
-                if not signals.received():
-                    deadline = time.monotonic() + _GRACE_S
+            if not process.exitcode:
+                continue
+            found = _failure(process, pipe)
+            if failure is None and not signals.received():
+                deadline = time.monotonic() + (max(_GRACE_S, grace_s) if found.exit_code in _SAVES else _GRACE_S)
+            if failure is None or (signals.received() and failure.exit_code > 128 > found.exit_code):
+                failure = found
     return failure
 
 
 def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError:
-    if signals.received():
+    said: tuple[str, int] | None = None
+    with suppress(EOFError):  # it died before it could say why; its exit code says how
+        said = pipe.recv() if pipe.poll() else None
+    if signals.received() and (said is None or said[1] == 1):
+        # others fail as well once one is gone
         return ProcessError(str(signals.interrupted()), signals.interrupted().exit_code)
-    try:
-        if pipe.poll():
-            return ProcessError(*pipe.recv())
-    except EOFError:
-        pass  # it died before it could say why; its exit code says how
+    if said is not None:
+        return ProcessError(*said)
     code = process.exitcode or 0
     if code < 0:
         return ProcessError(f"{process.name} was killed by signal {-code} ({signal.Signals(-code).name})", 128 - code)

@@ -28,14 +28,16 @@ def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_WAIT)
-    restart = "all" if lasting else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = f"wellfed/folder/{run_id}/{restart}"
+    kept = f"wellfed/folder/{run_id}"
+    key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ["RANK"] == "0":
         try:
-            made = make(store.get(key).decode()[1:] if lasting and store.check([key]) else None)
+            made = make(store.get(kept).decode() if lasting and store.check([kept]) else None)
         except Exception as error:
             store.set(key, f"!{error}")
             raise
+        if lasting:
+            store.set(kept, made)
         store.set(key, f"={made}")
         return made
     said = store.get(key).decode()

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from types import FrameType
 
@@ -22,6 +22,7 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 _SAME_S = 1.0
 _START_S = 2.0
+_SAY_S = 0.5
 _END = b"\0"
 _received: list[tuple[int, float]] = []
 _grace_s = 0.0
@@ -134,6 +135,16 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
 
 
 def _leave(number: int, why: str) -> None:
-    sys.stderr.write(f"error: {Interrupted(number)}{why and ', '}{why}\n")
-    sys.stderr.flush()
-    os._exit(128 + number)
+    try:
+        # in a thread: nobody may read what is written
+        last = threading.Thread(target=_say, args=(f"error: {Interrupted(number)}{why and ', '}{why}\n",), daemon=True)
+        last.start()
+        last.join(_SAY_S)
+    finally:
+        os._exit(128 + number)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

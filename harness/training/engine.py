@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -188,20 +188,23 @@ class Engine:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Save what an interruption or missing data leave whole, and close the feeds whatever ends the block."""
+        """Save what an error leaves whole, and close the feeds whatever ends the block."""
         try:
             yield
-        except (Interrupted, DataError, LoaderError) as error:
+        except Exception as error:
+            expected = isinstance(error, Interrupted | DataError | LoaderError)
             if isinstance(error, Interrupted):
                 self.outcome.status = "interrupted"
-            if self._whole:
-                if self.state.step > self._logged_step:
-                    self._close_window(self.state.epoch)
-                self.saves.save(at_once=True)
+            # at another error the other ranks would not answer
+            if self._whole and not isinstance(error, NonFiniteError) and (expected or self.world.size == 1):
+                with nullcontext() if expected else suppress(Exception):
+                    if self.state.step > self._logged_step:
+                        self._close_window(self.state.epoch)
+                    self.saves.save(at_once=True)
             raise
         finally:
-            self.close()
-            self.saves.close()
+            with closing(self.saves):
+                self.close()
 
     def _train_epoch(self, epoch: int) -> bool:
         """Train to the end of the epoch, or to trainer.max_steps; whether a checkpoint is due then."""

@@ -213,7 +213,8 @@ class Reporter:
             say(f"saved          {os.path.relpath(saved)}")
             say(f"go on with     {_command(self.config, self.overridden, folder, engine.world)}")
         else:
-            why = "no step was made since the start" if self.config.checkpoint.enabled else "checkpoint.enabled=false"
+            why = "an update was under way, or the disk refused" if engine.saves.unsaved else "no step was made since the start"
+            why = why if self.config.checkpoint.enabled else "checkpoint.enabled=false"
             say(f"nothing was saved: {why}")
 
     def _gain(self) -> str:

@@ -20,6 +20,8 @@ from harness.training.state import TrainState
 from harness.watch.console import say
 
 _NETWORK = {"model.name", "trainer.precision", "trainer.channels_last"}
+# What training goes on by, besides data.* and the network.
+_TRAINS = ("augment.", "optim.", "schedule.", "seed", "loader.batch_size", "trainer.accumulate_steps", "trainer.epochs")
 # Of data.*, what a network expects of its images; the rest says which images.
 _PIXELS = {
     f"data.{name}"
@@ -79,14 +81,15 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
             say(f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are those of this command")
         return config
     try:
-        trained = from_plain(saved.state["settings"])
+        trained = _trained(saved.state)
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{saved.where}: its settings cannot be used: {error}") from error
     used, taken = copy.deepcopy(config), []
     kept = _kept(config, trained, typed)
     theirs = {path: value for path, value, _ in walk(trained)}
     for path, own, _ in walk(config):
-        if own == theirs[path] or not (path.startswith("data.") or path in _NETWORK):
+        shows = path.startswith("data.") or path in _NETWORK
+        if own == theirs[path] or not (shows or (not evaluating and path.startswith(_TRAINS))):
             continue
         if evaluating and path not in kept:
             group, _, name = path.rpartition(".")
@@ -115,7 +118,7 @@ def rest(config: Config, saved: Saved | None, world: World, length: int) -> tupl
         return config, None
     state = saved.state
     contents.check(state, saved.where)
-    config = _same_update(config, from_plain(state["settings"]), state["ranks"], world.size)
+    config = _same_update(config, _trained(state), state["ranks"], world.size)
     if not state["samples"]:
         return config, None
     seed = state["settings"]["seed"]
@@ -131,6 +134,11 @@ def rest(config: Config, saved: Saved | None, world: World, length: int) -> tupl
     except ValueError as error:
         raise CheckpointError(f"{saved.where}: {error}") from error
     return config, left
+
+
+def _trained(state: dict[str, Any]) -> Config:
+    """The settings of the run that saved ``state``; its ``resume=auto`` may be one that only its launcher could take."""
+    return from_plain({**state["settings"], "resume": None})
 
 
 def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Config:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.serialization import config
 
+from harness.runtime import signals
 from harness.runtime.errors import DiskError
 from harness.runtime.files import replacing, sync_folder
 from harness.runtime.workers import give_way
@@ -67,7 +68,11 @@ class Saver:
         self.wait()
         self._awaited.clear()
         write = partial(save, self._folder, self._host.copy(state), step=step, epoch=epoch, top1=top1)
-        self._last = self._thread.submit(write, keep_last=self._keep_last, rest=self._awaited.wait)
+        self._last = self._thread.submit(write, keep_last=self._keep_last, rest=self._rest)
+
+    def _rest(self, seconds: float) -> None:
+        if not signals.received():
+            self._awaited.wait(seconds)
 
     def check(self) -> None:
         """Raise the error of the last save, if it has failed by now; never waits."""

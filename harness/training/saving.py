@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from harness.config import Config, Mode, to_plain
 from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
+from harness.runtime.errors import DiskError
 from harness.training import saver
 from harness.training.checkpoint import Record
 from harness.training.state import TrainState
@@ -73,7 +75,7 @@ class Saves:
         self._saver: saver.Saver | None = None
         if config.checkpoint.enabled and config.mode is Mode.train and world.is_main:
             self._saver = saver.Saver(self._folder, config.checkpoint.keep_last)
-        self._saved = self._mark()
+        self._saved: tuple[int, bool] | None = self._mark()
 
     def save(self, top1: float | None = None, *, at_once: bool = False) -> None:
         """Begin to write the state as it is between two updates; ``top1`` is of its evaluation, 0..1.
@@ -83,7 +85,13 @@ class Saves:
         Raises:
             DiskError: the save before could not be written.
         """
-        if self._saver is None or self._mark() == self._saved:
+        if self._saver is None:
+            return
+        if at_once:
+            # what went wrong with the one before is no reason not to try this one
+            with suppress(DiskError), self._noted():
+                self._saver.wait()
+        if not self.unsaved:
             return
         order, state = self._order, self._state
         facts = {
@@ -96,9 +104,9 @@ class Saves:
         }
         write: Callable[..., Record | None] = self._saver.save
         if at_once:
-            self._saver.wait()
             write = partial(saver.save, self._folder, keep_last=self._config.checkpoint.keep_last)
-        record = write(state.to_dict(facts), step=state.step, epoch=state.epoch, top1=top1)
+        with self._noted():
+            record = write(state.to_dict(facts), step=state.step, epoch=state.epoch, top1=top1)
         self.last = record.path if record else None
         self._saved = self._mark()
 
@@ -109,7 +117,8 @@ class Saves:
             DiskError: the last state could not be written.
         """
         if self._saver is not None:
-            self._saver.check()
+            with self._noted():
+                self._saver.check()
 
     def close(self) -> None:
         """Wait until all is on the disk.
@@ -118,9 +127,23 @@ class Saves:
             DiskError: it could not be written.
         """
         if self._saver is not None:
-            self._saver.close()
+            with self._noted():
+                self._saver.close()
             newest = self._saver.wait()
             self.last = self.last or (newest.path if newest else None)
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether the state is none that was given to be written, or writing it failed."""
+        return self._mark() != self._saved
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except DiskError:
+            self._saved = None
+            raise
 
     def _mark(self) -> tuple[int, bool]:
         return self._state.step, self._state.pending
