@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from harness.config import Config, ConfigError
 from harness.runtime import signals, workers
-from harness.runtime.errors import LoaderError
+from harness.runtime.errors import DiskError, LoaderError
 
 
 def note(i: int, folder: Path) -> None:
@@ -39,6 +40,30 @@ def divide(i: int, by: int) -> None:
 def die(i: int, code: int) -> None:
     """End with ``code``, or by the signal ``-code``, and say nothing."""
     os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
+
+
+def fail_at_length(i: int, length: int) -> None:
+    """Fail with an error of ``length`` letters, as a compiler's."""
+    raise RuntimeError("x" * length)
+
+
+def fail_to_save(i: int, _: None) -> None:
+    """Signal the parent; process 1 then ends by the signal at once, process 0 finds no room a moment later."""
+    signals.set_grace(20.0)
+    os.kill(os.getppid(), signal.SIGTERM)
+    while not signals.received():
+        time.sleep(0.01)
+    if i == 0:
+        time.sleep(0.5)
+        raise DiskError("checkpoints: no room")
+    signals.check()
+
+
+def leave_things(i: int, folder: Path) -> None:
+    """Return while a thread still works and a callback waits for the end; both leave a file."""
+    threading.Thread(target=lambda: (time.sleep(0.3), (folder / "thread").touch())).start()
+    atexit.register((folder / "callback").touch)
+    print("written", end="")
 
 
 def interrupt_parent(i: int, _: None) -> None:

@@ -7,6 +7,7 @@ from an attacker; what is loaded is limited to tensors and plain containers (``w
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -26,7 +27,11 @@ from harness.runtime.folder import LOGGER
 
 # 1 had no digest of the record itself.
 SCHEMA = 2
-
+# Of a file that may be read the next time.
+_PASSING = {
+    errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT,
+    errno.ENOTCONN, errno.EHOSTDOWN,
+}  # fmt: skip
 UNNAMED = -1, 0
 _RECORD_BYTES = 1 << 16
 _NAME_BYTES = 99
@@ -76,6 +81,10 @@ def sealed(facts: dict[str, Any]) -> bytes:
     return blank.replace('"digest": ""', f'"digest": "{hashlib.sha256(blank.encode()).hexdigest()}"').encode()
 
 
+class _PassingError(CheckpointError):
+    """A checkpoint that cannot be read now, and may be whole: an older one in its place would end it."""
+
+
 def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
     """The newest checkpoint of ``folder`` that passes its digest, its state, and what was wrong with newer ones.
 
@@ -83,7 +92,8 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
         None where there is no checkpoint at all.
 
     Raises:
-        CheckpointError: every checkpoint is damaged or has lost its record: training never starts from nothing by itself.
+        CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be read now: training never
+            starts from nothing by itself.
     """
     warnings: list[str] = []
     manifests = sorted(folder.glob("step-*.json"), key=order, reverse=True)
@@ -91,6 +101,8 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
         try:
             record = _record(manifest)
             return record, _load(record.path, record.sha256), warnings
+        except _PassingError:
+            raise
         except CheckpointError as error:
             warnings.append(str(error))
     if manifests:
@@ -189,7 +201,9 @@ def _record(manifest: Path) -> Record:
             raise ValueError("changed since it was written")
     except FileNotFoundError as error:
         raise CheckpointError(f"{name}: missing, so the checkpoint beside it was never committed") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise _unread(name, error) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{name}: not the record of a checkpoint ({error})") from error
     return Record(manifest.with_suffix(".pt"), step, epoch, top1, digest)
 
@@ -202,6 +216,12 @@ def _target(path: Path) -> Path:
         named = target.with_name(read_regular(target, _NAME_BYTES).decode().strip()).with_suffix(".pt")
         return named if order(named) != UNNAMED else target
     return target
+
+
+def _unread(name: str, error: OSError) -> CheckpointError:
+    if error.errno in _PASSING:
+        return _PassingError(f"{name}: cannot be read now: {error.strerror}; try again, or name an older one with resume=PATH")
+    return CheckpointError(f"{name}: cannot be read: {error.strerror or error}")
 
 
 def _load(path: Path, sha256: str | None) -> dict[str, Any]:
@@ -222,7 +242,7 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
     except (CheckpointError, MemoryError):
         raise
     except OSError as error:
-        raise CheckpointError(f"{name}: cannot be read: {error.strerror or error}") from error
+        raise _unread(name, error) from error
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(f"{name}: refused: holds more than tensors and plain containers, or is damaged") from error
     if not isinstance(state, dict):

@@ -68,6 +68,27 @@ def test_an_unknown_error_shows_its_traceback(capfd: pytest.CaptureFixture[str])
     assert "in divide" in capfd.readouterr().err
 
 
+def test_a_long_error_comes_home(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its beginning is told; all of it is in the traceback."""
+    with pytest.raises(ProcessError, match="^RuntimeError: x{3900,4000}$"):
+        run_processes(jobs.fail_at_length, 100_000, 1)
+    assert "x" * 100_000 in capfd.readouterr().err
+
+
+def test_a_save_that_failed_after_a_signal_is_told() -> None:
+    """The rank that could not save counts, though another one ended by the signal before it."""
+    with signals.caught(), pytest.raises(ProcessError, match="^checkpoints: no room$") as caught:
+        run_processes(jobs.fail_to_save, None, 2)
+    assert caught.value.exit_code == 7
+
+
+def test_a_process_ends_as_python_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Threads are waited for, callbacks are called and what was printed is written, though the interpreter stays as it is."""
+    run_processes(jobs.leave_things, tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["callback", "thread"]
+    assert capfd.readouterr().out == "written"
+
+
 @pytest.mark.parametrize(
     ("code", "text", "exit_code"),
     [(-9, r"^rank0 was killed by signal 9 \(SIGKILL\)$", 137), (5, "^rank0 ended with exit code 5$", 5)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -58,6 +59,26 @@ def test_a_restart_makes_its_own(torchrun: pytest.MonkeyPatch) -> None:
         rendezvous.shared(lambda _, made=made: made)  # type: ignore[misc]
         torchrun.setenv("RANK", "1")
         assert rendezvous.shared(never) == made
+
+
+def test_what_lasts_is_given_to_the_restart(torchrun: pytest.MonkeyPatch) -> None:
+    """The first rank is told what it made before, also where it failed in between; the others hear of this restart alone."""
+    given: list[str | None] = []
+
+    def make(before: str | None) -> str:
+        given.append(before)
+        if len(given) == 2:
+            raise ConfigError("outputs: read-only")
+        return f"folder {len(given)}"
+
+    for restart in ("0", "1", "2"):
+        torchrun.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        for rank in ("0", "1"):
+            torchrun.setenv("RANK", rank)
+            with pytest.raises(ConfigError, match="^outputs: read-only$") if restart == "1" else nullcontext():
+                made = rendezvous.shared(make if rank == "0" else never, lasting=True)
+        assert restart == "1" or made == f"folder {len(given)}"
+    assert given == [None, "folder 1", "folder 1"]
 
 
 def test_the_first_ranks_failure_is_everyones(torchrun: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,12 @@ def test_a_second_signal_acts_at_once(number: signal.Signals) -> None:
     assert error == f"error: stopped by signal {int(number)}, the second one: nothing more is saved\n"
 
 
+def test_a_second_signal_acts_where_nobody_reads() -> None:
+    """`train.py 2>&1 | tee log`: Ctrl-C ends tee too."""
+    script = "r, w = os.pipe()\nos.dup2(w, 2)\nos.close(r)\nsignals.set_grace(0.2)\nos.kill(os.getpid(), 15)\ntime.sleep(20)"
+    assert ended(script)[:2] == (143, "")
+
+
 def test_the_end_of_the_grace_acts() -> None:
     """A process that has not ended within its grace is ended where it stands, with the code of the signal."""
     code, output, error = ended("signals.set_grace(0.5)\nos.kill(os.getpid(), 15)\ntime.sleep(20)")

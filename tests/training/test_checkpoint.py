@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -29,6 +30,30 @@ def state(value: float = 1.0) -> dict[str, Any]:
 def save(folder: Path, step: int, top1: float | None = None, keep_last: int = 2) -> checkpoint.Record:
     """Save a small state."""
     return saver.save(folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
+
+
+@pytest.mark.parametrize("what", ["open_regular", "read_regular"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO], ids=["passing", "lasting"])
+def test_what_may_be_read_the_next_time_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
+) -> None:
+    """An older checkpoint takes the place of one that is lost, and not of one that this process cannot open."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    real = getattr(checkpoint, what)
+
+    def fails(path: Path, *rest: Any) -> Any:
+        if path.name.startswith("step-2"):
+            raise OSError(number, os.strerror(number))
+        return real(path, *rest)
+
+    monkeypatch.setattr(checkpoint, what, fails)
+    if number == errno.EIO:
+        found = checkpoint.newest(tmp_path)
+        assert found is not None and found[0].step == 1
+    else:
+        with pytest.raises(CheckpointError, match=r"step-2\.\w+: cannot be read now: Too many open files; try again, or name"):
+            checkpoint.newest(tmp_path)
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from harness.feed.order import Order
 from harness.feed.processes import ProcessFeed
 from harness.runtime.distributed import World
 from harness.runtime.errors import NonFiniteError
+from harness.training import checkpoint
 from harness.training.engine import Engine, Lead
 from harness.training.optim import make_optimizer, make_schedule
-from harness.training.saving import Place
+from harness.training.saving import Place, Saves
 from harness.training.state import TrainState, make_scaler
 from harness.training.step import Step
 from harness.watch.clock import StepClock
@@ -185,6 +186,26 @@ def test_priming_changes_no_weight(make_engine: MakeEngine, monkeypatch: pytest.
     assert primed.outcome.evaluation == plain.outcome.evaluation
     for mine, theirs in zip(primed.state.network.parameters(), plain.state.network.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), NonFiniteError("diverged")])
+def test_an_error_in_an_evaluation_loses_no_step(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    """The state is whole there, and saved; one that has gone wrong is not."""
+    log: list[str] = []
+    engine = make_engine(Recorded("train", 3, log), Recorded("val", 1, log))
+    engine.config.checkpoint.enabled = True
+    engine.saves = Saves(engine.config, CPU, engine.state, engine.order, engine.place)
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Engine, "evaluate", fails)
+    with pytest.raises(type(error)):
+        engine.fit()
+    saved = [(record.step, record.epoch) for record in checkpoint.records(tmp_path / "checkpoints")]
+    assert saved == ([] if isinstance(error, NonFiniteError) else [(3, 1)])
 
 
 def test_an_error_after_priming_leaves_no_process(

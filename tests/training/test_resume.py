@@ -121,6 +121,25 @@ def test_training_goes_on_with_its_own_settings(composed: Composed, trained: Sav
     assert "checkpoint: data.image_size 56, now 48\n" in capsys.readouterr().out
 
 
+def test_other_ways_of_training_are_told(composed: Composed, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each setting that training goes on by is printed where it is not the checkpoint's; an evaluation does not train."""
+    saved = Saved("last.pt", {"settings": to_plain(composed("optim.lr=0.5", "seed=7", "augment.hflip=0.25"))})
+    resume.settings(composed("resume=last.pt"), saved, ())
+    told = capsys.readouterr().out
+    assert "checkpoint: optim.lr 0.5, now 0.1\n" in told
+    assert all(f"checkpoint: {name} " in told for name in ("seed", "augment.hflip")) and told.count("\n") == 3
+    evaluated(composed, saved)
+    assert "optim" not in capsys.readouterr().out
+
+
+def test_what_torchrun_saved_is_read_without_it(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a name that resumed by itself could do so under its launcher alone; its checkpoints go anywhere."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    saved = Saved("last.pt", {"settings": to_plain(composed("resume=auto"))})
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert evaluated(composed, saved)["run.name"] is None
+
+
 def test_a_foreign_file_says_that_it_has_no_settings(composed: Composed, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights alone cannot tell how images were normalised: the command's settings count, and a line says it."""
     config = composed("mode=evaluate", "model.weights=x.pth", "data.image_size=48")

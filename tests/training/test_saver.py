@@ -23,6 +23,7 @@ import killed_saves
 import pytest
 import torch
 
+from harness.runtime import signals
 from harness.runtime.errors import CheckpointError, DiskError
 from harness.training import checkpoint, saver
 from harness.training.saver import Saver
@@ -103,6 +104,16 @@ def test_writing_rests_until_somebody_waits(tmp_path: Path, monkeypatch: pytest.
     record = background.wait()
     background.close()
     assert record is not None and torch.equal(checkpoint.read(record.path)[1]["model"]["w"], large["model"]["w"])
+
+
+def test_writing_does_not_rest_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has only its grace."""
+    monkeypatch.setattr(saver, "_RESTS", 1e6)
+    monkeypatch.setattr(signals, "_received", [(15, 0.0)])
+    background = Saver(tmp_path, 2)
+    background.save({"model": {"w": torch.randn(8 << 20)}}, step=1, epoch=1, top1=None)
+    assert background._last is not None and background._last.result(30.0).step == 1
+    background.close()
 
 
 @pytest.mark.parametrize("ask", ["save", "check", "wait", "close"])

@@ -12,6 +12,7 @@ from harness.config import Config, Mode
 from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
+from harness.runtime.errors import DiskError
 from harness.training import checkpoint
 from harness.training.optim import make_optimizer, make_schedule
 from harness.training.saving import Boundary, Place, Saves
@@ -122,6 +123,21 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
     assert [(record.step, record.top1) for record in found] == [(5, None), (5, 0.5)]
     kept = checkpoint.read(tmp_path)[1]
     assert (kept["classes"], kept["tuning"], kept["ranks"], kept["stop"]) == (["a", "b"], {"x": 1}, 1, 100)
+
+
+def test_a_state_that_could_not_be_written_is_tried_again(config: Config, state: TrainState, tmp_path: Path) -> None:
+    """At the end of a run, whatever went wrong in the background; until then it counts as unsaved."""
+    folder = tmp_path / "checkpoints"
+    saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a",)))
+    folder.write_text("in the way")
+    state.step = 3
+    saves.save()
+    assert saves._saver is not None and saves._saver._last is not None
+    assert isinstance(saves._saver._last.exception(10), DiskError)
+    folder.unlink()
+    saves.save(at_once=True)
+    assert not saves.unsaved and saves.last is not None and checkpoint.read(saves.last)[0].step == 3
+    saves.close()
 
 
 @pytest.mark.parametrize("how", ["disabled", "evaluation", "second rank"])

@@ -274,6 +274,14 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
     assert process.returncode == 0
 
 
+def test_a_full_disk_under_the_output_does_not_end_the_run() -> None:
+    """`train.py > log` goes on training where the log's disk is full."""
+    code = "import sys; from harness.watch.console import say\nsay('a'); say('b'); sys.stderr.write('done')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, check=True)
+    assert done.stderr == b"done"
+
+
 def test_a_terminal_without_unicode_gets_escapes() -> None:
     """Letters that the output's encoding lacks are escaped and do not raise."""
     done = subprocess.run(
