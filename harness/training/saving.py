@@ -116,9 +116,13 @@ class Saves:
         Raises:
             DiskError: the last state could not be written.
         """
-        if self._saver is not None:
-            with self._noted():
+        # without a context manager: it is asked between any two steps
+        try:
+            if self._saver is not None:
                 self._saver.check()
+        except DiskError:
+            self._saved = None
+            raise
 
     def close(self) -> None:
         """Wait until all is on the disk.
