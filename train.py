@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness import config as schema
 from harness import job
 from harness.runtime import folder, launch, signals
-from harness.runtime.errors import printable, tell, told
+from harness.runtime.errors import printable, tell, tell_crashes, told
 from harness.watch.tags import Tag
 
 _failed: list[BaseException] = []  # of the jobs in this process
@@ -57,6 +57,7 @@ def _best_top1(place: Path) -> float | None:
 
 def cli() -> int:
     """Run the command line and tell every error, in one line where its cause is known; the exit code."""
+    tell_crashes()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what is wrong with the settings
     schema.register()
     OmegaConf.register_new_resolver("wellfed.run_dir", folder.run_folder, use_cache=True)

@@ -162,11 +162,13 @@ class LoaderConfig:
 
     autotune: bool = setting(False, "Search the settings below before training, as tuner= says.")
     backend: Backend | None = setting(
-        None, "processes, threads, arrays, or auto: what tuner=auto finds; null: auto with autotune, else processes."
+        None,
+        "processes, threads, arrays, or auto: what tuner=auto finds; null: auto with autotune; "
+        "else processes where workers are set, and threads.",
     )
     batch_size: int = setting(64, "Images per batch and rank.", ge=1)
     num_workers: int | None = setting(
-        None, "Workers (processes or threads) per rank, 0 loads in the trainer; null: usable cores less one, at most 8.",
+        None, "Workers (processes or threads) per rank, 0 loads in the trainer; null: one a usable core, at most 16.",
         ge=0, le=512,
     )  # fmt: skip
     pin_memory: bool | None = setting(None, "Page-locked batches; null: where there is a CUDA device.")

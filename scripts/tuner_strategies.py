@@ -24,7 +24,7 @@ from harness.data.datasets import Splits
 from harness.data.images import ImageDataset
 from harness.feed.arrays import ARRAYS
 from harness.feed.forms import Feeds
-from harness.feed.interface import PROCESSES, Feed, FeedSettings, FillableDataset, HostBatch, train_settings
+from harness.feed.interface import PROCESSES, Feed, FeedSettings, FillableDataset, HostBatch
 from harness.runtime import limits
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
@@ -128,7 +128,7 @@ class Rig:
     @property
     def own(self) -> FeedSettings:
         """What a user gets who sets nothing."""
-        return train_settings(self.config.loader, self.limits, pinnable=False)
+        return self.feeds().derived_settings(self.limits)
 
     @property
     def trainee(self) -> Trainee:
@@ -205,6 +205,12 @@ def _tuned(name: TunerName, budget_s: float | None, rig: Rig, folder: Path) -> C
     seconds, chosen = time.perf_counter() - begin, report.settings
     setting = Setting.of(chosen.num_workers, chosen.prefetch_factor, chosen.backend)
     return Choice(setting, seconds, report.bound, f"{report.sentence} ({len(report.trials)} measurements)")
+
+
+def _own(rig: Rig, folder: Path) -> Choice:
+    """What a user gets who sets nothing."""
+    own = rig.own
+    return Choice(Setting.of(own.num_workers, own.prefetch_factor, own.backend), 0.0)
 
 
 def _rule(workers: Callable[[Rig], int], rig: Rig, folder: Path) -> Choice:
@@ -298,7 +304,7 @@ def loadtune_workload(name: str, folder: str) -> Any:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "own": partial(_rule, lambda rig: rig.own.num_workers),
+    "own": _own,
     "lightning": partial(_rule, lambda rig: max(1, rig.cores - 1)),  # its suggested_max_num_workers for one rank
     "all_cores": partial(_rule, lambda rig: rig.cores),
     "auto": partial(_tuned, TunerName.auto, None),

@@ -556,6 +556,16 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> 
     assert [event.step for event in events.Scalars("train/lr")] == [line["step"] for line in logged if "train/lr" in line]
 
 
+def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
+    """A run that dies of it prints where its threads were, those that load the images among them."""
+    process = started(tmp_path, "data=shapes", "data.image_size=32", "trainer.epochs=500", "run.name=x")
+    wait_for(lambda: (tmp_path / "outputs/x/metrics.jsonl").exists(), 90, process)
+    process.send_signal(signal.SIGSEGV)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in output and "crew.py" in output
+
+
 def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> None:
     """A SIGKILL of the trainer alone leaves no worker; the next run goes on where it was and gets better."""
     arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=4")

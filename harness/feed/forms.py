@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.config import Backend, Config, ConfigError
+from harness.config import Backend, Config, ConfigError, TunerName
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.feed.arrays import ARRAYS, ArrayFeed, in_form
@@ -64,6 +64,23 @@ class Feeds:
             return (named.name,)
         return tuple(name for name in FORMS if name != ARRAYS or unserved(self.splits.train) is None)
 
+    @property
+    def default_form(self) -> str:
+        """The name of the form before any tuning.
+
+        Where nothing is said about form and workers, images are decoded by threads: they start at once, hand nothing over, and
+        decoding leaves the interpreter to others. A data set that is not ours may keep it, and gets processes, as does who asks
+        for workers: these are torch's settings.
+        """
+        train, loader = self.splits.train, self.config.loader
+        workers = (loader.num_workers, loader.val.num_workers, loader.persistent_workers)
+        asked = (*workers, loader.prefetch_factor, loader.val.prefetch_factor)
+        by_grid = loader.autotune and self.config.tuner.name is TunerName.grid
+        said = loader.backend not in (None, Backend.auto) or any(value is not None for value in asked)
+        if said or by_grid or not isinstance(train, ImageDataset):
+            return self.forms[0]
+        return THREADS
+
     def settings(self, limits: Limits) -> FeedSettings:
         """The training feed's settings before any tuning.
 
@@ -78,7 +95,7 @@ class Feeds:
     def derived_settings(self, limits: Limits) -> FeedSettings:
         """As ``settings``, without a word about what has no effect."""
         derived = train_settings(self.config.loader, limits, accelerator.of(self.world.device).has_streams)
-        settings = in_form(derived, self.forms[0])  # the named one, or the one that serves all
+        settings = in_form(derived, self.default_form)
         if settings.backend == ARRAYS:
             self._check_arrays(settings, limits)
         return settings

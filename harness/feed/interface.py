@@ -21,6 +21,7 @@ from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
 PROCESSES, THREADS = "processes", "threads"  # the forms that every data set can be served by
 ARRAYS = "arrays"  # the one for images that all fit in memory
 _TORCH_PREFETCH_FACTOR = 2
+_MOST_WORKERS = 16  # that nobody asked for
 
 
 class HostBatch(NamedTuple):
@@ -219,7 +220,7 @@ def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> Feed
     """
     workers = loader.num_workers
     if workers is None:
-        workers = max(0, min(8, int(limits.cores) - 1))
+        workers = max(1, min(_MOST_WORKERS, int(limits.cores)))
     pin = (loader.pin_memory is None or loader.pin_memory) and pinnable
     persistent = loader.persistent_workers is None or loader.persistent_workers
     return _settings(loader, loader.batch_size, workers, pin, loader.prefetch_factor, persistent)

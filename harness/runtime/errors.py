@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import sys
 import traceback
 from collections.abc import Sequence
@@ -119,6 +120,13 @@ def tell(failures: Sequence[BaseException]) -> int:
         for text, _ in lines:
             print(f"error: {text}", file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0
+
+
+def tell_crashes() -> None:
+    """From now on a crash in native code prints where each thread of this process was."""
+    # without a stderr that has a file, as in a notebook, there is nowhere to print to
+    with contextlib.suppress(OSError, RuntimeError):
+        faulthandler.enable()
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.runtime import signals, workers
-from harness.runtime.errors import RunError, told
+from harness.runtime.errors import RunError, tell_crashes, told
 
 _GRACE_S = 5.0
 _CLEAR_S = 1.0  # for what a process removes as it ends
@@ -81,6 +81,7 @@ def run_processes(work: Callable[[int, Any], Any], job: Any, count: int, grace_s
 
 def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection) -> None:
     workers.leave_with_parent()
+    tell_crashes()
     try:
         with signals.caught(grace_s=0):
             signal.pthread_sigmask(signal.SIG_SETMASK, ())

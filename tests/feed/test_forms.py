@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 import samples
 import torch
 
-from harness.config import Backend, Config, ConfigError, Crop, LoaderConfig
+from harness.config import Backend, Config, ConfigError, Crop, LoaderConfig, TunerName, ValLoaderConfig
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
@@ -144,7 +145,7 @@ LIMITS = Limits(cores=4.0, memory_bytes=10**9, shm_bytes=10**9, open_files=1000)
 HELD = 3 * ((20 * 10 + 2) * 10 + 2) + 3 * 6 * 8**2  # of the sets below, the training images with their zeros
 
 
-def small(backend: Backend | None, crop: Crop = Crop.pad, **loader: object) -> Feeds:
+def small(backend: Backend | None = None, crop: Crop = Crop.pad, **loader: object) -> Feeds:
     """Feeds over 20 training and 6 validation images in arrays."""
     config = Config(loader=LoaderConfig(batch_size=4, backend=backend, **loader))  # type: ignore[arg-type]
 
@@ -168,17 +169,44 @@ def small(backend: Backend | None, crop: Crop = Crop.pad, **loader: object) -> F
     ],
 )
 def test_the_forms_to_choose_from(backend: Backend | None, crop: Crop, expected: tuple[str, ...]) -> None:
-    """The one that was named, or all that can serve the data set; the first is what a run has without tuning."""
-    feeds = small(backend, crop)
-    assert feeds.forms == expected
-    assert feeds.settings(LIMITS).backend == expected[0]
+    """The one that was named, or all that can serve the data set."""
+    assert small(backend, crop).forms == expected
+
+
+@pytest.mark.parametrize(
+    ("loader", "form", "workers"),
+    [
+        pytest.param({}, "threads", 4, id="nothing said"),
+        pytest.param({"num_workers": 2}, "processes", 2, id="workers"),
+        pytest.param({"num_workers": 0}, "processes", 0, id="no workers"),
+        pytest.param({"val": ValLoaderConfig(num_workers=1)}, "processes", 4, id="workers of validation"),
+        pytest.param({"backend": Backend.processes}, "processes", 4, id="named"),
+        pytest.param({"backend": Backend.auto, "autotune": True}, "threads", 4, id="before tuning"),
+    ],
+)
+def test_the_form_before_any_tuning(loader: dict[str, Any], form: str, workers: int) -> None:
+    """The one that was named; processes where workers are; else threads."""
+    settings = small(**loader).settings(LIMITS)
+    assert (settings.backend, settings.num_workers) == (form, workers)
+
+
+def test_a_data_set_of_others_is_read_by_processes(feeds: Feeds) -> None:
+    """Only a decoder that is known to leave the interpreter to others is called from threads unasked."""
+    assert feeds.settings(LIMITS).backend == "processes"
+
+
+def test_the_grid_begins_with_processes() -> None:
+    """tuner=grid looks at processes alone."""
+    feeds = small(None, autotune=True)
+    feeds.config.tuner.name = TunerName.grid
+    assert feeds.settings(LIMITS).backend == "processes"
 
 
 @pytest.mark.parametrize(
     ("backend", "kind", "workers"),
     [
-        pytest.param(Backend.processes, ProcessFeed, 3, id="processes"),
-        pytest.param(Backend.threads, ThreadFeed, 3, id="threads"),
+        pytest.param(Backend.processes, ProcessFeed, 4, id="processes"),
+        pytest.param(Backend.threads, ThreadFeed, 4, id="threads"),
         pytest.param(Backend.arrays, ArrayFeed, 0, id="arrays"),
     ],
 )

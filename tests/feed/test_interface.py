@@ -23,9 +23,9 @@ def train(loader: LoaderConfig, cores: float = 4.0, pinnable: bool = True) -> Fe
     return train_settings(loader, limits(cores), pinnable)
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(0.5, 0), (1.0, 0), (2.0, 1), (3.7, 2), (64.0, 8)])
+@pytest.mark.parametrize(("cores", "workers"), [(0.5, 1), (1.0, 1), (2.0, 2), (3.7, 3), (64.0, 16)])
 def test_workers_are_derived_from_the_cores(cores: float, workers: int) -> None:
-    """num_workers=null is the usable cores less one, at most 8."""
+    """num_workers=null is one worker a usable core, at least one and at most 16."""
     assert train(LoaderConfig(), cores).num_workers == workers
 
 

@@ -231,7 +231,7 @@ def test_a_run_goes_on_where_it_stopped(
     kinds = [line["kind"] for line in first if line["kind"] != "machine"]
     assert kinds == ["demand", "choice", "choice", *["rate"] * 5]
     assert [line["kind"] for line in again[len(first) :]] == ["machine"]
-    assert "| tiny     | own       | 0      |" in capsys.readouterr().out
+    assert "| tiny     | own       | 1x2    |" in capsys.readouterr().out
 
 
 def test_without_leave_to_mount_a_workload_is_skipped(
