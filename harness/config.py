@@ -393,6 +393,12 @@ def _check_range(path: str, value: Any, meta: dict[str, Any]) -> None:
         raise ConfigError(f"{path}={shown(value)}: the first number may not be larger than the second")
 
 
+def asks_for_workers(loader: LoaderConfig) -> bool:
+    """Whether anything is said about workers."""
+    numbers = (loader.num_workers, loader.prefetch_factor, loader.val.num_workers, loader.val.prefetch_factor)
+    return any(value is not None for value in (*numbers, loader.persistent_workers))
+
+
 def shown(value: Any) -> str:
     """A setting's value as the command line takes it."""
     if isinstance(value, tuple):

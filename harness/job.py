@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.config import Config, Mode, StartMethod
+from harness.config import Backend, Config, Mode, StartMethod, asks_for_workers
 from harness.runtime import folder, signals, workers
 
 
@@ -22,7 +22,9 @@ class Job:
 
 def main_worker(local_rank: int, job: Job) -> None:
     """One rank of a run, from the data on disk to the report."""
-    if job.config.loader.start_method is StartMethod.forkserver:
+    loader = job.config.loader
+    by_processes = loader.backend is Backend.processes or (loader.backend is None and asks_for_workers(loader))
+    if loader.start_method is StartMethod.forkserver and (by_processes or loader.autotune or job.config.mode is Mode.diagnose):
         # while torch is imported here
         workers.start_server(["hydra", "harness.feed.processes", "harness.data.datasets"])
     from harness.data import datasets
@@ -45,6 +47,7 @@ def main_worker(local_rank: int, job: Job) -> None:
         folder.logging_to(job.folder, world.rank),
         station.quiet_ranks(world),
     ):
+        signals.set_grace(job.config.checkpoint.grace_s)
         station.refuse_hidden_gpu(job.config, world)
         saved = resume.find(job.config, job.folder)
         config = resume.settings(job.config, saved, job.overridden)
@@ -54,8 +57,6 @@ def main_worker(local_rank: int, job: Job) -> None:
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch(), filled=saved is not None)
         resumed_step = resume.take_over(state, saved, config, world, splits.classes)
-        # from here on there may be something to save
-        signals.set_grace(job.config.checkpoint.grace_s)
         with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
             allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
             step, train = Step(state, config, world, len(splits.classes)), feeds.settings(allowed)

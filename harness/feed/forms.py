@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.config import Backend, Config, ConfigError, TunerName
+from harness.config import Backend, Config, ConfigError, TunerName, asks_for_workers
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.feed.arrays import ARRAYS, ArrayFeed, in_form
@@ -73,10 +73,8 @@ class Feeds:
         for workers: these are torch's settings.
         """
         train, loader = self.splits.train, self.config.loader
-        workers = (loader.num_workers, loader.val.num_workers, loader.persistent_workers)
-        asked = (*workers, loader.prefetch_factor, loader.val.prefetch_factor)
         by_grid = loader.autotune and self.config.tuner.name is TunerName.grid
-        said = loader.backend not in (None, Backend.auto) or any(value is not None for value in asked)
+        said = loader.backend not in (None, Backend.auto) or asks_for_workers(loader)
         if said or by_grid or not isinstance(train, ImageDataset):
             return self.forms[0]
         return THREADS

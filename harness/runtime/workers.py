@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 
 from harness.runtime import signals
 
@@ -24,6 +24,9 @@ def start_server(preload: Sequence[str]) -> None:
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
     # it lives as long as the trainer, whatever its process group is sent, and so does Python's tracker of shared memory
+    with signals.unheard():
+        resource_tracker.ensure_running()
+    # again, for starting the tracker ends by letting in SIGINT and SIGTERM
     with signals.unheard():
         forkserver.ensure_running()
 
