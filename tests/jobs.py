@@ -47,10 +47,14 @@ def fail_at_length(i: int, length: int) -> None:
     raise RuntimeError("x" * length)
 
 
-def fail_to_save(i: int, _: None) -> None:
-    """Signal the parent; process 1 then ends by the signal at once, process 0 finds no room a moment later."""
+def fail_to_save(i: int, folder: Path) -> None:
+    """Signal the parent once both run; process 1 then ends by the signal, process 0 finds no room a moment later."""
     signals.set_grace(20.0)
-    os.kill(os.getppid(), signal.SIGTERM)
+    note(i, folder)
+    while not all((folder / name).exists() for name in "01"):
+        time.sleep(0.01)
+    if i == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
     while not signals.received():
         time.sleep(0.01)
     if i == 0:

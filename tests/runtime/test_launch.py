@@ -75,10 +75,10 @@ def test_a_long_error_comes_home(capfd: pytest.CaptureFixture[str]) -> None:
     assert "x" * 100_000 in capfd.readouterr().err
 
 
-def test_a_save_that_failed_after_a_signal_is_told() -> None:
+def test_a_save_that_failed_after_a_signal_is_told(tmp_path: Path) -> None:
     """The rank that could not save counts, though another one ended by the signal before it."""
     with signals.caught(), pytest.raises(ProcessError, match="^checkpoints: no room$") as caught:
-        run_processes(jobs.fail_to_save, None, 2)
+        run_processes(jobs.fail_to_save, tmp_path, 2)
     assert caught.value.exit_code == 7
 
 
