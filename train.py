@@ -56,7 +56,10 @@ def _best_top1(place: Path) -> float | None:
 
 
 def cli() -> int:
-    """Run the command line and tell every error, in one line where its cause is known; the exit code."""
+    """Run the command line and tell every error, in one line where its cause is known; the exit code.
+
+    Called where signals are caught.
+    """
     tell_crashes()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what is wrong with the settings
     schema.register()
@@ -68,12 +71,13 @@ def cli() -> int:
         sys.argv.append("hydra.sweeper.direction=maximize")  # what a job returns is its best top-1
     ended: list[BaseException] = []
     try:
-        with signals.caught(grace_s=0):
-            main()
+        main()
     except (Exception, KeyboardInterrupt) as error:
         ended.append(error)
+    signals.over()
     return tell(_failed or ended)
 
 
 if __name__ == "__main__":
-    launch.leave(cli())
+    with signals.caught(grace_s=0):
+        launch.leave(cli())

@@ -16,6 +16,7 @@ from typing import Any
 
 import train
 from harness import job
+from harness.runtime import launch, signals
 
 NOTES, STOP = "CHAOS_NOTES", "CHAOS_STOP"
 _main_worker = job.main_worker
@@ -67,4 +68,5 @@ if __name__ == "__main__":
     # a rank's own process finds the function by its name in this file
     job.main_worker = main_worker
     sys.argv[1:1] = ["--config-path", str(Path(train.__file__).with_name("conf"))]
-    sys.exit(train.cli())
+    with signals.caught(grace_s=0):
+        launch.leave(train.cli())

@@ -70,6 +70,25 @@ def leave_things(i: int, folder: Path) -> None:
     print("written", end="")
 
 
+def clear_up(i: int, job: tuple[Path, str]) -> None:
+    """Signal the whole group, and clear up for longer than the parent takes to pass the signal on."""
+    folder, stage = job
+
+    def clear() -> None:
+        time.sleep(0.6)
+        (folder / "cleared").touch()
+
+    if stage == "at exit":
+        atexit.register(clear)
+    try:
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60.0)
+    finally:
+        if stage == "in a block":
+            clear()
+
+
 def interrupt_parent(i: int, _: None) -> None:
     """Signal the parent alone, and go on until the signal is passed on."""
     os.kill(os.getppid(), signal.SIGTERM)

@@ -82,15 +82,15 @@ def run_processes(work: Callable[[int, Any], Any], job: Any, count: int, grace_s
 def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection) -> None:
     workers.leave_with_parent()
     tell_crashes()
-    try:
-        with signals.caught(grace_s=0):
+    with signals.caught(grace_s=0):
+        try:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             work(i, job)
-        code = 0
-    except BaseException as error:
-        text, code = told(error)
-        errors.send((text[:_TEXT], code))
-    leave(code)
+            code = 0
+        except BaseException as error:
+            text, code = told(error)
+            errors.send((text[:_TEXT], code))
+        leave(code)
 
 
 def leave(code: int) -> NoReturn:
@@ -98,6 +98,7 @@ def leave(code: int) -> NoReturn:
 
     They abort a process that has done all its work, rarely (pytorch#190489).
     """
+    signals.over()
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -26,6 +26,7 @@ _SAY_S = 0.5
 _END = b"\0"
 _received: list[tuple[int, float]] = []
 _grace_s = 0.0
+_raises = False
 
 
 def check() -> None:
@@ -56,17 +57,26 @@ def received() -> int:
 
 
 def set_grace(seconds: float) -> None:
-    """Let this process have so many ``seconds`` after a signal before it is ended where it stands."""
-    global _grace_s
-    _grace_s = seconds
+    """Let this process have so many ``seconds`` after a signal before it is ended where it stands.
+
+    With 0 nothing is lost yet, and the first signal raises ``Interrupted`` at once.
+    """
+    global _grace_s, _raises
+    _grace_s, _raises = seconds, not seconds
+
+
+def over() -> None:
+    """What this process had to do is done: a signal leaves it the time to clear up, and raises nothing any more."""
+    global _raises
+    _raises = False
 
 
 @contextmanager
 def caught(grace_s: float = 25.0) -> Iterator[None]:
     """Turn signals into a flag inside the block; the former handlers come back at its end.
 
-    A handler that is there already, as a launcher's own, stays. Where nothing is lost yet ``grace_s`` is 0, and the signal
-    raises ``Interrupted`` at once.
+    A handler that is there already, as a launcher's own, stays. ``grace_s`` is as in ``set_grace``. A process that ends
+    after the block ends in it, lest a second signal of the same second cut short what it clears up.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -112,7 +122,7 @@ def ignored_in_worker() -> None:
 
 def _note(number: int, frame: FrameType | None) -> None:
     _received.append((number, time.monotonic()))
-    if not _grace_s:
+    if _raises and len(_received) == 1:
         raise interrupted()
 
 

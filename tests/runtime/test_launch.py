@@ -108,6 +108,14 @@ def test_a_signal_is_passed_on() -> None:
     assert caught.value.exit_code == 143
 
 
+@pytest.mark.parametrize("stage", ["in a block", "at exit"])
+def test_a_signal_that_is_passed_on_cuts_nothing_short(tmp_path: Path, stage: str) -> None:
+    """A process that ends by the group's signal clears up, though its parent passes the same signal on meanwhile."""
+    with signals.caught(), pytest.raises(ProcessError, match="^stopped by signal 15$"):
+        run_processes(jobs.clear_up, (tmp_path, stage), 1)
+    assert (tmp_path / "cleared").exists()
+
+
 def test_no_process_outlives_a_killed_parent() -> None:
     """Within one second of the parent's SIGKILL its processes are gone."""
     script = "import jobs\nfrom harness.runtime.launch import run_processes\nrun_processes(jobs.say_pid_and_stay, None, 1)"
