@@ -163,8 +163,8 @@ class LoaderConfig:
     autotune: bool = setting(False, "Search the settings below before training, as tuner= says.")
     backend: Backend | None = setting(
         None,
-        "processes, threads, arrays, or auto: what tuner=auto finds; null: auto with autotune; "
-        "else processes where workers are set, and threads.",
+        "How images become batches: processes, threads, arrays, or auto: what tuner=auto finds. null: auto with autotune; "
+        "without it processes where a setting of workers is given, else threads.",
     )
     batch_size: int = setting(64, "Images per batch and rank.", ge=1)
     num_workers: int | None = setting(
@@ -393,10 +393,12 @@ def _check_range(path: str, value: Any, meta: dict[str, Any]) -> None:
         raise ConfigError(f"{path}={shown(value)}: the first number may not be larger than the second")
 
 
-def asks_for_workers(loader: LoaderConfig) -> bool:
-    """Whether anything is said about workers."""
+def form_asked_for(loader: LoaderConfig) -> Backend | None:
+    """The feed's form that is named; else processes, where anything is said about workers; else None."""
+    if loader.backend not in (None, Backend.auto):
+        return loader.backend
     numbers = (loader.num_workers, loader.prefetch_factor, loader.val.num_workers, loader.val.prefetch_factor)
-    return any(value is not None for value in (*numbers, loader.persistent_workers))
+    return Backend.processes if any(value is not None for value in (*numbers, loader.persistent_workers)) else None
 
 
 def shown(value: Any) -> str:

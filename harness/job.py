@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.config import Backend, Config, Mode, StartMethod, asks_for_workers
+from harness.config import Backend, Config, Mode, StartMethod, form_asked_for
 from harness.runtime import folder, signals, workers
 
 
@@ -23,8 +23,8 @@ class Job:
 def main_worker(local_rank: int, job: Job) -> None:
     """One rank of a run, from the data on disk to the report."""
     loader = job.config.loader
-    by_processes = loader.backend is Backend.processes or (loader.backend is None and asks_for_workers(loader))
-    if loader.start_method is StartMethod.forkserver and (by_processes or loader.autotune or job.config.mode is Mode.diagnose):
+    may_start = form_asked_for(loader) is Backend.processes or loader.autotune or job.config.mode is Mode.diagnose
+    if may_start and loader.start_method is StartMethod.forkserver:
         # while torch is imported here
         workers.start_server(["hydra", "harness.feed.processes", "harness.data.datasets"])
     from harness.data import datasets

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.config import Backend, Config, ConfigError, TunerName, asks_for_workers
+from harness.config import Backend, Config, ConfigError, TunerName, form_asked_for
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.images import ImageDataset
 from harness.feed.arrays import ARRAYS, ArrayFeed, in_form
@@ -72,12 +72,11 @@ class Feeds:
         decoding leaves the interpreter to others. A data set that is not ours may keep it, and gets processes, as does who asks
         for workers: these are torch's settings.
         """
-        train, loader = self.splits.train, self.config.loader
+        loader = self.config.loader
+        if asked := form_asked_for(loader):
+            return asked.name
         by_grid = loader.autotune and self.config.tuner.name is TunerName.grid
-        said = loader.backend not in (None, Backend.auto) or asks_for_workers(loader)
-        if said or by_grid or not isinstance(train, ImageDataset):
-            return self.forms[0]
-        return THREADS
+        return PROCESSES if by_grid or not isinstance(self.splits.train, ImageDataset) else THREADS
 
     def settings(self, limits: Limits) -> FeedSettings:
         """The training feed's settings before any tuning.

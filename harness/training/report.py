@@ -212,10 +212,12 @@ class Reporter:
         if saved := engine.saves.last:
             say(f"saved          {os.path.relpath(saved)}")
             say(f"go on with     {_command(self.config, self.overridden, folder, engine.world)}")
+        elif not self.config.checkpoint.enabled:
+            say("nothing was saved: checkpoint.enabled=false")
+        elif engine.saves.unsaved:
+            say("nothing was saved: an update was under way, or the disk refused")
         else:
-            why = "an update was under way, or the disk refused" if engine.saves.unsaved else "no step was made since the start"
-            why = why if self.config.checkpoint.enabled else "checkpoint.enabled=false"
-            say(f"nothing was saved: {why}")
+            say("nothing was saved: no step was made since the start")
 
     def _gain(self) -> str:
         if self.tuning is None:

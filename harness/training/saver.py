@@ -37,8 +37,8 @@ _RESTS = 4.0  # seconds for each second of a processor: steps beside it then tak
 class Saver:
     """Saves the checkpoints of a run in a thread of its own, one at a time, and rests often until somebody waits for it.
 
-    It first finishes what a killed save has left to do. An error of a save is raised once: by the next ``save``, ``check``,
-    ``wait`` or ``close``.
+    It first finishes what a killed save has left to do. An error of a save is raised once: by the next ``save``, ``wait``
+    or ``close``.
 
     Args:
         folder: where the checkpoints go; made if need be.
@@ -74,10 +74,10 @@ class Saver:
         if not signals.received():
             self._awaited.wait(seconds)
 
-    def check(self) -> None:
-        """Raise the error of the last save, if it has failed by now; never waits."""
-        if self._last is not None and self._last.done():
-            self.wait()
+    @property
+    def failed(self) -> bool:
+        """Whether the last save has failed by now; its error is raised by ``wait``."""
+        return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def wait(self) -> Record | None:
         """The last checkpoint, once it is committed; None: nothing was saved, or the error was raised before."""

@@ -116,13 +116,9 @@ class Saves:
         Raises:
             DiskError: the last state could not be written.
         """
-        # without a context manager: it is asked between any two steps
-        try:
-            if self._saver is not None:
-                self._saver.check()
-        except DiskError:
-            self._saved = None
-            raise
+        if self._saver is not None and self._saver.failed:
+            with self._noted():
+                self._saver.wait()
 
     def close(self) -> None:
         """Wait until all is on the disk.
