@@ -74,10 +74,9 @@ def cli() -> int:
         main()
     except (Exception, KeyboardInterrupt) as error:
         ended.append(error)
-    signals.over()
     return tell(_failed or ended)
 
 
 if __name__ == "__main__":
     with signals.caught(grace_s=0):
-        launch.leave(cli())
+        signals.leave(cli())

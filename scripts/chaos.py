@@ -71,7 +71,8 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
                 goes_on = life.trains() and killed < plan.n and life.goes_on(draw.uniform(0, most_s))
                 if goes_on:
                     life.signal(SIGKILL)
-                    killed += 1
+                    goes_on = life.code() != 0  # or it has ended by itself meanwhile
+                    killed += goes_on
                 if (code := life.code()) != (128 + SIGKILL if goes_on else 0):
                     wrong.append(f"run {runs}: exit code {code}")
             begun = f" {saved[-1].step} steps are done" if saved else "no checkpoint yet, starting at epoch 1"

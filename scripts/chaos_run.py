@@ -16,7 +16,7 @@ from typing import Any
 
 import train
 from harness import job
-from harness.runtime import launch, signals
+from harness.runtime import signals
 
 NOTES, STOP = "CHAOS_NOTES", "CHAOS_STOP"
 _main_worker = job.main_worker
@@ -69,4 +69,4 @@ if __name__ == "__main__":
     job.main_worker = main_worker
     sys.argv[1:1] = ["--config-path", str(Path(train.__file__).with_name("conf"))]
     with signals.caught(grace_s=0):
-        launch.leave(train.cli())
+        signals.leave(train.cli())

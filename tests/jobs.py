@@ -73,6 +73,7 @@ def leave_things(i: int, folder: Path) -> None:
 def clear_up(i: int, job: tuple[Path, str]) -> None:
     """Signal the whole group, and clear up for longer than the parent takes to pass the signal on."""
     folder, stage = job
+    signals.set_grace(20.0)
 
     def clear() -> None:
         time.sleep(0.6)
@@ -83,7 +84,7 @@ def clear_up(i: int, job: tuple[Path, str]) -> None:
     try:
         os.kill(os.getppid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60.0)
+        signals.check()
     finally:
         if stage == "in a block":
             clear()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from harness.runtime import signals, workers
 from harness.runtime.errors import RunError, tell_crashes, told
@@ -90,23 +87,7 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
         except BaseException as error:
             text, code = told(error)
             errors.send((text[:_TEXT], code))
-        leave(code)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process as Python does, but for taking down the interpreter: torch's threads for gloo may still want it.
-
-    They abort a process that has done all its work, rarely (pytorch#190489).
-    """
-    signals.over()
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+        signals.leave(code)
 
 
 def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> ProcessError | None:

@@ -6,6 +6,8 @@ and schedulers signal whole groups, parents among them that pass it on: what com
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,18 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from types import FrameType
+from typing import NoReturn
 
 from harness.runtime.errors import Interrupted
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 _SAME_S = 1.0
-_START_S = 2.0
+_START_S = 6.0  # C code, as an import of torch on a busy machine, hears nothing
 _SAY_S = 0.5
 _END = b"\0"
 _received: list[tuple[int, float]] = []
 _grace_s = 0.0
-_raises = False
+_at_once = False
 
 
 def check() -> None:
@@ -59,16 +62,27 @@ def received() -> int:
 def set_grace(seconds: float) -> None:
     """Let this process have so many ``seconds`` after a signal before it is ended where it stands.
 
-    With 0 nothing is lost yet, and the first signal raises ``Interrupted`` at once.
+    With 0 nothing can be lost yet, and the first signal ends it at once, as ``leave`` does.
     """
-    global _grace_s, _raises
-    _grace_s, _raises = seconds, not seconds
+    global _grace_s, _at_once
+    _grace_s, _at_once = seconds, not seconds
 
 
-def over() -> None:
-    """What this process had to do is done: a signal leaves it the time to clear up, and raises nothing any more."""
-    global _raises
-    _raises = False
+def leave(code: int) -> NoReturn:
+    """End this process as Python does, but for taking down the interpreter: torch's threads for gloo may still want it.
+
+    They abort a process that has done all its work, rarely (pytorch#190489). A signal changes nothing any more.
+    """
+    global _at_once
+    _at_once = False
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
 
 
 @contextmanager
@@ -122,8 +136,11 @@ def ignored_in_worker() -> None:
 
 def _note(number: int, frame: FrameType | None) -> None:
     _received.append((number, time.monotonic()))
-    if _raises and len(_received) == 1:
-        raise interrupted()
+    if _at_once:
+        # an exception might be swallowed, as in an import's callbacks
+        if multiprocessing.parent_process() is None:
+            _tell(number)
+        leave(128 + number)
 
 
 def _guard(reader: int, own: list[signal.Signals]) -> None:
@@ -132,26 +149,30 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
     while True:
         left_s = max(0.0, first_s + (_grace_s or _START_S) - time.monotonic()) if first else None
         if not connection.wait([reader], left_s):
-            _leave(first, f"not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else "")
+            _end(first, f"not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else "")
         number = os.read(reader, 1)
         if number in (b"", _END):
             return os.close(reader)
         if number[0] not in own:
             continue
         if first and time.monotonic() - first_s > _SAME_S:
-            _leave(number[0], "the second one: nothing more is saved")
+            _end(number[0], "the second one: nothing more is saved")
         if not first:
             first, first_s = number[0], time.monotonic()
 
 
-def _leave(number: int, why: str) -> None:
+def _end(number: int, why: str) -> None:
     try:
-        # in a thread: nobody may read what is written
-        last = threading.Thread(target=_say, args=(f"error: {Interrupted(number)}{why and ', '}{why}\n",), daemon=True)
-        last.start()
-        last.join(_SAY_S)
+        _tell(number, why)
     finally:
         os._exit(128 + number)
+
+
+def _tell(number: int, why: str = "") -> None:
+    # in a thread: nobody may read what is written
+    last = threading.Thread(target=_say, args=(f"error: {Interrupted(number)}{why and ', '}{why}\n",), daemon=True)
+    last.start()
+    last.join(_SAY_S)
 
 
 def _say(text: str) -> None:
