@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from types import FrameType
@@ -24,8 +24,8 @@ from harness.runtime.errors import Interrupted
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 _SAME_S = 1.0
-_START_S = 6.0  # C code, as an import of torch on a busy machine, hears nothing
-_SAY_S = 0.5
+_START_S = 4.0
+_SAY_S, _CLEAR_S = 0.5, 1.0
 _END = b"\0"
 _received: list[tuple[int, float]] = []
 _grace_s = 0.0
@@ -164,15 +164,22 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
 def _end(number: int, why: str) -> None:
     try:
         _tell(number, why)
+        if _at_once:
+            # the main thread is in C code that hears nothing, as in a wait for another rank
+            _within(_CLEAR_S, atexit._run_exitfuncs)
     finally:
         os._exit(128 + number)
 
 
 def _tell(number: int, why: str = "") -> None:
-    # in a thread: nobody may read what is written
-    last = threading.Thread(target=_say, args=(f"error: {Interrupted(number)}{why and ', '}{why}\n",), daemon=True)
-    last.start()
-    last.join(_SAY_S)
+    # nobody may read what is written
+    _within(_SAY_S, lambda: _say(f"error: {Interrupted(number)}{why and ', '}{why}\n"))
+
+
+def _within(seconds: float, work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _say(text: str) -> None:

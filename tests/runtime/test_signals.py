@@ -97,6 +97,16 @@ def test_nothing_is_waited_for_where_nothing_is_lost(stage: str) -> None:
     assert ended(head + stage) == (130, "cleared\n", "error: stopped by signal 2\n")
 
 
+def test_a_wait_in_c_code_ends_too() -> None:
+    """As one for another rank that is gone, in which Python's handlers are not called: what is to be done is done."""
+    script = (
+        "import atexit, ctypes, signal, threading\nsignals._START_S = 0.2\nsignals.set_grace(0)\n"
+        "atexit.register(print, 'cleared', flush=True)\nsignal.pthread_sigmask(signal.SIG_BLOCK, {2})\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), 2)).start()\nctypes.CDLL(None).sleep(20)"
+    )
+    assert ended(script) == (130, "cleared\n", "error: stopped by signal 2\n")
+
+
 def test_a_launcher_s_own_handler_stays() -> None:
     """A handler that was there before is called, and ends nothing here."""
     script = (
