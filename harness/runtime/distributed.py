@@ -16,8 +16,23 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from harness.config import Config, ConfigError, DistBackend, DistName
-from harness.runtime import accelerator, limits
+from harness.runtime import accelerator, limits, signals
 from harness.runtime.launch import run_processes
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """What ranks do together; where it fails after a signal, that is why: another rank is gone already.
+
+    Raises:
+        Interrupted: it failed, and a signal has come.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if signals.received():
+            raise signals.interrupted() from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +58,7 @@ class World:
         """Whether this is the rank that prints, logs and saves."""
         return self.rank == 0
 
+    @_together()
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` over all ranks, on every rank; a new tensor where there are several."""
         if self.size == 1:
@@ -51,6 +67,7 @@ class World:
         dist.all_reduce(summed)
         return summed
 
+    @_together()
     def agreed(self, value: Any) -> Any:
         """Rank 0's ``value`` (any picklable object), on every rank."""
         if self.size == 1:
@@ -59,6 +76,7 @@ class World:
         dist.broadcast_object_list(box, src=0, device=accelerator.of(self.device).place)
         return box[0]
 
+    @_together()
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (any picklable object) in the order of the ranks, on every rank."""
         if self.size == 1:
@@ -67,6 +85,7 @@ class World:
         dist.all_gather_object(box, value)
         return box
 
+    @_together()
     def largest(self, *values: float) -> list[float]:
         """The largest of each of ``values`` over all ranks, on every rank: whether any of them saw a signal, say."""
         if self.size == 1:
@@ -80,12 +99,14 @@ class World:
         """The smallest ``value`` of all ranks, on every rank."""
         return -self.largest(-value)[0]
 
+    @_together()
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every rank the first rank's ``tensors``, in place."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
+    @_together()
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:

@@ -11,10 +11,12 @@ from pathlib import Path
 import jobs
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.config import Config, ConfigError, DistBackend, DistConfig, DistName, TrainerConfig
-from harness.runtime import distributed
+from harness.runtime import distributed, signals
 from harness.runtime.distributed import World, choose_device, joined, launch, spawn_size
+from harness.runtime.errors import Interrupted
 
 CPU = torch.device("cpu")
 
@@ -266,3 +268,20 @@ def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_port_is_free() -> None:
     """The port for the ranks to meet at can be bound."""
     assert 0 < distributed._free_port() < 65536
+
+
+@pytest.mark.parametrize(
+    ("received", "raised"), [([], RuntimeError), ([(15, 0.0)], Interrupted)], ids=["alone", "after a signal"]
+)
+def test_a_rank_that_left_by_a_signal_is_no_fault_of_the_others(
+    received: list[tuple[int, float]], raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal is what is told, and not what the transport says of a rank that is gone."""
+
+    def closed(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "all_reduce", closed)
+    monkeypatch.setattr(signals, "_received", received)
+    with pytest.raises(raised):
+        World(0, 2, 0, 2, torch.device("cpu")).smallest(1.0)
