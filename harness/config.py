@@ -186,7 +186,12 @@ class TunerConfig:
     """The search behind loader.autotune=true."""
 
     name: TunerName = setting(TunerName.auto, "Which search.")
-    budget_s: float = setting(30.0, "Time for the search in seconds; what is being measured then is finished.", gt=0.0)
+    budget_s: float | None = setting(
+        None,
+        "Seconds for the search; a measurement that was begun is finished. null: auto takes at most 5 s, or seven steps where "
+        "these take longer, and never more than a tenth of the rest of the run; grid has no limit.",
+        gt=0.0,
+    )
     max_workers: int | None = setting(
         None, "Most workers per rank that auto tries; null: four per usable core, at least 8.", ge=1, le=512
     )

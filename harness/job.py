@@ -65,7 +65,7 @@ def main_worker(local_rank: int, job: Job) -> None:
                 diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
                 return
             if config.loader.autotune:
-                found = tuned(feeds, trials, config, allowed, world, saved and saved.state.get("tuning"))
+                found = tuned(feeds, trials, config, allowed, world, saved and saved.state.get("tuning"), resumed_step)
                 tuning, kept = found.told(watch, job.folder), found.entry
                 train, val = tuning.settings, tuning.val
             if config.mode is Mode.train and feeds.on_device(train) and not (tuning and not tuning.reused):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import samples
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.auto import Auto
 from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.look import Look
 from harness.tuning.search import Ask, Choice, Problem, with_workers
 
 
@@ -93,20 +93,20 @@ class Machine:
 
 
 def problem(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
-            budget_s: float = 30.0, ranks: int = 1) -> Problem:  # fmt: skip
+            budget_s: float = 30.0) -> Problem:  # fmt: skip
     """What is known of ``machine`` before a search, with a probe of ``own``, or of one worker."""
     first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
     return Problem(
         own=own, calibration=(first,), forms=tuple(machine.form_speed),
         demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s, cores=machine.cores,
-        most=most, pin_memory=False, overlaps=False, fits=fits or (lambda _: None), budget_s=budget_s, ranks=ranks,
+        most=most, pin_memory=False, alone_s=1 / machine.demand, fits=fits or (lambda _: None), budget_s=budget_s,
     )  # fmt: skip
 
 
 def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
-           budget_s: float = 30.0, ranks: int = 1) -> Choice:  # fmt: skip
+           budget_s: float = 30.0) -> Choice:  # fmt: skip
     """What tuner=auto chooses on ``machine``, before which the user had ``own``."""
-    policy = Auto(problem(machine, own, most, fits, budget_s, ranks)).run()
+    policy = Look(problem(machine, own, most, fits, budget_s)).run()
     try:
         ask = next(policy)
         for _ in range(60):

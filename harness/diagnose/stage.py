@@ -12,15 +12,15 @@ from harness.data.images import ImageDataset
 from harness.diagnose.fetch import image_sizes
 from harness.diagnose.report import Diagnosis, command, sentence
 from harness.diagnose.runs import BUDGET_S, COLUMNS, WIDTHS, FirstReads, Runs, Session
-from harness.diagnose.whatif import NO_CEILING, Facts, bound, problem_of, what_ifs
+from harness.diagnose.whatif import NO_CEILING, Facts, bound, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
 from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning.evidence import Evidence
 from harness.tuning.figures import Trainee
 from harness.tuning.lab import Lab
+from harness.tuning.model import undisturbed
 from harness.watch.board import Board
 from harness.watch.console import live_table
 from harness.watch.neighbours import Neighbours
@@ -116,7 +116,7 @@ def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: C
     else:  # with what a batch takes besides its samples
         wall_s, cpu_s = (sum(each) / stages.samples for each in zip(*stages.stages.values(), strict=True))
         cost = dataclasses.replace(cost, wall_s=wall_s, cpu_s=cpu_s)
-    facts = Facts(
+    return Facts(
         settings=own,
         cores=limits.cores,
         cores_from=limits.sources.get("cores", ""),
@@ -125,7 +125,7 @@ def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: C
         launch_s=lab.launch_s,
         demand=runs.demand,
         step_cpu_s=runs.step_cpu_s,
-        cost=cost,
+        cost=undisturbed(cost, loading.settings.num_workers, limits.cores),
         stages=stages,
         delivered=runs.delivered,
         wait_fraction=runs.wait_fraction,
@@ -135,6 +135,3 @@ def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: C
         sizes=image_sizes(train.source),
         fits=fits,
     )
-    known = Evidence(problem_of(facts))
-    known.note(dataclasses.replace(loading, cost=cost))  # less what workers took from each other, where they were many
-    return dataclasses.replace(facts, cost=known.costs[own.backend])

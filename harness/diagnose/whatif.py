@@ -1,7 +1,6 @@
 """What bounds training by the figures of the runs, and what changes would give: arithmetic, no clock and no process.
 
-The rates are those of ``harness.tuning.evidence``: the smallest of what the step takes, what the workers give and what the
-processors allow, loading and step together. A change is reckoned by that model with and without it; what real steps got is
+The rates are those of ``harness.tuning.model``. A change is reckoned by that model with and without it; what real steps got is
 scaled by the ratio, so that what the model leaves out is left out on both sides.
 """
 
@@ -13,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.evidence import Evidence
-from harness.tuning.figures import Rate, SampleCost, Trial
-from harness.tuning.search import Problem, with_workers
+from harness.tuning.figures import Rate, SampleCost
+from harness.tuning.model import Model
+from harness.tuning.search import with_workers
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.supply import DOING, Supply, reckon
 from harness.watch.verdict import FED, HARM, MOST, MOST_PER_CORE, Bottleneck, lacks_cores
@@ -78,10 +77,11 @@ class Facts:
         """Images/s that steps get: as measured, else as the model says, and no more than a first reading allows."""
         if self.delivered is None:
             return self.reckoned
-        steps = Trial(self.settings, "steps", self.delivered, images=1)
-        got = Evidence(problem_of(self), [steps], {self.settings.backend: self.cost}).delivered(self.settings)
-        assert got is not None
-        return got.images_per_s
+        got = self.delivered.images_per_s
+        if self.settings.num_workers or self.cost.cpu_s > 0.5 * self.cost.wall_s:
+            return got
+        # samples that wait were read before these steps
+        return min(got, 1 / (model_of(self, self.cost).alone_s + self.cost.wall_s))
 
     @property
     def is_uneven(self) -> bool:
@@ -96,7 +96,7 @@ class Facts:
     @property
     def reckoned(self) -> float:
         """Images/s that steps get as the model says."""
-        return delivers(self, self.settings, self.cost)
+        return model_of(self, self.cost).delivered(self.settings.num_workers)
 
     @property
     def lost(self) -> float:
@@ -127,46 +127,27 @@ class Bound:
     words: str
 
 
-def problem_of(facts: Facts) -> Problem:
-    """The facts as ``Evidence`` takes them."""
-    return Problem(
-        own=facts.settings,
-        calibration=(),
-        forms=(facts.settings.backend,),
-        demand=facts.demand,
-        step_cpu_s=facts.step_cpu_s,
+def model_of(facts: Facts, cost: SampleCost) -> Model:
+    """The model of throughput with samples of ``cost``."""
+    demand = facts.demand.images_per_s
+    return Model(
+        demand=demand,
+        cost=cost,
         cores=facts.cores,
-        most=max(MOST, int(MOST_PER_CORE * facts.cores), facts.settings.num_workers),
-        pin_memory=facts.settings.pin_memory,
-        overlaps=facts.overlaps,
-        launch_s=facts.launch_s,
-        fits=facts.fits,
-        budget_s=0.0,
+        step_cpu_s=facts.step_cpu_s,
+        alone_s=facts.launch_s if facts.overlaps else 1 / demand,
     )
-
-
-def delivers(facts: Facts, settings: FeedSettings, cost: SampleCost) -> float:
-    """Images/s that steps get by the model, with ``settings`` and samples of ``cost``."""
-    rate = Rate.exactly(max(1, settings.num_workers) / cost.wall_s)
-    known = Evidence(problem_of(facts), [Trial(settings, "supply", rate, cost=cost)], {settings.backend: cost})
-    got = known.delivered(settings)
-    assert got is not None
-    return min(got.images_per_s, known.reachable())
-
-
-def allowed(facts: Facts) -> float:
-    """The most images/s that any number of workers could give to the steps, by the step and the processors."""
-    return Evidence(problem_of(facts), [], {facts.settings.backend: facts.cost}).reachable()
 
 
 def reachable(facts: Facts) -> tuple[float, int]:
     """The most images/s that workers can give to the steps, and how many do: no more than fit, and than are worth a try."""
-    form, wall_s = facts.settings.backend, facts.cost.wall_s
-    if not with_workers(facts.settings, 1).num_workers:
+    own, model = facts.settings, model_of(facts, facts.cost)
+    if not with_workers(own, 1).num_workers:
         return facts.reckoned, 0  # a form that never has workers
-    most = Evidence(problem_of(facts), [], {form: facts.cost}).most(form)
-    workers = min(most, max(1, math.ceil(allowed(facts) * wall_s - 0.05)))
-    return min(allowed(facts), workers / wall_s), workers
+    top = max(MOST, int(MOST_PER_CORE * facts.cores), own.num_workers)
+    most = next((n for n in range(top, 1, -1) if facts.fits(with_workers(own, n)) is None), 1)
+    workers = min(most, model.workers_for(model.reachable))
+    return model.delivered(workers), workers
 
 
 def bound(facts: Facts) -> Bound:
@@ -190,7 +171,7 @@ def _own_bound(facts: Facts, supply: Supply) -> Bound:
     if facts.lost < HARM:
         return Bound("balanced", f"the step waits for data in {facts.lost:.0%} of the time{taken}")
     most, workers = reachable(facts)
-    crowded = allowed(facts) < facts.demand.images_per_s
+    crowded = model_of(facts, facts.cost).reachable < facts.demand.images_per_s
     if facts.got < (_CROWDED if crowded else _MODELLED) * facts.reckoned:
         if facts.copy_per_s is not None and facts.copy_per_s < _COPYING * facts.got:
             memory = "page-locked" if facts.settings.pin_memory else "pageable"
@@ -227,7 +208,8 @@ def what_ifs(facts: Facts) -> list[WhatIf]:
     rows = [WhatIf("loading were free (the ceiling)", max(demand, facts.got), facts.ceiling)]
     copies = math.inf if facts.copy_per_s is None else facts.copy_per_s
     for change, changed, settings, cost in _changes(facts) if bottleneck not in ("transport", "copy") else ():
-        rate = max(facts.got, min(changed.demand.images_per_s, copies, scale * delivers(changed, settings, cost)))
+        given = scale * model_of(changed, cost).delivered(settings.num_workers)
+        rate = max(facts.got, min(changed.demand.images_per_s, copies, given))
         rows.append(WhatIf(change, rate, rate / facts.got))
     if facts.fetch_per_s is not None:
         rate = min(facts.got, facts.fetch_per_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -122,15 +122,6 @@ class Trial:
     def working(self) -> float:
         """Images/s of the steps but for their waits for data; 0 where there was no rate."""
         return self.rate.images_per_s / (1 - min(MOSTLY, self.wait_fraction or 0.0)) if self.rate else 0.0
-
-
-def together(runs: Iterable[Trial]) -> Rate:
-    """The rate over all runs of one setting, from three on of the median one; its interval spans the runs' own, or theirs."""
-    found = [(t.images, t.rate) for t in runs if t.rate]
-    counts, seconds = [n for n, _ in found], [n / rate.images_per_s for n, rate in found]
-    if len(found) > 2:
-        return Rate.typical(counts, seconds)
-    return Rate(sum(counts) / sum(seconds), min(rate.low for _, rate in found), max(rate.high for _, rate in found))
 
 
 class Trainee(Protocol):

@@ -48,8 +48,8 @@ def tune(
 ) -> TuningReport:
     """The settings with the fewest workers that feed ``step``, for ``DataLoader(dataset, **report.loader_arguments)``.
 
-    Takes a few seconds to half a minute, in one process, before training. Samples come in a random order. Whatever ``state``
-    names is put back afterwards, and so are the global random states; while it measures, learning rates are 0.
+    Takes some five seconds besides the first step, in one process, before training. Samples come in a random order. Whatever
+    ``state`` names is put back afterwards, and so are the global random states; while it measures, learning rates are 0.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__`` or ``__getitems__``.

@@ -22,7 +22,7 @@ from harness.tuning.search import in_flight
 POLL_S = 0.05
 STUCK_S = 10.0  # without a single sample for so long, the workers hang
 START_S = 0.5  # more for each worker that starts, at the least
-_QUEUE_S = 1.0  # so long the queue may take to fill before the window opens all the same
+_QUEUE_S = 0.3  # so long the queue may take to fill before the window opens all the same
 _SHORTEST_S = 0.4  # a window that is shorter tells nothing
 _PRECISE = 0.05  # half of the interval over the mean with which a probe is done
 _VAGUE, _LONGER = 0.2, 3.0  # one that is still so wide at the limit is given so many times the limit

@@ -1,7 +1,7 @@
 """Which loader settings to try next, when to stop, and which to choose: policy without a clock or a process in it.
 
 A search is a generator: it yields what to measure, is sent what came of it, and returns its choice. So the tutorial's grid
-and ``tuner=auto`` (in ``auto.py``) run on the same measurements, and both can be tested on made-up machines.
+and ``tuner=auto`` (in ``look.py``) run on the same measurements, and both can be tested on made-up machines.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ class Problem:
         cores: processors that one rank may use.
         most: workers that may be tried.
         pin_memory: whether page-locked batches pay.
-        overlaps: whether the device works on the step while this process loads without workers.
         fits: why a setting does not fit into memory, or None.
         budget_s: seconds left for the search.
-        ranks: how many measure together.
-        launch_s: seconds per image in which this process launches the step, and cannot load without workers.
+        alone_s: seconds per image that a process without workers spends on the step, and cannot load in.
     """
 
     own: FeedSettings
@@ -44,16 +42,9 @@ class Problem:
     cores: float
     most: int
     pin_memory: bool
-    overlaps: bool
     fits: Callable[[FeedSettings], str | None]
     budget_s: float
-    ranks: int = 1
-    launch_s: float = 0.0
-
-    @property
-    def alone_s(self) -> float:
-        """Seconds per image that a process that loads without workers spends on the step."""
-        return self.launch_s if self.overlaps else 1 / self.demand.images_per_s
+    alone_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +89,7 @@ class Choice:
 
 
 Search = Generator[Ask, Trial, Choice]
-DEEPEST = 32
-_DEPTHS = (2, 4, 8)  # batches in flight for each worker
-_DEPTHS_TOGETHER = (*_DEPTHS, 16, DEEPEST)  # of threads, whose batches are in flight for all of them
+DEEPEST = 32  # batches in flight that a search may choose
 _CHEAPEST = (ARRAYS, THREADS, PROCESSES)  # forms by what they take beside their workers: processes share no memory
 
 
@@ -122,11 +111,6 @@ def in_flight(settings: FeedSettings) -> int:
     if settings.backend == THREADS:
         return each + 1 if settings.num_workers else 0
     return settings.num_workers * each
-
-
-def depths(form: str) -> tuple[int, ...]:
-    """Values of ``prefetch_factor`` that are reckoned with."""
-    return _DEPTHS_TOGETHER if form == THREADS else _DEPTHS
 
 
 def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:

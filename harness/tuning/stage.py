@@ -45,8 +45,16 @@ class Tuned:
         return self.report
 
 
-def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world: World, kept: Any = None) -> Tuned:
-    """The settings for this run's feeds, the same on every rank.
+def tuned(
+    feeds: Feeds,
+    trainee: Trainee,
+    config: Config,
+    limits: Limits,
+    world: World,
+    kept: Any = None,
+    step: int | None = None,
+) -> Tuned:
+    """The settings for this run's feeds, the same on every rank; ``step`` updates of it are done.
 
     What a checkpoint has ``kept`` goes on where it fits. One of several runs alike tunes, the others wait for its answer.
     ``tuner.fresh=true`` forgets what was found before.
@@ -68,12 +76,19 @@ def tuned(feeds: Feeds, trainee: Trainee, config: Config, limits: Limits, world:
         if report is not None:
             report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
         else:
-            report = tune(feeds, trainee, own, config.tuner, limits, world)
+            report = tune(feeds, trainee, own, config.tuner, limits, world, _images_left(config, feeds, step or 0))
             sound = report.complete and report.others_cores is None
             if memory and sound and report.after.images_per_s is not None:
                 when = f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
                 memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
     return Tuned(report, Follow(report, memory.forget if memory else None), memory.entry if memory else None)
+
+
+def _images_left(config: Config, feeds: Feeds, step: int) -> int:
+    trainer = config.trainer
+    steps = trainer.epochs * feeds.steps_per_epoch()
+    last = steps if trainer.max_steps is None else min(steps, trainer.max_steps)
+    return max(0, last - step) * trainer.accumulate_steps * config.loader.batch_size
 
 
 def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
@@ -102,7 +117,7 @@ def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> T
 def _may_be_chosen(found: FeedSettings, own: FeedSettings, feeds: Feeds, limits: Limits) -> bool:
     """Whether a search of this run may come to ``found``: the rest of it is ``own``, and the numbers are such as are tried."""
     most = max(own.num_workers, most_workers(feeds.config.tuner, limits))
-    deepest = 4 * max(DEEPEST, own.prefetch_factor or 0)  # a search may double it twice
+    deepest = max(DEEPEST, own.prefetch_factor or 0)
     made = with_workers(in_form(own, found.backend), found.num_workers, found.prefetch_factor)
     made = dataclasses.replace(
         made,

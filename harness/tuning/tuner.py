@@ -14,23 +14,31 @@ from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
-from harness.tuning.auto import Auto
 from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
 from harness.tuning.lab import Lab
+from harness.tuning.look import Look
 from harness.tuning.report import Side, TuningReport
 from harness.tuning.search import Ask, Choice, Problem, Search, grid, with_workers
 from harness.watch.console import LiveTable, live_table
 from harness.watch.neighbours import Neighbours
 
-_DEMAND_S = 0.7
-_FIRST_S = 1.0
+_LOOK_S, _LOOK_STEPS = 5.0, 7  # what a look may take: the longer of the two; demand makes four steps itself,
+_SHARE = 0.1  # and no more of what is left of the run
+_DEMAND_S = 0.5
+_FIRST_S = 0.5
 _COLUMNS = ("backend", "num_workers", "prefetch", "pinned", "measured", "images/s", "waiting", "seconds", "")
 
 _log = logging.getLogger(LOGGER)
 
 
 def tune(
-    probes: Probes, trainee: Trainee, own: FeedSettings, config: TunerConfig, limits: Limits, ranks: Ranks
+    probes: Probes,
+    trainee: Trainee,
+    own: FeedSettings,
+    config: TunerConfig,
+    limits: Limits,
+    ranks: Ranks,
+    images_left: float = math.inf,
 ) -> TuningReport:
     """The setting that delivers most training images/s, of those that do the one with the fewest workers.
 
@@ -45,6 +53,7 @@ def tune(
         config: which search, its budget, the most workers.
         limits: what this rank may use.
         ranks: the other ranks.
+        images_left: that this rank is still to be trained on.
 
     Raises:
         BadSample: a sample cannot be read.
@@ -54,14 +63,15 @@ def tune(
     own, limits = ranks.agreed(own), _least(limits, ranks)
     lab = Lab(probes, trainee, limits, ranks)
     alone = len(ranks.gathered(None)) == 1  # else the other ranks would count as others
-    title = f"tuning the loader (tuner={config.name.name}, at most {config.budget_s:g} s)"
+    most = "" if config.budget_s is None else f", at most {config.budget_s:g} s"
+    title = f"tuning the loader (tuner={config.name.name}{most})"
     with trainee.kept(), live_table(title, _COLUMNS) as rows:
         session = _Session(lab, config, rows, Neighbours(limits.cores if alone else None))
         if config.name is TunerName.grid:
             pins = (False, True) if device.has_streams else (False,)
-            choice = session.follow(grid(own, max(1, int(limits.cores)), pins, config.budget_s))
+            choice = session.follow(grid(own, max(1, int(limits.cores)), pins, config.budget_s or math.inf))
         else:
-            choice = session.automatic(own, begin)
+            choice = session.automatic(own, begin, images_left)
         session.warn()
     device.release()
     return session.report(own, choice, device.now() - begin)
@@ -103,8 +113,8 @@ class _Session:
         self.rows.add(_row(trial))
         return trial
 
-    def automatic(self, own: FeedSettings, begin: float) -> Choice:
-        """Calibrate, measure demand, and let ``Auto`` search."""
+    def automatic(self, own: FeedSettings, begin: float, images_left: float) -> Choice:
+        """Calibrate, measure demand, and let ``Look`` go on."""
         if not self._calibrate(own) or (found := self.lab.demand(_DEMAND_S)) is None:
             return self._unmeasured(own)
         self.demand, step_cpu_s = found
@@ -120,13 +130,20 @@ class _Session:
             cores=lab.limits.cores,
             most=most_workers(self.config, lab.limits),
             pin_memory=lab.pays_to_pin(own),
-            overlaps=lab.trainee.overlaps,
+            alone_s=lab.launch_s if lab.trainee.overlaps else 1 / self.demand.images_per_s,
             fits=lambda settings: lab.ranks.agreed(lab.refusal(settings)),
-            launch_s=lab.launch_s,
-            budget_s=lab.ranks.agreed(self.config.budget_s + lab.first_s - (lab.now() - begin)),
-            ranks=len(lab.ranks.gathered(None)),
+            budget_s=lab.ranks.agreed(self._allowed_s(own, images_left) + lab.first_s - (lab.now() - begin)),
         )
-        return self.follow(Auto(problem).run())
+        return self.follow(Look(problem).run())
+
+    def _allowed_s(self, own: FeedSettings, images_left: float) -> float:
+        """Seconds that a look may take, from its beginning; the first step's own come on top, for training pays them anyway."""
+        assert self.demand is not None and self.trials[-1].rate is not None, "both were measured"
+        if self.config.budget_s is not None:
+            return self.config.budget_s
+        step_s = own.batch_size / self.demand.images_per_s
+        rest_s = images_left / min(self.demand.images_per_s, self.trials[-1].rate.images_per_s)
+        return min(max(_LOOK_S, _LOOK_STEPS * step_s), _SHARE * rest_s)
 
     def warn(self) -> None:
         """Tell what other programs took, and how fast the step is by now where they did."""
@@ -232,6 +249,7 @@ def _sentence(own: FeedSettings, choice: Choice, demand: Rate | None, ceiling: f
 _BOUNDS = {
     "model": "then the model is the limit",
     "processor": "the processors are the limit",
+    "interpreter": "Python's interpreter is the limit (threads wait for each other, or for the step)",
     "storage": "the storage is the limit (samples wait for it, not for a processor)",
     "transport": "handing batches over is the limit",
     "memory": "memory is the limit (more workers would not fit)",

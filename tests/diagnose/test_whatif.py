@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import samples
 
-from harness.diagnose.whatif import Facts, bound, delivers, kept_pixels, reachable, what_ifs
+from harness.diagnose.whatif import Facts, bound, kept_pixels, reachable, what_ifs
 from harness.feed.arrays import ARRAYS, in_form
 from harness.feed.interface import FeedSettings
 from harness.tuning.figures import Rate, SampleCost
@@ -78,7 +78,7 @@ def given(found: Facts) -> dict[str, float]:
 )
 def test_the_smallest_bound_is_what_steps_get(found: Facts, rate: float) -> None:
     """Workers over wall time, processors over processor time, and G, with samples of 5 ms."""
-    assert delivers(found, found.settings, found.cost) == pytest.approx(rate)
+    assert found.reckoned == pytest.approx(rate)
 
 
 def test_the_most_that_workers_can_give() -> None:

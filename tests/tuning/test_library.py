@@ -57,7 +57,7 @@ def test_any_loop_can_tune_its_loader() -> None:
     report = tune(
         PairsAtOnce(), step, batch_size=16, state=(model, optimizer, schedule), start_method="forkserver", config=QUICK
     )
-    assert len(seen) > 10 and set(seen) == {16}
+    assert len(seen) > 5 and set(seen) == {16}
     after = model.state_dict()
     assert all(torch.equal(after[key], value) for key, value in before[0].items())
     assert schedule.state_dict() == before[1] and not optimizer.state_dict()["state"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import pickle
 import random
@@ -109,7 +110,14 @@ class Step:
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TuningReport]:
     """Tunes on a made-up machine, which answers in place of measurements."""
 
-    def run(machine: Machine, workers: int, step: Step | None = None, shm_bytes: int = 10**9, **config: Any) -> TuningReport:
+    def run(
+        machine: Machine,
+        workers: int,
+        step: Step | None = None,
+        shm_bytes: int = 10**9,
+        images_left: float = math.inf,
+        **config: Any,
+    ) -> TuningReport:
         exact = Rate(machine.demand, machine.demand, machine.demand)
         monkeypatch.setattr(Lab, "attempt", lambda self, ask: machine.answer(ask))
         monkeypatch.setattr(Lab, "demand", lambda self, limit_s: (exact, machine.step_cpu_s))
@@ -121,6 +129,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TuningReport]:
             TunerConfig(**config),
             limits,
             ALONE,
+            images_left,
         )
 
     return run
@@ -144,6 +153,28 @@ def test_the_report_tells_before_and_after(on: On) -> None:
     assert report.before.wait_fraction == pytest.approx(2 / 7) and report.after.wait_fraction == pytest.approx(0)
     assert "num_workers=2 is the least that keeps the model busy" in report.sentence
     assert [trial.kind for trial in report.trials][:2] == ["supply", "supply"]
+
+
+@pytest.mark.parametrize(
+    ("images_left", "budget_s", "measured"),
+    [
+        pytest.param(math.inf, None, 3, id="five seconds"),
+        pytest.param(500 * 12, None, 2, id="a tenth of twelve seconds"),
+        pytest.param(500 * 6, None, 1, id="a tenth of six seconds"),
+        pytest.param(500 * 6, 30.0, 3, id="as the user says"),
+    ],
+)
+def test_a_look_takes_a_tenth_of_the_run_at_most(on: On, images_left: float, budget_s: float | None, measured: int) -> None:
+    """What no longer fits is left out, said, and not remembered; the user's own setting delivers 500 images/s."""
+    machine = Machine(0.01, 0.0001, demand=700, cores=8.0, ceiling=500.0)
+    report = on(machine, 8, images_left=images_left, budget_s=budget_s)
+    assert [trial.settings.num_workers for trial in report.trials] == [8, 1, 5][:measured]
+    assert report.complete == (measured == 3) != ("time for a look was over" in report.sentence)
+
+
+def test_slow_steps_may_take_three_of_themselves(on: On) -> None:
+    """Where a step takes ten seconds, five would be none."""
+    assert on(Machine(0.01, 0.0001, demand=3.2, cores=8.0), 8).complete
 
 
 def test_where_loading_keeps_up_the_report_says_so(on: On) -> None:

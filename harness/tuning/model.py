@@ -1,0 +1,66 @@
+"""One model of throughput for the tuner and the diagnosis: images/s by what a sample and a step cost.
+
+The laws are operational (Denning and Buzen 1978): with w seconds of wall and c of processor time a sample, n workers give at
+most n / w images/s, and C processors C / (c + r + s), where receiving an image takes r and the step s of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from harness.tuning.figures import SampleCost
+
+BUSY = 0.8  # share of the processors above which workers and step are in each other's way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a feed of one form can give to the steps.
+
+    Attributes:
+        demand: images/s that the step takes with a batch at hand.
+        cost: of one sample in a worker that has a processor to itself.
+        cores: processors that one rank may use.
+        step_cpu_s: processor seconds of the step per image.
+        alone_s: seconds per image that a process without workers spends on the step, and cannot load in.
+    """
+
+    demand: float
+    cost: SampleCost
+    cores: float
+    step_cpu_s: float
+    alone_s: float
+
+    @property
+    def roofline(self) -> float:
+        """Images/s at which loading, receiving and step together fill all processors."""
+        each_s = self.cost.cpu_s + self.cost.receive_s + self.step_cpu_s
+        return self.cores / each_s if each_s else math.inf
+
+    @property
+    def reachable(self) -> float:
+        """The most images/s that any number of workers can give to the steps."""
+        return min(self.demand, self.roofline)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether loading beside the step needs nearly all processors."""
+        return self.reachable > BUSY * self.roofline
+
+    def delivered(self, workers: int) -> float:
+        """Images/s that steps get from so many workers."""
+        each_s = self.cost.wall_s / workers if workers else self.alone_s + self.cost.wall_s
+        return min(self.reachable, 1 / each_s)
+
+    def workers_for(self, images_per_s: float) -> int:
+        """The fewest workers that give so many, at least 1; a twentieth of one is none."""
+        return max(1, math.ceil(images_per_s * self.cost.wall_s - 0.05))
+
+
+def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
+    """``cost`` less what so many busy workers took from each other where there are fewer processors than workers."""
+    if workers <= cores or workers * cost.cpu_s / cost.wall_s <= BUSY * cores:
+        return cost
+    return dataclasses.replace(cost, wall_s=max(cost.cpu_s, cost.wall_s * cores / workers))

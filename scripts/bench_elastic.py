@@ -1,0 +1,140 @@
+"""Does tuning pay? Whole runs of train.py from the command to the exit: tuned, as the loader is by default, and by older rules.
+
+The strategies take turns, in a new random order each round; every run is a line of the results file, and what is there is not
+measured again: stop it whenever you like. Nothing is remembered from run to run but the data.
+
+    uv run scripts/bench_elastic.py --only jpeg_224 --epochs 3 --rounds 4
+    uv run scripts/bench_elastic.py --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from scripts.measured import listed, machine, machine_line, markdown
+from scripts.paired import Estimate
+from scripts.slept_run import READ, STEP
+
+ROOT = Path(__file__).resolve().parents[1]
+_RUN_S = 900.0
+_COMMON = ("data=shapes", "data.generate.train_images=2000", "data.generate.val_images=100", "checkpoint.enabled=false")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Some images and a step: one that sleeps for ``step_ms``, or the network's own where that is 0."""
+
+    name: str
+    about: str
+    side: int
+    step_ms: int = 0
+    read_ms: int = 0
+    overrides: tuple[str, ...] = ()
+
+
+_LARGE = ("data.generate.width=500", "data.generate.height=400")
+_ALL = (
+    Workload("jpeg_224", "JPEG 500x400 at 224, a step of 40 ms", 224, 40, overrides=_LARGE),
+    Workload("jpeg_64", "JPEG 80x80 at 64, a step of 150 ms", 64, 150),
+    Workload("resnet18", "JPEG 80x80 at 64, ResNet-18 on the CPU", 64, overrides=("model=resnet18",)),
+    Workload("jpeg_32", "JPEG 80x80 at 32, a step of 2 ms", 32, 2),
+    Workload("late_5", "JPEG 80x80 at 64, a step of 40 ms, files that come after 5 ms", 64, 40, 5),
+    Workload("late_20", "JPEG 80x80 at 64, a step of 40 ms, files that come after 20 ms", 64, 40, 20),
+)
+WORKLOADS = {workload.name: workload for workload in _ALL}
+STRATEGIES = {
+    "default": (),
+    "tuned": ("loader.autotune=true", "tuner.fresh=true"),
+    "old default": ("loader.num_workers=1",),
+    "grid": ("loader.autotune=true", "tuner=grid", "tuner.fresh=true"),
+}
+
+
+def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[str, Any]:
+    """Seconds from the command to the exit, what tuning took of them, and the settings."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    env |= {STEP: str(workload.step_ms)} if workload.step_ms else {}
+    env |= {READ: str(workload.read_ms)} if workload.read_ms else {}
+    overrides = (*_COMMON, f"data.image_size={workload.side}", f"trainer.epochs={epochs}", "run.name=x")
+    command = [sys.executable, str(ROOT / "scripts/slept_run.py"), *overrides, *workload.overrides, *STRATEGIES[strategy]]
+    begin = time.perf_counter()
+    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=_RUN_S, check=False)
+    seconds = time.perf_counter() - begin
+    if done.returncode:
+        raise RuntimeError(
+            f"{workload.name}, {strategy}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    tuning = json.loads((place / "outputs/x/report.json").read_text()).get("tuning") or {}
+    return {"seconds": seconds, "tuning_s": tuning.get("seconds", 0.0), "chosen": tuning.get("chosen")}
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """A row for each workload, number of epochs and strategy, beside the default of the same round."""
+    rows = []
+    groups = dict.fromkeys((line["workload"], line["epochs"], line["strategy"]) for line in lines)
+    for name, epochs, strategy in sorted(groups, key=lambda group: (list(WORKLOADS).index(group[0]), *group[1:])):
+        own = {x["round"]: x for x in lines if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, strategy)}
+        base = {x["round"]: x for x in lines if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, "default")}
+        paired = [(own[i]["seconds"], base[i]["seconds"]) for i in own.keys() & base.keys()]
+        if not paired:  # stopped amid its first round
+            continue
+        later, ratio = Estimate.of([a - b for a, b in paired]), Estimate.of([a / b for a, b in paired])
+        rows.append({
+            "workload": name, "epochs": epochs, "strategy": strategy, "n": len(paired),
+            "seconds": f"{statistics.median(line['seconds'] for line in own.values()):.1f}",
+            "later than the default": f"{later.value:+.1f} s [{later.low:+.1f}, {later.high:+.1f}]",
+            "ratio": f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+            "tuning": f"{statistics.median(line['tuning_s'] for line in own.values()):.1f} s",
+            "chosen": ", ".join(sorted({str(line["chosen"]) for line in own.values() if line["chosen"]})),
+        })  # fmt: skip
+    return markdown(rows)
+
+
+def main() -> None:
+    """Measure what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help=f"workloads: {','.join(WORKLOADS)}")
+    parser.add_argument("--strategies", help=f"of {','.join(STRATEGIES)}; the default is always among them")
+    parser.add_argument("--epochs", default="1,3,10")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--results", type=Path, default=ROOT / "outputs/bench_elastic.jsonl")
+    parser.add_argument("--data", type=Path, default=Path(tempfile.gettempdir()) / "wellfed-elastic")
+    parser.add_argument("--table", action="store_true", help="print what is there, measure nothing")
+    chosen = parser.parse_args()
+    names = listed(parser, "--only", chosen.only, tuple(WORKLOADS))
+    strategies = dict.fromkeys(("default", *listed(parser, "--strategies", chosen.strategies, tuple(STRATEGIES))))
+    lines = [json.loads(line) for line in chosen.results.read_text().splitlines()] if chosen.results.exists() else []
+    wanted = product(range(chosen.rounds), map(int, chosen.epochs.split(",")), names)
+    for number, epochs, name in wanted if not chosen.table else ():
+        chosen.data.mkdir(parents=True, exist_ok=True)
+        for strategy in random.Random(f"{number} {epochs} {name}").sample(list(strategies), len(strategies)):
+            facts = {"workload": name, "epochs": epochs, "strategy": strategy, "round": number}
+            if any(facts.items() <= line.items() for line in lines):
+                continue
+            if not any(line["workload"] == name for line in lines):
+                run(WORKLOADS[name], "default", 1, chosen.data)  # generates the images, and reads them once
+            lines.append(facts | run(WORKLOADS[name], strategy, epochs, chosen.data))
+            chosen.results.parent.mkdir(parents=True, exist_ok=True)
+            with chosen.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+            print(lines[-1], flush=True)
+    print(f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}\n\n{table(lines)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""train.py whose step sleeps in place of computing, as a device would, and whose files may come late.
+
+SLEPT_STEP_MS=40 SLEPT_READ_MS=5 uv run scripts/slept_run.py data=shapes
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import train
+from harness.data.storage import FolderSource
+from harness.runtime import signals
+
+STEP, READ = "SLEPT_STEP_MS", "SLEPT_READ_MS"
+_read = FolderSource.read
+
+
+def read(self: FolderSource, i: int) -> Any:
+    """The file, after the wait."""
+    time.sleep(float(os.environ[READ]) / 1e3)
+    return _read(self, i)
+
+
+# at each import: workers import this file too
+if READ in os.environ:
+    FolderSource.read = read  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    if STEP in os.environ:
+        import torch
+
+        from harness.training.step import Step
+
+        def step(self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1) -> None:
+            """Sleep for as long as a step takes; the loss is 1."""
+            time.sleep(float(os.environ[STEP]) / 1e3)
+            self._losses.append(torch.ones(()))
+
+        Step.__call__ = step  # type: ignore[method-assign]
+    sys.argv[1:1] = ["--config-path", str(Path(train.__file__).with_name("conf"))]
+    with signals.caught(grace_s=0):
+        signals.leave(train.cli())

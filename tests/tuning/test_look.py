@@ -1,0 +1,345 @@
+"""The policy of tuner=auto on made-up machines: what it asks for, and what it chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+from machines import Machine, own, problem, search
+
+from harness.feed.arrays import in_form
+from harness.feed.interface import FeedSettings
+from harness.tuning.figures import Trial
+from harness.tuning.look import Look
+from harness.tuning.search import Ask, Choice, with_workers
+
+SLEEPS = {"cores": 8.0, "cpu_s": 0.0001}
+FORMS = {"processes": 1.0, "threads": 1.15}
+DECODED = {**FORMS, "arrays": 100.0}
+MOST = 16
+NOISE = pytest.mark.parametrize("noise", [0.0, 0.01], ids=["exact", "noisy"])
+
+
+def asked(machine: Machine) -> list[tuple[str, int]]:
+    return [(ask.kind, ask.settings.num_workers) for ask in machine.asked]
+
+
+@NOISE
+@pytest.mark.parametrize(
+    ("machine", "before", "expected"),
+    [
+        pytest.param(Machine(0.0021, demand=1500, **SLEEPS), 7, {4}, id="2 ms asleep, demand met by 4"),
+        pytest.param(Machine(0.0102, demand=640, **SLEEPS), 7, {7}, id="10 ms asleep, as the user has it"),
+        pytest.param(Machine(0.0502, demand=200, **SLEEPS), 7, {11}, id="50 ms asleep, more workers than cores"),
+        pytest.param(Machine(0.002, 0.0019, demand=700), 1, {2}, id="two cores meet demand"),
+        pytest.param(Machine(0.002, 0.0019, demand=5000), 1, {2, 3}, id="two cores do not"),
+        pytest.param(Machine(0.002, 0.0019, demand=700), 0, {2}, id="none at first"),
+        pytest.param(Machine(0.002, 0.0002, demand=1000, ceiling=700), 1, {2}, id="storage gives no more"),
+        pytest.param(Machine(0.002, 0.0002, demand=1000, ceiling=700), 8, {2}, id="storage gives no more to many"),
+        pytest.param(Machine(0.002, 0.0019, demand=200), 8, {1}, id="far too many at first"),
+        pytest.param(Machine(0.002, 0.0019, demand=5), 0, {0}, id="slow step, none at first"),
+        pytest.param(Machine(0.0002, 0.0002, demand=1600, step_cpu_s=2 / 1600), 2, {2}, id="the step fills the cores"),
+    ],
+)
+def test_the_fewest_workers_that_deliver_are_chosen(machine: Machine, before: int, expected: set[int], noise: float) -> None:
+    """Where demand can be met, no more workers than meet it; where not, no more than give what can be had.
+
+    Beside a step that fills the processors it stays with the user's own: there fewer workers would get less of these.
+    """
+    for seed in range(5 if noise else 1):
+        machine = dataclasses.replace(machine, noise=noise, seed=seed, asked=[])
+        chosen = search(machine, own(before)).settings
+        near = {n + more for n in expected for more in (0, 1)} if noise else expected
+        assert chosen.num_workers in near
+        assert machine.delivered(chosen) >= 0.97 * machine.delivered(own(before))
+
+
+def made_up(seed: int) -> Machine:
+    """A machine of any kind with two or three forms."""
+    rng = random.Random(seed)
+    wall_s = 10 ** rng.uniform(-4, -1.5)
+    forms = {"processes": 1.0, "threads": rng.choice([0.7, 1.0, 1.15, 1.5])}
+    if rng.random() < 0.3:
+        forms["arrays"] = wall_s / rng.choice([2e-6, 5e-6])
+    return Machine(
+        wall_s,
+        wall_s * rng.choice([0.02, 0.5, 0.99]),
+        demand=10 ** rng.uniform(2.2, 4),
+        cores=rng.choice([1.0, 2.0, 8.0, 64.0]),
+        ceiling=rng.choice([math.inf, math.inf, 300.0]),
+        form_speed=forms,
+        form_ceiling={"threads": rng.choice([math.inf, 500.0, 2000.0])},
+        form_slows={"threads": rng.choice([1.0, 1.0, 0.8])},
+        noise=0.01,
+        seed=seed,
+    )
+
+
+def best(machine: Machine, workers: int) -> float:
+    """The most images/s that any setting of any form delivers."""
+    tried = (with_workers(in_form(own(workers), form), n) for form, n in product(machine.form_speed, range(MOST + 1)))
+    return max(map(machine.delivered, tried))
+
+
+@pytest.mark.parametrize("form", ["processes", "threads"])
+@pytest.mark.parametrize("before", [0, 1, 2, 7])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_best_or_near_it(seed: int, before: int, form: str) -> None:
+    """On machines of all kinds, by a few measurements; never slower than the user's own setting."""
+    machine = made_up(seed)
+    chosen = search(machine, in_form(own(before), form)).settings
+    assert machine.delivered(chosen) >= 0.92 * best(machine, before)
+    assert machine.delivered(chosen) >= 0.97 * machine.delivered(in_form(own(before), form))
+    assert len(machine.asked) <= 6
+
+
+def test_where_loading_keeps_up_the_look_ends_at_once() -> None:
+    """One probe and one look at real steps; the model is the limit."""
+    machine = Machine(0.002, 0.0019, demand=200, form_speed=DECODED)
+    choice = search(machine, own(1))
+    assert asked(machine) == [("supply", 1), ("steps", 1)]
+    assert (choice.settings, choice.bound) == (own(1), "model")
+
+
+def test_a_slower_step_needs_fewer_workers() -> None:
+    """The choice follows demand."""
+    chosen = [search(Machine(0.01, demand=demand, **SLEEPS), own(7)).settings.num_workers for demand in (1200, 600, 150)]
+    assert chosen == sorted(chosen, reverse=True) and len(set(chosen)) == 3
+
+
+@pytest.mark.parametrize(
+    ("machine", "bound"),
+    [
+        (Machine(0.002, 0.0019, demand=700), "model"),
+        (Machine(0.002, 0.0019, demand=5000), "processor"),
+        (Machine(0.002, 0.0002, demand=5000, ceiling=700), "storage"),
+        (Machine(0.002, 0.0019, demand=5000, cores=64.0, handing=1500), "transport"),
+        (Machine(0.05, 0.0001, demand=5000, cores=8.0), "workers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_limit_has_a_name(machine: Machine, bound: str) -> None:
+    """Model, processor, storage, transport, or that no more workers may be tried."""
+    assert search(machine, own(1)).bound == bound
+
+
+def test_memory_may_be_the_limit() -> None:
+    """What does not fit is not asked for, and the bound says so."""
+    machine = Machine(0.05, 0.0001, demand=5000, cores=8.0)
+    choice = search(machine, own(1), fits=lambda s: "too large" if s.num_workers > 3 else None)
+    assert max(ask.settings.num_workers for ask in machine.asked) == 3
+    assert (choice.settings.num_workers, choice.bound) == (3, "memory")
+
+
+def test_a_setting_that_fails_is_not_chosen() -> None:
+    """From four workers on they die: what was measured before stays."""
+    machine = Machine(0.01, demand=2000, **SLEEPS, broken=lambda s: s.num_workers > 3)
+    choice = search(machine, own(1))
+    assert choice.settings.num_workers <= 3
+    assert machine.delivered(choice.settings) >= machine.delivered(own(1))
+
+
+@NOISE
+@pytest.mark.parametrize(
+    ("machine", "before", "expected"),
+    [
+        pytest.param(Machine(267e-6, 267e-6, demand=16_000, form_speed=DECODED), "threads", {"arrays"}, id="small arrays"),
+        pytest.param(
+            Machine(0.0004, 0.0004, demand=1600, step_cpu_s=2 / 1600, form_speed=DECODED), "threads", {"arrays"},
+            id="small arrays beside a step on the same cores",
+        ),
+        pytest.param(Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS), "processes", {"threads"}, id="handing over costs"),
+        pytest.param(
+            Machine(0.0014, 0.0004, demand=9000, cores=16.0, form_speed=FORMS, form_ceiling={"threads": 2500.0}), "threads",
+            {"processes"}, id="the interpreter lock binds",
+        ),
+        pytest.param(
+            Machine(0.0014, 0.0014, demand=2500, cores=16.0, form_speed=FORMS, form_slows={"threads": 0.8}), "threads",
+            {"processes"}, id="threads slow the step",
+        ),
+        pytest.param(Machine(0.002, 0.0019, demand=200, form_speed=DECODED), "processes", {"processes"}, id="nothing to gain"),
+    ],
+)  # fmt: skip
+def test_the_form_that_delivers_is_chosen(machine: Machine, before: str, expected: set[str], noise: float) -> None:
+    """By what was measured: nothing is known of a form by its name but that arrays have no workers."""
+    machine = dataclasses.replace(machine, noise=noise, asked=[])
+    chosen = search(machine, in_form(own(8), before)).settings
+    assert chosen.backend in expected
+    assert machine.delivered(chosen) >= 0.95 * best(machine, 8)
+
+
+def test_processes_are_not_tried_where_the_processors_are_full() -> None:
+    """They hand batches over besides."""
+    machine = Machine(0.0014, 0.0014, demand=5000, form_speed=FORMS)
+    search(machine, in_form(own(2), "threads"))
+    assert {ask.settings.backend for ask in machine.asked} == {"threads"}
+
+
+def test_a_form_that_does_not_fit_is_not_started() -> None:
+    """Images larger than the memory: refused before anything runs, and the other forms are looked at."""
+    machine = Machine(267e-6, 267e-6, demand=16_000, form_speed=DECODED)
+    choice = search(machine, own(1), fits=lambda s: "too large" if s.backend == "arrays" else None)
+    assert choice.settings.backend == "threads"
+    assert all(ask.settings.backend != "arrays" for ask in machine.asked)
+
+
+def test_a_form_that_fails_is_not_chosen() -> None:
+    """Threads that die leave the choice among the others."""
+    machine = Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS, broken=lambda s: s.backend == "threads")
+    choice = search(machine, own(1))
+    assert choice.settings.backend == "processes"
+    assert machine.delivered(choice.settings) >= 0.97 * 2 / 0.0014
+
+
+@pytest.mark.parametrize("form", ["threads", "arrays"])
+def test_a_form_that_the_user_named_is_the_only_one(form: str) -> None:
+    """The look stays in it; of arrays there is nothing to choose."""
+    machine = Machine(0.002, 0.0019, demand=700, form_speed={form: DECODED[form]})
+    choice = search(machine, in_form(own(1), form))
+    assert {ask.settings.backend for ask in machine.asked} == {choice.settings.backend} == {form}
+
+
+def test_arrays_that_the_user_named_are_seen_beside_real_steps() -> None:
+    """Their first probe decodes what it gives, as no later pass does."""
+    machine = Machine(0.002, 0.002, demand=2000, form_speed={"arrays": 1.0})
+    real = machine.answer
+
+    def answer(ask: Ask) -> Trial:
+        machine.form_speed["arrays"] = 1.0 if ask.kind == "supply" else 1000.0
+        return real(ask)
+
+    machine.answer = answer  # type: ignore[method-assign]
+    choice = search(machine, in_form(own(0), "arrays"))
+    assert choice.after is not None and choice.after.images_per_s == pytest.approx(2000, rel=0.01)
+
+
+def test_uneven_samples_get_a_deeper_queue() -> None:
+    """So many batches ahead as are taken while a slow sample is made; even samples keep torch's two."""
+    even, uneven = (Machine(0.01, demand=640, variation=v, form_speed={"threads": 1.0}, **SLEEPS) for v in (0.1, 7.0))
+    chosen = [search(machine, in_form(own(1), "threads")).settings for machine in (even, uneven)]
+    slow_s = 0.01 * (1 + 7 * math.sqrt(99))
+    assert chosen[0].prefetch_factor == 2
+    assert chosen[1].prefetch_factor == math.ceil(slow_s * 640 / 32)
+    assert asked(uneven) == [("supply", 1), ("supply", 8)], "real steps could not tell more"
+
+
+def test_a_deep_queue_is_as_deep_as_fits() -> None:
+    """With processes, which have batches of their own, of each the share."""
+    machine = Machine(0.01, demand=640, variation=7.0, **SLEEPS)
+    free = search(machine, own(1)).settings
+    tight = search(machine, own(1), fits=lambda s: "too large" if (s.prefetch_factor or 0) > 2 else None).settings
+    assert (free.num_workers, free.prefetch_factor) == (8, 3)
+    assert (tight.num_workers, tight.prefetch_factor) == (8, 2)
+    assert search(machine, free).settings == free
+
+
+def test_where_the_time_is_over_the_users_setting_stays_and_it_is_said() -> None:
+    """A run that is nearly over goes without; what was measured is told all the same."""
+    machine = Machine(0.0502, demand=2000, **SLEEPS)
+    choice = search(machine, own(7), budget_s=0.5)
+    assert asked(machine) == [("supply", 7)]
+    assert (choice.settings, choice.complete) == (own(7), False)
+    assert choice.before is not None and choice.before.images_per_s == pytest.approx(7 / 0.0502)
+    assert "the time for a look was over" in choice.reason
+
+
+def test_what_no_longer_fits_into_the_time_is_left_out() -> None:
+    """The best of what was measured is chosen, and the answer is not called complete."""
+    machine = Machine(0.0502, demand=500, form_speed=FORMS, **SLEEPS)
+    choice = search(machine, own(4), budget_s=1.1)
+    assert asked(machine) == [("supply", 4), ("supply", 1)]
+    assert (choice.settings, choice.complete) == (own(4), False)
+
+
+def test_with_nothing_else_measured_the_users_setting_stays() -> None:
+    """Everything after the first probe is refused."""
+    machine = Machine(0.01, demand=2000, **SLEEPS)
+    policy = Look(problem(machine, own(2))).run()
+    machine.broken = lambda _: True
+    choice: Choice | None = None
+    ask = next(policy)
+    while choice is None:
+        try:
+            ask = policy.send(machine.answer(ask))
+        except StopIteration as end:
+            choice = end.value
+    assert choice.settings == own(2)
+
+
+def without(least: int) -> Callable[[FeedSettings], str | None]:
+    return lambda settings: "too large" if settings.num_workers >= least else None
+
+
+@pytest.mark.parametrize(
+    ("machine", "before", "budget_s", "expected"),
+    [
+        pytest.param(Machine(0.01, demand=550, **SLEEPS), 16, 30.0, 6, id="the fewest that do"),
+        pytest.param(Machine(0.01, demand=1400, **SLEEPS), 16, 30.0, 7, id="as many as fit"),
+        pytest.param(Machine(0.01, demand=1400, **SLEEPS), 16, 0.5, 7, id="no time"),
+        pytest.param(Machine(0.01, demand=550, variation=4.0, **SLEEPS), 16, 30.0, 7, id="uneven samples"),
+    ],
+)
+def test_where_the_users_setting_does_not_fit_another_one_does(
+    machine: Machine, before: int, budget_s: float, expected: int
+) -> None:
+    """Never one that was refused."""
+    choice = search(machine, own(before), fits=without(8), budget_s=budget_s)
+    assert choice.settings.num_workers == expected
+    assert choice.after is not None and choice.after.images_per_s > 0
+
+
+def test_what_was_refused_for_its_depth_is_no_limit_for_others() -> None:
+    """Eight batches of a worker do not fit; torch's two do."""
+    tight = dataclasses.replace(own(1), prefetch_factor=8)
+    machine = Machine(0.01, demand=550, **SLEEPS)
+    choice = search(machine, tight, fits=lambda s: "too large" if (s.prefetch_factor or 0) > 7 else None)
+    assert (choice.settings.num_workers, choice.settings.prefetch_factor) == (6, 2)
+
+
+def test_each_form_has_its_own_limit() -> None:
+    """Processes of which three fit, and threads that need no shared memory."""
+    machine = Machine(0.01, demand=1400, form_speed={"processes": 1.0, "threads": 1.0}, **SLEEPS)
+    choice = search(machine, own(2), fits=lambda s: "too large" if s.backend == "processes" and s.num_workers > 3 else None)
+    assert (choice.settings.backend, choice.settings.num_workers) == ("threads", 15)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_what_real_steps_got_is_not_outbid_by_the_model(workers: int) -> None:
+    """Handing over is the limit: no other number is said to feed the model, whatever the loader alone gives."""
+
+    class Handing(Machine):
+        def delivered(self, s: FeedSettings) -> float:
+            return min(super().delivered(s), 800.0)
+
+    machine = Handing(0.0025, 0.0001, demand=1000, cores=8.0)
+    choice = search(machine, own(workers))
+    assert choice.after is not None and choice.after.images_per_s <= 800.0
+    assert choice.bound == "transport"
+
+
+def test_threads_that_slow_the_step_are_not_taken_unseen() -> None:
+    """Where the time ends before steps could be seen beside them."""
+    machine = Machine(0.002, 0.0001, demand=2500, form_speed={"processes": 1.0, "threads": 2.0}, form_slows={"threads": 0.5})
+    assert search(machine, own(2), most=2, budget_s=2.0).settings.backend == "processes"
+
+
+@pytest.mark.parametrize(
+    ("form", "cpu_s", "bound"),
+    [("threads", 0.002, "interpreter"), ("threads", 0.0002, "storage"), ("processes", 0.002, "storage")],
+)
+def test_what_threads_share_has_a_name(form: str, cpu_s: float, bound: str) -> None:
+    """One alone never waits, and many do, with processors to spare: for the interpreter."""
+    machine = Machine(0.002, cpu_s, demand=5000, cores=64.0, ceiling=700, form_speed={form: 1.0})
+    assert search(machine, in_form(own(4), form)).bound == bound
+
+
+def test_the_reason_says_who_makes_samples() -> None:
+    """A worker, or without any the trainer."""
+    arrays = search(Machine(267e-6, 267e-6, demand=16_000, form_speed=DECODED), own(1))
+    threads = search(Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS), own(1))
+    assert "a sample takes the trainer 0.0027 ms" in arrays.reason and "a feed of arrays needs no workers" in arrays.reason
+    assert "a sample takes a worker" in threads.reason
