@@ -195,6 +195,11 @@ class TunerConfig:
     max_workers: int | None = setting(
         None, "Most workers per rank that auto tries; null: four per usable core, at least 8.", ge=1, le=512
     )
+    live: bool | None = setting(
+        None,
+        "While training, change the number of threads that load where that pays; null: yes, except on CUDA. For one rank, "
+        "tuner=auto and threads.",
+    )
     fresh: bool = setting(False, "Forget what an earlier search of the same kind of run found.")
 
 

@@ -60,22 +60,24 @@ def main_worker(local_rank: int, job: Job) -> None:
         with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
             allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
             step, train = Step(state, config, world, len(splits.classes)), feeds.settings(allowed)
-            trials, val, tuning, kept = StepTrials(step, config, world), feeds.val_settings(train), None, None
+            trials, val, found = StepTrials(step, config, world), feeds.val_settings(train), None
             if config.mode is Mode.diagnose:
                 diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
                 return
             if config.loader.autotune:
                 found = tuned(feeds, trials, config, allowed, world, saved and saved.state.get("tuning"), resumed_step)
-                tuning, kept = found.told(watch, job.folder), found.entry
-                train, val = tuning.settings, tuning.val
-            if config.mode is Mode.train and feeds.on_device(train) and not (tuning and not tuning.reused):
+                train, val = found.told(watch, job.folder)
+            if config.mode is Mode.train and feeds.on_device(train) and not (found and not found.report.reused):
                 # a step first takes what the network needs, so that the images get of the rest; tuning has made steps
                 with trials.kept():
                     trials.demand(feeds.noise(train.batch_size), 0.0)
-            place = Place(job.folder, splits.classes, kept)
-            engine = Engine(config, world, step, feeds.train(train, rest), feeds.val(val), watch, place)
-            page, told = Page(link.pinned_link(), report.write_report), tuning.summary() if tuning else None
-            with Reporter(config, job.overridden, told, allowed.cores, page, splits.cache).reporting(engine):
+            place = Place(job.folder, splits.classes, found.entry if found else None)
+            feed, val_feed = feeds.train(train, rest), feeds.val(val)
+            if found is not None:
+                found.follow(feed, val_feed, watch, state.step)
+            engine = Engine(config, world, step, feed, val_feed, watch, place)
+            page, summary = Page(link.pinned_link(), report.write_report), found.summary if found else None
+            with Reporter(config, job.overridden, summary, allowed.cores, page, splits.cache).reporting(engine):
                 engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 
 

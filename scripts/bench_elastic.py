@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -27,7 +28,7 @@ from typing import Any
 
 from scripts.measured import listed, machine, machine_line, markdown
 from scripts.paired import Estimate
-from scripts.slept_run import READ, STEP
+from scripts.slept_run import BEGAN, READ, STEP
 
 ROOT = Path(__file__).resolve().parents[1]
 _RUN_S = 900.0
@@ -36,29 +37,42 @@ _COMMON = ("data=shapes", "data.generate.train_images=2000", "data.generate.val_
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Some images and a step: one that sleeps for ``step_ms``, or the network's own where that is 0."""
+    """Some images and a step: one that sleeps for ``step_ms``, or the network's own where that is empty.
+
+    ``step_ms`` and ``read_ms`` are as in ``slept_run.py``; one of them may change ``at_s`` seconds after the start.
+    """
 
     name: str
     about: str
     side: int
-    step_ms: int = 0
-    read_ms: int = 0
+    step_ms: str = ""
+    read_ms: str = ""
     overrides: tuple[str, ...] = ()
+    at_s: float = 0.0
 
 
 _LARGE = ("data.generate.width=500", "data.generate.height=400")
 _ALL = (
-    Workload("jpeg_224", "JPEG 500x400 at 224, a step of 40 ms", 224, 40, overrides=_LARGE),
-    Workload("jpeg_64", "JPEG 80x80 at 64, a step of 150 ms", 64, 150),
+    Workload("jpeg_224", "JPEG 500x400 at 224, a step of 40 ms", 224, "40", overrides=_LARGE),
+    Workload("jpeg_64", "JPEG 80x80 at 64, a step of 150 ms", 64, "150"),
     Workload("resnet18", "JPEG 80x80 at 64, ResNet-18 on the CPU", 64, overrides=("model=resnet18",)),
-    Workload("jpeg_32", "JPEG 80x80 at 32, a step of 2 ms", 32, 2),
-    Workload("late_5", "JPEG 80x80 at 64, a step of 40 ms, files that come after 5 ms", 64, 40, 5),
-    Workload("late_20", "JPEG 80x80 at 64, a step of 40 ms, files that come after 20 ms", 64, 40, 20),
+    Workload("jpeg_32", "JPEG 80x80 at 32, a step of 2 ms", 32, "2"),
+    Workload("late_5", "JPEG 80x80 at 64, a step of 40 ms, files that come after 5 ms", 64, "40", "5"),
+    Workload("late_20", "JPEG 80x80 at 64, a step of 40 ms, files that come after 20 ms", 64, "40", "20"),
+    Workload("warms_5", "files that come after 5 ms, from 13 s on at once, a step of 40 ms", 64, "40", "5,0@13", at_s=13),
+    Workload("warms_20", "files that come after 20 ms, from 13 s on at once, a step of 5 ms", 64, "5", "20,0@13", at_s=13),
+    Workload("slows", "files that come at once, from 13 s on after 5 ms, a step of 40 ms", 64, "40", "0,5@13", at_s=13),
+    Workload("step", "files that come after 5 ms, a step of 160 ms, from 13 s on of 40 ms", 64, "160,40@13", "5", at_s=13),
+    Workload("dearer", "JPEG 500x400 at 224, a step of 100 ms, from 13 s on of 20 ms", 224, "100,20@13", "", _LARGE, at_s=13),
+    Workload("cheaper", "JPEG 80x80 at 64, a step of 40 ms, from 13 s on of 150 ms", 64, "40,150@13", at_s=13),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 STRATEGIES = {
     "default": (),
     "tuned": ("loader.autotune=true", "tuner.fresh=true"),
+    "look": ("loader.autotune=true", "tuner.fresh=true", "tuner.live=false"),
+    "2 threads": ("loader.backend=threads", "loader.num_workers=2"),
+    "8 threads": ("loader.backend=threads", "loader.num_workers=8"),
     "old default": ("loader.num_workers=1",),
     "grid": ("loader.autotune=true", "tuner=grid", "tuner.fresh=true"),
 }
@@ -68,8 +82,8 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     """Seconds from the command to the exit, what tuning took of them, and the settings."""
     place = Path(tempfile.mkdtemp(dir=folder))
     env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-    env |= {STEP: str(workload.step_ms)} if workload.step_ms else {}
-    env |= {READ: str(workload.read_ms)} if workload.read_ms else {}
+    env |= {name: value for name, value in ((STEP, workload.step_ms), (READ, workload.read_ms)) if value}
+    env |= {BEGAN: str(time.time())}
     overrides = (*_COMMON, f"data.image_size={workload.side}", f"trainer.epochs={epochs}", "run.name=x")
     command = [sys.executable, str(ROOT / "scripts/slept_run.py"), *overrides, *workload.overrides, *STRATEGIES[strategy]]
     begin = time.perf_counter()
@@ -79,8 +93,50 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
         raise RuntimeError(
             f"{workload.name}, {strategy}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
-    tuning = json.loads((place / "outputs/x/report.json").read_text()).get("tuning") or {}
-    return {"seconds": seconds, "tuning_s": tuning.get("seconds", 0.0), "chosen": tuning.get("chosen")}
+    report = json.loads((place / "outputs/x/report.json").read_text())
+    tuning, metrics = report.get("tuning") or {}, place / "outputs/x/metrics.jsonl"
+    windows = [line for line in map(json.loads, metrics.read_text().splitlines()) if "speed/images_per_s" in line]
+    late_s = metrics.stat().st_mtime - windows[-1]["time_s"] - float(env[BEGAN])  # what a run's clock begins after the command
+    return {
+        "seconds": seconds,
+        "tuning_s": tuning.get("seconds", 0.0),
+        "chosen": tuning.get("chosen"),
+        "changes": tuning.get("changes", []),
+        "windows": [[round(line["time_s"] + late_s, 2), round(line["speed/images_per_s"], 1)] for line in windows],
+    }
+
+
+def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float | None:
+    """Images/s of the windows that end in these seconds after the command, each of which has as many images."""
+    rates = [images_per_s for end_s, images_per_s in line["windows"] if from_s <= end_s < to_s]
+    return statistics.harmonic_mean(rates) if rates else None
+
+
+def back_s(line: dict[str, Any], at_s: float, best: float) -> float | None:
+    """Seconds from ``at_s`` until two seconds begin that reach 0.95 of ``best`` images/s."""
+    ends = (end_s for end_s, _ in line["windows"] if end_s >= at_s)
+    return next((end_s - at_s for end_s in ends if (rate(line, end_s, end_s + 2) or 0.0) >= 0.95 * best), None)
+
+
+def changing(lines: Sequence[dict[str, Any]]) -> str:
+    """A row for each workload that changes and each strategy: images/s from the change on, and how soon they were back."""
+    rows = []
+    for name, workload in WORKLOADS.items():
+        own = [line for line in lines if line["workload"] == name]
+        for strategy in dict.fromkeys(line["strategy"] for line in own) if workload.at_s else ():
+            mine = [line for line in own if line["strategy"] == strategy]
+            fixed = [rate(line, workload.at_s + 1) for line in own if line["strategy"].endswith("threads")]
+            best = max(filter(None, fixed), default=math.nan)
+            after = [found for line in mine if (found := rate(line, workload.at_s))]
+            backs = [back_s(line, workload.at_s, best) for line in mine]
+            rows.append({
+                "workload": name, "strategy": strategy, "n": len(mine),
+                "before": f"{statistics.median(rate(line, 9, workload.at_s) or math.nan for line in mine):.0f}",
+                "after": f"{statistics.median(after):.0f}", "of the best": f"{statistics.median(after) / best:.2f}",
+                "back after": f"{statistics.median(math.inf if b is None else b for b in backs):.1f} s",
+                "changes": "; ".join(", ".join(f"{c['before']} to {c['threads']}" for c in line["changes"]) for line in mine),
+            })  # fmt: skip
+    return markdown(rows) if rows else ""
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
@@ -88,6 +144,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     rows = []
     groups = dict.fromkeys((line["workload"], line["epochs"], line["strategy"]) for line in lines)
     for name, epochs, strategy in sorted(groups, key=lambda group: (list(WORKLOADS).index(group[0]), *group[1:])):
+        if WORKLOADS[name].at_s:
+            continue
         own = {x["round"]: x for x in lines if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, strategy)}
         base = {x["round"]: x for x in lines if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, "default")}
         paired = [(own[i]["seconds"], base[i]["seconds"]) for i in own.keys() & base.keys()]
@@ -102,7 +160,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
             "tuning": f"{statistics.median(line['tuning_s'] for line in own.values()):.1f} s",
             "chosen": ", ".join(sorted({str(line["chosen"]) for line in own.values() if line["chosen"]})),
         })  # fmt: skip
-    return markdown(rows)
+    return markdown(rows) if rows else ""
 
 
 def main() -> None:
@@ -133,7 +191,7 @@ def main() -> None:
             with chosen.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
             print(lines[-1], flush=True)
-    print(f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}\n\n{table(lines)}")
+    print(f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}\n\n{table(lines)}\n\n{changing(lines)}")
 
 
 if __name__ == "__main__":

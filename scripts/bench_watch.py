@@ -123,7 +123,7 @@ def window_cost(folder: Path, runs: int) -> Cost:
     with Board(folder, tensorboard=True) as board, Sampler([HostSource()], _SETTINGS.sample_s) as sampler:
 
         def figures() -> dict[str, Figure]:
-            return {**timings(window), **stages(meter.read(), 8, 1.0), **sampler.read()}
+            return {**timings(window), **stages(meter.read(), 8.0), **sampler.read()}
 
         return Cost.of(lambda _: board.scalars(1, figures(), epoch=1), lambda _: None, Plan(runs))
 

@@ -145,7 +145,7 @@ def test_a_tuned_run_ends_with_an_answer_that_holds(
         monkeypatch.setattr(datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s)))
     run("loader.autotune=true", "tuner.budget_s=4", "trainer.max_steps=110", "trainer.epochs=9", step_s=20e-3)
     tuning = json.loads((tmp_path / "run/tuning.json").read_text())
-    assert tuning["complete"] != ("ended by its time" in log(tmp_path))
+    assert tuning["complete"] != ("the time was over" in log(tmp_path))
     assert [follow.done for follow in follows] == [True]
     if not read_s:  # the made-up disk's sleeps last longer where this machine has other work
         assert "WARNING" not in log(tmp_path)

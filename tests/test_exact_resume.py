@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from harness import job
 from harness.config import Config
+from harness.feed.threads import ThreadFeed
 from harness.runtime.errors import DiskError, Interrupted
 from harness.training import checkpoint
 from harness.training.saving import Boundary
@@ -61,6 +63,49 @@ def test_stops_within_epochs_change_nothing(composed: Composed, tmp_path: Path, 
     assert [whole[line["step"]] for line in parts] == parts and len(parts) == 3
     steps = [line["step"] for line in logged(tmp_path / "parts") if "train/lr" in line]
     assert steps == sorted({*range(10, 67, 10), 22, 44, 66, *ways})
+
+
+@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.parametrize(
+    ("crop", "seeds"),
+    [
+        ("pad", range(4)),
+        ("random_resized", range(4, 8)),
+        pytest.param("pad", range(8, 29), marks=pytest.mark.slow),
+        pytest.param("random_resized", range(29, 50), marks=pytest.mark.slow),
+    ],
+)
+def test_threads_that_come_and_go_change_nothing(
+    composed: Composed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop_at: Callable[[int | None], None],
+    crop: str,
+    seeds: range,
+) -> None:
+    """Random numbers of threads after random steps, epochs' first and last among them, and a stop amid them: one hash."""
+    common = (*COMMON, f"augment.crop={crop}", "trainer.epochs=2", "loader.backend=threads", "loader.num_workers=2")
+    run(composed(*common), tmp_path / "fixed")
+    ask, begin, running, luck = Boundary.ask, ThreadFeed._begin, set[ThreadFeed](), random.Random(0)
+
+    def begun(self: ThreadFeed, epoch: int) -> Any:
+        running.add(self)
+        return begin(self, epoch)
+
+    def asked(self: Boundary, step: int) -> tuple[int, bool]:
+        for feed in running if step % 22 in (0, 1) or luck.random() < 0.4 else ():
+            feed.resize(luck.randint(1, feed.most_threads))
+        return ask(self, step)
+
+    monkeypatch.setattr(ThreadFeed, "_begin", begun)
+    monkeypatch.setattr(Boundary, "ask", asked)
+    for seed in seeds:
+        luck.seed(seed)
+        for stop in (luck.choice([1, 21, 22, 23, luck.randrange(1, 43)]), None):
+            running.clear()
+            stop_at(stop)
+            run(composed(*common, "resume=auto"), tmp_path / str(seed))
+        assert digest(tmp_path / str(seed)) == digest(tmp_path / "fixed"), f"seed {seed}"
 
 
 @pytest.mark.usefixtures("kept_globals")

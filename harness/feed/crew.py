@@ -5,6 +5,7 @@ A batch in the making is shared by all threads: the first is there after its sam
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -23,8 +24,10 @@ from harness.feed.interface import ARRAYS, FeedSettings, FillableDataset, HostBa
 from harness.feed.ring import Ring
 from harness.runtime import workers
 from harness.runtime.errors import LoaderError
+from harness.runtime.folder import LOGGER
 from harness.watch.stages import StageMeter, Stamps
 
+_log = logging.getLogger(LOGGER)
 _IDLE_S = 5.0  # how soon a thread sees that it is not needed, should it not have heard
 _JOIN_S = 1.0  # how long ``close`` waits for threads that are busy
 _RUN = 8  # most samples that a thread takes on at a time: a thread looks up between two runs
@@ -104,23 +107,34 @@ class Crew:
         """Begin a pass; the one before it has been through."""
         with self._lock:
             self._epoch, self._requests, self.through = epoch, requests, False
-            self.resize(self._wanted)
-
-    def resize(self, threads: int) -> None:
-        """Have so many threads."""
-        with self._lock:
-            self._wanted = threads
+            wanted = self._wanted
             try:
-                for slot in set(range(threads)) - set(self._threads):
-                    thread = threading.Thread(target=self._serve, args=(slot,), name=f"feed-{slot}", daemon=True)
-                    thread.start()
-                    self._threads[slot] = thread
+                self._start(wanted)
             except RuntimeError as error:
-                text = f"loader.num_workers={threads}: {error}; lower it"
+                text = f"loader.num_workers={wanted}: {error}; lower it"
                 if self._settings.backend == ARRAYS:  # whose threads are no setting
-                    text = f"{error}, of {threads} that were to read files; set {alone(self._settings)}"
+                    text = f"{error}, of {wanted} that were to read files; set {alone(self._settings)}"
                 self._fail(LoaderError(text))
-            self._work.notify_all()
+
+    def resize(self, threads: int) -> int:
+        """Have so many threads, or as many more as the system can start; returns how many."""
+        with self._lock:
+            try:
+                self._start(threads)
+            except RuntimeError as error:
+                _log.warning("%d threads load, and not %d: %s", self._wanted, threads, error)
+            return self._wanted
+
+    def _start(self, threads: int) -> None:
+        """Have so many threads; where one cannot be started, those before it."""
+        for slot in range(threads):
+            if slot not in self._threads:
+                thread = threading.Thread(target=self._serve, args=(slot,), name=f"feed-{slot}", daemon=True)
+                thread.start()
+                self._threads[slot] = thread
+            self._wanted = max(self._wanted, slot + 1)
+        self._wanted = threads
+        self._work.notify_all()
 
     def take(self, wait_s: float) -> HostBatch | None:
         """The next batch; None if it is not there within ``wait_s`` seconds, or there is none."""

@@ -58,13 +58,15 @@ class ThreadFeed(Feed):
 
     def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings, gauge: Gauge | None = None) -> None:
         super().__init__(order, settings)
-        self.most_threads = max(settings.num_workers, os.cpu_count() or 1) if gauge is None else gauge.slots
+        self.most_threads = max(settings.num_workers, 8, 4 * (os.cpu_count() or 1)) if gauge is None else gauge.slots
         self.meter = StageMeter(stages_of(dataset), self.most_threads, shared=False)
         self._dataset, self._gauge = dataset, gauge
         self._crew: Crew | None = None
 
     def resize(self, threads: int) -> None:
         """Have so many threads from now on, also amid a pass; those that are too many leave with their run of samples.
+
+        Where the system starts no more, a warning says so, and ``settings`` have as many as there are.
 
         Raises:
             ValueError: there are none to add to, or the rows of the gauge or the meter are fewer.
@@ -74,9 +76,8 @@ class ThreadFeed(Feed):
                 f"resize({threads}) of a feed with num_workers={self.settings.num_workers}: choose 1 to {self.most_threads} "
                 "threads, for a feed that has any"
             )
-        self.settings = replace(self.settings, num_workers=threads)
-        if self._crew is not None:
-            self._crew.resize(threads)
+        started = threads if self._crew is None else self._crew.resize(threads)
+        self.settings = replace(self.settings, num_workers=started)
 
     def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
         return polls(self._crew if primed and self._crew else self._begin(epoch), self.settings, poll_s)

@@ -181,6 +181,10 @@ const COMPANIONS = [
     series: [{ tag: "stages/busy_fraction", name: "share of their time", kind: "plain" }],
   },
   {
+    title: "Workers", show: rounded, axis: rounded, why: "no worker made batches",
+    series: [{ tag: "loader/num_workers", name: "processes or threads", kind: "plain" }],
+  },
+  {
     title: "Processors in use", show: cores, axis: rounded, why: "the processes could not be looked at",
     series: [
       { tag: "host/machine_cpu_cores", name: "the whole machine", kind: "plain" },

@@ -17,9 +17,9 @@ SPREAD = ("median", "p95", "max")
 PARTS = ("compute", "prepare", "starved", "exposed_copy", "host")  # of a step
 TAGS = (
     *(f"time/{name}_ms/{of}" for name in ("step", *PARTS) for of in SPREAD),
-    "speed/images_per_s", "stall/data_fraction", "stages/busy_fraction", "gpu/utilization", "gpu/sm_utilization",
-    "host/machine_cpu_cores", "host/own_cpu_cores", "host/throttled_fraction", "host/memory_stall_fraction",
-    "host/own_read_bytes_per_s", "host/own_storage_bytes_per_s",
+    "speed/images_per_s", "stall/data_fraction", "stages/busy_fraction", "loader/num_workers", "gpu/utilization",
+    "gpu/sm_utilization", "host/machine_cpu_cores", "host/own_cpu_cores", "host/throttled_fraction",
+    "host/memory_stall_fraction", "host/own_read_bytes_per_s", "host/own_storage_bytes_per_s",
 )  # fmt: skip
 _TOLD = frozenset(f"time/{part}_ms/{of}" for part in PARTS for of in ("p95", "max"))  # in words, and not drawn
 

@@ -106,6 +106,7 @@ class Engine:
         self.memory = MemoryWatch(accelerator.of(world.device))
         self._worked: StageTotals | None = None  # by the feed's workers up to the window before
         self._looked_s = time.perf_counter()
+        self.worker_s = 0.0  # seconds of the feed's workers so far, at work or not
         self._boundary = Boundary(config, world, self.state.step)
         self._whole = True  # no update is under way
         self._logged_step = self.state.step
@@ -278,12 +279,12 @@ class Engine:
         self.watch.clock.settle()
         figures = self.step.read()
         window = self.watch.clock.close_window()
-        for look in self.watch.on_window:
-            look(self.watch.clock)
         self.outcome.skipped += figures.skipped
         values: dict[str, Figure] = {Tag.LOSS: figures.loss, Tag.LR: float(self.state.schedule.get_last_lr()[0])}
         if window is not None:
             values |= timings(window) | self._stages()
+            for look in self.watch.on_window:
+                look(self.watch.clock, window)
             if window.images_per_s is not None:
                 values[Tag.IMAGES_PER_S] = window.images_per_s * self.world.size
         with self.watch.clock.noted("logging"):
@@ -305,10 +306,13 @@ class Engine:
     def _stages(self) -> dict[str, Figure]:
         """What the training feed's workers did since the last call."""
         since_s, self._looked_s = self._looked_s, time.perf_counter()
+        workers = self.feed.settings.num_workers
         if self.feed.meter is None:
             return {}
         before, self._worked = self._worked, self.feed.meter.read()
-        return stages(self._worked.since(before), self.feed.settings.num_workers, self._looked_s - since_s)
+        worker_s = max(1, workers) * (self._looked_s - since_s)
+        self.worker_s += worker_s
+        return {Tag.NUM_WORKERS: workers, **stages(self._worked.since(before), worker_s)}
 
     def _own_figures(self) -> RankFigures:
         """What tells this rank from the others."""

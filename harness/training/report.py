@@ -44,7 +44,7 @@ class Reporter:
     Attributes:
         config: the run's settings.
         overridden: what the command line set, such as ``loader.num_workers=2``: each is a column of the HParams page.
-        tuning: what a search did, as plain values: seconds, chosen, before and after; None where there was none.
+        tuning: called with the run's figures, gives what tuning did, as plain values; None where nothing was tuned.
         cores: what this rank may use.
         page: is written once ``report.json`` is.
         cache: where decoded images are kept, if they are.
@@ -52,7 +52,7 @@ class Reporter:
 
     config: Config
     overridden: tuple[str, ...]
-    tuning: Mapping[str, Any] | None
+    tuning: Callable[[Window], Mapping[str, Any]] | None
     cores: float
     page: Page
     cache: PixelCache | None = None
@@ -141,14 +141,14 @@ class Reporter:
             "goodput": engine.watch.course.goodput(total),
             "turns_ms": [{"val": val_ms, "train": train_ms} for val_ms, train_ms in outcome.turns_ms] or None,
             "loader": engine.feed.settings,
-            "tuning": self.tuning,
+            "tuning": self.tuning and self.tuning(total),
             "cache": self.cache.stats() if self.cache is not None else None,
             "verdict": judge(self._evidence(engine, total, worked, sampled)),
             "environment": environment(device),
             "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
         }
         if worked is not None and worked.samples:
-            found |= _workers(worked, engine.feed.settings.num_workers, total)
+            found |= _workers(worked, engine.worker_s)
         if outcome.evaluation is not None:
             evaluation = outcome.evaluation
             found |= {"top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss}
@@ -196,7 +196,9 @@ class Reporter:
         if "gpu_memory" in report:
             say(f"memory         {report['gpu_memory']}")
         if self.config.mode is Mode.train:
-            say(f"loader         {engine.feed.settings}{self._gain()}")
+            say(f"loader         {engine.feed.settings}{_tuned(report.get('tuning'))}")
+            if settled := report.get("tuning", {}).get("settled"):
+                say(f"next time      {settled}")
             say(f"verdict        {report['verdict'].sentence}")
         if self.cache is not None:
             say(f"cache          {self.cache.summary()}")
@@ -219,12 +221,6 @@ class Reporter:
         else:
             say("nothing was saved: no step was made since the start")
 
-    def _gain(self) -> str:
-        if self.tuning is None:
-            return ""
-        how = "remembered" if self.tuning["reused"] else f"tuned in {self.tuning['seconds']:.0f} s"
-        return f" ({how})"
-
 
 def _command(config: Config, overridden: tuple[str, ...], folder: str, world: World) -> str:
     """The command line that goes on with the run in ``folder``."""
@@ -238,6 +234,16 @@ def _command(config: Config, overridden: tuple[str, ...], folder: str, world: Wo
     return f"{script} {shlex.join([*kept, 'resume=auto' if named else f'resume={folder}'])}"
 
 
+def _tuned(tuning: Mapping[str, Any] | None) -> str:
+    """What tuning took, and what it gained."""
+    if tuning is None:
+        return ""
+    told = "remembered" if tuning["reused"] else f"tuned in {tuning['seconds']:.0f} s"
+    if (gained_s := tuning.get("gained_s", 0.0)) >= 1:
+        told += f", saved about {gained_s:.0f} s of training"
+    return f" ({told})"
+
+
 def _spread(spread: Spread) -> str:
     return f"{spread.median:.1f} ms (p95 {spread.p95:.1f}, max {spread.max:.1f})"
 
@@ -248,9 +254,8 @@ def _goodput(goodput: Goodput) -> str:
     return f"{goodput.fraction:.0%} of {goodput.wall_s:.1f} s in training steps; {rest}"
 
 
-def _workers(worked: StageTotals, workers: int, total: Window) -> dict[str, Any]:
-    """What the training feed's workers did in the whole run, by stage."""
-    seconds = total.elapsed_s + (total.first_step_s or 0.0) + sum(total.pauses_s.values())
+def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
+    """What the training feed's workers did in the whole run, by stage, in so many seconds of them together."""
     each = [
         {
             "name": name,
@@ -260,7 +265,7 @@ def _workers(worked: StageTotals, workers: int, total: Window) -> dict[str, Any]
         }
         for name, cost in worked.stages.items()
     ]
-    busy = min(1.0, worked.busy_s / (max(1, workers) * seconds)) if seconds > 0 else None
+    busy = min(1.0, worked.busy_s / worker_s) if worker_s > 0 else None
     return {"stages": each, "workers": {"samples": worked.samples, "busy_fraction": busy}}
 
 

@@ -32,7 +32,7 @@ class Follow:
     on_miss: Callable[[], object] | None = None
     done: bool = False
 
-    def look(self, clock: StepClock) -> None:
+    def look(self, clock: StepClock, window: Window) -> None:
         """To be called whenever a window of steps ends."""
         predicted = self.report.after.wait_fraction
         if self.done or predicted is None:

@@ -116,6 +116,8 @@ class Look:
     def _others(self) -> Asking:
         """The other forms, while none feeds the model: arrays first, and processes only where processors are left over."""
         for form in sorted(self.problem.forms, key=lambda form: form != ARRAYS):
+            if not self.complete:  # one that needs less time to be tried is not to win by that
+                return
             if form == self.form or self._is_fed(self._best()) or (form == PROCESSES and self._processors_are_full()):
                 continue
             yield from self._tried(with_workers(self._base(form), self._wanted(form)), beside=form != PROCESSES)
@@ -130,7 +132,7 @@ class Look:
             yield from self._steps(settings)
 
     def _fewer(self, chosen: FeedSettings) -> Asking:
-        """The fewest workers that give as much by the model: of another form than the probed one, by that one's costs."""
+        """Measure the fewest workers that give as much as ``chosen``, by the model of its form, if they are fewer."""
         model = self.models.get(chosen.backend)
         if model is None or model.is_crowded or chosen.num_workers < 2:
             return

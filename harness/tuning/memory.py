@@ -138,7 +138,7 @@ def fingerprint(
 
     plain = to_plain(config)
     settings = {f"{group}.{name}": plain[group][name] for group, names in _SETTINGS.items() for name in names}
-    tuner = {name: value for name, value in plain["tuner"].items() if name != "fresh"}
+    tuner = {name: value for name, value in plain["tuner"].items() if name not in ("fresh", "live")}
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "packages": {name: metadata.version(name) for name in ("numpy", "pillow", "simplejpeg")},

@@ -186,7 +186,7 @@ class TuningReport:
     def _title(self) -> str:
         if self.reused:
             return f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
-        spent = "" if self.complete else ", ended by its time"
+        spent = "" if self.complete else ", the time was over"
         return f"tuner={self.search}: {len(self.trials)} measurements in {self.seconds:.1f} s{spent}"
 
     def _sides(self) -> tuple[Sequence[str], list[Sequence[str]]]:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config import Config
+from harness.config import Config, TunerName
 from harness.data.identity import identity
 from harness.feed.arrays import in_form
 from harness.feed.forms import Feeds
-from harness.feed.interface import FeedSettings
+from harness.feed.interface import Feed, FeedSettings
+from harness.feed.threads import ThreadFeed
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.files import typed
@@ -22,27 +23,78 @@ from harness.runtime.limits import Limits
 from harness.tuning import capacity
 from harness.tuning.figures import Trainee
 from harness.tuning.follow import Follow
+from harness.tuning.live import Live
 from harness.tuning.memory import Memory, fingerprint
 from harness.tuning.report import TuningReport
 from harness.tuning.search import DEEPEST, with_workers
 from harness.tuning.tuner import most_workers, tune
+from harness.watch.clock import StepClock
+from harness.watch.figures import Window
 from harness.watch.station import Watch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tuned:
-    """What the stage found, what checks it over the first training steps, and what a checkpoint keeps of it."""
+    """What the stage found, and what follows it while training.
+
+    Attributes:
+        entry: what a checkpoint keeps of it.
+        forget: forgets the answer.
+        most: threads that may be tried while training; None where their number stays.
+        val_follows: whether the validation feed is to have as many.
+        live: changes their number.
+    """
 
     report: TuningReport
-    follow: Follow
     entry: dict[str, Any] | None
+    forget: Callable[[], object] | None
+    most: int | None
+    val_follows: bool
+    live: Live | None = None
 
-    def told(self, watch: Watch, folder: Path) -> TuningReport:
-        """The report, once it is printed, written by the first rank, and given to ``watch`` to be checked."""
+    def told(self, watch: Watch, folder: Path) -> tuple[FeedSettings, FeedSettings]:
+        """The settings of both feeds, once all is printed, and written by the first rank."""
         self.report.publish(folder if watch.board else None, watch.board)
-        watch.on_window.append(self.follow.look)
         watch.course.mark("tuning")
-        return self.report
+        return self.report.settings, self.report.val
+
+    def follow(self, feed: Feed, val_feed: Feed, watch: Watch, step: int) -> None:
+        """Check while training what was predicted, and let threads follow the run; ``step`` updates of it are done."""
+        follow, before = Follow(self.report, self.forget), self._before()
+        if not (self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers):
+            watch.on_window.append(follow.look)
+            return
+        threads = [one for one in (feed, val_feed if self.val_follows else None) if isinstance(one, ThreadFeed)]
+        most = min(self.most, *(one.most_threads for one in threads))
+        self.live = live = Live(threads, self.report.limits.cores, most, step=step, before=before)
+
+        def look(clock: StepClock, window: Window) -> None:
+            live.look(clock, window)
+            if not live.changes:  # else another number was predicted for
+                follow.look(clock, window)
+
+        watch.on_window.append(look)
+
+    def summary(self, total: Window) -> dict[str, Any]:
+        """What ``report.json`` says of it; ``total`` is of the run's steps."""
+        found, live = self.report.summary(), self.live
+        if live is not None:
+            found["gained_s"] = live.gained_s
+        elif (before := self._before()) is not None:
+            found["gained_s"] = max(0.0, total.images / before - total.elapsed_s)
+        if live is not None and live.changes:
+            settings, val = (
+                dataclasses.replace(one, num_workers=live.settled) for one in (self.report.settings, self.report.val)
+            )
+            now = dataclasses.replace(self.report, settings=settings, val=val if self.val_follows else self.report.val)
+            found |= {"changes": live.changes, "settled": now.override}
+        return found
+
+    def _before(self) -> float | None:
+        """Images/s that steps got with the user's own setting, where this run measured them and came to another one."""
+        report, rate = self.report, self.report.before.images_per_s
+        known = rate is not None and report.demand is not None and not report.reused
+        return rate.images_per_s if known and rate and report.settings != report.before.settings else None
 
 
 def tuned(
@@ -81,7 +133,15 @@ def tuned(
             if memory and sound and report.after.images_per_s is not None:
                 when = f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
                 memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
-    return Tuned(report, Follow(report, memory.forget if memory else None), memory.entry if memory else None)
+    asked, by_look = config.tuner.live, config.tuner.name is TunerName.auto
+    follows = by_look and world.size == 1 and (asked if asked is not None else not accelerator.of(world.device).has_streams)
+    return Tuned(
+        report,
+        memory.entry if memory else None,
+        memory.forget if memory else None,
+        most_workers(config.tuner, limits) if follows else None,
+        val_follows=config.loader.val.num_workers is None and report.val.num_workers == report.settings.num_workers,
+    )
 
 
 def _images_left(config: Config, feeds: Feeds, step: int) -> int:

@@ -196,12 +196,12 @@ def timings(window: Window) -> dict[str, Figure]:
     return {tag: getattr(window, name) for tag, name in _TIMINGS}
 
 
-def stages(totals: StageTotals, workers: int, seconds: float) -> dict[str, Figure]:
-    """Wall milliseconds per sample of each stage, and how busy so many ``workers`` were in so many ``seconds``."""
-    if not totals.samples or seconds <= 0:
+def stages(totals: StageTotals, worker_s: float) -> dict[str, Figure]:
+    """Wall milliseconds per sample of each stage, and how busy the workers were in ``worker_s`` seconds of them together."""
+    if not totals.samples or worker_s <= 0:
         return {}
     each = {f"stages/{name}_ms": 1e3 * cost.wall_s / totals.samples for name, cost in totals.stages.items()}
-    return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / (max(1, workers) * seconds))}
+    return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / worker_s)}
 
 
 def _hparam(value: Any) -> str | int | float:

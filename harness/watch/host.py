@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import psutil
 
@@ -54,7 +54,7 @@ class HostSource(Source):
 
     def _machine(self) -> Figures:
         self._busy = None
-        total, busy = _total_and_busy(psutil.cpu_times())
+        total, busy = machine_times()
         self._busy = self._growth("busy", self._now(), busy)
         return *_share(self._growth("cores", total, busy)), self._busy
 
@@ -169,8 +169,9 @@ class Sampler:
             self.look()
 
 
-def _total_and_busy(times: Any) -> tuple[float, float]:
-    """Seconds by psutil: all, and those in which a core was neither idle nor waiting for a disk."""
+def machine_times() -> tuple[float, float]:
+    """Seconds of all the machine's cores since it started, and those in which one was neither idle nor waiting for a disk."""
+    times = psutil.cpu_times()
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # both are in user already
     return total, total - times.idle - getattr(times, "iowait", 0.0)
 

@@ -18,6 +18,7 @@ from harness.watch import console
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.device import GpuSource, Source, nvml_sees_gpu
+from harness.watch.figures import Window
 from harness.watch.goodput import Course
 from harness.watch.host import HostSource, Sampler
 
@@ -26,14 +27,14 @@ from harness.watch.host import HostSource, Sampler
 class Watch:
     """What a run is watched with; board and sampler are the first rank's alone.
 
-    ``course`` knows where the wall time went; ``on_window`` are called with the clock whenever a window of steps ends.
+    ``course`` knows where the wall time went; ``on_window`` are called with the clock and the window whenever a window ends.
     """
 
     clock: StepClock
     course: Course = field(default_factory=lambda: Course(time.perf_counter()))
     board: Board | None = None
     sampler: Sampler | None = None
-    on_window: list[Callable[[StepClock], None]] = field(default_factory=list)
+    on_window: list[Callable[[StepClock, Window], None]] = field(default_factory=list)
 
 
 @contextmanager

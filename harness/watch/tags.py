@@ -49,4 +49,5 @@ class Tag(StrEnum):
     READ_BYTES_PER_S = "host/own_read_bytes_per_s"
     STORAGE_BYTES_PER_S = "host/own_storage_bytes_per_s"
     MAJOR_FAULTS_PER_S = "host/major_faults_per_s"
+    NUM_WORKERS = "loader/num_workers"
     BUSY_FRACTION = "stages/busy_fraction"

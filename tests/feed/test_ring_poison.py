@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ class Device:
     def __init__(self, whim: Callable[[], int]) -> None:
         self.whim = whim  # how many orders to carry out at a look
         self.orders: deque[Callable[[], object]] = deque()
+        self.one_at_a_time = threading.Lock()  # the trainer and the prefetcher's thread both look
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         copied = torch.empty_like(tensor)
@@ -39,8 +41,9 @@ class Device:
         return copied
 
     def work(self, orders: int) -> None:
-        for _ in range(min(orders, len(self.orders))):
-            self.orders.popleft()()
+        with self.one_at_a_time:
+            for _ in range(min(orders, len(self.orders))):
+                self.orders.popleft()()
 
 
 @pytest.fixture(params=["lazy", "moody"])

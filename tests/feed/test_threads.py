@@ -383,6 +383,26 @@ class TestResize:
         list(feed)
         assert len(samples.at_work()) == 3
 
+    def test_a_thread_that_cannot_start_ends_nothing(
+        self, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """There are as many as the system has started, a warning says so, and the pass is whole."""
+        feed, start = make_feed(2, samples.Noise(200), Gauge(6)), threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name == "feed-3":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        given = []
+        for batch in feed:
+            given.append(batch)
+            feed.resize(6)
+            assert feed.settings.num_workers == 3
+        assert_same(given, reference(samples.Noise(200)))
+        assert "3 threads load, and not 6: can't start new thread" in caplog.text
+
     def test_before_a_pass_it_is_a_setting(self, make_feed: MakeFeed) -> None:
         """The first pass begins with the new number."""
         feed = make_feed(1, Together(8, 3), Gauge(3))

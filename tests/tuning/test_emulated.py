@@ -205,7 +205,7 @@ def train(
             if number % 10 == 0:
                 clock.settle()
                 clock.close_window()
-                follow.look(clock)
+                follow.look(clock, clock.total())
     assert follow.done
 
 

@@ -44,7 +44,7 @@ def follow(loop: Loop, report: TuningReport) -> list[str]:
     missed: list[str] = []
     checks = Follow(report, lambda: missed.append("missed"))
     for _ in range(3):
-        checks.look(loop.clock)
+        checks.look(loop.clock, loop.clock.total())
     return missed
 
 

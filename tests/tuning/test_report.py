@@ -154,7 +154,7 @@ def test_what_was_not_measured_is_a_dash(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("changes", "title"),
     [
-        ({"complete": False}, "tuner=auto: 4 measurements in 9.2 s, ended by its time"),
+        ({"complete": False}, "tuner=auto: 4 measurements in 9.2 s, the time was over"),
         ({"reused": True, "seconds": 0.3}, "tuner=auto: remembered from an earlier run, 0.3 s"),
     ],
     ids=["budget", "remembered"],

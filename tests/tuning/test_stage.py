@@ -16,6 +16,7 @@ import torch
 from harness.config import Config
 from harness.data import datasets
 from harness.feed.forms import Feeds
+from harness.feed.interface import FeedSettings
 from harness.runtime import seeding
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
@@ -24,8 +25,12 @@ from harness.training.step import Step
 from harness.training.trial import StepTrials
 from harness.tuning import stage
 from harness.tuning.figures import Trainee
+from harness.tuning.live import Change
 from harness.tuning.report import TuningReport
 from harness.tuning.stage import Tuned, tuned
+from harness.watch.clock import StepClock
+from harness.watch.figures import Ledger
+from harness.watch.station import Watch
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
@@ -203,9 +208,90 @@ def test_more_workers_than_are_tried_may_be_the_users_own(composed: Composed, se
 def test_an_answer_that_does_not_hold_is_forgotten(composed: Composed, searches: list[int], cache: Path) -> None:
     """Once the first training steps have shown that."""
     job = run(composed)
-    assert len(list(cache.glob("*.json"))) == 1 and job.follow.on_miss is not None
-    job.follow.on_miss()
+    assert len(list(cache.glob("*.json"))) == 1 and job.forget is not None
+    job.forget()
     assert not list(cache.glob("*.json"))
+
+
+THREADED = ("loader.backend=threads", "loader.num_workers=3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "followed"),
+    [
+        (THREADED, [3, 3]),
+        ((*THREADED, "loader.val.num_workers=3"), [3]),
+        ((*THREADED, "tuner.live=true"), [3, 3]),
+        ((*THREADED, "tuner.live=false"), []),
+        ((*THREADED, "tuner=grid"), []),
+        (("loader.backend=processes", "loader.num_workers=3"), []),
+        (("loader.backend=threads", "loader.num_workers=0"), []),
+    ],
+)
+def test_threads_follow_the_run(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], followed: list[int]
+) -> None:
+    """Those of the training feed, and of the validation feed unless the user gave it a number; never processes."""
+    monkeypatch.setattr(stage, "tune", chosen_as_it_was)
+    found, feeds = run(composed, *overrides), made(composed, *overrides)
+    watch = Watch(StepClock("cpu"))
+    found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), watch, 5)
+    assert ([feed.settings.num_workers for feed in found.live.feeds] if found.live else []) == followed
+    assert len(watch.on_window) == 1
+
+
+def test_on_several_ranks_threads_stay(composed: Composed, searches: list[int]) -> None:
+    """Ranks that wait for each other cannot judge their own tries."""
+
+    class Ranks(World):
+        def agreed(self, value: object) -> object:
+            return value
+
+    pair = Ranks(0, 2, 0, 2, torch.device("cpu"))
+    config, feeds = composed("data=digits", "loader.autotune=true", *THREADED), made(composed, *THREADED)
+    assert tuned(feeds, None, config, LIMITS, pair).most is None  # type: ignore[arg-type]
+    assert tuned(feeds, None, config, LIMITS, ALONE).most == 8  # type: ignore[arg-type]
+
+
+def test_the_report_tells_what_was_saved_and_how_to_begin_with_the_last_number(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try that is not judged yet does not count."""
+    monkeypatch.setattr(stage, "tune", chosen_as_it_was)
+    found, feeds = run(composed, *THREADED), made(composed, *THREADED)
+    found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), Watch(StepClock("cpu")), 5)
+    assert "settled" not in found.summary(Ledger().window()) and found.live is not None
+    found.live.changes.append(Change(20, 8, 3, 400.0, "late files"))
+    summary = found.summary(Ledger().window())
+    assert summary["changes"] == found.live.changes and "loader.num_workers=3 " in summary["settled"]
+    found.live._policy.threads = 8
+    settled = found.summary(Ledger().window())["settled"]
+    assert "loader.num_workers=8 " in settled and "val" not in settled
+
+
+@pytest.mark.parametrize(("seconds", "gained_s"), [(10.0, 10.0), (40.0, 0.0)])
+def test_processes_saved_what_the_users_own_would_have_taken(
+    composed: Composed, searches: list[int], seconds: float, gained_s: float
+) -> None:
+    """By what was measured before training, and never less than nothing."""
+    found = run(composed)
+    rate = found.report.before.images_per_s
+    assert rate is not None and found.report.settings != found.report.before.settings
+    total = Ledger(1, int(20 * rate.images_per_s), seconds).window()
+    assert found.summary(total)["gained_s"] == pytest.approx(gained_s, abs=0.1)
+
+
+def chosen_as_it_was(feeds: Feeds, trainee: object, own: FeedSettings, *_: object) -> TuningReport:
+    """A search that chooses what there is."""
+    report = reports.report(3)
+    sides = {name: dataclasses.replace(getattr(report, name), settings=own) for name in ("before", "after")}
+    return dataclasses.replace(report, settings=own, val=feeds.val_settings(own), **sides)
+
+
+def made(composed: Composed, *overrides: str) -> Feeds:
+    """The feeds of a run on the digits."""
+    config = composed("data=digits", "loader.autotune=true", *overrides)
+    return Feeds(datasets.load(config.data, config.augment, config.seed), config, ALONE)
 
 
 def test_the_validation_feed_is_this_runs(composed: Composed, searches: list[int]) -> None:

@@ -83,13 +83,13 @@ def test_every_figure_of_a_window_has_a_tag() -> None:
 def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
     """Two workers that made batches for 3 of 4 seconds each were busy for three quarters; a sample has its mean."""
     totals = StageTotals(100, 10, 6.0, {"read": StageCost(1.0, 0.1), "decode": StageCost(4.0, 4.0)})
-    assert stages(totals, 2, 4.0) == {"stages/read_ms": 10.0, "stages/decode_ms": 40.0, Tag.BUSY_FRACTION: 0.75}
-    assert stages(totals, 0, 12.0)[Tag.BUSY_FRACTION] == 0.5
+    assert stages(totals, 8.0) == {"stages/read_ms": 10.0, "stages/decode_ms": 40.0, Tag.BUSY_FRACTION: 0.75}
+    assert stages(totals, 12.0)[Tag.BUSY_FRACTION] == 0.5
 
 
 def test_workers_that_did_nothing_have_no_stages() -> None:
     """A window without a sample says nothing."""
-    assert stages(StageTotals(0, 0, 0.0, {}), 2, 4.0) == {}
+    assert stages(StageTotals(0, 0, 0.0, {}), 8.0) == {}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
