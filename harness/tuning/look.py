@@ -19,6 +19,7 @@ from harness.tuning.search import DEEPEST, Ask, Choice, Problem, Search, cost_of
 MET = 1.05  # supply over demand that is aimed at
 FED = 0.95  # delivered over demand with which there is nothing to gain
 _GAIN = 0.05  # what a costlier setting must deliver more than the user's own
+_FAR = 1.5  # times as much: no disturbance
 _LESS = 0.03  # and what a cheaper one may deliver less than the best
 _WAITING = 0.8  # on a processor for less of its time, a sample waits: for storage, or for the interpreter
 _SHARED = 0.8  # workers that are at work for more of their time wait for each other rather than for the trainer
@@ -61,7 +62,7 @@ class Look:
             yield from self._more()
             yield from self._others()
         yield from self._fewer(self._best())
-        return self._choice(self._best())
+        return self._choice((yield from self._confirmed(self._best())))
 
     # What is measured
 
@@ -83,14 +84,20 @@ class Look:
     def _steps(self, settings: FeedSettings) -> Asking:
         """Real steps on a feed of ``settings``, unless they do not fit, the time is over, or they are too slow to be slowed."""
         if not self._steps_are_long():
-            yield from self._measure(Ask(settings, "steps", limit_s=_STEPS_S), _STEPS_TAKE_S)
+            yield from self._measure(self._ask_steps(settings), _STEPS_TAKE_S)
 
     def _supply(self, settings: FeedSettings) -> Asking:
         """What a feed of ``settings`` gives with nothing consuming, likewise."""
-        yield from self._measure(Ask(settings, "supply", MET * self.problem.demand.images_per_s, _SUPPLY_S), _SUPPLY_TAKES_S)
+        yield from self._measure(self._ask_supply(settings), _SUPPLY_TAKES_S)
 
-    def _measure(self, ask: Ask, takes_s: float) -> Asking:
-        if self._of(ask.kind, ask.settings) or self._refused(ask.settings):
+    def _ask_steps(self, settings: FeedSettings) -> Ask:
+        return Ask(settings, "steps", limit_s=_STEPS_S)
+
+    def _ask_supply(self, settings: FeedSettings) -> Ask:
+        return Ask(settings, "supply", MET * self.problem.demand.images_per_s, _SUPPLY_S)
+
+    def _measure(self, ask: Ask, takes_s: float, *, again: bool = False) -> Asking:
+        if (self._of(ask.kind, ask.settings) and not again) or self._refused(ask.settings):
             return
         if not self._has(takes_s):
             self.complete = False
@@ -140,6 +147,22 @@ class Look:
         if fewest < chosen.num_workers:
             yield from self._supply(with_workers(chosen, fewest))
 
+    def _confirmed(self, chosen: FeedSettings) -> Generator[Ask, Trial, FeedSettings]:
+        """What is best once what there is was measured again: something else may have slowed it the first time.
+
+        Without the time for that it stays, unless ``chosen`` delivers half as much again.
+        """
+        have = self.have
+        if chosen == have or self._refused(have) or not have.num_workers or self._is_fed(have):
+            return chosen
+        steps = bool(self._of("steps", have))
+        takes_s = _STEPS_TAKE_S if steps else _SUPPLY_TAKES_S
+        if not self._has(takes_s):
+            self.complete = False
+            return chosen if self._got(chosen).images_per_s >= _FAR * self._got(have).images_per_s else have
+        yield from self._measure(self._ask_steps(have) if steps else self._ask_supply(have), takes_s, again=True)
+        return self._best()
+
     def _enough(self, model: Model, got: float) -> int:
         """The fewest workers for demand, or for what steps ``got`` where it is less."""
         demand = self.problem.demand.images_per_s
@@ -182,13 +205,11 @@ class Look:
     def _got(self, settings: FeedSettings) -> Rate:
         """What real steps get: as measured, else by the model and what the loader alone gave."""
         if runs := self._of("steps", settings):
-            rate = runs[-1].rate
-            assert rate is not None
-            return rate
+            return max((run.rate for run in runs if run.rate), key=lambda rate: rate.images_per_s)
         model = self.models.get(settings.backend)
         if model is None or self._refused(settings):
             return Rate.exactly(0.0)
-        supply = [trial.rate.images_per_s for trial in self._of("supply", settings) if trial.rate]
+        supply = sorted(trial.rate.images_per_s for trial in self._of("supply", settings) if trial.rate)[-1:]
         seen = [trial for trial in self._of("steps") if trial.settings.backend == settings.backend]
         pace = [trial.working for trial in seen]
         # no fewer workers give more
@@ -274,7 +295,7 @@ class Look:
     def _waits(self, settings: FeedSettings, got: Rate) -> float:
         """The share of the time that steps wait for data."""
         runs = [t.wait_fraction for t in self._of("steps", settings) if t.wait_fraction is not None]
-        return runs[-1] if runs else max(0.0, 1 - got.images_per_s / self.problem.demand.images_per_s)
+        return min(runs) if runs else max(0.0, 1 - got.images_per_s / self.problem.demand.images_per_s)
 
     def _bound(self, chosen: FeedSettings, got: float) -> str:
         """What keeps ``chosen`` from more: model, processor, workers, memory, refused, interpreter, storage or transport."""

@@ -403,6 +403,29 @@ class TestResize:
         assert_same(given, reference(samples.Noise(200)))
         assert "3 threads load, and not 6: can't start new thread" in caplog.text
 
+    @pytest.mark.parametrize("threads", [1, 6])
+    @pytest.mark.parametrize("trouble", ["memory", "hang"])
+    def test_trouble_in_the_moment_of_a_change_is_told_as_ever(
+        self, make_feed: MakeFeed, gate: threading.Event, threads: int, trouble: str
+    ) -> None:
+        """No memory for a sample, or a read that does not come back, while threads come and go: the same error."""
+        changed = threading.Event()
+
+        def befall() -> None:
+            changed.wait(WAIT_S)
+            if trouble == "memory":
+                raise MemoryError("no memory")
+            gate.wait(WAIT_S)
+
+        feed = make_feed(3, samples.Troubled(40, 5, befall), Gauge(6), timeout_s=0.5)
+
+        def change(_: HostBatch) -> None:
+            feed.resize(threads)
+            changed.set()
+
+        with pytest.raises(MemoryError if trouble == "memory" else LoaderError, match="no memory|loader.timeout_s=0.5"):
+            list(map(change, feed))
+
     def test_before_a_pass_it_is_a_setting(self, make_feed: MakeFeed) -> None:
         """The first pass begins with the new number."""
         feed = make_feed(1, Together(8, 3), Gauge(3))
