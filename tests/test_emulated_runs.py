@@ -158,13 +158,13 @@ def test_a_tuned_run_ends_with_an_answer_that_holds(
         assert "WARNING" not in log(tmp_path)
 
 
-@pytest.mark.parametrize(("read_s", "follows"), [(0.0, False), (20e-3, True)], ids=["device full", "late files"])
+@pytest.mark.parametrize(("read_s", "follows"), [(0.0, False), (4e-3, True)], ids=["device full", "late files"])
 def test_threads_follow_the_devices_stall(run: Run, monkeypatch: pytest.MonkeyPatch, read_s: float, follows: bool) -> None:
     """More threads where the device waits for late files, and no change where the host waits for the device."""
     if read_s:
         monkeypatch.setattr(datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s)))
     chosen = ("loader.backend=threads", "loader.num_workers=1", "loader.autotune=true", "tuner.budget_s=0.1")
-    follow = (*chosen, "tuner.live=true", "trainer.max_steps=120", "trainer.epochs=20", "checkpoint.enabled=false")
+    follow = (*chosen, "tuner.live=true", "trainer.max_steps=60", "trainer.epochs=20", "checkpoint.enabled=false")
     report = run(*follow, step_s=20e-3)
     changes = report["tuning"].get("changes", [])
     assert [change["before"] for change in changes[:1]] == [1] * follows
