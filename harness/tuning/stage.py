@@ -83,11 +83,13 @@ class Tuned:
         elif (before := self._before()) is not None:
             found["gained_s"] = max(0.0, total.images / before - total.elapsed_s)
         if live is not None and live.changes:
+            found["changes"] = live.changes
+        if live is not None and live.settled != self.report.settings.num_workers:
             settings, val = (
                 dataclasses.replace(one, num_workers=live.settled) for one in (self.report.settings, self.report.val)
             )
             now = dataclasses.replace(self.report, settings=settings, val=val if self.val_follows else self.report.val)
-            found |= {"changes": live.changes, "settled": now.override}
+            found["settled"] = now.override
         return found
 
     def _before(self) -> float | None:

@@ -263,7 +263,7 @@ def test_the_report_tells_what_was_saved_and_how_to_begin_with_the_last_number(
     assert "settled" not in found.summary(Ledger().window()) and found.live is not None
     found.live.changes.append(Change(20, 8, 3, 400.0, "late files"))
     summary = found.summary(Ledger().window())
-    assert summary["changes"] == found.live.changes and "loader.num_workers=3 " in summary["settled"]
+    assert summary["changes"] == found.live.changes and "settled" not in summary
     found.live._policy.threads = 8
     settled = found.summary(Ledger().window())["settled"]
     assert "loader.num_workers=8 " in settled and "val" not in settled
