@@ -102,19 +102,22 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
         "tuning_s": tuning.get("seconds", 0.0),
         "chosen": tuning.get("chosen"),
         "changes": tuning.get("changes", []),
-        "windows": [[round(line["time_s"] + late_s, 2), round(line["speed/images_per_s"], 1)] for line in windows],
+        "windows": [
+            [round(line["time_s"] + late_s, 2), round(line["speed/images_per_s"], 1), line["step"] - before]
+            for line, before in zip(windows, [0, *(line["step"] for line in windows)], strict=False)
+        ],
     }
 
 
 def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float | None:
-    """Images/s of the windows that end in these seconds after the command, each of which has as many images."""
-    rates = [images_per_s for end_s, images_per_s in line["windows"] if from_s <= end_s < to_s]
-    return statistics.harmonic_mean(rates) if rates else None
+    """Images/s of the windows that end in these seconds after the command."""
+    found = [(images_per_s, steps) for end_s, images_per_s, steps in line["windows"] if from_s <= end_s < to_s]
+    return statistics.harmonic_mean(*zip(*found, strict=True)) if found else None
 
 
 def back_s(line: dict[str, Any], at_s: float, best: float) -> float | None:
     """Seconds from ``at_s`` until two seconds begin that reach 0.95 of ``best`` images/s."""
-    ends = (end_s for end_s, _ in line["windows"] if end_s >= at_s)
+    ends = (end_s for end_s, _, _ in line["windows"] if end_s >= at_s)
     return next((end_s - at_s for end_s in ends if (rate(line, end_s, end_s + 2) or 0.0) >= 0.95 * best), None)
 
 
@@ -128,12 +131,12 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
             fixed = [rate(line, workload.at_s + 1) for line in own if line["strategy"].endswith("threads")]
             best = max(filter(None, fixed), default=math.nan)
             after = [found for line in mine if (found := rate(line, workload.at_s))]
-            backs = [back_s(line, workload.at_s, best) for line in mine]
+            back = statistics.median(math.inf if b is None else b for b in (back_s(line, workload.at_s, best) for line in mine))
             rows.append({
                 "workload": name, "strategy": strategy, "n": len(mine),
                 "before": f"{statistics.median(rate(line, 9, workload.at_s) or math.nan for line in mine):.0f}",
                 "after": f"{statistics.median(after):.0f}", "of the best": f"{statistics.median(after) / best:.2f}",
-                "back after": f"{statistics.median(math.inf if b is None else b for b in backs):.1f} s",
+                "back after": f"{back:.1f} s" if math.isfinite(back) else "never",
                 "changes": "; ".join(", ".join(f"{c['before']} to {c['threads']}" for c in line["changes"]) for line in mine),
             })  # fmt: skip
     return markdown(rows) if rows else ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench_elastic import Workload, run, table
+from scripts.bench_elastic import Workload, changing, run, table
 
 
 def line(strategy: str, number: int, seconds: float, **facts: Any) -> dict[str, Any]:
@@ -37,8 +37,33 @@ def test_strategies_are_compared_within_a_round() -> None:
     ]
 
 
+def test_a_change_is_told_by_what_came_after_it() -> None:
+    """By the images of the windows and not their number; the best fixed number of threads counts from a second later on."""
+    windows = {
+        "8 threads": [[10.0, 100.0, 10], [13.5, 400.0, 10], [15.0, 400.0, 10], [15.1, 1600.0, 1]],
+        "tuned": [[10.0, 90.0, 10], [14.5, 100.0, 10], [15.0, 440.0, 30], [17.0, 440.0, 1]],
+    }
+    told = changing([
+        line(strategy, 0, 9.0, windows=found, changes=[{"before": 2, "threads": 8}] * (strategy == "tuned"))
+        | {"workload": "warms_5"}
+        for strategy, found in windows.items()
+    ])  # fmt: skip
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in told.splitlines()[2:]]
+    best = 11 / (10 / 400 + 1 / 1600)
+    assert cells[0][3:5] == ["100", f"{21 / (20 / 400 + 1 / 1600):.0f}"]
+    assert cells[1][3:] == [
+        "90",
+        f"{41 / (10 / 100 + 31 / 440):.0f}",
+        f"{41 / (10 / 100 + 31 / 440) / best:.2f}",
+        "2.0 s",
+        "2 to 8",
+    ]
+
+
 @pytest.mark.slow
 def test_a_step_that_sleeps_and_files_that_come_late(tmp_path: Path) -> None:
     """2,000 files of which two threads get one each in 5 ms take five seconds at least, though the step takes none."""
-    late = Workload("late", "", 32, step_ms=1, read_ms=5, overrides=("data.generate.width=40", "data.generate.height=40"))
-    assert run(late, "default", 1, tmp_path)["seconds"] > 5.0
+    late = Workload("late", "", 32, step_ms="1", read_ms="5", overrides=("data.generate.width=40", "data.generate.height=40"))
+    found = run(late, "default", 1, tmp_path)
+    assert found["seconds"] > 5.0
+    assert [steps for _, _, steps in found["windows"]] == [10, 10, 10, 1]
