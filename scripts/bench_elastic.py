@@ -1,4 +1,4 @@
-"""Does tuning pay? Whole runs of train.py from the command to the exit: tuned, as the loader is by default, and by older rules.
+"""Does tuning pay? Whole runs from the command to the exit: tuned, as the loader is by default, by older rules, and others' loops.
 
 The strategies take turns, in a new random order each round; every run is a line of the results file, and what is there is not
 measured again: stop it whenever you like. Nothing is remembered from run to run but the data.
@@ -28,7 +28,7 @@ from typing import Any
 
 from scripts.measured import listed, machine, machine_line, markdown
 from scripts.paired import Estimate
-from scripts.slept_run import BEGAN, READ, STEP
+from scripts.slept import BEGAN, READ, STEP
 
 ROOT = Path(__file__).resolve().parents[1]
 _RUN_S = 900.0
@@ -76,6 +76,7 @@ STRATEGIES = {
     "old default": ("loader.num_workers=1",),
     "grid": ("loader.autotune=true", "tuner=grid", "tuner.fresh=true"),
 }
+EXAMPLES = {"examples": ("--workers", str(os.cpu_count())), "loadtune": ("--loadtune",)}  # of examples_run.py
 
 
 def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[str, Any]:
@@ -84,8 +85,14 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     env |= {name: value for name, value in ((STEP, workload.step_ms), (READ, workload.read_ms)) if value}
     env |= {BEGAN: str(time.time())}
-    overrides = (*_COMMON, f"data.image_size={workload.side}", f"trainer.epochs={epochs}", "run.name=x")
-    command = [sys.executable, str(ROOT / "scripts/slept_run.py"), *overrides, *workload.overrides, *STRATEGIES[strategy]]
+    env["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
+    if strategy in EXAMPLES:
+        command = ["examples_run.py", str(files(workload, folder)), f"--side={workload.side}", f"--epochs={epochs}"]
+        command += EXAMPLES[strategy]
+    else:
+        command = ["slept_run.py", *_COMMON, f"data.image_size={workload.side}", f"trainer.epochs={epochs}", "run.name=x"]
+        command += [*workload.overrides, *STRATEGIES[strategy]]
+    command[:1] = [sys.executable, str(ROOT / "scripts" / command[0])]
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=_RUN_S, check=False)
     seconds = time.perf_counter() - begin
@@ -93,6 +100,8 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
         raise RuntimeError(
             f"{workload.name}, {strategy}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
+    if strategy in EXAMPLES:
+        return {"seconds": seconds, "tuning_s": 0.0, "chosen": done.stdout.splitlines()[-1], "changes": [], "windows": []}
     report = json.loads((place / "outputs/x/report.json").read_text())
     tuning, metrics = report.get("tuning") or {}, place / "outputs/x/metrics.jsonl"
     windows = [line for line in map(json.loads, metrics.read_text().splitlines()) if "speed/images_per_s" in line]
@@ -107,6 +116,12 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
             for line, before in zip(windows, [0, *(line["step"] for line in windows)], strict=False)
         ],
     }
+
+
+def files(workload: Workload, folder: Path) -> Path:
+    """The images that an earlier run of this workload generated."""
+    width = 500 if workload.overrides == _LARGE else 80
+    return next(made.parent for made in (folder / "cache").glob("*/shapes.json") if json.loads(made.read_text())["width"] == width)
 
 
 def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float | None:
@@ -168,9 +183,10 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure what is missing, and print the table."""
+    known = (*STRATEGIES, *EXAMPLES)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"workloads: {','.join(WORKLOADS)}")
-    parser.add_argument("--strategies", help=f"of {','.join(STRATEGIES)}; the default is always among them")
+    parser.add_argument("--strategies", help=f"of {','.join(known)}; the default is always among them")
     parser.add_argument("--epochs", default="1,3,10")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--results", type=Path, default=ROOT / "outputs/bench_elastic.jsonl")
@@ -178,7 +194,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print what is there, measure nothing")
     chosen = parser.parse_args()
     names = listed(parser, "--only", chosen.only, tuple(WORKLOADS))
-    strategies = dict.fromkeys(("default", *listed(parser, "--strategies", chosen.strategies, tuple(STRATEGIES))))
+    strategies = dict.fromkeys(("default", *listed(parser, "--strategies", chosen.strategies, known)))
     lines = [json.loads(line) for line in chosen.results.read_text().splitlines()] if chosen.results.exists() else []
     wanted = product(range(chosen.rounds), map(int, chosen.epochs.split(",")), names)
     for number, epochs, name in wanted if not chosen.table else ():
