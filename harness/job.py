@@ -65,13 +65,13 @@ def main_worker(local_rank: int, job: Job) -> None:
                 diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
                 return
             if config.loader.autotune:
-                found = tuned(feeds, trials, config, allowed, world, saved and saved.state.get("tuning"), resumed_step)
+                found = tuned(feeds, trials, config, allowed, world, resumed_step)
                 train, val = found.told(watch, job.folder)
             if config.mode is Mode.train and feeds.on_device(train) and not (found and not found.report.reused):
                 # a step first takes what the network needs, so that the images get of the rest; tuning has made steps
                 with trials.kept():
                     trials.demand(feeds.noise(train.batch_size), 0.0)
-            place = Place(job.folder, splits.classes, found.entry if found else None)
+            place = Place(job.folder, splits.classes)
             feed, val_feed = feeds.train(train, rest), feeds.val(val)
             if found is not None:
                 found.follow(feed, val_feed, watch, state.step)

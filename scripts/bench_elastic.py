@@ -1,4 +1,4 @@
-"""Does tuning pay? Whole runs from the command to the exit: tuned, as the loader is by default, by older rules, and others' loops.
+"""Does tuning pay? Whole runs from the command to the exit: tuned, untuned, by older rules, and by other projects.
 
 The strategies take turns, in a new random order each round; every run is a line of the results file, and what is there is not
 measured again: stop it whenever you like. Nothing is remembered from run to run but the data.
@@ -121,7 +121,8 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
 def files(workload: Workload, folder: Path) -> Path:
     """The images that an earlier run of this workload generated."""
     width = 500 if workload.overrides == _LARGE else 80
-    return next(made.parent for made in (folder / "cache").glob("*/shapes.json") if json.loads(made.read_text())["width"] == width)
+    made = (folder / "cache").glob("*/shapes.json")
+    return next(facts.parent for facts in made if json.loads(facts.read_text())["width"] == width)
 
 
 def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float | None:

@@ -1,7 +1,7 @@
-"""Whole runs as pytorch/examples' imagenet/main.py does them, for ``bench_elastic.py``: its transforms, its two loaders, its order.
+"""Whole runs as pytorch/examples' imagenet/main.py does them, for ``bench_elastic.py``.
 
-The step is one that sleeps, or ResNet-18. With ``--loadtune``, that package's ``tune()`` chooses the loader's settings first, in the
-same process, and what it builds is built so here too.
+They have its transforms, its two loaders and its order. The step sleeps, or is ResNet-18's. With ``--loadtune``, that package's
+``tune()`` first chooses the loader's settings in the same process.
 
     uv run scripts/examples_run.py FOLDER --side 64 --epochs 3 --workers 2
 """
@@ -72,10 +72,15 @@ def step(network: nn.Module, optim: torch.optim.Optimizer, batch: list[Tensor], 
 def chosen(root: Path, side: int) -> dict[str, Any]:
     """What loadtune chooses."""
     loadtune = import_module("loadtune")
-    result = loadtune.tune(loadtune.Workload(
-        name="run", make_dataset=lambda: folder(root, "train", side), make_model=model, make_optimizer=optimizer, train_step=step,
+    workload = loadtune.Workload(
+        name="run",
+        make_dataset=lambda: folder(root, "train", side),
+        make_model=model,
+        make_optimizer=optimizer,
+        train_step=step,
         default_batch_size=_BATCH,
-    ), fast=True)  # fmt: skip
+    )
+    result = loadtune.tune(workload, fast=True)
     knobs = result.best.knobs if result.best else loadtune.Knobs()
     if knobs.num_threads:
         torch.set_num_threads(knobs.num_threads)

@@ -143,11 +143,11 @@ def repeat_rows(found: Mapping[str, Found], strategy: str) -> Iterator[dict[str,
 
 
 def change_rows(found: Mapping[str, Found], changes: Mapping[str, str], strategy: str) -> Iterator[dict[str, object]]:
-    """Two rows for each variant and the workload that it varies: what ``strategy`` chose and which bound it named."""
+    """Two rows for each variant and the workload that it varies: what ``strategy`` chose and why."""
     for variant, base in changes.items():
         for name in (base, variant):
             for line in found[name].choices.get(strategy, [])[:1] if variant in found and name in found else ():
-                yield {"workload": name, "choice": line["setting"], "bound": line["bound"], "sentence": line["note"]}
+                yield {"workload": name, "choice": line["setting"], "sentence": line["note"]}
 
 
 def _signed(value: int | None) -> str:

@@ -182,7 +182,6 @@ class Choice:
 
     setting: Setting | None
     seconds: float
-    bound: str | None = None
     note: str = ""
 
 
@@ -204,7 +203,7 @@ def _tuned(name: TunerName, budget_s: float | None, rig: Rig, folder: Path) -> C
         console.set_quiet(False)
     seconds, chosen = time.perf_counter() - begin, report.settings
     setting = Setting.of(chosen.num_workers, chosen.prefetch_factor, chosen.backend)
-    return Choice(setting, seconds, report.bound, f"{report.sentence} ({len(report.trials)} measurements)")
+    return Choice(setting, seconds, f"{report.sentence} ({len(report.trials)} measurements)")
 
 
 def _own(rig: Rig, folder: Path) -> Choice:

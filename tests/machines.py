@@ -69,11 +69,6 @@ class Machine:
             return 1 / (1 / self.demand + 1 / self.loaded(s))
         return min(self.steps(s), self.supply(s), self.cores / (self.cpu_s / speed + self.receive_s + self.step_cpu_s))
 
-    def times(self, mean_s: float) -> tuple[tuple[float, int], ...]:
-        """One sample in a hundred takes so long that the variation is as said."""
-        slow_s = mean_s * (1 + self.variation * math.sqrt(99))
-        return (mean_s * (1 - self.variation / math.sqrt(99)), 990), (slow_s, 10)
-
     def answer(self, ask: Ask) -> Trial:
         self.asked.append(ask)
         steps = ask.kind == "steps"
@@ -84,7 +79,7 @@ class Machine:
         slowed = max(1.0, ask.settings.num_workers / self.wall_s / self.loaded(ask.settings)) if ask.settings.num_workers else 1
         speed = self.form_speed[ask.settings.backend]
         wall_s = self.wall_s / speed * slowed
-        cost = SampleCost(wall_s, self.cpu_s / speed, self.variation, self.receive_s, self.times(wall_s))
+        cost = SampleCost(wall_s, self.cpu_s / speed, self.variation, self.receive_s)
         wait = max(0.0, 1 - exact / self.steps(ask.settings))
         interval = Rate(rate, rate * 0.97, rate * 1.03)
         if steps:

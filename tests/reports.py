@@ -43,7 +43,6 @@ def report(num_workers: int = 3, **changes: Any) -> TuningReport:
         "after": Side(workers(num_workers), rate(620.0), 0.012, 1_640 * 10**6),
         "demand": rate(640.0),
         "ceiling": 2.6,
-        "bound": "model",
         "sentence": "Training gets 620 images/s instead of 240.",
         "trials": (
             trial(1, OPEN),

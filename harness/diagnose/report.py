@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import Config, DistName, Precision
-from harness.diagnose.runs import COLD, DELIVERED, DEMAND, LOADING, WARM, Runs
+from harness.diagnose.runs import Runs
 from harness.diagnose.whatif import NO_CEILING, Bound, Facts, WhatIf, rate_in_words
 from harness.feed.interface import FeedSettings
 from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
-from harness.tuning.figures import Rate
 from harness.watch.board import Board, plain
-from harness.watch.console import say, table
+from harness.watch.console import aligned, say
 from harness.watch.stages import AUGMENT, GROUPS, StageTotals
 from harness.watch.verdict import Bottleneck
 
 _log = logging.getLogger(LOGGER)
-
-Table = tuple[str, Sequence[str], list[Sequence[str]]]  # title, columns, rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +55,9 @@ class Diagnosis:
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
         """Print it; write ``diagnosis.json`` into ``folder`` and a text to ``board``, where there are such."""
-        for part in self.tables():
-            table(*part)
-        for note in self.notes:
-            say(f"note: {note}")
-        say(self.sentence)
-        say("next:")
-        say(self.command)
+        lines = self.lines()
+        for line in lines:
+            say(line)
         if folder is not None:
             path = folder / "diagnosis.json"
             try:
@@ -72,35 +65,20 @@ class Diagnosis:
             except OSError as error:
                 _log.warning("%s: %s; it is printed above", path, error.strerror or error)
         if board is not None:
-            board.text("diagnosis", self.markdown())
+            board.text("diagnosis", lines)
 
-    def tables(self) -> list[Table]:
-        """The stages of a sample, and what changes would give."""
-        found: list[Table] = []
+    def lines(self) -> list[str]:
+        """The stages of a sample, what changes would give, the sentence, and what to type next."""
+        found: list[str] = []
         if self.runs.stages is not None:
             rows = [(s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}") for s in stage_rows(self.runs.stages)]
-            title = "a sample in a worker, files as they are"
-            found.append((title, ("stage", "kind", "ms", "of it on a processor"), [*rows]))
+            found.append("a sample in a worker, files as they are")
+            found += aligned(("stage", "kind", "ms", "of it on a processor"), rows)
         if self.what_ifs:
             changes = [(w.change, rate_in_words(w.images_per_s), f"{w.speedup:.2f}x") for w in self.what_ifs]
-            found.append(("what if (arithmetic from the figures above)", ("", "images/s", "speed-up"), [*changes]))
-        return found
-
-    def markdown(self) -> str:
-        """Everything, for TensorBoard's text page."""
-        runs = self.runs
-        rates: list[tuple[str, str, Rate | None]] = [
-            ("G", DEMAND, runs.demand),
-            ("A", DELIVERED, runs.delivered),
-            ("", LOADING, runs.loading.rate),
-            ("P", WARM, runs.warm.rate if runs.warm else None),
-        ]
-        rows: list[Sequence[str]] = [(name, what, str(rate or "-")) for name, what, rate in rates]
-        rows.append(("F", COLD, rate_in_words(runs.fetch.images_per_s) if runs.fetch else "-"))
-        parts = [("runs", ("", "run", "images/s"), rows), *self.tables()]
-        texts = [f"### {title}\n\n{_markdown(columns, cells)}" for title, columns, cells in parts]
-        notes = "\n".join(f"- {note}" for note in self.notes)
-        return "\n\n".join(filter(None, [f"**{self.sentence}**", f"```\n{self.command}\n```", *texts, notes]))
+            found.append("what if (arithmetic from the figures above)")
+            found += aligned(("", "images/s", "speed-up"), changes)
+        return [*found, *(f"note: {note}" for note in self.notes), self.sentence, "next:", self.command]
 
     def to_plain(self) -> dict[str, Any]:
         """Everything as JSON can hold it, without what is not known."""
@@ -159,7 +137,3 @@ def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, d
 def _setting(override: str) -> str:
     """What an override sets, without Hydra's signs for adding and deleting; a flag such as ``--config-name=x`` sets nothing."""
     return override.partition("=")[0].lstrip("+~")
-
-
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows))

@@ -268,8 +268,7 @@ def _waiting(facts: Facts) -> float:
 def _cheaper(cost: SampleCost, gone: StageCost) -> SampleCost:
     """``cost`` without the shares of its wall and its processor time that are ``gone``."""
     left = max(_LEAST, 1 - gone.wall_s)
-    times = tuple((seconds * left, count) for seconds, count in cost.times)
-    return dataclasses.replace(cost, wall_s=left * cost.wall_s, cpu_s=max(0.0, 1 - gone.cpu_s) * cost.cpu_s, times=times)
+    return dataclasses.replace(cost, wall_s=left * cost.wall_s, cpu_s=max(0.0, 1 - gone.cpu_s) * cost.cpu_s)
 
 
 def _with_cores(facts: Facts, more: int) -> Facts:

@@ -87,7 +87,7 @@ class Reporter:
         if "verdict" not in report:
             return
         verdict: Verdict = report["verdict"]
-        board.text("verdict", "\n".join([f"**{verdict.sentence}**\n", *(f"- {fact}" for fact in verdict.evidence)]))
+        board.text("verdict", [verdict.sentence, *verdict.evidence])
         results = {
             "hparam/top1": outcome.evaluation.top1 if outcome.evaluation else None,
             "hparam/images_per_s": report.get("images_per_s"),

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from harness.config import Config, Mode, to_plain
 from harness.feed.order import Order
@@ -24,11 +23,10 @@ _HEARD_S = 1.0  # how soon ranks tell each other of a signal
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a run's files go, and what its checkpoints record besides: the names of the classes, and what the tuner found."""
+    """Where a run's files go, and the names of the classes, which its checkpoints record."""
 
     folder: Path
     classes: tuple[str, ...]
-    tuning: dict[str, Any] | None = None
 
 
 class Boundary:
@@ -97,7 +95,6 @@ class Saves:
         facts = {
             "settings": to_plain(self._config),
             "classes": list(self._place.classes),
-            "tuning": self._place.tuning,
             "ranks": self._ranks,
             "length": order.length,
             "stop": order.stop(state.epoch),

@@ -83,14 +83,12 @@ class SampleCost:
         cpu_s: of these, seconds on a processor.
         variation: standard deviation of ``wall_s`` over its mean.
         receive_s: processor seconds of the process that takes the batches, less what making samples in it took.
-        times: (seconds of wall, how many samples took them).
     """
 
     wall_s: float
     cpu_s: float
     variation: float
     receive_s: float = 0.0
-    times: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from harness.feed.arrays import ARRAYS, in_form
 from harness.feed.interface import PROCESSES, THREADS, FeedSettings
 from harness.tuning.figures import Rate, Trial
 from harness.tuning.model import BUSY, Model, undisturbed
-from harness.tuning.search import DEEPEST, Ask, Choice, Problem, Search, cost_of, with_workers
+from harness.tuning.search import DEEP, Ask, Choice, Problem, Search, cost_of, with_workers
 
 MET = 1.05  # supply over demand that is aimed at
 FED = 0.95  # delivered over demand with which there is nothing to gain
@@ -22,12 +22,9 @@ _GAIN = 0.05  # what a costlier setting must deliver more than the user's own
 _FAR = 1.5  # times as much: no disturbance
 _LESS = 0.03  # and what a cheaper one may deliver less than the best
 _WAITING = 0.8  # on a processor for less of its time, a sample waits: for storage, or for the interpreter
-_SHARED = 0.8  # workers that are at work for more of their time wait for each other rather than for the trainer
 _LONG_STEP_S = 0.25  # beside a step that takes longer, what threads share with it is nothing
 _UNEVEN, _UNEVEN_S = 0.3, 0.01  # standard deviation of a batch's time, over its mean and in seconds: no short run can judge
 _SPARE = 1.15  # supply over demand that is aimed at with uneven samples
-_RARE = 0.002  # of the samples: slower ones are left out
-_DEEPEST = {THREADS: DEEPEST, PROCESSES: 8}
 _SUPPLY_S, _STEPS_S = 0.5, 0.8
 _SUPPLY_TAKES_S, _STEPS_TAKE_S = 1.0, 1.5  # with the feed's start and what is left out
 
@@ -242,22 +239,13 @@ class Look:
         return deviation_s > max(_UNEVEN * size * cost.wall_s, _UNEVEN_S)
 
     def _deep(self) -> FeedSettings:
-        """Workers for demand, with so many batches ahead as steps take while a slow sample is made."""
-        model = self.models[self.form]
-        workers = min(model.workers_for(_SPARE * model.reachable), self._most(self.form))
-        times, slow_s = sorted(model.cost.times, reverse=True), model.cost.wall_s
-        for seconds, _ in times:
-            if sum(count for other, count in times if other >= seconds) >= _RARE * sum(count for _, count in times):
-                slow_s = seconds
-                break
-        ahead = math.ceil(slow_s * model.reachable / self.problem.own.batch_size)
-        each = ahead if self.form == THREADS else math.ceil(ahead / workers) + 1
-        depth = max(2, min(each, _DEEPEST.get(self.form, 2)))
-        base = self._base(self.form)
+        """Workers for demand with some to spare, and a queue that outlasts a slow sample, as deep as fits."""
+        model, base = self.models[self.form], self._base(self.form)
+        enough = min(model.workers_for(_SPARE * model.reachable), self._most(self.form))
+        workers = max(enough, min(self.have.num_workers, self._most(self.form)))
+        depth = max(DEEP.get(self.form, 2), self.have.prefetch_factor or 0)
         fitting = (k for k in range(depth, 1, -1) if self.problem.fits(with_workers(base, workers, k)) is None)
-        found = with_workers(base, workers, next(fitting, 1))
-        enough = self.have.num_workers >= workers and (self.have.prefetch_factor or 0) >= depth
-        return self.have if enough else found
+        return with_workers(base, workers, next(fitting, 1))
 
     def _best(self, *, unseen: bool = False) -> FeedSettings:
         """The cheapest setting that delivers as much as the best, of those that were measured.
@@ -280,15 +268,13 @@ class Look:
     def _choice(self, chosen: FeedSettings) -> Choice:
         own, demand = self.problem.own, self.problem.demand.images_per_s
         before, after = self._got(own), self._got(chosen)
-        bound = self._bound(chosen, after.images_per_s)
         return Choice(
             settings=chosen,
             before=before if before.images_per_s else None,
             after=after,
             demand=max(demand, after.images_per_s),
             waits=(self._waits(own, before), self._waits(chosen, after)),
-            bound=bound,
-            reason=self._reason(chosen, bound),
+            reason=self._reason(chosen),
             complete=self.complete,
         )
 
@@ -297,29 +283,7 @@ class Look:
         runs = [t.wait_fraction for t in self._of("steps", settings) if t.wait_fraction is not None]
         return min(runs) if runs else max(0.0, 1 - got.images_per_s / self.problem.demand.images_per_s)
 
-    def _bound(self, chosen: FeedSettings, got: float) -> str:
-        """What keeps ``chosen`` from more: model, processor, workers, memory, refused, interpreter, storage or transport."""
-        model = self.models.get(chosen.backend) or self.models[self.form]
-        if got >= FED * self.problem.demand.images_per_s:
-            return "model"
-        if got >= BUSY * model.roofline or chosen.backend == ARRAYS:  # which no worker can help
-            return "processor"
-        most = self._most(chosen.backend)
-        if chosen.num_workers >= most and got > _SHARED * model.delivered(most):
-            if most >= self.problem.most:
-                return "workers"
-            return "refused" if self.problem.fits(with_workers(chosen, most + 1)) is None else "memory"
-        if any(t.settings.backend == chosen.backend and self._suffices(t.settings) for t in self._of("steps")):  # and got less
-            return "interpreter" if chosen.backend == THREADS else "transport"
-        probes = [trial for trial in self._of("supply") if trial.settings.backend == chosen.backend] or self._of("supply")
-        probe = max(probes, key=lambda trial: trial.settings.num_workers)
-        assert probe.rate is not None and probe.cost is not None, "probes that gave a figure"
-        if probe.rate.images_per_s * probe.cost.wall_s <= _SHARED * max(1, probe.settings.num_workers):
-            return "transport"
-        alone_waits = model.cost.cpu_s < _WAITING * model.cost.wall_s
-        return "storage" if alone_waits or chosen.backend != THREADS else "interpreter"
-
-    def _reason(self, chosen: FeedSettings, bound: str) -> str:
+    def _reason(self, chosen: FeedSettings) -> str:
         model = self.models.get(chosen.backend) or self.models[self.form]
         wall_s, cpu_s = model.cost.wall_s, model.cost.cpu_s
         who = "the trainer" if chosen.backend == ARRAYS else "a worker"
@@ -327,12 +291,14 @@ class Look:
         if not self.complete:
             return f"{each}; the time for a look was over before more could be tried (tuner.budget_s gives it more)"
         if self._is_uneven():
-            return f"{each}, a few of them far longer: so many batches are kept ahead as steps take while one of these is made"
+            return f"{each}, a few of them far longer: batches are kept ahead for these"
         if len(self.trials) == len(self.problem.calibration):
             return f"{each}; nothing else was worth a try"
         if chosen == self.problem.own:
             return f"{each}; nothing cheaper does as well, and nothing is faster"
-        what = "keeps the model busy" if bound == "model" else "delivers what can be had"
+        if not self._is_fed(chosen) and chosen.num_workers == self._most(chosen.backend):
+            return f"{each}; more workers are not tried, or do not fit (tuner.max_workers)"
+        what = "keeps the model busy" if self._is_fed(chosen) else "delivers what can be had"
         if chosen.backend == ARRAYS:
             return f"{each}; a feed of arrays needs no workers and {what}"
         return f"{each}; num_workers={chosen.num_workers} is the least that {what}"

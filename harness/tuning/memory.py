@@ -43,18 +43,7 @@ class Memory:
         text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
         self.fingerprint = json.loads(text)  # as it comes back from a file
         self.path = (folder or cache_root() / "tuning") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-        self.entry: dict[str, Any] | None = None  # what was kept, taken or recalled
         self._warned = False
-
-    def take(self, entry: Any, read: Callable[[Any], Any]) -> Any:
-        """What ``read`` makes of an ``entry`` that a checkpoint has kept; None where it is none, of another run, or odd."""
-        try:
-            if entry["fingerprint"] == self.fingerprint:
-                self.entry = entry
-                return read(entry["answer"])
-        except (ValueError, KeyError, TypeError):
-            pass
-        return None
 
     def recall(self, read: Callable[[Any], Any], now: Callable[[], float] = time.time) -> Any:
         """What ``read`` makes of what was kept last; None where nothing was, or it is over 30 days old.
@@ -67,7 +56,6 @@ class Memory:
                 raise ValueError("of another run")
             if abs(now() - typed(float, entry["saved_at"])) > _MAX_AGE_S:  # from the future too: a clock was wrong
                 return None
-            self.entry = entry
             return read(entry["answer"])
         except FileNotFoundError:
             return None
@@ -79,7 +67,6 @@ class Memory:
     def keep(self, answer: Mapping[str, Any]) -> None:
         """Remember ``answer``, which holds what JSON can, in place of any before it."""
         text = json.dumps({"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": answer}, indent=1)
-        self.entry = json.loads(text)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, text.encode())

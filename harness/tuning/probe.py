@@ -219,7 +219,7 @@ class _Meter:
         made, receive = (last.cpu_s - first.cpu_s) / count, (self.cpu_s[-1] - self.cpu_s[0]) / count
         if self.settings.backend != PROCESSES or self.settings.num_workers == 0:  # the samples are made in this process
             receive = max(0.0, receive - made)
-        cost = SampleCost(wall, made, variation, receive, last.times_since(first))
+        cost = SampleCost(wall, made, variation, receive)
         return Supply(self.rate(), count, cost, worker_bytes, self.batches, _owned(self.last), self.first_s)
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import logging
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import get_all_start_methods
 from pathlib import Path
@@ -17,13 +14,12 @@ from harness.config import LoaderConfig
 from harness.feed.arrays import ARRAYS
 from harness.feed.forms import FORMS
 from harness.feed.interface import PROCESSES, FeedSettings, val_settings
-from harness.runtime.errors import printable
 from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning.figures import Rate, Trial
 from harness.watch.board import Board, plain
-from harness.watch.console import say, table
+from harness.watch.console import aligned, say
 
 _log = logging.getLogger(LOGGER)
 
@@ -56,7 +52,6 @@ class TuningReport:
         after: the choice.
         demand: images/s that the step can take; None where the search does not look at it.
         ceiling: the speed-up over ``before`` if loading were free.
-        bound: what limits the feed now: model, processor, storage, ...
         sentence: the outcome in words.
         trials: all that was measured or refused, in order.
         limits: what a rank may use.
@@ -74,7 +69,6 @@ class TuningReport:
     after: Side
     demand: Rate | None
     ceiling: float | None
-    bound: str | None
     sentence: str
     trials: tuple[Trial, ...]
     limits: Limits
@@ -121,27 +115,29 @@ class TuningReport:
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
         """Print it; write ``tuning.json`` into ``folder`` and TensorBoard's Text page to ``board``, unless they are None."""
-        self.show()
+        lines = self.lines()
+        for line in lines:
+            say(line)
         if folder is not None:
             try:
                 self.write(folder)
             except OSError as error:
                 _log.warning("%s: %s; the run goes on without it", folder / "tuning.json", error.strerror or error)
         if board is not None:
-            board.text("tuning", self.markdown())
+            board.text("tuning", lines)
 
-    def show(self) -> None:
-        """Print the outcome: before and after, the sentence, how to get it again, what was refused."""
-        columns, rows = self._sides()
-        table(self._title(), columns, rows)
-        say(self.sentence)
-        say(f"the same without tuning: {self.override}")
-        say(f"the same {self._alone()}: {self.dataloader}")
-        for trial in self.trials:
-            if trial.refused:
-                say(f"refused {trial.settings}: {trial.refused}")
-        for note in self.notes:
-            say(f"note: {note}")
+    def lines(self) -> list[str]:
+        """The outcome: before and after, the sentence, how to get it again, what was refused."""
+        alone = "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
+        return [
+            self._title(),
+            *self._sides(),
+            self.sentence,
+            f"the same without tuning: {self.override}",
+            f"the same {alone}: {self.dataloader}",
+            *(f"refused {trial.settings}: {trial.refused}" for trial in self.trials if trial.refused),
+            *(f"note: {note}" for note in self.notes),
+        ]
 
     def summary(self) -> dict[str, Any]:
         """What ``report.json`` says of it."""
@@ -153,7 +149,6 @@ class TuningReport:
             "before_images_per_s": before and before.images_per_s,
             "after_images_per_s": after and after.images_per_s,
             "sentence": self.sentence,
-            "bound": self.bound,
         }
 
     def write(self, folder: Path) -> None:
@@ -161,27 +156,9 @@ class TuningReport:
         whole = {**self.to_plain(), "override": self.override, "dataloader": self.dataloader}
         write_whole(folder / "tuning.json", (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
 
-    def markdown(self) -> str:
-        """Everything, for TensorBoard's text page."""
-        parts = [
-            f"**{_cell(self.sentence)}**",
-            _markdown_table(*self._sides()),
-            f"The same without tuning:\n\n```\n{self.override}\n```",
-            f"The same {self._alone()}:\n\n```python\n{self.dataloader}\n```",
-            "\n".join(f"- {_cell(note)}" for note in self.notes),
-            f"### {self._title()}",
-            _markdown_table(*self._trials()),
-            "### What a rank may use",
-            _markdown_table(("", "limit", "from"), self._limits()),
-        ]
-        return "\n\n".join(part for part in parts if part)
-
     def to_plain(self) -> dict[str, Any]:
         """Everything as JSON can hold it, an open end of an interval as None; ``files.typed`` is the inverse."""
         return dict(plain(dataclasses.asdict(self)))
-
-    def _alone(self) -> str:
-        return "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
 
     def _title(self) -> str:
         if self.reused:
@@ -189,37 +166,13 @@ class TuningReport:
         spent = "" if self.complete else ", the time was over"
         return f"tuner={self.search}: {len(self.trials)} measurements in {self.seconds:.1f} s{spent}"
 
-    def _sides(self) -> tuple[Sequence[str], list[Sequence[str]]]:
+    def _sides(self) -> list[str]:
         what = "images/s" if self.demand else "images/s (loader alone)"
         rows = [
             (name, _shown(side.images_per_s), _percent(side.wait_fraction), _size(side.memory_bytes), str(side.settings))
             for name, side in (("before", self.before), ("after", self.after))
         ]
-        return ("", what, "waiting", "memory", "setting"), [*rows]
-
-    def _trials(self) -> tuple[Sequence[str], list[Sequence[str]]]:
-        columns = ("setting", "measured", "images/s", "images", "waiting", "memory", "ms/image (processor)", "seconds", "")
-        rows = [
-            (
-                str(trial.settings), trial.kind, _shown(trial.rate), str(trial.images), _percent(trial.wait_fraction),
-                _size(trial.memory_bytes),
-                f"{trial.cost.wall_s * 1e3:.2f} ({trial.cost.cpu_s * 1e3:.2f})" if trial.cost else _NONE,
-                f"{trial.seconds:.1f}",
-                f"refused: {trial.refused}" if trial.refused else "chosen" if trial.settings == self.settings else "",
-            )
-            for trial in self.trials
-        ]  # fmt: skip
-        return columns, [*rows]
-
-    def _limits(self) -> list[Sequence[str]]:
-        limits = self.limits
-        rows = (
-            ("cores", f"{limits.cores:g}", "cores"),
-            ("memory", _size(limits.memory_bytes), "memory_bytes"),
-            ("shared memory", _size(limits.shm_bytes), "shm_bytes"),
-            ("open files", f"{limits.open_files}, of which {limits.files_open} are open", "open_files"),
-        )
-        return [(label, value, limits.sources.get(name, "")) for label, value, name in rows]
+        return aligned(("", what, "waiting", "memory", "setting"), rows)
 
 
 _NONE = "-"
@@ -237,12 +190,3 @@ def _size(count: int | None) -> str:
     if count is None:
         return _NONE
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-def _cell(text: str) -> str:
-    """Text that markdown takes as it is, also inside a table."""
-    return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(printable(text), quote=False))
-
-
-def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in (columns, ["---"] * len(columns), *rows))

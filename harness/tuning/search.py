@@ -73,7 +73,6 @@ class Choice:
         after: what the choice delivers.
         demand: images/s that the step takes, as far as the search has learned; None where it did not look.
         waits: the share of the time that steps wait for data, before and after.
-        bound: what limits the feed now.
         reason: the second half of the report's sentence: why this choice.
         complete: False where the budget ended the search.
     """
@@ -83,13 +82,13 @@ class Choice:
     after: Rate | None
     demand: float | None = None
     waits: tuple[float | None, float | None] = (None, None)
-    bound: str | None = None
     reason: str = ""
     complete: bool = True
 
 
 Search = Generator[Ask, Trial, Choice]
-DEEPEST = 32  # batches in flight that a search may choose
+# batches ahead where samples are uneven: of all threads together, of each process
+DEEP = {THREADS: 16, PROCESSES: 4}
 _CHEAPEST = (ARRAYS, THREADS, PROCESSES)  # forms by what they take beside their workers: processes share no memory
 
 

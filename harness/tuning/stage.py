@@ -26,7 +26,7 @@ from harness.tuning.follow import Follow
 from harness.tuning.live import Live
 from harness.tuning.memory import Memory, fingerprint
 from harness.tuning.report import TuningReport
-from harness.tuning.search import DEEPEST, with_workers
+from harness.tuning.search import DEEP, with_workers
 from harness.tuning.tuner import most_workers, tune
 from harness.watch.clock import StepClock
 from harness.watch.figures import Window
@@ -38,7 +38,6 @@ class Tuned:
     """What the stage found, and what follows it while training.
 
     Attributes:
-        entry: what a checkpoint keeps of it.
         forget: forgets the answer.
         most: threads that may be tried while training; None where their number stays.
         val_follows: whether the validation feed is to have as many.
@@ -46,7 +45,6 @@ class Tuned:
     """
 
     report: TuningReport
-    entry: dict[str, Any] | None
     forget: Callable[[], object] | None
     most: int | None
     val_follows: bool
@@ -105,12 +103,11 @@ def tuned(
     config: Config,
     limits: Limits,
     world: World,
-    kept: Any = None,
     step: int | None = None,
 ) -> Tuned:
     """The settings for this run's feeds, the same on every rank; ``step`` updates of it are done.
 
-    What a checkpoint has ``kept`` goes on where it fits. One of several runs alike tunes, the others wait for its answer.
+    One of several runs alike tunes, the others wait for its answer.
     ``tuner.fresh=true`` forgets what was found before.
 
     Raises:
@@ -124,9 +121,8 @@ def tuned(
     with memory.held() if memory else nullcontext():
         if memory and config.tuner.fresh:
             memory.forget()
-            kept = None
         read: Callable[[Any], TuningReport | None] = lambda answer: _recalled(answer, own, feeds, limits)
-        report: TuningReport | None = world.agreed(memory and (memory.take(kept, read) or memory.recall(read)))
+        report: TuningReport | None = world.agreed(memory and memory.recall(read))
         if report is not None:
             report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
         else:
@@ -139,7 +135,6 @@ def tuned(
     follows = by_look and world.size == 1 and (asked if asked is not None else not accelerator.of(world.device).has_streams)
     return Tuned(
         report,
-        memory.entry if memory else None,
         memory.forget if memory else None,
         most_workers(config.tuner, limits) if follows else None,
         val_follows=config.loader.val.num_workers is None and report.val.num_workers == report.settings.num_workers,
@@ -179,7 +174,7 @@ def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> T
 def _may_be_chosen(found: FeedSettings, own: FeedSettings, feeds: Feeds, limits: Limits) -> bool:
     """Whether a search of this run may come to ``found``: the rest of it is ``own``, and the numbers are such as are tried."""
     most = max(own.num_workers, most_workers(feeds.config.tuner, limits))
-    deepest = max(DEEPEST, own.prefetch_factor or 0)
+    deepest = max(*DEEP.values(), own.prefetch_factor or 0)
     made = with_workers(in_form(own, found.backend), found.num_workers, found.prefetch_factor)
     made = dataclasses.replace(
         made,

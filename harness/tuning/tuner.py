@@ -16,7 +16,7 @@ from harness.runtime.limits import Limits
 from harness.tuning import capacity
 from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
 from harness.tuning.lab import Lab
-from harness.tuning.look import Look
+from harness.tuning.look import FED, Look
 from harness.tuning.report import Side, TuningReport
 from harness.tuning.search import Ask, Choice, Problem, Search, grid, with_workers
 from harness.watch.console import LiveTable, live_table
@@ -159,9 +159,9 @@ class _Session:
         symptom = self.trials[-1].refused
         if any(trial.refused and trial.seconds for trial in self.trials):  # it did run, and died or hung
             _log.warning("tuning could not measure any setting, the loader stays as it was: %s", symptom)
-            return Choice(own, None, None, bound="unknown", reason="no setting could be measured", complete=False)
+            return Choice(own, None, None, reason="no setting could be measured", complete=False)
         _log.warning("not even one worker fits, the trainer itself will load: %s", symptom)
-        return Choice(with_workers(own, 0), None, None, bound="memory", reason="not even one worker fits")
+        return Choice(with_workers(own, 0), None, None, reason="not even one worker fits")
 
     def _calibrate(self, own: FeedSettings) -> bool:
         """Probe the supply of the user's setting, or of one worker where there are none or they fail; whether one succeeded.
@@ -195,7 +195,6 @@ class _Session:
             after=Side(choice.settings, choice.after, choice.waits[1], lab.memory_bytes(choice.settings)),
             demand=demand,
             ceiling=ceiling,
-            bound=choice.bound,
             sentence=_sentence(own, choice, demand, ceiling),
             trials=tuple(self.trials),
             limits=lab.limits,
@@ -233,29 +232,16 @@ def _least(limits: Limits, ranks: Ranks) -> Limits:
 
 
 def _sentence(own: FeedSettings, choice: Choice, demand: Rate | None, ceiling: float | None) -> str:
-    """What bounds the feed, what was chosen, and why."""
-    if demand is None or choice.before is None or choice.after is None or ceiling is None:
+    """What the step takes, what the settings deliver, and why this one was chosen."""
+    if demand is None or choice.demand is None or choice.before is None or choice.after is None or ceiling is None:
         return f"{choice.settings} was chosen: {choice.reason}."
     rates = demand, choice.before, choice.after
     takes, gets, got = (f"{rate if rate.is_uneven else round(rate.images_per_s)}" for rate in rates)
     takes += " images/s"
-    if choice.settings == own and choice.bound == "model":
+    if choice.settings == own and choice.before.images_per_s >= FED * choice.demand:
         return f"Nothing to gain: the model takes {takes} and {own} delivers {gets} (ceiling {ceiling:.1f}x); {choice.reason}."
     kept = "and stays" if choice.settings == own else f"{choice.settings} {got}"
-    limit = _BOUNDS.get(choice.bound or "", "it is not known what limits the feed")
-    return f"The model takes {takes}, {own} delivers {gets}, {kept}; {limit}: {choice.reason}."
-
-
-_BOUNDS = {
-    "model": "then the model is the limit",
-    "processor": "the processors are the limit",
-    "interpreter": "Python's interpreter is the limit (threads wait for each other, or for the step)",
-    "storage": "the storage is the limit (samples wait for it, not for a processor)",
-    "transport": "handing batches over is the limit",
-    "memory": "memory is the limit (more workers would not fit)",
-    "workers": "the number of workers is the limit (tuner.max_workers)",
-    "refused": "what failed with more workers is the limit",
-}
+    return f"The model takes {takes}, {own} delivers {gets}, {kept}; {choice.reason}."
 
 
 def _row(trial: Trial) -> tuple[str, ...]:

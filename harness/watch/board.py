@@ -9,11 +9,12 @@ import math
 import os
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
+from harness.runtime.errors import printable
 from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
 from harness.runtime.folder import LOGGER
 from harness.watch.figures import Spread, Window
@@ -76,9 +77,10 @@ class Board:
         self._guarded(self._metrics.path, lambda: self._metrics.append(data))
         self._event(lambda events: events.scalars(step, flat))
 
-    def text(self, tag: str, markdown: str) -> None:
-        """Put a text on TensorBoard's text page."""
-        self._event(lambda events: events.text(tag, markdown))
+    def text(self, tag: str, lines: Sequence[str]) -> None:
+        """Put lines on TensorBoard's text page, as they are: Markdown shows what is indented as code."""
+        text = "\n".join(f"    {printable(line)}" for line in lines)
+        self._event(lambda events: events.text(tag, text))
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         """Make the run a row of TensorBoard's HParams page; every run of a sweep must give the same names."""

@@ -41,13 +41,11 @@ def say(text: str) -> None:
     _print(line)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, and log it; every row has as many cells as there are columns."""
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; every row has as many cells as there are columns."""
     cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    say(title)
-    for row in cells:
-        say("  ".join(map(str.ljust, row, widths)).rstrip())
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 class LiveTable:

@@ -149,12 +149,3 @@ def test_a_full_disk_does_not_end_it(capsys: pytest.CaptureFixture[str], tmp_pat
     """The file is lost, with a warning that says where the diagnosis is to be had."""
     diagnosis().publish(tmp_path / "gone", None)
     assert "it is printed above" in capsys.readouterr().out
-
-
-def test_the_text_for_tensorboard() -> None:
-    """Tables in Markdown with what was not measured as a dash."""
-    text = diagnosis().markdown()
-    assert "| G | steps on a batch that is at hand | about 1000 |" in text
-    assert "| P | loading alone, files read before | - |" in text
-    assert "| F | reading cold files | - |" in text
-    assert "```\npython train.py\n```" in text

@@ -34,7 +34,7 @@ def rate(text: str, phase: str, number: int, value: float, *, twin: bool = False
 
 
 def choice(strategy: str, text: str | None, seconds: float = 1.0, repeat: int = 0) -> Line:
-    return {"kind": "choice", "workload": W, "strategy": strategy, "repeat": repeat, "seconds": seconds, "bound": "model",
+    return {"kind": "choice", "workload": W, "strategy": strategy, "repeat": repeat, "seconds": seconds,
             "setting": text, "note": ""}  # fmt: skip
 
 

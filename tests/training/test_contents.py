@@ -22,7 +22,7 @@ from harness.training.state import TrainState, make_state
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 CLASSES = ("ant", "bee")
 # What a run adds to its state, besides its settings.
-FACTS: dict[str, Any] = {"classes": list(CLASSES), "ranks": 1, "length": 100, "stop": 96, "tuning": None}
+FACTS: dict[str, Any] = {"classes": list(CLASSES), "ranks": 1, "length": 100, "stop": 96}
 Saved = dict[str, Any]
 
 

@@ -114,7 +114,7 @@ def state() -> TrainState:
 
 def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path: Path) -> None:
     """Nothing is written of the state that is there at first, and no state twice; an evaluation makes another of it."""
-    saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a", "b"), {"x": 1}))
+    saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a", "b")))
     saves.save()
     for state.step, state.pending, top1 in ((5, True, None), (5, True, None), (5, False, 0.5), (5, False, 0.7)):
         saves.save(top1)
@@ -122,7 +122,7 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
     found = sorted(checkpoint.records(tmp_path / "checkpoints"), key=lambda record: record.top1 is not None)
     assert [(record.step, record.top1) for record in found] == [(5, None), (5, 0.5)]
     kept = checkpoint.read(tmp_path)[1]
-    assert (kept["classes"], kept["tuning"], kept["ranks"], kept["stop"]) == (["a", "b"], {"x": 1}, 1, 100)
+    assert (kept["classes"], kept["ranks"], kept["stop"]) == (["a", "b"], 1, 100)
 
 
 def test_a_state_that_could_not_be_written_is_tried_again(config: Config, state: TrainState, tmp_path: Path) -> None:

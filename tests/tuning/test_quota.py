@@ -31,14 +31,13 @@ OVERRIDES = (  # to decode these images takes several times as long as a step on
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def tuned(folder: Path, group: Path) -> dict[str, Any]:
+def tuned(folder: Path, group: Path) -> None:
     """What the run in ``folder`` says of its tuning, which came to its end in time and names the quota of ``group``."""
     tuning: dict[str, Any] = json.loads((folder / "tuning.json").read_text())
     assert tuning["limits"]["cores"] == 0.5
     assert tuning["limits"]["sources"]["cores"].startswith(f"quota in {group}/cpu.")
     assert tuning["complete"] and tuning["seconds"] < 1.2 * BUDGET_S
     assert json.loads((folder / "report.json").read_text())["status"] == "completed"
-    return tuning
 
 
 def members_ever(group: Path, run: subprocess.Popen[str], limit_s: float) -> set[int]:
@@ -52,7 +51,7 @@ def members_ever(group: Path, run: subprocess.Popen[str], limit_s: float) -> set
 
 
 def test_a_run_is_tuned_under_a_real_quota(tmp_path: Path) -> None:
-    """It finds its bound in time, the report has what the quota did, and neither process nor segment is left."""
+    """It chooses in time, the report has what the quota did, and neither process nor segment is left."""
     command = [sys.executable, str(ROOT / "train.py"), *OVERRIDES, "watch.sample_s=0.2", "run.name=half"]
     env = {**os.environ, "WELLFED_CACHE": str(tmp_path / "cache")}
     with control_groups.quota(0.5) as group, open(tmp_path / "said", "w+", encoding="utf-8") as said:
@@ -65,8 +64,7 @@ def test_a_run_is_tuned_under_a_real_quota(tmp_path: Path) -> None:
     assert left == []
     assert len(pids) > 2
     assert [name for name in os.listdir("/dev/shm") if name.startswith(tuple(f"torch_{pid}_" for pid in pids))] == []
-    tuning = tuned(tmp_path / "outputs/half", group)
-    assert tuning["bound"] == "processor" and "the processors are the limit" in tuning["sentence"]
+    tuned(tmp_path / "outputs/half", group)
     sampled = json.loads((tmp_path / "outputs/half/report.json").read_text())["sampled"]
     assert 0 < sampled["host/own_cpu_cores"] < 0.6
     assert "host/throttled_fraction" in sampled

@@ -106,7 +106,7 @@ def test_without_tensorboard_there_is_no_event_file(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from harness.watch.board import Board\n"
         f"board = Board(Path({str(tmp_path)!r}), tensorboard=False)\n"
-        "board.scalars(1, {'a': 1.0}); board.text('t', 'x'); board.hparams({}, {})\n"
+        "board.scalars(1, {'a': 1.0}); board.text('t', ['x']); board.hparams({}, {})\n"
         "board.close()\n"
         "sys.exit('tensorboard' in sys.modules or 'torch' in sys.modules)"
     )
@@ -192,11 +192,11 @@ def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
 
 
 def test_text_reaches_the_text_page(tmp_path: Path) -> None:
-    """Markdown is stored under the tag as TensorBoard's text plugin reads it."""
+    """What looks like markup in it stays text: TensorBoard shows indented lines as code."""
     with Board(tmp_path, tensorboard=True) as board:
-        board.text("verdict", "**fine**")
+        board.text("verdict", ["**fine** <img src=http://f>", "a\nb"])
     read = events(tmp_path)
-    assert read.Tensors("verdict/text_summary")[0].tensor_proto.string_val == [b"**fine**"]
+    assert read.Tensors("verdict/text_summary")[0].tensor_proto.string_val == [b"    **fine** <img src=http://f>\n    a\\nb"]
 
 
 def test_a_text_on_a_full_disk_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_text_on_a_full_disk_is_dropped(tmp_path: Path, monkeypatch: pytest.Mo
 
     with Board(tmp_path, tensorboard=True) as board:
         monkeypatch.setattr(os, "write", full)
-        board.text("tuning", "text")
+        board.text("tuning", ["text"])
     assert board.dropped == 1
 
 

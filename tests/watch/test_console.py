@@ -72,22 +72,22 @@ def test_a_line_is_printed_once_and_logged_once(capsys: pytest.CaptureFixture[st
 def test_text_from_outside_is_only_text(capsys: pytest.CaptureFixture[str], text: str, shown: str) -> None:
     """Neither markup nor control characters in a name have an effect."""
     console.say(text)
-    console.table(text, ["a"], [[text]])
+    assert console.aligned(["a"], [[text]]) == ["a", shown]
     with console.progress(text, 3, "files", now=Hand()) as bar:
         bar.describe(text)
-    assert capsys.readouterr().out.splitlines() == [shown, shown, "a", shown]
+    assert capsys.readouterr().out.splitlines() == [shown]
 
 
 def test_markup_is_only_text_on_a_terminal_too() -> None:
     """On a terminal rich draws, and still reads no markup and no control character from outside."""
     seen = on_terminal(
-        "from harness.watch.console import say, table, progress\n"
+        "from harness.watch.console import say, progress\n"
         "text = '[red]x[/red] \\x1b[2J[/]'\n"
-        "say(text); table(text, [text], [[text]])\n"
+        "say(text); say(text)\n"
         "with progress(text, 2, 'files') as bar: bar.advance(1); bar.describe(text + '!')\n"
     )
     assert "\x1b[2J" not in seen
-    assert seen.count("[red]x[/red] \\x1b[2J[/]") >= 4
+    assert seen.count("[red]x[/red] \\x1b[2J[/]") >= 3
     assert "1 of 2 files" in seen
 
 
@@ -106,20 +106,19 @@ def test_other_ranks_are_silent_and_still_log(capsys: pytest.CaptureFixture[str]
     """A quiet rank prints nothing at all; its log has every line."""
     console.set_quiet(True)
     console.say("hello")
-    console.table("t", ["a"], [["1"]])
     with console.live_table("live", ["b"]) as shown:
         shown.add(["2"])
     logging.getLogger(LOGGER).warning("careful")
     with console.progress("work", 10, "steps", now=Hand()) as bar:
         bar.advance(10)
     assert capsys.readouterr() == ("", "")
-    assert [record.getMessage() for record in log.records] == ["hello", "t", "a", "1", "live", "b", "2", "careful"]
+    assert [record.getMessage() for record in log.records] == ["hello", "live", "b", "2", "careful"]
 
 
-def test_a_table_has_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a pipe a table is aligned text."""
-    console.table("Tried", ["num_workers", "images/s"], [["0", "1200"], ["16", "9"]])
-    assert capsys.readouterr().out == "Tried\nnum_workers  images/s\n0            1200\n16           9\n"
+def test_a_table_has_columns() -> None:
+    """Each is as wide as its longest cell."""
+    lines = console.aligned(["num_workers", "images/s"], [["0", "1200"], ["16", "9"]])
+    assert lines == ["num_workers  images/s", "0            1200", "16           9"]
 
 
 def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
