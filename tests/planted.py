@@ -155,26 +155,26 @@ LONG = ("loader.num_workers=0", "trainer.max_steps=15")
 TWO_RANKS = (*ONE, "dist.name=spawn", "dist.nprocs=2", FEW)
 ON_GPU = ("device=cuda", "loader.num_workers=0", "loader.pin_memory=false")
 PLANTS = (
-    Plant("slow disk", "storage", "reading", acts.slow_disk, 25, 80, "ms a read", (FEW,)),
+    Plant("slow disk", "storage", "Reading", acts.slow_disk, 25, 80, "ms a read", (FEW,)),
     Plant("slow disk, async device", "storage", "The device waited", acts.async_slow_disk, 25, 80, "ms a read", (FEW,)),
     Plant("cold files", "storage", "not in the page cache", acts.cold_files, 20, 80, "MB/s", (FEW,), in_group, throttled_disk),
-    Plant("heavy decode", "decode", "decoding", acts.heavy_decode, 500, 1000, "pixels a side"),
+    Plant("heavy decode", "decode", "Decoding", acts.heavy_decode, 500, 1000, "pixels a side"),
     Plant("one slow transform", "augment", "blur", acts.slow_transform, 25, 80, "ms a sample", (FEW,)),
-    Plant("slow collate", "collate", "putting batches together", acts.slow_collate, 100, 320, "ms a batch", (FEW,)),
+    Plant("slow collate", "collate", "Putting batches together", acts.slow_collate, 100, 320, "ms a batch", (FEW,)),
     Plant("too few workers", "workers", "loader.num_workers=", acts.heavy_decode, 2500, 2500, "pixels a side", (*ONE, FEW)),
     Plant("huge batches", "transport", "memory that processes share", acts.huge_batches, 32, 128, "MB a batch"),
     Plant("pageable copies", "copy", "loader.pin_memory=true", acts.pageable_copies, 32, 128, "MB a batch", ON_GPU),
-    Plant("slow step", "compute", "sets the pace", acts.slow_step, 250, 500, "ms a step", LONG),
-    Plant("slow launches", "launch", "waits for Python", acts.slow_launches, 60, 120, "launches of 4 ms", LONG),
+    Plant("slow step", "compute", "The network takes", acts.slow_step, 250, 500, "ms a step", LONG),
+    Plant("slow launches", "launch", "waited for Python", acts.slow_launches, 60, 120, "launches of 4 ms", LONG),
     Plant("slow rank", "rank", "waiting for data", acts.slow_disk, 25, 80, "ms a read", TWO_RANKS, in_ranks),
     Plant("quota", "quota", "quota", acts.quota, 0.3, 0.6, "processors", (), in_group, control_groups.quota),
     Plant("collections", "host", "garbage collection", acts.collections, 200, 800, "thousand objects", (FEW,)),
     Plant("slow logging", "host", "logging", acts.slow_logging, 100, 300, "ms a window", (FEW, "watch.window_steps=2")),
-    Plant("slow callback", "host", "no name", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
-    Plant("tiny memory", "memory", "Memory is short", acts.tiny_memory, 0.2, 0.4, "of the files in memory", SMALL, in_group,
+    Plant("slow callback", "host", "unnamed work", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
+    Plant("tiny memory", "memory", "Short of memory", acts.tiny_memory, 0.2, 0.4, "of the files in memory", SMALL, in_group,
           lambda size: group_of("memory")),
     Plant("neighbours", "neighbours", "Other programs take", acts.neighbours, 1.4, 1.6, "cores of 2"),
-    Plant("nothing", "balanced", "Nothing stands out", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
+    Plant("nothing", "balanced", "Balanced", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
 )  # fmt: skip
 
 

@@ -52,5 +52,5 @@ def test_tuning_and_diagnosis_warn_of_a_neighbour(
     said = capsys.readouterr().out
     warnings = re.findall(r"^warning: other programs took [\d.]+ of the \S+ cores meanwhile", said, re.MULTILINE)
     assert len(warnings) == 1, said
-    assert ("Bound by neighbours: other programs took " in said) is (override == "mode=diagnose"), said
+    assert ("Held back by other programs. Other programs took " in said) is (override == "mode=diagnose"), said
     assert not kept

@@ -18,9 +18,9 @@ from harness.feed.interface import FeedSettings
 from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.watch.board import Board, plain
+from harness.watch.bottleneck import Bottleneck, headline
 from harness.watch.console import aligned, say
 from harness.watch.stages import AUGMENT, GROUPS, StageTotals
-from harness.watch.verdict import Bottleneck
 
 _log = logging.getLogger(LOGGER)
 
@@ -102,19 +102,22 @@ def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
 
 
 def sentence(facts: Facts, found: Bound) -> str:
-    """The outcome in words."""
-    begin = "Unknown" if found.bottleneck == "unknown" else f"Bound by {found.bottleneck}"
+    """The outcome: the class, why, both rates, and what faster loading gives at most."""
     if found.bottleneck in NO_CEILING:
         gets = f" and gets {facts.delivered}" if facts.delivered else ""
-        said = f"{begin}: {found.words}. The step could take {facts.demand} images/s{gets}."
-        return f"{said} Try again when the machine is quiet."
+        rates = f"The step could take {facts.demand} images/s{gets}."
+        return f"{headline(found.bottleneck, None, 0.0)} {found.words}. {rates} Try again when the machine is quiet."
     takes, gets = rate_in_words(facts.demand.images_per_s), rate_in_words(facts.got)
     how = "gets" if facts.is_measured else "would get by arithmetic"
-    gain = f"with loading for free it would be {facts.ceiling:.2f}x as fast"
-    cold = ""
+    parts = [
+        headline(found.bottleneck, 1 - facts.lost, facts.lost),
+        f"{found.words}.",
+        f"The step could take {takes} images/s and {how} {gets}.",
+        f"Faster loading gives at most {facts.ceiling:.2f}x.",
+    ]
     if facts.fetch_per_s is not None and facts.fetch_per_s < facts.got:
-        cold = f" Files that come cold from storage arrive at {rate_in_words(facts.fetch_per_s)} a second, fewer than that."
-    return f"{begin}: {found.words}. The step could take {takes} images/s and {how} {gets}: {gain}.{cold}"
+        parts.append(f"Files that come cold from storage arrive at {rate_in_words(facts.fetch_per_s)} a second.")
+    return " ".join(parts)
 
 
 def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, device: str, ranks: int) -> str:

@@ -15,9 +15,10 @@ from harness.feed.interface import FeedSettings
 from harness.tuning.figures import Rate, SampleCost
 from harness.tuning.model import Model
 from harness.tuning.search import with_workers
+from harness.watch.bottleneck import FED, HARM, Bottleneck
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.supply import DOING, Supply, reckon
-from harness.watch.verdict import FED, HARM, MOST, MOST_PER_CORE, Bottleneck, lacks_cores
+from harness.watch.verdict import MOST, MOST_PER_CORE, lacks_cores
 
 _MODELLED, _CROWDED = 0.85, 0.7  # real steps get less than so much of what the model says: handing over is in the way
 _COPYING = 1.25  # copies alone give less than so many times what steps get: they are what fills the time
@@ -121,7 +122,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What keeps steps from more images: the class, and why in words."""
+    """What keeps steps from more images: the class, and why in sentences, without the last period."""
 
     bottleneck: Bottleneck
     words: str
@@ -157,42 +158,42 @@ def bound(facts: Facts) -> Bound:
     assert supply is not None, "at least one sample was made"
     found = _own_bound(facts, supply)
     if facts.others and (facts.is_uneven or lacks_cores(found.bottleneck, supply, facts.on_cpu, facts.lost)):
-        return Bound("neighbours", f"other programs took {facts.others:.2g} of the {facts.cores:g} cores")
+        return Bound("neighbours", f"Other programs took {facts.others:.2g} of the {facts.cores:g} cores")
     return found
 
 
 def _own_bound(facts: Facts, supply: Supply) -> Bound:
     """What bounds the steps in this run itself."""
     if facts.is_uneven:
-        return Bound("unknown", "the measurement is too uneven to tell what bounds training")
-    taken = "; loading costs it processors rather than waits" if facts.on_cpu and facts.ceiling > 1 + HARM else ""
+        return Bound("unknown", "The measurement is too uneven to tell what bounds training")
+    taken = ". Loading costs it processors rather than waits" if facts.on_cpu and facts.ceiling > 1 + HARM else ""
     if facts.lost < FED:
-        return Bound("compute", f"the network's own work sets the pace{taken}")
+        return Bound("compute", f"The network takes nearly all of the time{taken}")
     if facts.lost < HARM:
-        return Bound("balanced", f"the step waits for data in {facts.lost:.0%} of the time{taken}")
+        return Bound("balanced", f"The step waits for data {facts.lost:.0%} of the time{taken}")
     most, workers = reachable(facts)
     crowded = model_of(facts, facts.cost).reachable < facts.demand.images_per_s
     if facts.got < (_CROWDED if crowded else _MODELLED) * facts.reckoned:
         if facts.copy_per_s is not None and facts.copy_per_s < _COPYING * facts.got:
             memory = "page-locked" if facts.settings.pin_memory else "pageable"
-            return Bound("copy", f"copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at most")
-        return Bound("transport", "batches are made in time but reach the step late: handing them over is the limit")
-    share = f"{DOING[supply.kind]} takes a worker {supply.kind_s * 1e3:.3g} of {supply.wall_s * 1e3:.3g} ms a sample"
+            return Bound("copy", f"Copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at most")
+        return Bound("transport", "Batches are made in time, but reach the step late")
+    share = f"{DOING[supply.kind].capitalize()} takes {supply.kind_s * 1e3:.3g} of the {supply.wall_s * 1e3:.3g} ms of a sample"
     if supply.kind == "storage" and supply.waits:
-        return Bound("storage", f"{share}, most of it waiting")
+        return Bound("storage", f"{share}, mostly waiting")
     if facts.reckoned < _MORE * most and workers > facts.settings.num_workers:
         have = f"num_workers={facts.settings.num_workers} can give {rate_in_words(facts.reckoned)} images/s"
-        return Bound("workers", f"{have}, num_workers={workers} {rate_in_words(most)}; {share}")
+        return Bound("workers", f"{have}, num_workers={workers} {rate_in_words(most)}. {share}")
     return _processors(facts, supply, share, crowded)
 
 
 def _processors(facts: Facts, supply: Supply, share: str, crowded: bool) -> Bound:
     """The bound where loading has all the processors that it can have."""
-    together = f", and the step shares the {facts.cores:g} cores" if crowded and facts.on_cpu else ""
+    together = f". The step shares the {facts.cores:g} cores" if crowded and facts.on_cpu else ""
     if crowded and facts.cores_from.startswith("quota"):
-        return Bound("quota", f"the {facts.cores:g} cores of the {facts.cores_from} are full; {share}{together}")
+        return Bound("quota", f"The {facts.cores:g} cores of the {facts.cores_from} are full. {share}{together}")
     more = facts.fits(with_workers(facts.settings, facts.settings.num_workers + 1))
-    full = f"; no more workers fit: {more}" if more and not crowded else ""
+    full = f". No more workers fit: {more}" if more and not crowded else ""
     return Bound(supply.kind, f"{share}{together}{full}")
 
 

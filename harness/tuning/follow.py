@@ -46,13 +46,13 @@ class Follow:
             _log.warning("%s", missed(self.report, total, stall, predicted))
             if self.on_miss:
                 self.on_miss()
-                say("the remembered answer is forgotten; the next run tunes again")
+                say("The remembered answer is forgotten. The next run tunes again.")
 
 
 def missed(report: TuningReport, total: Window, stall: float, predicted: float) -> str:
     """What the user is told: how far the prediction was off, and what changed since."""
-    waited = f"over the first {total.steps} steps training waited for data in {stall:.0%} of the time"
-    return f"{waited}, while tuning said {predicted:.0%}: {_cause(report, total)}"
+    waited = f"Over the first {total.steps} steps, training waited for data {stall:.0%} of the time"
+    return f"{waited}. Tuning said {predicted:.0%}. {_cause(report, total)}."
 
 
 def _cause(report: TuningReport, total: Window) -> str:
@@ -61,11 +61,11 @@ def _cause(report: TuningReport, total: Window) -> str:
         was_ms = batch / report.demand.images_per_s * 1e3
         is_ms = total.compute_ms.median + (total.prepare_ms.median if total.prepare_ms else 0.0)  # both are what a step takes
         if is_ms < (1 - _CHANGED) * was_ms:
-            return f"a step takes {is_ms:.1f} ms and not {was_ms:.1f}, so that it needs more images; try tuner.fresh=true"
+            return f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
     expected, got = report.after.images_per_s, total.images_per_s
     if expected is None or got is None:
-        return "the loader is slower; try tuner.fresh=true"
+        return "The loader is slower. Try: tuner.fresh=true"
     return (
-        f"the feed delivers {got:.0f} images/s a rank and not {expected.images_per_s:.0f}: other programs on these processors, "
-        "a colder or slower storage, or costlier samples; look at host/cpu_fraction and host/disk_read_bytes_per_s"
+        f"The feed delivers {got:.0f} images/s a rank and not {expected.images_per_s:.0f}. Other programs, slower storage or "
+        "costlier samples may be why: see host/cpu_fraction and host/disk_read_bytes_per_s"
     )

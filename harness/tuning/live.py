@@ -94,7 +94,7 @@ class Policy:
             if period.images_per_s < (_GAIN if threads < self.threads else _LOSS) * before.images_per_s:
                 rates = f"{self.threads} gave {period.images_per_s:.0f} images/s, {threads} gave {before.images_per_s:.0f}"
                 self._vain_s, self._rest, self._next_rest = before.wall_s, self._next_rest, _LONGER * self._next_rest
-                return self._set(threads, before, f"back again: {rates}")
+                return self._set(threads, before, f"Back again: {rates}")
         wanted, reason = self._wanted(period)
         again = min(wanted, self._asked) > self.threads or max(wanted, self._asked) < self.threads
         self._asked = wanted
@@ -110,19 +110,19 @@ class Policy:
 
     def _wanted(self, period: Period) -> tuple[int, str]:
         """A number of threads that is worth a try, and why."""
-        now = f"a sample takes {period.wall_s * 1e3:.2g} ms"
+        now = f"A sample takes {period.wall_s * 1e3:.2g} ms"
         model = period.model(self.threads, self._cores)
         wanted = min(model.workers_for(MET * model.reachable), self.most)
         if self._rest and 1 / _OTHER < period.wall_s / self._vain_s < _OTHER:
             return self.threads, ""
         if period.wall_s * _OTHER < self._sample_s:
             fewer = wanted if wanted < self.threads else self._fewest
-            return min(self.threads, max(fewer, self._fewest)), f"{now} now, and took {self._sample_s * 1e3:.2g}"
+            return min(self.threads, max(fewer, self._fewest)), f"{now} instead of {self._sample_s * 1e3:.2g}"
         at_work = period.images_per_s * period.wall_s >= _AT_WORK * self.threads
         full = period.images_per_s >= BUSY * model.roofline or period.busy >= _FULL
         if period.stall <= 1 - FED or not at_work or full:
             return self.threads, ""
-        return max(self.threads, wanted), f"training waited for data in {period.stall:.0%} of the time, and {now}"
+        return max(self.threads, wanted), f"Training waited for data {period.stall:.0%} of the time. {now}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,4 +236,4 @@ class Live:
         if self._before is None:
             self._before, self._before_sample_s = period.images_per_s, period.wall_s
         self.changes.append(Change(self._step, started, before, period.images_per_s, self._policy.reason))
-        say(f"step {self._step}: {started} threads load instead of {before}: {self._policy.reason}")
+        say(f"Step {self._step}: {started} threads load instead of {before}. {self._policy.reason}.")

@@ -287,18 +287,18 @@ class Look:
         model = self.models.get(chosen.backend) or self.models[self.form]
         wall_s, cpu_s = model.cost.wall_s, model.cost.cpu_s
         who = "the trainer" if chosen.backend == ARRAYS else "a worker"
-        each = f"a sample takes {who} {wall_s * 1e3:.2g} ms, {min(1.0, cpu_s / wall_s):.0%} of it on a processor"
+        each = f"A sample takes {who} {wall_s * 1e3:.2g} ms, {min(1.0, cpu_s / wall_s):.0%} of it on a processor"
         if not self.complete:
-            return f"{each}; the time for a look was over before more could be tried (tuner.budget_s gives it more)"
+            return f"{each}. The time was over before more could be tried (tuner.budget_s gives more)"
         if self._is_uneven():
-            return f"{each}, a few of them far longer: batches are kept ahead for these"
+            return f"{each}, and a few take far longer: more batches are kept ahead"
         if len(self.trials) == len(self.problem.calibration):
-            return f"{each}; nothing else was worth a try"
+            return f"{each}. Nothing else was worth a try"
         if chosen == self.problem.own:
-            return f"{each}; nothing cheaper does as well, and nothing is faster"
+            return f"{each}. Nothing cheaper does as well, and nothing is faster"
         if not self._is_fed(chosen) and chosen.num_workers == self._most(chosen.backend):
-            return f"{each}; more workers are not tried, or do not fit (tuner.max_workers)"
+            return f"{each}. More workers are not tried, or do not fit (tuner.max_workers)"
         what = "keeps the model busy" if self._is_fed(chosen) else "delivers what can be had"
         if chosen.backend == ARRAYS:
-            return f"{each}; a feed of arrays needs no workers and {what}"
-        return f"{each}; num_workers={chosen.num_workers} is the least that {what}"
+            return f"{each}. A feed of arrays needs no workers, and {what}"
+        return f"{each}. num_workers={chosen.num_workers} is the least that {what}"

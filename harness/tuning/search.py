@@ -73,7 +73,7 @@ class Choice:
         after: what the choice delivers.
         demand: images/s that the step takes, as far as the search has learned; None where it did not look.
         waits: the share of the time that steps wait for data, before and after.
-        reason: the second half of the report's sentence: why this choice.
+        reason: why this choice, in sentences without the last period.
         complete: False where the budget ended the search.
     """
 
@@ -156,5 +156,5 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
             break
     usable = [trial for trial in trials if trial.rate] or trials[:1]
     chosen = min(usable, key=lambda t: (-t.rate.images_per_s if t.rate else 0.0, cost_of(t.settings)))
-    reason = "it is the fastest of those tried, start-up included; how fast the model is was not looked at"
+    reason = "It is the fastest of those tried, start-up included. How fast the model is was not measured"
     return Choice(chosen.settings, trials[0].rate, chosen.rate, reason=reason, complete=not enough())

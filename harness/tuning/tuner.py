@@ -159,9 +159,9 @@ class _Session:
         symptom = self.trials[-1].refused
         if any(trial.refused and trial.seconds for trial in self.trials):  # it did run, and died or hung
             _log.warning("tuning could not measure any setting, the loader stays as it was: %s", symptom)
-            return Choice(own, None, None, reason="no setting could be measured", complete=False)
+            return Choice(own, None, None, reason="No setting could be measured", complete=False)
         _log.warning("not even one worker fits, the trainer itself will load: %s", symptom)
-        return Choice(with_workers(own, 0), None, None, reason="not even one worker fits")
+        return Choice(with_workers(own, 0), None, None, reason="Not even one worker fits")
 
     def _calibrate(self, own: FeedSettings) -> bool:
         """Probe the supply of the user's setting, or of one worker where there are none or they fail; whether one succeeded.
@@ -233,15 +233,16 @@ def _least(limits: Limits, ranks: Ranks) -> Limits:
 
 def _sentence(own: FeedSettings, choice: Choice, demand: Rate | None, ceiling: float | None) -> str:
     """What the step takes, what the settings deliver, and why this one was chosen."""
-    if demand is None or choice.demand is None or choice.before is None or choice.after is None or ceiling is None:
-        return f"{choice.settings} was chosen: {choice.reason}."
-    rates = demand, choice.before, choice.after
-    takes, gets, got = (f"{rate if rate.is_uneven else round(rate.images_per_s)}" for rate in rates)
-    takes += " images/s"
-    if choice.settings == own and choice.before.images_per_s >= FED * choice.demand:
-        return f"Nothing to gain: the model takes {takes} and {own} delivers {gets} (ceiling {ceiling:.1f}x); {choice.reason}."
-    kept = "and stays" if choice.settings == own else f"{choice.settings} {got}"
-    return f"The model takes {takes}, {own} delivers {gets}, {kept}; {choice.reason}."
+    before, after = choice.before, choice.after
+    if demand is None or choice.demand is None or before is None or after is None or ceiling is None:
+        return f"Chosen: {choice.settings}. {choice.reason}."
+    takes, gets, got = (f"{rate if rate.is_uneven else round(rate.images_per_s)}" for rate in (demand, before, after))
+    rates = f"The model takes {takes} images/s. {own} delivers {gets}"
+    if choice.settings != own:
+        return f"{rates}, {choice.settings} {got}. {choice.reason}."
+    if before.images_per_s >= FED * choice.demand:
+        return f"Nothing to gain (ceiling {ceiling:.1f}x). {rates}. {choice.reason}."
+    return f"{rates}, and stays. {choice.reason}."
 
 
 def _row(trial: Trial) -> tuple[str, ...]:

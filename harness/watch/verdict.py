@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
+from harness.watch.bottleneck import FED, HARM, Bottleneck, headline
 from harness.watch.evidence import THROTTLED, Reckoning
 from harness.watch.evidence import Evidence as Evidence
 from harness.watch.evidence import RankFigures as RankFigures
@@ -14,14 +14,7 @@ from harness.watch.neighbours import SPOILT, taken
 from harness.watch.supply import DOING, Kind, Supply
 from harness.watch.tags import Tag
 
-Bottleneck = Literal[
-    "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch", "quota", "memory", "host",
-    "neighbours", "rank", "balanced", "unknown",
-]  # fmt: skip
-
 _MIN_STEPS = 10  # fewer say nothing about a run
-HARM = 0.10  # of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
-FED = 0.02  # what a stall below this would give back cannot be told from noise
 _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise where steps are short
 _FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device follows the host
 _QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
@@ -35,10 +28,10 @@ _WORKERLESS, _TOGETHER = "arrays", "threads"  # forms of the feed: that never ha
 _NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch", "quota", "compute", "balanced"}
 
 _CHEAPER: dict[Kind, str] = {
-    "storage": "put the files on a faster disk or keep them in memory",
-    "decode": "store smaller files (shorter side 1.15 to 2 times the crop) or add cores",
-    "augment": "make the augmentation cheaper or add cores",
-    "collate": "make images or batches smaller or add cores",
+    "storage": "put the files on a faster disk, or keep them in memory",
+    "decode": "store smaller files (shorter side 1.15 to 2 times the crop), or add cores",
+    "augment": "make the augmentation cheaper, or add cores",
+    "collate": "make images or batches smaller, or add cores",
     "transport": "make images or batches smaller",
 }
 _WAITING = "waiting for data"
@@ -53,7 +46,7 @@ class Verdict:
     Attributes:
         bottleneck: its kind; balanced: some waiting, under a tenth of the time.
         ceiling: speed-up if loading were free, 1 / (1 - stall_fraction); None where the stall is not known.
-        sentence: what bounds it, the figures that say so, the ceiling, and what to do.
+        sentence: the class in words, the figures that say so, the ceiling, and what to try: short sentences.
         next_step: settings to try, as overrides that can be typed; None where no setting helps.
         evidence: the figures that it rests on, then the two next suspects.
     """
@@ -67,7 +60,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A bottleneck, its figures in words, and what would help: a setting, or something else."""
+    """A bottleneck, sentences with its figures, and what would help: a setting, or something else."""
 
     bottleneck: Bottleneck
     cause: str
@@ -80,7 +73,7 @@ def judge(evidence: Evidence) -> Verdict:
     """What bounds the steps in ``evidence.window``, and what to try."""
     window = evidence.window
     if window.stall_fraction is None or window.steps < _MIN_STEPS:
-        few = f"{window.steps} steps are too few for a verdict: let the run go on for longer"
+        few = f"Unknown. {window.steps} steps are too few for a verdict. Try: let the run go on for longer."
         return Verdict("unknown", None, few, None, ())
     r = Reckoning(evidence)
     found = _straggler(evidence.ranks, evidence.autotuned) or (_unharmed(r) if r.lost < HARM else _harmed(r))
@@ -107,7 +100,7 @@ def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | No
     if late_ms <= HARM * step_ms:
         return None
     what = max(columns, key=lambda name: _beyond(columns[name][0], slowest))
-    cause = f"Rank {ranks[slowest].rank} holds the others up, by {late_ms:.1f} ms a step, most of that {what}"
+    cause = f"Rank {ranks[slowest].rank} holds the others up by {late_ms:.1f} ms a step. Most of that is {what}"
     if what != _WAITING:
         return _Finding("rank", cause, None, columns[what][1])
     held_up = min(_MOST_HELD_UP, _beyond(columns[what][0], slowest) / max(step_ms, 1e-9))
@@ -128,22 +121,22 @@ def _beyond(column: list[float], at: int) -> float:
 def _unharmed(r: Reckoning) -> _Finding:
     """What sets the pace where next to nothing is lost."""
     if r.stall >= FED or r.host >= _PROMPT:
-        return _Finding("balanced", f"Nothing stands out: {_waited(r)}, for Python in {r.host:.0%}")
+        return _Finding("balanced", f"{_waited(r)}, and for Python {r.host:.0%}")
     if r.compute is None:
-        apart = f"on {r.evidence.device} the network's own time and Python's cannot be told apart"
-        return _Finding("unknown", f"Loading does not hold the steps up: {_waited(r)}; {apart}")
+        apart = f"On {r.evidence.device}, the network's time and Python's cannot be told apart"
+        return _Finding("unknown", f"Loading does not hold the steps up. {_waited(r)}. {apart}")
     e, launch, compute, gap = r.evidence, r.window.launch_ms, r.window.compute_ms, r.window.gap_ms
     follows = launch and compute and gap and launch.median >= _FOLLOWS * compute.median and gap.median > _QUEUED_MS
     if follows and "launch" not in r.window.shares:  # a device that cannot be held back to tell
         return _launched(r)
-    beside = f", and preparing batches {r.prepare:.0%}" if r.prepare >= FED else ""
-    cause = f"The network's own work sets the pace, with {r.compute:.0%} of the time{beside}"
+    beside = f", preparing batches {r.prepare:.0%}" if r.prepare >= FED else ""
+    cause = f"The network takes {r.compute:.0%} of the time{beside}"
     if e.device != "cuda":
-        return _Finding("compute", cause, advice="a smaller network or image would be faster, or a GPU")
+        return _Finding("compute", cause, advice="a smaller network or image, or a GPU")
     steps = ["trainer.precision=bf16"] if e.precision == "fp32" else []
     steps += [] if e.channels_last else ["trainer.channels_last=true"]
     steps += [] if steps or e.compiled else ["trainer.compile=true"]
-    return _Finding("compute", cause, " ".join(steps) or None, None if steps else "a smaller network or image would be faster")
+    return _Finding("compute", cause, " ".join(steps) or None, None if steps else "a smaller network or image")
 
 
 def _harmed(r: Reckoning) -> _Finding:
@@ -163,18 +156,18 @@ def _starved(r: Reckoning) -> _Finding:
         return _handed_over(r, handed) if handed > r.parts["move"] else _copied(r)
     supply, tuned = r.supply, r.evidence.autotuned
     if supply is None:
-        return _Finding("unknown", f"{_waited(r)}; the feed does not say for what", None if tuned else "loader.autotune=true")
+        return _Finding("unknown", f"{_waited(r)}. The feed does not say for what", None if tuned else "loader.autotune=true")
     more, why = (None, "") if tuned else _more(r, supply)
-    took = f"{DOING[supply.kind]} takes {1e3 * supply.kind_s:.3g} of a worker's {1e3 * supply.wall_s:.3g} ms for a sample"
-    took += f", {supply.stage} most of that" if supply.kind == "augment" else ""
+    took = f"{DOING[supply.kind].capitalize()} takes {1e3 * supply.kind_s:.3g} of the {1e3 * supply.wall_s:.3g} ms of a sample"
+    took += f", most of them in {supply.stage}" if supply.kind == "augment" else ""
     if supply.waits:
-        took += f", which is waiting and not work{_where_from(r) if supply.kind == 'storage' else ''}"
-        return _Finding(supply.kind, f"{_waited(r)}: {took}", more, _CHEAPER[supply.kind])
+        took += f", mostly waiting{_where_from(r) if supply.kind == 'storage' else ''}"
+        return _Finding(supply.kind, f"{_waited(r)}. {took}", more, _CHEAPER[supply.kind])
     if more:
-        return _Finding("workers", f"{_waited(r)}: {why}", more)
-    full = f", and the {r.evidence.cores:g} cores have no room for more workers" if r.room() < 1 + HARM else ""
+        return _Finding("workers", f"{_waited(r)}. {why}", more)
+    full = f". The {r.evidence.cores:g} cores have no room for more workers" if r.room() < 1 + HARM else ""
     next_step = "loader.autotune=true" if supply.kind == "transport" and not tuned else None  # other forms share nothing
-    return _Finding(supply.kind, f"{_waited(r)}: {took}{full}", next_step, _CHEAPER[supply.kind])
+    return _Finding(supply.kind, f"{_waited(r)}. {took}{full}", next_step, _CHEAPER[supply.kind])
 
 
 def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
@@ -183,15 +176,13 @@ def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
     deepest = _DEEPEST_TOGETHER if settings.backend == _TOGETHER else _DEEPEST
     workers, depth, room = settings.num_workers, settings.prefetch_factor or deepest, r.room()
     if workers and r.unmade() == 0:
-        uneven = f"{workers} workers would do on average, but their batches come unevenly"
+        uneven = f"{workers} workers are enough on average, but their batches come unevenly"
         return (f"loader.prefetch_factor={min(2 * depth, deepest)}", uneven) if depth < deepest else (None, "")
     wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(MOST, int(MOST_PER_CORE * cores)))
     if room < 1 + HARM or wanted <= workers or settings.backend == _WORKERLESS:
         return None, ""
-    need = f"{1e3 * supply.wall_s:.3g} ms for a sample"
-    does = f"1 worker needs {need}" if workers == 1 else f"{workers} workers need {need} each"
-    does = does if workers else "loading has no workers"
-    return f"loader.num_workers={wanted}", f"{does}, and {cores:g} cores have room for more"
+    does = f"A sample takes one of the {workers} workers {1e3 * supply.wall_s:.3g} ms" if workers else "Loading has no workers"
+    return f"loader.num_workers={wanted}", f"{does}. The {cores:g} cores have room for more"
 
 
 def _where_from(r: Reckoning) -> str:
@@ -200,17 +191,17 @@ def _where_from(r: Reckoning) -> str:
     if not read or stored is None:
         return ""
     if stored < _CACHED * read:
-        return "; hardly a byte came from a disk, so that it is opening files, or a network's file system, that is slow"
-    cold = ", so that the files were not in the page cache" if stored >= _FROM_DISK * read else ""
+        return ". Hardly a byte came from a disk: opening files is slow, or a network's file system"
+    cold = ": the files were not in the page cache" if stored >= _FROM_DISK * read else ""
     # pages of mapped files come from the disk too, and are not read
-    return f"; {stored / 1e6:.3g} of the {max(read, stored) / 1e6:.3g} MB/s came from a disk (or NFS){cold}"
+    return f". Of {max(read, stored) / 1e6:.3g} MB/s, {stored / 1e6:.3g} came from a disk or NFS{cold}"
 
 
 def _handed_over(r: Reckoning, handed: float) -> _Finding:
     """Batches that were made wait to be brought into this process, or into page-locked memory."""
     window, settings, supply = r.window, r.evidence.settings, r.supply
-    cause = f"{_waited(r)}: {handed:.0%} of that for batches that were made but not here yet"
-    cause += f" ({r.parts['transport']:.0%} on the way from a worker, {r.parts['pin']:.0%} into page-locked memory)"
+    cause = f"{_waited(r)}. For {handed:.0%} of that, batches were made but not here yet: {r.parts['transport']:.0%} on the way"
+    cause += f" from a worker, {r.parts['pin']:.0%} into page-locked memory"
     waited_s = r.starved / window.images_per_s if window.images_per_s else 0.0  # for an image
     tuned = r.evidence.autotuned
     next_step = None if tuned else "loader.autotune=true"
@@ -222,11 +213,11 @@ def _handed_over(r: Reckoning, handed: float) -> _Finding:
 def _copied(r: Reckoning) -> _Finding:
     """Batches that are here wait to be brought to the device and normalised."""
     pageable = r.evidence.device == "cuda" and not r.evidence.settings.pin_memory
-    took = f"copies took {r.copy:.0%} of the time while nothing ran"
+    took = f"Copies took {r.copy:.0%} of the time while nothing ran"
     if (moved := r.parts.get("move", 0.0)) * r.starved > r.copy:
-        took = f"{moved:.0%} of the wait for moving and normalising batches that were here"
-    cause = f"{_waited(r)}: {took}{', from pageable memory' if pageable else ''}"
-    return _Finding("copy", cause, "loader.pin_memory=true" if pageable else None, "make images smaller or steps longer")
+        took = f"Moving and normalising batches took {moved:.0%} of that"
+    cause = f"{_waited(r)}. {took}{', from pageable memory' if pageable else ''}"
+    return _Finding("copy", cause, "loader.pin_memory=true" if pageable else None, "make images smaller, or steps longer")
 
 
 def _hosted(r: Reckoning) -> _Finding:
@@ -234,8 +225,8 @@ def _hosted(r: Reckoning) -> _Finding:
     named = sorted(((name, share) for name, share in r.host_parts.items() if share >= _WORTH), key=lambda part: -part[1])
     rest = r.host - sum(share for _, share in named)
     shown = [f"{_HOST_WORDS.get(name, name)} {share:.0%}" for name, share in named]
-    shown += [f"what has no name {rest:.0%}"] if rest >= _WORTH else []
-    cause = f"Python held the steps up in {r.host:.0%} of the time: {', '.join(shown)}"
+    shown += [f"unnamed work {rest:.0%}"] if rest >= _WORTH else []
+    cause = f"Python held the steps up {r.host:.0%} of the time: {', '.join(shown)}"
     name = named[0][0] if named and named[0][1] >= rest else ""
     if name == "gc":
         return _Finding("host", cause, advice="keep fewer objects alive, or call gc.freeze() before training")
@@ -246,10 +237,10 @@ def _hosted(r: Reckoning) -> _Finding:
 
 def _launched(r: Reckoning) -> _Finding:
     """Python launches the network's kernels more slowly than the device runs them."""
-    launch, share = r.window.launch_ms, f" in {r.launch:.0%} of the time" if r.launch else ""
-    took = f", launching a step takes {launch.median:.1f} ms" if launch else ""
+    launch, share = r.window.launch_ms, f" {r.launch:.0%} of the time" if r.launch else ""
+    took = f". Launching a step takes {launch.median:.1f} ms" if launch else ""
     faster = f"loader.batch_size={2 * r.evidence.settings.batch_size}" if r.evidence.compiled else "trainer.compile=true"
-    return _Finding("launch", f"The device waits for Python within the step{share}{took}", faster)
+    return _Finding("launch", f"The device waited for Python within the step{share}{took}", faster)
 
 
 def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
@@ -265,7 +256,7 @@ def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
         fewer = f"loader.num_workers={settings.num_workers // 2}"
     elif (settings.prefetch_factor or 1) > 1:
         fewer = "loader.prefetch_factor=1"
-    cause = f"Memory is short: work stood still for it in {stalled:.0%} of the time"
+    cause = f"Work stood still for memory {stalled:.0%} of the time"
     return _Finding("memory", cause, fewer, "give the run more memory")
 
 
@@ -274,7 +265,7 @@ def _throttled(r: Reckoning, found: _Finding) -> _Finding | None:
     throttled = r.sampled(Tag.THROTTLED_FRACTION)
     if throttled is None or throttled < THROTTLED or not _lacks_cores(r, found):
         return None
-    cause = f"The processor quota stopped this run in {throttled:.0%} of its periods: {r.evidence.cores:.3g} cores are too few"
+    cause = f"The quota stopped this run in {throttled:.0%} of its periods. {r.evidence.cores:.3g} cores are too few"
     return _Finding("quota", cause, advice="raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)")
 
 
@@ -282,11 +273,11 @@ def _crowded(r: Reckoning, found: _Finding) -> _Finding | None:
     """Whether other programs have the processors, or the GPU, that ``found`` lacks."""
     others, gpu = taken(r.evidence.sampled), r.sampled(Tag.GPU_OTHERS_UTILIZATION)
     if others is not None and _lacks_cores(r, found):
-        threads = f"{r.sampled(Tag.QUEUED_THREADS):.2g} threads of this run waited for one at any time"
-        cause = f"Other programs take {others:.2g} of the {r.evidence.cores:.3g} cores: {threads}"
+        threads = f"On average, {r.sampled(Tag.QUEUED_THREADS):.2g} threads of this run waited for a core"
+        cause = f"Other programs take {others:.2g} of the {r.evidence.cores:.3g} cores. {threads}"
         return _Finding("neighbours", cause, advice="wait until these programs end, or train on cores of your own")
     if gpu is not None and gpu >= SPOILT and r.evidence.device == "cuda" and found.bottleneck == "compute":
-        cause = f"Other programs keep the GPU busy in {gpu:.0%} of the time"
+        cause = f"Other programs keep the GPU busy {gpu:.0%} of the time"
         return _Finding("neighbours", cause, advice="wait until these programs end, or train on another GPU")
     return None
 
@@ -310,22 +301,23 @@ def _harmful(on_cpu: bool, lost: float) -> bool:
 def _waited(r: Reckoning) -> str:
     """How long was waited for data."""
     if r.window.stall_basis == "device":
-        return f"The device waited for data in {r.stall:.0%} of the time"
+        return f"The device waited for data {r.stall:.0%} of the time"
     if r.evidence.device == "cpu":
-        return f"Training waited for data in {r.stall:.0%} of the time"
-    return f"The loop waited for data in {r.stall:.0%} of the time (the device at most as long)"
+        return f"Training waited for data {r.stall:.0%} of the time"
+    return f"The loop waited for data {r.stall:.0%} of the time, the device at most as long"
 
 
 def _sentence(r: Reckoning, found: _Finding) -> str:
-    """Cause, ceiling and way out."""
-    ways = [f"try {found.next_step}"] if found.next_step else []
-    ways += [found.advice] if found.advice else []
-    parts = [found.cause]
+    """The class, the cause, the ceiling, and what to try."""
+    parts = [headline(found.bottleneck, r.compute, r.lost), f"{found.cause}."]
     if max(r.stall, found.held_up) >= FED:
-        gain = f"faster loading could give {r.ceiling:.3g}x at most"
         shared = r.evidence.device == "cpu" and r.window.stall_basis == "host"
-        parts.append(f"{gain}, and less where both need the same cores" if shared else gain)
-    return "; ".join(parts) + (f": {', or '.join(ways)}" if ways else "")
+        less = ", and less where it takes processors from the step" if shared else ""
+        parts.append(f"Faster loading gives at most {r.ceiling:.3g}x{less}.")
+    ways = [way for way in (found.next_step, found.advice) if way]
+    if ways:
+        parts.append(f"Try: {', or '.join(ways)}.")
+    return " ".join(parts)
 
 
 def _clauses(r: Reckoning, found: _Finding) -> tuple[str, ...]:
@@ -337,7 +329,7 @@ def _clauses(r: Reckoning, found: _Finding) -> tuple[str, ...]:
     if r.parts and r.starved >= _WORTH:
         clauses.append(f"waiting for a batch: {_listed(r.parts)}")
     if supply:
-        each = f"{1e3 * supply.wall_s:.3g} ms of a worker, {1e3 * supply.cpu_s:.3g} ms of a processor"
+        each = f"{1e3 * supply.wall_s:.3g} ms, {1e3 * supply.cpu_s:.3g} ms of them on a processor"
         clauses.append(f"a sample takes {each}: {_listed(supply.parts)}")
     if r.host >= _WORTH and (named := _listed(r.host_parts)):
         clauses.append(f"named work between steps: {named}")

@@ -16,8 +16,8 @@ from harness.diagnose.report import Diagnosis, command, sentence
 from harness.diagnose.runs import Runs
 from harness.diagnose.whatif import Bound, Facts, WhatIf
 from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.watch.bottleneck import Bottleneck
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Bottleneck
 
 OWN = samples.settings(2, batch_size=10)
 STAGES = StageTotals(100, 10, 0.5, {"read": StageCost(0.1, 0.01), "decode": StageCost(0.4, 0.4)})
@@ -38,7 +38,7 @@ def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
         demand=Rate.exactly(1000), step_cpu_s=0.0, loading=loading, stages=STAGES, delivered=Rate.exactly(200), fetch=fetch
     )
     return Diagnosis(
-        bottleneck="decode", ceiling=5.0, measured=True, sentence="Bound by decode.", command="python train.py",
+        bottleneck="decode", ceiling=5.0, measured=True, sentence="Decode-bound.", command="python train.py",
         settings=OWN, runs=runs, what_ifs=(WhatIf("1 more core", 300.0, 1.5),), notes=("P was not measured: why",),
         seconds=20.0,
     )  # fmt: skip
@@ -93,11 +93,11 @@ def test_half_precision_is_not_advised_twice(composed: Callable[..., Config]) ->
 
 def test_the_sentence() -> None:
     """The class, why, both rates, the ceiling; a figure that was reckoned is called so; slow cold files are named."""
-    found = Bound("decode", "decoding takes a worker 4 of 5 ms a sample")
+    found = Bound("decode", "Decoding takes 4 of the 5 ms of a sample")
     told = sentence(facts(), found)
     assert told == (
-        "Bound by decode: decoding takes a worker 4 of 5 ms a sample. The step could take 1000 images/s and gets 200: with "
-        "loading for free it would be 5.00x as fast."
+        "Decode-bound. Decoding takes 4 of the 5 ms of a sample. The step could take 1000 images/s and gets 200. Faster "
+        "loading gives at most 5.00x."
     )
     assert "would get by arithmetic 400" in sentence(facts(None), found)
     assert "cold from storage arrive at 50 a second" in sentence(facts(fetch_per_s=50.0), found)
@@ -107,19 +107,19 @@ def test_the_sentence() -> None:
 def test_the_sentence_of_an_uneven_measurement() -> None:
     """What was measured stands with its interval, no class and no ceiling; the way out is to try again."""
     uneven = dataclasses.replace(facts(), demand=Rate(0.403, 0.0, 1.24), delivered=Rate(0.39, 0.35, 0.43))
-    told = sentence(uneven, Bound("unknown", "why"))
+    told = sentence(uneven, Bound("unknown", "Why"))
     assert told == (
-        "Unknown: why. The step could take 0.403 ±154% images/s and gets 0.39 ±10%. Try again when the machine is quiet."
+        "Unknown. Why. The step could take 0.403 ±154% images/s and gets 0.39 ±10%. Try again when the machine is quiet."
     )
-    unmeasured = sentence(dataclasses.replace(uneven, delivered=None), Bound("unknown", "why"))
+    unmeasured = sentence(dataclasses.replace(uneven, delivered=None), Bound("unknown", "Why"))
     assert "takes 0.403" not in unmeasured and "and gets" not in unmeasured
 
 
 def test_the_sentence_beside_other_programs() -> None:
     """What they took, and what was measured beside them with its interval: no ceiling."""
-    told = sentence(facts(), Bound("neighbours", "other programs took 1.5 of the 2 cores"))
+    told = sentence(facts(), Bound("neighbours", "Other programs took 1.5 of the 2 cores"))
     assert told == (
-        "Bound by neighbours: other programs took 1.5 of the 2 cores. The step could take about 1000 images/s "
+        "Held back by other programs. Other programs took 1.5 of the 2 cores. The step could take about 1000 images/s "
         "and gets about 200. Try again when the machine is quiet."
     )
 
@@ -128,7 +128,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """The stages, the changes, the notes, the sentence; the last line is the one to paste."""
     diagnosis().publish(None, None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3:] == ["Bound by decode.", "next:", "python train.py"]
+    assert lines[-3:] == ["Decode-bound.", "next:", "python train.py"]
     assert "decode  decode   4   4" in lines
     assert any(line.split() == ["1", "more", "core", "300", "1.50x"] for line in lines)
     assert "note: P was not measured: why" in lines

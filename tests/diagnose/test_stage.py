@@ -102,7 +102,9 @@ def test_other_programs_are_warned_of(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warnings == ([] if others is None else [warning])
     assert found.sentence in capsys.readouterr().out and len(said) == 1
-    named = found.sentence.startswith("Bound by neighbours: other programs took 1.5 of the 2 cores. The step could take ")
+    named = found.sentence.startswith(
+        "Held back by other programs. Other programs took 1.5 of the 2 cores. The step could take "
+    )
     untold = found.ceiling is None and not found.what_ifs and found.command.endswith("mode=diagnose")
     told = found.bottleneck == "neighbours", named, untold or found.bottleneck == "unknown"
     assert told == ((True,) * 3 if others else (False, False, found.bottleneck == "unknown"))

@@ -153,7 +153,7 @@ def test_why_no_more_workers_fit_is_said() -> None:
     """With all that fit at work, decoding bounds, and the arithmetic of one more stands beside it."""
     found = dataclasses.replace(facts(3, delivered=590.0), fits=fits_up_to(3))
     assert bound(found).bottleneck == "decode"
-    assert bound(found).words.endswith("; no more workers fit: 4 workers = 9 GB")
+    assert bound(found).words.endswith(". No more workers fit: 4 workers = 9 GB")
 
 
 def test_a_sane_number_of_workers_is_proposed() -> None:
@@ -276,7 +276,7 @@ def test_other_programs_bound_what_lacks_processors(found: Facts, bottleneck: st
     disturbed = dataclasses.replace(found, others=1.5)
     told = bound(disturbed)
     assert told.bottleneck == bottleneck
-    assert (told.words == f"other programs took 1.5 of the {found.cores:g} cores") is (bottleneck == "neighbours")
+    assert (told.words == f"Other programs took 1.5 of the {found.cores:g} cores") is (bottleneck == "neighbours")
     assert bool(what_ifs(disturbed)) is (bottleneck != "neighbours")
     assert bound(found).bottleneck != "neighbours"
 
@@ -306,7 +306,7 @@ def test_shared_cores_are_said() -> None:
     """On a CPU the sentence's second half tells that the step takes its part of the cores."""
     shared = facts(8, cores=2, delivered=190.0, demand=400.0, step_cpu_ms=5.0, on_cpu=True)
     assert bound(shared).bottleneck == "decode"
-    assert "the step shares the 2 cores" in bound(shared).words
+    assert "The step shares the 2 cores" in bound(shared).words
 
 
 def test_pixels_that_smaller_files_keep() -> None:

@@ -66,7 +66,7 @@ def test_a_stall_over_the_prediction_is_told_once(
 
 @pytest.mark.parametrize(
     ("compute_s", "cause"),
-    [(0.010, "a step takes 10.0 ms and not 20.0"), (0.020, "the feed delivers")],
+    [(0.010, "A step takes 10.0 ms and not 20.0"), (0.020, "The feed delivers")],
     ids=["faster step", "slower loader"],
 )
 def test_what_changed_is_named(compute_s: float, cause: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +75,7 @@ def test_what_changed_is_named(compute_s: float, cause: str, caplog: pytest.LogC
     loop.steps(STEPS + 2, 0.015, compute_s)
     with caplog.at_level(logging.WARNING, LOGGER):
         follow(loop, predicted())
-    assert cause in caplog.text and "tuning said 5%" in caplog.text
+    assert cause in caplog.text and "Tuning said 5%" in caplog.text
 
 
 def test_without_a_prediction_nothing_is_checked(caplog: pytest.LogCaptureFixture) -> None:

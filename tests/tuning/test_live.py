@@ -58,7 +58,7 @@ def test_late_files_get_as_many_threads_as_the_model_asks_for() -> None:
     """After two periods that say the same, at once and for good: 5.25 ms for 1,500 images/s and a twentieth more are 9."""
     policy = Policy(2, CORES, 32)
     assert course(policy, LATE) == [2, *[9] * 7]
-    assert policy.reason == "training waited for data in 75% of the time, and a sample takes 5.2 ms"
+    assert policy.reason == "Training waited for data 75% of the time. A sample takes 5.2 ms"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_gains_nothing_is_taken_back_and_seldom_tried_again() -> None:
     numbers = course(policy, Machine(wait_s=5e-3, storage=390), each=300)
     assert changes(numbers) == [2, 8, 2, 8, 2, 8, 2]
     assert [index for index, number in enumerate(numbers) if number == 8] == [1, 33, 155]
-    assert policy.reason == "back again: 8 gave 390 images/s, 2 gave 381"
+    assert policy.reason == "Back again: 8 gave 390 images/s, 2 gave 381"
 
 
 def test_samples_that_cost_something_else_are_worth_another_try() -> None:
@@ -98,7 +98,7 @@ def test_threads_go_when_files_are_warm() -> None:
     assert changes(course(policy, LATE, Machine(), LATE)) == [2, 8, 2, 8]
     policy = Policy(2, CORES, MOST)
     assert changes(course(policy, LATE, Machine(wait_s=1.5e-3))) == [2, 8, 3]
-    assert policy.reason == "a sample takes 1.8 ms now, and took 5.2"
+    assert policy.reason == "A sample takes 1.8 ms instead of 5.2"
 
 
 def test_a_look_that_chose_many_is_no_floor() -> None:
@@ -209,7 +209,7 @@ def test_all_feeds_follow_the_windows_of_a_run(run: Run, capsys: pytest.CaptureF
     assert [feed.settings.num_workers for feed in run.feeds] == [8, 8]
     (change,) = run.live.changes
     assert (change.threads, change.before, change.images_per_s) == (8, 2, pytest.approx(2 / 5.25e-3))
-    assert f"step {change.step}: 8 threads load instead of 2: training waited for data in 75% of" in capsys.readouterr().out
+    assert f"Step {change.step}: 8 threads load instead of 2. Training waited for data 75% of" in capsys.readouterr().out
     assert 100 < change.step <= 220 and change.step % 10 == 0
 
 

@@ -138,7 +138,7 @@ def test_memory_may_be_the_limit() -> None:
     choice = search(machine, own(1), fits=lambda s: "too large" if s.num_workers > 3 else None)
     assert max(ask.settings.num_workers for ask in machine.asked) == 3
     assert choice.settings.num_workers == 3
-    assert choice.reason.endswith("more workers are not tried, or do not fit (tuner.max_workers)")
+    assert choice.reason.endswith("More workers are not tried, or do not fit (tuner.max_workers)")
 
 
 def test_a_setting_that_fails_is_not_chosen() -> None:
@@ -249,7 +249,7 @@ def test_where_the_time_is_over_the_users_setting_stays_and_it_is_said() -> None
     assert asked(machine) == [("supply", 7)]
     assert (choice.settings, choice.complete) == (own(7), False)
     assert choice.before is not None and choice.before.images_per_s == pytest.approx(7 / 0.0502)
-    assert "the time for a look was over" in choice.reason
+    assert "The time was over" in choice.reason
 
 
 def test_what_no_longer_fits_into_the_time_is_left_out() -> None:
@@ -335,5 +335,5 @@ def test_the_reason_says_who_makes_samples() -> None:
     """A worker, or without any the trainer."""
     arrays = search(Machine(267e-6, 267e-6, demand=16_000, form_speed=DECODED), own(1))
     threads = search(Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS), own(1))
-    assert "a sample takes the trainer 0.0027 ms" in arrays.reason and "a feed of arrays needs no workers" in arrays.reason
-    assert "a sample takes a worker" in threads.reason
+    assert "A sample takes the trainer 0.0027 ms" in arrays.reason and "A feed of arrays needs no workers" in arrays.reason
+    assert "A sample takes a worker" in threads.reason
