@@ -1,0 +1,78 @@
+"""Every sentence that a run can print, gathered from the source into docs/messages.md, with its fields as placeholders.
+
+Run it as ``uv run scripts/messages.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "messages.md"
+MOST_WORDS = 40  # in a sentence
+_FEWEST_WORDS = 3  # fewer are names, keys and labels
+_NAMES = ("airplane automobile", "apple aquarium_fish")  # where lists of names begin
+_HEAD = """# What a run can say
+
+All texts of three words or more in the source, file by file, for reading them as a whole. `{}` stands for what a run fills in.
+Some are parts of a sentence. Made by `scripts/messages.py`, and a test fails where it is not up to date.
+"""
+
+
+def messages(source: str) -> Iterator[str]:
+    """The texts of a module in their order, without docstrings and annotations."""
+    tree = ast.parse(source)
+    skipped = set(map(id, _docstrings(tree)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            skipped |= {id(part) for part in ast.walk(node) if part is not node and isinstance(part, ast.Constant)}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in skipped]
+    for node in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
+        text = " ".join(_text(node).split())
+        if len(_words(text)) >= _FEWEST_WORDS and not text.startswith(_NAMES):
+            yield text
+
+
+def long_sentences(text: str) -> list[str]:
+    """The sentences of ``text`` that have more than ``MOST_WORDS`` words."""
+    sentences = text.replace("? ", ". ").replace(": ", ". ").split(". ")
+    return [sentence for sentence in sentences if len(sentence.split()) > MOST_WORDS]
+
+
+def page(root: Path = ROOT) -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for path in sorted([root / "train.py", *(root / "harness").rglob("*.py")]):
+        told = list(dict.fromkeys(messages(path.read_text(encoding="utf-8"))))
+        if told:
+            lines = "\n".join(f"- `{text}`" if "`" not in text else f"- ``{text}``" for text in told)
+            parts.append(f"## {path.relative_to(root)}\n\n{lines}\n")
+    return "\n".join(parts)
+
+
+def _docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree):
+        for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                yield statement.value
+
+
+def _text(node: ast.Constant | ast.JoinedStr) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(_text(part) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split() if any(letter.isalpha() for letter in word)]
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
