@@ -16,13 +16,16 @@ import psutil
 from harness.data.decode import HEAD_BYTES, reader
 from harness.data.storage import FolderSource, Source, Subset
 
-_CHUNK_BYTES, _CHUNK_FILES = 64 << 20, 2000  # dropped at once: no more than these leave the page cache without coming back
+# dropped at once: no more than these leave the page cache without coming back
+_CHUNK_BYTES = 64 << 20
+_CHUNK_FILES = 2000
 _MOST_BYTES = 1 << 30
 _MOST_FILES = 20_000
 _GENUINE = 0.9  # of the bytes read must have come from storage
 _DIRTY_S = 60.0  # the kernel writes a changed page back within half of it; until then it cannot be dropped
 _STUCK_S = 5.0  # longer than the limit, and a file that is being read is given up
-_LOOKED_AT, _LOOK_S = 24, 1.0
+_LOOKED_AT = 24
+_LOOK_S = 1.0
 
 Clock = Callable[[], float]
 
@@ -119,17 +122,21 @@ def cold_fetch(
     Raises:
         UnmeasuredError: there are no files, a file cannot be read, or the bytes came from the page cache all the same.
     """
-    left, end = deque(paths), now() + limit_s
+    left = deque(paths)
+    end = now() + limit_s
     if not left:
         raise UnmeasuredError("the samples are no files of their own")
     files = size_bytes = came = 0
     seconds = 0.0
     while left and now() < end and size_bytes < _MOST_BYTES:
-        chunk, before, begin = _dropped(left, end, now), came_bytes(), now()
+        chunk = _dropped(left, end, now)
+        before = came_bytes()
+        begin = now()
         sizes = _read(chunk, readers, end, now)
         seconds += now() - begin
         came += came_bytes() - before
-        files, size_bytes = files + len(sizes), size_bytes + sum(sizes)
+        files += len(sizes)
+        size_bytes += sum(sizes)
     if came < _GENUINE * size_bytes:
         share = f"{came / size_bytes:.0%} of the bytes came from storage"
         raise UnmeasuredError(f"the page cache could not be emptied of these files ({share})")

@@ -107,7 +107,8 @@ def sentence(facts: Facts, found: Bound) -> str:
         gets = f" and gets {facts.delivered}" if facts.delivered else ""
         rates = f"The step could take {facts.demand} images/s{gets}."
         return f"{headline(found.bottleneck, None, 0.0)} {found.words}. {rates} Try again when the machine is quiet."
-    takes, gets = rate_in_words(facts.demand.images_per_s), rate_in_words(facts.got)
+    takes = rate_in_words(facts.demand.images_per_s)
+    gets = rate_in_words(facts.got)
     how = "gets" if facts.is_measured else "would get by arithmetic"
     parts = [
         headline(found.bottleneck, 1 - facts.lost, facts.lost),

@@ -26,12 +26,20 @@ from harness.watch.console import LiveTable
 from harness.watch.stages import StageMeter, StageTotals
 
 BUDGET_S = 60.0
-COLUMNS, WIDTHS = ("", "run", "images/s", "seconds", ""), (1, 34, 12, 7, 0)
-DEMAND, DELIVERED = "steps on a batch that is at hand", "steps on the feed"
-LOADING, WARM, COLD = "loading alone, files as they are", "loading alone, files read before", "reading cold files"
+COLUMNS = ("", "run", "images/s", "seconds", "")
+WIDTHS = (1, 34, 12, 7, 0)
+DEMAND = "steps on a batch that is at hand"
+DELIVERED = "steps on the feed"
+LOADING = "loading alone, files as they are"
+WARM = "loading alone, files read before"
+COLD = "reading cold files"
 _UNREAD = "no whole batch was read before"
 _ROUNDS = 3
-_LOADING_S, _DEMAND_S, _STEPS_S, _WARM_S, _FETCH_S = 1.5, 1.0, 3.0, 1.5, 4.0
+_LOADING_S = 1.5
+_DEMAND_S = 1.0
+_STEPS_S = 3.0
+_WARM_S = 1.5
+_FETCH_S = 4.0
 _START_S = 2.0  # workers and their first files
 _AFTER_S = 2 * _WARM_S + _FETCH_S + _START_S  # is kept for what follows the rounds
 
@@ -48,10 +56,16 @@ class FirstReads:
     """
 
     def __init__(self, feeds: Feeds) -> None:
-        self._feeds, self._again, self.warm, self.has_seen = feeds, False, False, False
+        self._feeds = feeds
+        self._again = False
+        self.warm = False
+        self.has_seen = False
         self.meter: StageMeter | None = None
-        self.forms, self.batch_bytes, self.val_settings = feeds.forms, feeds.batch_bytes, feeds.val_settings
-        self.probed, self.held_bytes = feeds.probed, feeds.held_bytes
+        self.forms = feeds.forms
+        self.batch_bytes = feeds.batch_bytes
+        self.val_settings = feeds.val_settings
+        self.probed = feeds.probed
+        self.held_bytes = feeds.held_bytes
 
     def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
         """An endless feed."""
@@ -166,7 +180,8 @@ class Session:
     def _rounds(self, own: FeedSettings, loading: Trial) -> list[_Round]:
         """G and A in turn, so that both have the same neighbours: up to three rounds, at least the first G."""
         rounds: list[_Round] = []
-        begin, took_s = self.now(), 0.0
+        begin = self.now()
+        took_s = 0.0
         while not rounds or (len(rounds) < _ROUNDS and rounds[-1].steps and self._left_s(took_s) > _AFTER_S):
             round_began = self.now()
             self.rows.status(f"the step on a batch that is at hand, then on the feed (round {len(rounds) + 1})")
@@ -185,7 +200,8 @@ class Session:
 
         Without workers this process reads itself, and could not give up a file that does not come: it reads what came before.
         """
-        need_s, left_s = _steps_need_s(own, loading, demand), self._left_s()
+        need_s = _steps_need_s(own, loading, demand)
+        left_s = self._left_s()
         missing = f"the first batches would take {need_s:.0f} s, {max(0.0, left_s):.0f} s were left" if need_s > left_s else ""
         if not own.num_workers and not self._has_seen():
             missing = _UNREAD
@@ -200,7 +216,8 @@ class Session:
         return trial
 
     def _warm(self, own: FeedSettings) -> Trial | None:
-        begin, missing = self.now(), _UNREAD
+        begin = self.now()
+        missing = _UNREAD
         if self._has_seen():
             missing = "no time was left"
             if self._left_s() > 2 * _WARM_S + _START_S:
@@ -216,7 +233,8 @@ class Session:
         return None
 
     def _fetch(self, own: FeedSettings) -> Fetch | None:
-        begin, readers = self.now(), max(1, own.num_workers)
+        begin = self.now()
+        readers = max(1, own.num_workers)
         limit_s = min(_FETCH_S, self._left_s() - _START_S)
         self.rows.status(COLD)
         found: Fetch | str = "no time was left"
@@ -238,7 +256,8 @@ class Session:
         return slowest
 
     def _copies(self, own: FeedSettings) -> float | None:
-        device, batch = self.lab.trainee.device, self.lab.batch
+        device = self.lab.trainee.device
+        batch = self.lab.batch
         if not accelerator.of(device).has_streams or batch is None:
             return None
         try:
@@ -255,7 +274,8 @@ class Session:
 def _steps_need_s(own: FeedSettings, loading: Trial, demand: Rate) -> float:
     """Seconds that the shortest run of real steps takes: the first batch, some that are not counted, two that are."""
     assert loading.cost is not None
-    step_s, batch_s = own.batch_size / demand.images_per_s, own.batch_size * loading.cost.wall_s
+    step_s = own.batch_size / demand.images_per_s
+    batch_s = own.batch_size * loading.cost.wall_s
     each_s = max(step_s, batch_s / own.num_workers) if own.num_workers else step_s + batch_s
     return _START_S + batch_s + step_s + max(_STEPS_S / 3, each_s) + max(_STEPS_S, 2 * each_s)
 

@@ -52,7 +52,9 @@ def diagnose(
         BadSample: a sample cannot be read.
         LoaderError: loading does not work at all.
     """
-    begin, config, world = time.perf_counter(), feeds.config, feeds.world
+    begin = time.perf_counter()
+    config = feeds.config
+    world = feeds.world
     train = feeds.splits.train
     assert isinstance(train, ImageDataset), "the settings refuse data that is not loaded"
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
@@ -107,9 +109,12 @@ def _with_batches_of(size: int, feeds: Feeds) -> Feeds:
 
 
 def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: Callable[[FeedSettings], str | None]) -> Facts:
-    loading, limits, trainee = runs.loading, lab.limits, lab.trainee
+    loading = runs.loading
+    limits = lab.limits
+    trainee = lab.trainee
     assert loading.cost is not None
-    stages, cost = runs.stages, loading.cost
+    stages = runs.stages
+    cost = loading.cost
     if stages is None:  # no whole batch came: only what single samples took is known
         whole = StageCost(cost.wall_s * loading.images, cost.cpu_s * loading.images)
         stages = StageTotals(loading.images, 0, whole.wall_s, {SAMPLE: whole})

@@ -20,7 +20,9 @@ from harness.watch.stages import StageCost, StageTotals
 from harness.watch.supply import DOING, Supply, reckon
 from harness.watch.verdict import MOST, MOST_PER_CORE, lacks_cores
 
-_MODELLED, _CROWDED = 0.85, 0.7  # real steps get less than so much of what the model says: handing over is in the way
+# real steps get less than so much of what the model says: handing over is in the way
+_MODELLED = 0.85
+_CROWDED = 0.7
 _COPYING = 1.25  # copies alone give less than so many times what steps get: they are what fills the time
 _MORE = 0.9  # workers give less than so much of what could be had: they are too few
 _SHORT_SIDES = (1.15, 2.0)  # of stored images, in sides of the crop: as for evaluation, and with room for random crops
@@ -142,7 +144,8 @@ def model_of(facts: Facts, cost: SampleCost) -> Model:
 
 def reachable(facts: Facts) -> tuple[float, int]:
     """The most images/s that workers can give to the steps, and how many do: no more than fit, and than are worth a try."""
-    own, model = facts.settings, model_of(facts, facts.cost)
+    own = facts.settings
+    model = model_of(facts, facts.cost)
     if not with_workers(own, 1).num_workers:
         return facts.reckoned, 0  # a form that never has workers
     top = max(MOST, int(MOST_PER_CORE * facts.cores), own.num_workers)
@@ -205,7 +208,8 @@ def what_ifs(facts: Facts) -> list[WhatIf]:
     bottleneck = bound(facts).bottleneck
     if bottleneck in NO_CEILING:
         return []
-    scale, demand = facts.got / facts.reckoned, facts.demand.images_per_s
+    scale = facts.got / facts.reckoned
+    demand = facts.demand.images_per_s
     rows = [WhatIf("loading were free (the ceiling)", max(demand, facts.got), facts.ceiling)]
     copies = math.inf if facts.copy_per_s is None else facts.copy_per_s
     for change, changed, settings, cost in _changes(facts) if bottleneck not in ("transport", "copy") else ():
@@ -220,7 +224,8 @@ def what_ifs(facts: Facts) -> list[WhatIf]:
 
 def _changes(facts: Facts) -> Iterator[tuple[str, Facts, FeedSettings, SampleCost]]:
     """Each change in words, with the facts, the settings and the cost of a sample under it."""
-    own, cost = facts.settings, facts.cost
+    own = facts.settings
+    cost = facts.cost
     _, workers = reachable(facts)
     if workers > own.num_workers:
         yield f"loader.num_workers={workers}", facts, with_workers(own, workers), cost
@@ -228,7 +233,8 @@ def _changes(facts: Facts) -> Iterator[tuple[str, Facts, FeedSettings, SampleCos
         widened = with_workers(own, own.num_workers + more)
         if widened.num_workers and facts.fits(widened) is None:
             yield _cores_in_words(more), _with_cores(facts, more), widened, cost
-    waiting, encoded = _waiting(facts), _share(facts.stages, ("read", "decode"))
+    waiting = _waiting(facts)
+    encoded = _share(facts.stages, ("read", "decode"))
     if waiting > _TELLING:
         yield "a disk twice as fast", facts, own, _cheaper(cost, StageCost(waiting / 2, 0.0))
     if encoded.wall_s > _TELLING:
@@ -249,8 +255,10 @@ def kept_pixels(sizes: Sequence[tuple[int, int]], short: float) -> float:
 
 def _share(totals: StageTotals, stages: Sequence[str]) -> StageCost:
     """The shares of a sample's wall and of its processor time that ``stages`` take together, as far as there are such."""
-    parts, whole = [totals.stages[stage] for stage in stages if stage in totals.stages], totals.stages.values()
-    wall_s, cpu_s = sum(cost.wall_s for cost in whole), sum(cost.cpu_s for cost in whole)
+    parts = [totals.stages[stage] for stage in stages if stage in totals.stages]
+    whole = totals.stages.values()
+    wall_s = sum(cost.wall_s for cost in whole)
+    cpu_s = sum(cost.cpu_s for cost in whole)
     return StageCost(
         sum(part.wall_s for part in parts) / wall_s if wall_s else 0.0,
         sum(part.cpu_s for part in parts) / cpu_s if cpu_s else 0.0,
@@ -260,8 +268,10 @@ def _share(totals: StageTotals, stages: Sequence[str]) -> StageCost:
 def _waiting(facts: Facts) -> float:
     """The share of a sample's wall time in which reading waits, and not for a processor, as the other stages do."""
     stages = facts.stages.stages
-    read, others = stages.get("read", StageCost(0.0, 0.0)), [cost for name, cost in stages.items() if name != "read"]
-    wall_s, cpu_s = sum(cost.wall_s for cost in others), sum(cost.cpu_s for cost in others)
+    read = stages.get("read", StageCost(0.0, 0.0))
+    others = [cost for name, cost in stages.items() if name != "read"]
+    wall_s = sum(cost.wall_s for cost in others)
+    cpu_s = sum(cost.cpu_s for cost in others)
     crowding = max(1.0, wall_s / cpu_s) if cpu_s else 1.0
     return max(0.0, read.wall_s - crowding * read.cpu_s) / (read.wall_s + wall_s)
 

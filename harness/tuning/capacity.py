@@ -30,7 +30,8 @@ class Needs:
     open_files: int = 0
 
     def __add__(self, other: Needs) -> Needs:
-        shm_bytes, memory_bytes = self.shm_bytes + other.shm_bytes, self.memory_bytes + other.memory_bytes
+        shm_bytes = self.shm_bytes + other.shm_bytes
+        memory_bytes = self.memory_bytes + other.memory_bytes
         return Needs(shm_bytes, memory_bytes, self.open_files + other.open_files)
 
 
@@ -117,7 +118,9 @@ def _terms(
     settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int
 ) -> tuple[_Terms, _Terms, _Terms]:
     """What adds up to the shared memory, the memory and the open files of a feed."""
-    workers, prefetch, size = settings.num_workers, settings.prefetch_factor or 0, batch_bytes or 0
+    workers = settings.num_workers
+    prefetch = settings.prefetch_factor or 0
+    size = batch_bytes or 0
     threads = settings.backend == THREADS
     ready = prefetch if threads else workers * prefetch
     words = f"prefetch_factor={prefetch}" if threads else f"num_workers={workers} x prefetch_factor={prefetch}"
@@ -128,7 +131,8 @@ def _terms(
     pinned = batches(_PINNED, _pinned_bytes(settings, size), " page-locked")
     if threads:
         return [], [pinned if pinned[1] else batches(_LENT, size)], []
-    in_flight, each = batches(_WAITING, size), _FILES_PER_BATCH * prefetch + _FILES_PER_WORKER
+    in_flight = batches(_WAITING, size)
+    each = _FILES_PER_BATCH * prefetch + _FILES_PER_WORKER
     return (
         [in_flight] if workers else [],
         [

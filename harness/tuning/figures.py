@@ -35,7 +35,8 @@ class Rate:
 
         The mean is total over total; the interval is Student's over the blocks' residuals (a ratio estimator's).
         """
-        count, spent = np.asarray(images, float), np.asarray(seconds, float)
+        count = np.asarray(images, float)
+        spent = np.asarray(seconds, float)
         mean = float(count.sum() / spent.sum())
         if len(count) < 2:
             return cls(mean, 0.0, math.inf)

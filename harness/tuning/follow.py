@@ -62,7 +62,8 @@ def _cause(report: TuningReport, total: Window) -> str:
         is_ms = total.compute_ms.median + (total.prepare_ms.median if total.prepare_ms else 0.0)  # both are what a step takes
         if is_ms < (1 - _CHANGED) * was_ms:
             return f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
-    expected, got = report.after.images_per_s, total.images_per_s
+    expected = report.after.images_per_s
+    got = total.images_per_s
     if expected is None or got is None:
         return "The loader is slower. Try: tuner.fresh=true"
     return (

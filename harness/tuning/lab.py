@@ -19,7 +19,9 @@ from harness.tuning.figures import Probes, Ranks, Rate, Trainee, Trial
 from harness.tuning.search import Ask, in_flight
 from harness.watch.figures import StepRun
 
-PASSES, PASS_BATCHES = 4, 15  # the tutorial's
+# the tutorial's
+PASSES = 4
+PASS_BATCHES = 15
 _WORKER_BYTES = 100 << 20  # private memory of a worker before one was looked at
 _BLOCKS = 10
 _PIN_GAIN = 0.05
@@ -59,11 +61,13 @@ class Lab:
         refusals = self.ranks.gathered(self.refusal(ask.settings))
         if refused := next(filter(None, refusals), None):
             return Trial(ask.settings, kind, refused=refused)
-        begin, bad = self.now(), None
+        begin = self.now()
+        bad = None
         try:
             trial = getattr(self, f"_{ask.kind}")(ask)
         except BadSample as error:
-            bad, trial = (error.where, error.reason), Trial(ask.settings, kind)
+            bad = (error.where, error.reason)
+            trial = Trial(ask.settings, kind)
         except (MemoryError, torch.OutOfMemoryError):
             trial = Trial(ask.settings, kind, refused="out of memory")
         except LoaderError as error:
@@ -154,7 +158,8 @@ class Lab:
         if not run.images:
             raise LoaderError("refused on another rank")
         bursts = ask.settings.num_workers if ask.settings.backend == PROCESSES else 1  # of a batch from each worker
-        memory, rate = self.memory_bytes(ask.settings), _rate(run, max(1, bursts))
+        memory = self.memory_bytes(ask.settings)
+        rate = _rate(run, max(1, bursts))
         return Trial(ask.settings, "steps", rate, sum(run.images), wait_fraction=run.stall_fraction, memory_bytes=memory)
 
     def _passes(self, ask: Ask) -> Trial:
@@ -198,6 +203,7 @@ def _rate(run: StepRun, cycle: int) -> Rate:
     """The rate of consecutive steps, in up to ten blocks of whole cycles of so many batches, which come in bursts."""
     cycles = len(run.images) // cycle
     cycle = cycle if cycles > 1 else 1  # too few: by single steps
-    skip, size = len(run.images) % cycle, cycle * -(-max(1, len(run.images) // cycle) // _BLOCKS)
+    skip = len(run.images) % cycle
+    size = cycle * -(-max(1, len(run.images) // cycle) // _BLOCKS)
     blocks = range(skip, len(run.images), size)
     return Rate.of([sum(run.images[i : i + size]) for i in blocks], [sum(run.seconds[i : i + size]) for i in blocks])

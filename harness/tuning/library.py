@@ -29,7 +29,9 @@ from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun, steps_of_group
 
 Step = Callable[[Any], object]
-_WARM_UP_STEPS, _GROUPS, _COPIES = 3, 20, 16
+_WARM_UP_STEPS = 3
+_GROUPS = 20
+_COPIES = 16
 _NO_ROOM = ("No space left", "Too many open files", "Cannot allocate memory", "unable to open shared memory", "MemoryError")
 
 
@@ -98,9 +100,12 @@ class _Probes:
     def __init__(
         self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any], worker_init_fn: Callable[[int], None] | None
     ) -> None:
-        self.dataset, self.collate_fn, self.enter = dataset, collate_fn, _Enter(worker_init_fn)
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.enter = _Enter(worker_init_fn)
         self.last: Any = None
-        self._cursor, self._length = Cursor(), len(dataset)  # type: ignore[arg-type]  # map-style, as was asked
+        self._cursor = Cursor()
+        self._length = len(dataset)  # type: ignore[arg-type]  # map-style, as was asked
         self._batches = 1
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
@@ -131,7 +136,8 @@ class _Feed(ProcessFeed):
 
     def __init__(self, probes: _Probes, order: ProbeOrder, settings: FeedSettings, gauge: Gauge | None) -> None:
         super().__init__(probes.dataset, order, settings)  # type: ignore[arg-type]  # never filled from
-        self._probes, self._gauge = probes, gauge
+        self._probes = probes
+        self._gauge = gauge
         self.meter = None
 
     def _polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
@@ -192,7 +198,8 @@ class _Gauged(Dataset[Any]):
     """A data set that tells ``gauge`` what each of its samples took."""
 
     def __init__(self, dataset: Any, gauge: Gauge) -> None:
-        self.dataset, self.gauge = dataset, gauge
+        self.dataset = dataset
+        self.gauge = gauge
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -201,9 +208,11 @@ class _Gauged(Dataset[Any]):
         return self._timed(lambda: self.dataset[index], 1)
 
     def _timed(self, load: Callable[[], Any], samples: int) -> Any:
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        wall_s = time.perf_counter()
+        cpu_s = time.thread_time()
         loaded = load()
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
+        wall_s = time.perf_counter() - wall_s
+        cpu_s = time.thread_time() - cpu_s
         worker = get_worker_info()
         for _ in range(samples):
             self.gauge.add(worker.id if worker else 0, wall_s / samples, cpu_s / samples)
@@ -219,7 +228,10 @@ class _Trainee:
     """The caller's step."""
 
     def __init__(self, probes: _Probes, step: Step, state: Sequence[Any], device: torch.device) -> None:
-        self._probes, self._step, self._state, self.device = probes, step, state, device
+        self._probes = probes
+        self._step = step
+        self._state = state
+        self.device = device
         self._own = accelerator.of(device)
         self._now = self._own.now
         self._lead = Lead(self._own, self._now) if self._own.has_streams else None
@@ -237,14 +249,17 @@ class _Trainee:
             snapshot.restore()
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        (first_s, _), begin = self._group(1), self._now()
+        first_s, _ = self._group(1)
+        begin = self._now()
         for _ in range(_WARM_UP_STEPS - 1):
             step_s, _ = self._group(1)
         steps = min(_COPIES, steps_of_group(step_s, limit_s, self.overlaps))
-        cpu, groups = time.process_time(), list[tuple[float, float]]()
+        cpu = time.process_time()
+        groups = list[tuple[float, float]]()
         while len(groups) < 2 or (len(groups) < _GROUPS and self._now() - begin < limit_s):
             groups.append(self._group(steps))
-        cpu_s, images = time.process_time() - cpu, len(batch.labels) * steps
+        cpu_s = time.process_time() - cpu
+        images = len(batch.labels) * steps
         return StepRun(
             images=(images,) * len(groups),
             seconds=tuple(seconds for seconds, _ in groups),
@@ -259,7 +274,8 @@ class _Trainee:
         Each has a copy of its own: a step may change what it is given.
         """
         copies = [_copy(self._probes.last, self._own.pin) for _ in range(steps)]
-        launch_s, begin = 0.0, self._now()
+        launch_s = 0.0
+        begin = self._now()
         for batch in copies:
             signals.check()
             self._step(batch)

@@ -26,12 +26,18 @@ from harness.watch.console import say
 from harness.watch.figures import Window
 from harness.watch.host import machine_times
 
-_PERIOD_S, _PERIOD_STEPS = 1.0, 8  # that windows must have together to be judged
-_GAIN, _LOSS = 1.05, 0.97  # what more threads must deliver of what there was, and what fewer may
+# that windows must have together to be judged
+_PERIOD_S = 1.0
+_PERIOD_STEPS = 8
+# what more threads must deliver of what there was, and what fewer may
+_GAIN = 1.05
+_LOSS = 0.97
 _AT_WORK = 0.8  # share of their time: threads that work for less are not what steps wait for
 _FULL = 0.85  # of the machine's processor time
 _OTHER = 2.0  # times as long, or as short: another kind of sample
-_REST, _LONGER = 30, 4  # periods without a try after the first that gained nothing, and how many times as many after the next
+# periods without a try after the first that gained nothing, and how many times as many after the next
+_REST = 30
+_LONGER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +77,20 @@ class Policy:
     """
 
     def __init__(self, threads: int, cores: float, most: int) -> None:
-        self.threads, self.most, self.reason = threads, most, ""
-        self._fewest, self._cores = min(threads, max(1, int(cores))), cores
+        self.threads = threads
+        self.most = most
+        self.reason = ""
+        self._fewest = min(threads, max(1, int(cores)))
+        self._cores = cores
         self._asked = threads  # by the period before: one alone may be luck
-        self._sample_s, self._seen = math.inf, 0  # a sample's time when the number was set, and periods since the start
+        # a sample's time when the number was set, and periods since the start
+        self._sample_s = math.inf
+        self._seen = 0
         self._tried: tuple[int, Period] | None = None  # what there was before a try that is not judged
-        self._vain_s, self._rest, self._next_rest = 0.0, 0, _REST  # a sample's time at the last try in vain, and periods to go
+        # a sample's time at the last try in vain, and periods to go
+        self._vain_s = 0.0
+        self._rest = 0
+        self._next_rest = _REST
 
     @property
     def settled(self) -> int:
@@ -90,10 +104,13 @@ class Policy:
         if self._seen <= 2:
             self._sample_s = min(self._sample_s, period.wall_s)
         if self._tried is not None:
-            (threads, before), self._tried = self._tried, None
+            threads, before = self._tried
+            self._tried = None
             if period.images_per_s < (_GAIN if threads < self.threads else _LOSS) * before.images_per_s:
                 rates = f"{self.threads} gave {period.images_per_s:.0f} images/s, {threads} gave {before.images_per_s:.0f}"
-                self._vain_s, self._rest, self._next_rest = before.wall_s, self._next_rest, _LONGER * self._next_rest
+                self._vain_s = before.wall_s
+                self._rest = self._next_rest
+                self._next_rest = _LONGER * self._next_rest
                 return self._set(threads, before, f"Back again: {rates}")
         wanted, reason = self._wanted(period)
         again = min(wanted, self._asked) > self.threads or max(wanted, self._asked) < self.threads
@@ -105,7 +122,8 @@ class Policy:
 
     def _set(self, threads: int, period: Period, reason: str) -> int:
         self.threads = self._asked = threads
-        self._sample_s, self.reason = period.wall_s, reason
+        self._sample_s = period.wall_s
+        self.reason = reason
         return threads
 
     def _wanted(self, period: Period) -> tuple[int, str]:
@@ -167,12 +185,18 @@ class Live:
     ) -> None:
         first = feeds[0]
         assert first.meter is not None
-        self.feeds, self.changes, self.gained_s = feeds, list[Change](), 0.0
-        self._meter, self._before, self._before_sample_s = first.meter, before, 0.0
-        self._cpu_now, self._machine_now = cpu_now, machine_now
+        self.feeds = feeds
+        self.changes = list[Change]()
+        self.gained_s = 0.0
+        self._meter = first.meter
+        self._before = before
+        self._before_sample_s = 0.0
+        self._cpu_now = cpu_now
+        self._machine_now = machine_now
         room = first.settings.batch_size * (1 + (first.settings.prefetch_factor or 0))  # samples in the making at once
         self._policy = Policy(first.settings.num_workers, cores, min(most, room))
-        self._step, self._step_cpu_s = step, 0.0
+        self._step = step
+        self._step_cpu_s = 0.0
         self._pure = True  # nothing but steps since the last period, so that the processor time is theirs
         self._begin()
 
@@ -205,7 +229,8 @@ class Live:
         worked = self._meter.read().since(self._worked)
         if not worked.samples or not self._images:
             return None
-        loading_s, busy = sum(cost.cpu_s for cost in worked.stages.values()), 0.0
+        loading_s = sum(cost.cpu_s for cost in worked.stages.values())
+        busy = 0.0
         if self._pure:
             self._step_cpu_s = max(0.0, self._cpu_now() - self._began_cpu_s - loading_s) / self._images
             total_s, busy_s = (now - then for now, then in zip(self._machine_now(), self._machine_s, strict=True))
@@ -234,6 +259,7 @@ class Live:
         if started != threads:  # the system has no more
             self._policy.threads = self._policy.most = started
         if self._before is None:
-            self._before, self._before_sample_s = period.images_per_s, period.wall_s
+            self._before = period.images_per_s
+            self._before_sample_s = period.wall_s
         self.changes.append(Change(self._step, started, before, period.images_per_s, self._policy.reason))
         say(f"Step {self._step}: {started} threads load instead of {before}. {self._policy.reason}.")

@@ -23,10 +23,15 @@ _FAR = 1.5  # times as much: no disturbance
 _LESS = 0.03  # and what a cheaper one may deliver less than the best
 _WAITING = 0.8  # on a processor for less of its time, a sample waits: for storage, or for the interpreter
 _LONG_STEP_S = 0.25  # beside a step that takes longer, what threads share with it is nothing
-_UNEVEN, _UNEVEN_S = 0.3, 0.01  # standard deviation of a batch's time, over its mean and in seconds: no short run can judge
+# standard deviation of a batch's time, over its mean and in seconds: no short run can judge
+_UNEVEN = 0.3
+_UNEVEN_S = 0.01
 _SPARE = 1.15  # supply over demand that is aimed at with uneven samples
-_SUPPLY_S, _STEPS_S = 0.5, 0.8
-_SUPPLY_TAKES_S, _STEPS_TAKE_S = 1.0, 1.5  # with the feed's start and what is left out
+_SUPPLY_S = 0.5
+_STEPS_S = 0.8
+# with the feed's start and what is left out
+_SUPPLY_TAKES_S = 1.0
+_STEPS_TAKE_S = 1.5
 
 Asking = Generator[Ask, Trial, None]
 
@@ -67,7 +72,8 @@ class Look:
         self.trials.append(trial)
         if trial.cost is None:
             return
-        problem, form = self.problem, trial.settings.backend
+        problem = self.problem
+        form = trial.settings.backend
         cost = undisturbed(trial.cost, trial.settings.num_workers, problem.cores)
         if form not in self.models or cost.wall_s < self.models[form].cost.wall_s:
             self.models[form] = Model(
@@ -234,13 +240,15 @@ class Look:
 
     def _is_uneven(self) -> bool:
         """Whether a few samples take so long that whole batches differ much."""
-        cost, size = self.models[self.form].cost, self.problem.own.batch_size
+        cost = self.models[self.form].cost
+        size = self.problem.own.batch_size
         deviation_s = math.sqrt(size) * cost.variation * cost.wall_s
         return deviation_s > max(_UNEVEN * size * cost.wall_s, _UNEVEN_S)
 
     def _deep(self) -> FeedSettings:
         """Workers for demand with some to spare, and a queue that outlasts a slow sample, as deep as fits."""
-        model, base = self.models[self.form], self._base(self.form)
+        model = self.models[self.form]
+        base = self._base(self.form)
         enough = min(model.workers_for(_SPARE * model.reachable), self._most(self.form))
         workers = max(enough, min(self.have.num_workers, self._most(self.form)))
         depth = max(DEEP.get(self.form, 2), self.have.prefetch_factor or 0)
@@ -253,7 +261,8 @@ class Look:
         Those that cost more than what there is must deliver more. Threads and arrays in place of another form count where steps
         were seen beside them, or are ``unseen`` too.
         """
-        have, demand = self.have, self.problem.demand.images_per_s
+        have = self.have
+        demand = self.problem.demand.images_per_s
         rates = {have: min(demand, self._got(have).images_per_s)}
         for settings in dict.fromkeys(trial.settings for trial in self.trials if trial.rate):
             counts = unseen or settings.backend in (have.backend, PROCESSES) or self._steps_are_long()
@@ -266,8 +275,10 @@ class Look:
     # The choice
 
     def _choice(self, chosen: FeedSettings) -> Choice:
-        own, demand = self.problem.own, self.problem.demand.images_per_s
-        before, after = self._got(own), self._got(chosen)
+        own = self.problem.own
+        demand = self.problem.demand.images_per_s
+        before = self._got(own)
+        after = self._got(chosen)
         return Choice(
             settings=chosen,
             before=before if before.images_per_s else None,
@@ -285,7 +296,8 @@ class Look:
 
     def _reason(self, chosen: FeedSettings) -> str:
         model = self.models.get(chosen.backend) or self.models[self.form]
-        wall_s, cpu_s = model.cost.wall_s, model.cost.cpu_s
+        wall_s = model.cost.wall_s
+        cpu_s = model.cost.cpu_s
         who = "the trainer" if chosen.backend == ARRAYS else "a worker"
         each = f"A sample takes {who} {wall_s * 1e3:.2g} ms, {min(1.0, cpu_s / wall_s):.0%} of it on a processor"
         if not self.complete:

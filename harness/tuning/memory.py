@@ -139,7 +139,8 @@ def fingerprint(
 
 def _sources() -> str:
     """A digest of the code that a sample goes through."""
-    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
     for path in sorted(path for room in _SOURCES for path in (package / room).glob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -25,7 +25,9 @@ START_S = 0.5  # more for each worker that starts, at the least
 _QUEUE_S = 0.3  # so long the queue may take to fill before the window opens all the same
 _SHORTEST_S = 0.4  # a window that is shorter tells nothing
 _PRECISE = 0.05  # half of the interval over the mean with which a probe is done
-_VAGUE, _LONGER = 0.2, 3.0  # one that is still so wide at the limit is given so many times the limit
+# one that is still so wide at the limit is given so many times the limit
+_VAGUE = 0.2
+_LONGER = 3.0
 _BLOCKS = 10
 
 Clock = Callable[[], float]
@@ -88,14 +90,16 @@ def measure_supply(
         LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while longer at the start.
     """
     failure: Exception | None = None
-    batches, looked = feed.polled(POLL_S), now()
+    batches = feed.polled(POLL_S)
+    looked = now()
     meter = _Meter(gauge, feed.settings, until, cpu_now, looked)
     try:
         while True:
             failure = failure or _take(batches, meter, now)
             if failure is None and now() - looked < POLL_S:
                 continue
-            over, looked = -1.0 if failure else float(meter.look(now())), now()
+            over = -1.0 if failure else float(meter.look(now()))
+            looked = now()
             if (agreed := ranks.smallest(over)) != 0:  # every rank comes here equally often, whatever its own feed does
                 break
         if failure is not None:
@@ -173,7 +177,8 @@ class _Meter:
 
     def look(self, at: float) -> bool:
         """Note how far the workers are; whether enough is known."""
-        work, skipped = self.gauge.read(), self.batches >= self.until.skip
+        work = self.gauge.read()
+        skipped = self.batches >= self.until.skip
         full = self.batches > self.until.skip + in_flight(self.settings)  # what came before is no measure of the feed's speed
         if self.began is None and (full or (skipped and work.moved >= self.workers)):
             self.began = at
@@ -188,7 +193,8 @@ class _Meter:
         none = self.points[0][1].samples == self.points[-1][1].samples  # one may take longer than the limit
         if elapsed_s < min(_SHORTEST_S, self.until.limit_s) or len(self.points) < 3 or none:
             return False
-        rate, target = self.rate(), self.until.target
+        rate = self.rate()
+        target = self.until.target
         decided = target is not None and not rate.low <= target <= rate.high
         limit_s = self.until.limit_s * (_LONGER if rate.half_width > _VAGUE else 1.0)
         known = decided or rate.half_width <= _PRECISE or elapsed_s >= limit_s
@@ -211,12 +217,14 @@ class _Meter:
 
     def supply(self, worker_bytes: int) -> Supply:
         """The figures of the window."""
-        first, last = self.points[0][1], self.points[-1][1]
+        first = self.points[0][1]
+        last = self.points[-1][1]
         count = last.samples - first.samples
         wall = (last.wall_s - first.wall_s) / count
         square = (last.wall_sq_s2 - first.wall_sq_s2) / count
         variation = math.sqrt(max(0.0, square - wall**2)) / wall
-        made, receive = (last.cpu_s - first.cpu_s) / count, (self.cpu_s[-1] - self.cpu_s[0]) / count
+        made = (last.cpu_s - first.cpu_s) / count
+        receive = (self.cpu_s[-1] - self.cpu_s[0]) / count
         if self.settings.backend != PROCESSES or self.settings.num_workers == 0:  # the samples are made in this process
             receive = max(0.0, receive - made)
         cost = SampleCost(wall, made, variation, receive)
@@ -234,7 +242,8 @@ def _owned(batch: HostBatch | None) -> HostBatch | None:
 
 def measure_passes(feed_of: Callable[[], Feed], passes: int, batches: int, now: Clock = time.perf_counter) -> tuple[int, float]:
     """Images and seconds of ``passes`` passes over ``batches`` batches each, as the tutorial times them: start-up included."""
-    images, begin = 0, now()
+    images = 0
+    begin = now()
     for _ in range(passes):
         feed = feed_of()
         iterator = iter(feed)
@@ -259,10 +268,12 @@ def measure_copies(images: torch.Tensor, device: torch.device, repeats: int = 10
         RuntimeError: there is no room for it.
     """
     own = accelerator.of(device)
-    sources, taken_s = (images, own.pin(images)), ([0.0] * repeats, [0.0] * repeats)
+    sources = (images, own.pin(images))
+    taken_s = ([0.0] * repeats, [0.0] * repeats)
     for turn in range(repeats + 2):
         for source, seconds in zip(sources, taken_s, strict=True):
-            start, end = own.event(timed=True), own.event(timed=True)
+            start = own.event(timed=True)
+            end = own.event(timed=True)
             start.record(own.stream())
             own.copy(source)
             end.record(own.stream())

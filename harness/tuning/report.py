@@ -81,7 +81,8 @@ class TuningReport:
     @property
     def override(self) -> str:
         """What to type to get this choice without tuning."""
-        own, forms = self.settings, {trial.settings.backend for trial in self.trials}
+        own = self.settings
+        forms = {trial.settings.backend for trial in self.trials}
         words: dict[str, int | str | None] = {
             "backend": own.backend if {own.backend, *forms} != {PROCESSES} else None,
             "num_workers": own.num_workers if own.backend != ARRAYS else None,
@@ -141,7 +142,8 @@ class TuningReport:
 
     def summary(self) -> dict[str, Any]:
         """What ``report.json`` says of it."""
-        before, after = self.before.images_per_s, self.after.images_per_s
+        before = self.before.images_per_s
+        after = self.after.images_per_s
         return {
             "seconds": round(self.seconds, 2),
             "chosen": str(self.settings),

@@ -142,13 +142,15 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
     yield from attempt(own)
     for pin in pin_choices:
         base = dataclasses.replace(own, pin_memory=pin)
-        best, best_rate = 0, 0.0
+        best = 0
+        best_rate = 0.0
         for workers in range(0, 2 * cores + 1, 4):
             if enough():
                 break
             rate = yield from attempt(with_workers(base, workers))
             if rate > best_rate:
-                best, best_rate = workers, rate
+                best = workers
+                best_rate = rate
                 continue
             for near in range(max(0, best - 3), best + 4):
                 if near != best and not enough():

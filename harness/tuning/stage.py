@@ -58,7 +58,8 @@ class Tuned:
 
     def follow(self, feed: Feed, val_feed: Feed, watch: Watch, step: int) -> None:
         """Check while training what was predicted, and let threads follow the run; ``step`` updates of it are done."""
-        follow, before = Follow(self.report, self.forget), self._before()
+        follow = Follow(self.report, self.forget)
+        before = self._before()
         if not (self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers):
             watch.on_window.append(follow.look)
             return
@@ -75,7 +76,8 @@ class Tuned:
 
     def summary(self, total: Window) -> dict[str, Any]:
         """What ``report.json`` says of it; ``total`` is of the run's steps."""
-        found, live = self.report.summary(), self.live
+        found = self.report.summary()
+        live = self.live
         if live is not None:
             found["gained_s"] = live.gained_s
         elif (before := self._before()) is not None:
@@ -92,7 +94,8 @@ class Tuned:
 
     def _before(self) -> float | None:
         """Images/s that steps got with the user's own setting, where this run measured them and came to another one."""
-        report, rate = self.report, self.report.before.images_per_s
+        report = self.report
+        rate = self.report.before.images_per_s
         known = rate is not None and report.demand is not None and not report.reused
         return rate.images_per_s if known and rate and report.settings != report.before.settings else None
 
@@ -131,7 +134,8 @@ def tuned(
             if memory and sound and report.after.images_per_s is not None:
                 when = f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
                 memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
-    asked, by_look = config.tuner.live, config.tuner.name is TunerName.auto
+    asked = config.tuner.live
+    by_look = config.tuner.name is TunerName.auto
     follows = by_look and world.size == 1 and (asked if asked is not None else not accelerator.of(world.device).has_streams)
     return Tuned(
         report,
@@ -160,7 +164,9 @@ def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> T
     settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
     if not _may_be_chosen(settings, own, feeds, limits) or (report.demand and not report.demand.images_per_s):
         raise ValueError(f"no choice for this run: {settings}")
-    size, worker_bytes, held_bytes = feeds.batch_bytes(settings), _worker_bytes(report, feeds), feeds.held_bytes(settings)
+    size = feeds.batch_bytes(settings)
+    worker_bytes = _worker_bytes(report, feeds)
+    held_bytes = feeds.held_bytes(settings)
     if capacity.refusal(settings, size, worker_bytes, limits, held_bytes=held_bytes) is not None:
         return None
     val = feeds.val_settings(settings)

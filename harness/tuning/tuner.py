@@ -22,8 +22,10 @@ from harness.tuning.search import Ask, Choice, Problem, Search, grid, with_worke
 from harness.watch.console import LiveTable, live_table
 from harness.watch.neighbours import Neighbours
 
-_LOOK_S, _LOOK_STEPS = 5.0, 7  # what a look may take: the longer of the two; demand makes four steps itself,
-_SHARE = 0.1  # and no more of what is left of the run
+# what a look may take: the longer of the two, of which demand makes four steps
+_LOOK_S = 5.0
+_LOOK_STEPS = 7
+_SHARE = 0.1  # of what is left of the run: a look never takes more
 _DEMAND_S = 0.5
 _FIRST_S = 0.5
 _COLUMNS = ("backend", "num_workers", "prefetch", "pinned", "measured", "images/s", "waiting", "seconds", "")
@@ -60,7 +62,8 @@ def tune(
     """
     device = accelerator.of(trainee.device)
     begin = device.now()
-    own, limits = ranks.agreed(own), _least(limits, ranks)
+    own = ranks.agreed(own)
+    limits = _least(limits, ranks)
     lab = Lab(probes, trainee, limits, ranks)
     alone = len(ranks.gathered(None)) == 1  # else the other ranks would count as others
     most = "" if config.budget_s is None else f", at most {config.budget_s:g} s"
@@ -179,7 +182,9 @@ class _Session:
 
     def report(self, own: FeedSettings, choice: Choice, seconds: float) -> TuningReport:
         """Everything that the session found."""
-        lab, ceiling, demand = self.lab, None, self.demand
+        lab = self.lab
+        ceiling = None
+        demand = self.demand
         if demand is not None and choice.demand is not None and choice.before is not None:
             more = choice.demand / demand.images_per_s  # where a loader has delivered more than that
             demand = Rate(*(value * more for value in (demand.images_per_s, demand.low, demand.high)))
@@ -233,7 +238,8 @@ def _least(limits: Limits, ranks: Ranks) -> Limits:
 
 def _sentence(own: FeedSettings, choice: Choice, demand: Rate | None, ceiling: float | None) -> str:
     """What the step takes, what the settings deliver, and why this one was chosen."""
-    before, after = choice.before, choice.after
+    before = choice.before
+    after = choice.after
     if demand is None or choice.demand is None or before is None or after is None or ceiling is None:
         return f"Chosen: {choice.settings}. {choice.reason}."
     takes, gets, got = (f"{rate if rate.is_uneven else round(rate.images_per_s)}" for rate in (demand, before, after))

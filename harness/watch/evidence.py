@@ -105,8 +105,10 @@ class Reckoning:
     """
 
     def __init__(self, evidence: Evidence) -> None:
-        window, shares = evidence.window, evidence.window.shares
-        self.evidence, self.window = evidence, window
+        window = evidence.window
+        shares = evidence.window.shares
+        self.evidence = evidence
+        self.window = window
         self.stall = min(1.0, max(0.0, window.stall_fraction or 0.0))
         self.ceiling = min(_LARGEST_CEILING, 1 / max(1 - self.stall, 1e-9))
         self.copy = shares.get("exposed_copy", 0.0)
@@ -116,7 +118,8 @@ class Reckoning:
         self.host = shares.get("host", 0.0)
         # named work that a device did not wait for, because it had steps in store, is no part of it
         self.host_parts = {name: min(self.host, spent_s / elapsed_s) for name, spent_s in window.host_parts_s.items()}
-        self.launch, self.prepare = shares.get("launch", 0.0), shares.get("prepare", 0.0)
+        self.launch = shares.get("launch", 0.0)
+        self.prepare = shares.get("prepare", 0.0)
         self.lost = self.starved + self.copy + self.host + self.launch
         named = {name: window.wait_parts.get(name, 0.0) for name in ("make", "transport", "pin")}
         self.parts = {**named, "move": max(0.0, 1 - sum(named.values()))} if window.wait_parts else {}
@@ -139,7 +142,8 @@ class Reckoning:
 
     def unmade(self) -> float:
         """The share of the time that steps would wait for batches if those were here as soon as they are made."""
-        supply, workers = self.supply, self.evidence.settings.num_workers
+        supply = self.supply
+        workers = self.evidence.settings.num_workers
         if supply is None or not workers:
             return self.starved
         demand = (self.window.images_per_s or 0.0) * self.ceiling
@@ -147,10 +151,13 @@ class Reckoning:
 
     def room(self) -> float:
         """How many times as much as its workers the processors could load, beside the step, if that was all that bounds it."""
-        supply, rate, workers = self.supply, self.window.images_per_s, self.evidence.settings.num_workers
+        supply = self.supply
+        rate = self.window.images_per_s
+        workers = self.evidence.settings.num_workers
         if supply is None or not rate:
             return 1.0
-        cores, used = self.evidence.cores, self.sampled(Tag.CPU_CORES)
+        cores = self.evidence.cores
+        used = self.sampled(Tag.CPU_CORES)
         step_cores = 0.0  # where the device is another one and nothing was sampled
         if used is not None:
             step_cores = max(0.0, min(used, cores) - supply.cpu_s * rate)
@@ -160,7 +167,8 @@ class Reckoning:
 
     def _lone_crowding(self) -> float | None:
         """The most that the processors can have been crowded; None where they were full."""
-        used, machine = self.sampled(Tag.CPU_CORES), self.sampled(Tag.CPU_FRACTION)
+        used = self.sampled(Tag.CPU_CORES)
+        machine = self.sampled(Tag.CPU_FRACTION)
         shares = [share for share in (used and used / self.evidence.cores, machine) if share is not None]
         if max(shares, default=0.0) >= _FULL or (self.sampled(Tag.THROTTLED_FRACTION) or 0.0) >= THROTTLED:
             return None

@@ -75,7 +75,8 @@ def reckon(totals: StageTotals | None, lone_crowding: float | None) -> Supply | 
     wall_s = sum(cost.wall_s for cost in totals.stages.values()) if totals else 0.0
     if totals is None or totals.samples <= 0 or wall_s <= 0:
         return None
-    crowding, full = _crowding(totals.stages, lone_crowding), lone_crowding is None
+    crowding = _crowding(totals.stages, lone_crowding)
+    full = lone_crowding is None
     kinds: dict[Kind, StageCost] = {}
     largest: dict[Kind, str] = {}
     for name, cost in totals.stages.items():

@@ -19,12 +19,18 @@ _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise w
 _FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device follows the host
 _QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
 _FAULT_S = 1e-4  # the least that a page from a disk costs: one read of an NVMe drive
-_FROM_DISK, _CACHED = 0.5, 0.05  # of the bytes read: from here on the page cache does not hold the files; up to here it does
+# of the bytes read: from here on the page cache does not hold the files; up to here it does
+_FROM_DISK = 0.5
+_CACHED = 0.05
 _WORTH = 0.01  # of the time: a smaller suspect is not worth a word
 _DEEPEST = 8  # batches in flight for each worker; more have not helped
 _DEEPEST_TOGETHER = 32  # of threads, whose batches are in flight for all of them
-MOST, MOST_PER_CORE = 8, 4  # workers: so many, or so many a core, as the tuner's search has it
-_WORKERLESS, _TOGETHER = "arrays", "threads"  # forms of the feed: that never has workers, and whose workers share each batch
+# workers: so many, or so many a core, as the tuner's search has it
+MOST = 8
+MOST_PER_CORE = 4
+# forms of the feed: that never has workers, and whose workers share each batch
+_WORKERLESS = "arrays"
+_TOGETHER = "threads"
 _NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch", "quota", "compute", "balanced"}
 
 _CHEAPER: dict[Kind, str] = {
@@ -96,7 +102,8 @@ def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | No
     }
     own_ms = [sum(parts) for parts in zip(*(column for column, _ in columns.values()), strict=True)]
     slowest = max(range(len(ranks)), key=own_ms.__getitem__)
-    late_ms, step_ms = _beyond(own_ms, slowest), median(rank.step_ms for rank in ranks)
+    late_ms = _beyond(own_ms, slowest)
+    step_ms = median(rank.step_ms for rank in ranks)
     if late_ms <= HARM * step_ms:
         return None
     what = max(columns, key=lambda name: _beyond(columns[name][0], slowest))
@@ -125,7 +132,10 @@ def _unharmed(r: Reckoning) -> _Finding:
     if r.compute is None:
         apart = f"On {r.evidence.device}, the network's time and Python's cannot be told apart"
         return _Finding("unknown", f"Loading does not hold the steps up. {_waited(r)}. {apart}")
-    e, launch, compute, gap = r.evidence, r.window.launch_ms, r.window.compute_ms, r.window.gap_ms
+    e = r.evidence
+    launch = r.window.launch_ms
+    compute = r.window.compute_ms
+    gap = r.window.gap_ms
     follows = launch and compute and gap and launch.median >= _FOLLOWS * compute.median and gap.median > _QUEUED_MS
     if follows and "launch" not in r.window.shares:  # a device that cannot be held back to tell
         return _launched(r)
@@ -154,7 +164,8 @@ def _starved(r: Reckoning) -> _Finding:
     late = bool(r.parts) and max(handed, r.parts["move"]) > r.parts["make"]
     if late and (r.supply is None or r.unmade() < r.starved / 2):
         return _handed_over(r, handed) if handed > r.parts["move"] else _copied(r)
-    supply, tuned = r.supply, r.evidence.autotuned
+    supply = r.supply
+    tuned = r.evidence.autotuned
     if supply is None:
         return _Finding("unknown", f"{_waited(r)}. The feed does not say for what", None if tuned else "loader.autotune=true")
     more, why = (None, "") if tuned else _more(r, supply)
@@ -172,9 +183,13 @@ def _starved(r: Reckoning) -> _Finding:
 
 def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
     """More workers, if there are processors for a tenth more images, or more batches in flight; and why."""
-    rate, settings, cores = r.window.images_per_s or 0.0, r.evidence.settings, r.evidence.cores
+    rate = r.window.images_per_s or 0.0
+    settings = r.evidence.settings
+    cores = r.evidence.cores
     deepest = _DEEPEST_TOGETHER if settings.backend == _TOGETHER else _DEEPEST
-    workers, depth, room = settings.num_workers, settings.prefetch_factor or deepest, r.room()
+    workers = settings.num_workers
+    depth = settings.prefetch_factor or deepest
+    room = r.room()
     if workers and r.unmade() == 0:
         uneven = f"{workers} workers are enough on average, but their batches come unevenly"
         return (f"loader.prefetch_factor={min(2 * depth, deepest)}", uneven) if depth < deepest else (None, "")
@@ -187,7 +202,8 @@ def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
 
 def _where_from(r: Reckoning) -> str:
     """Whether what was read came from the disk, as far as that is known."""
-    read, stored = r.sampled(Tag.READ_BYTES_PER_S), r.sampled(Tag.STORAGE_BYTES_PER_S)
+    read = r.sampled(Tag.READ_BYTES_PER_S)
+    stored = r.sampled(Tag.STORAGE_BYTES_PER_S)
     if not read or stored is None:
         return ""
     if stored < _CACHED * read:
@@ -199,7 +215,9 @@ def _where_from(r: Reckoning) -> str:
 
 def _handed_over(r: Reckoning, handed: float) -> _Finding:
     """Batches that were made wait to be brought into this process, or into page-locked memory."""
-    window, settings, supply = r.window, r.evidence.settings, r.supply
+    window = r.window
+    settings = r.evidence.settings
+    supply = r.supply
     cause = f"{_waited(r)}. For {handed:.0%} of that, batches were made but not here yet: {r.parts['transport']:.0%} on the way"
     cause += f" from a worker, {r.parts['pin']:.0%} into page-locked memory"
     waited_s = r.starved / window.images_per_s if window.images_per_s else 0.0  # for an image
@@ -237,7 +255,8 @@ def _hosted(r: Reckoning) -> _Finding:
 
 def _launched(r: Reckoning) -> _Finding:
     """Python launches the network's kernels more slowly than the device runs them."""
-    launch, share = r.window.launch_ms, f" {r.launch:.0%} of the time" if r.launch else ""
+    launch = r.window.launch_ms
+    share = f" {r.launch:.0%} of the time" if r.launch else ""
     took = f". Launching a step takes {launch.median:.1f} ms" if launch else ""
     faster = f"loader.batch_size={2 * r.evidence.settings.batch_size}" if r.evidence.compiled else "trainer.compile=true"
     return _Finding("launch", f"The device waited for Python within the step{share}{took}", faster)
@@ -245,13 +264,15 @@ def _launched(r: Reckoning) -> _Finding:
 
 def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
     """Whether pages that were needed had been given up, where that can have cost time."""
-    stalled, faults = r.sampled(Tag.MEMORY_STALL_FRACTION), r.sampled(Tag.MAJOR_FAULTS_PER_S)
+    stalled = r.sampled(Tag.MEMORY_STALL_FRACTION)
+    faults = r.sampled(Tag.MAJOR_FAULTS_PER_S)
     mapped = found.bottleneck == "storage"  # files that are mapped fault where they are read
     if stalled is None and faults is not None and not mapped:
         stalled = min(1.0, faults * _FAULT_S)
     if stalled is None or stalled < HARM or found.bottleneck == "rank" or not _harmful(r.evidence.device == "cpu", r.lost):
         return None
-    settings, fewer = r.evidence.settings, None
+    settings = r.evidence.settings
+    fewer = None
     if settings.num_workers > 1:
         fewer = f"loader.num_workers={settings.num_workers // 2}"
     elif (settings.prefetch_factor or 1) > 1:
@@ -271,7 +292,8 @@ def _throttled(r: Reckoning, found: _Finding) -> _Finding | None:
 
 def _crowded(r: Reckoning, found: _Finding) -> _Finding | None:
     """Whether other programs have the processors, or the GPU, that ``found`` lacks."""
-    others, gpu = taken(r.evidence.sampled), r.sampled(Tag.GPU_OTHERS_UTILIZATION)
+    others = taken(r.evidence.sampled)
+    gpu = r.sampled(Tag.GPU_OTHERS_UTILIZATION)
     if others is not None and _lacks_cores(r, found):
         threads = f"On average, {r.sampled(Tag.QUEUED_THREADS):.2g} threads of this run waited for a core"
         cause = f"Other programs take {others:.2g} of the {r.evidence.cores:.3g} cores. {threads}"
@@ -322,7 +344,8 @@ def _sentence(r: Reckoning, found: _Finding) -> str:
 
 def _clauses(r: Reckoning, found: _Finding) -> tuple[str, ...]:
     """The figures, then the two next suspects."""
-    window, supply = r.window, r.supply
+    window = r.window
+    supply = r.supply
     shares = {"compute": r.compute or 0.0, "launch": r.launch, "starved": r.starved, "exposed copy": r.copy}
     shares |= {"prepare": r.prepare, "host": r.host}
     clauses = [f"time on the {window.stall_basis}'s clock: {_listed(shares)}"]
