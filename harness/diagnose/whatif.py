@@ -15,10 +15,10 @@ from harness.feed.interface import FeedSettings
 from harness.tuning.figures import Rate, SampleCost
 from harness.tuning.model import Model
 from harness.tuning.search import with_workers
-from harness.watch.bottleneck import FED, HARM, Bottleneck
+from harness.watch.bottleneck import FED, HARM, Bottleneck, lacks_cores
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.supply import DOING, Supply, reckon
-from harness.watch.verdict import MOST, MOST_PER_CORE, lacks_cores
+from harness.watch.verdict import MOST, MOST_PER_CORE
 
 # real steps get less than so much of what the model says: handing over is in the way
 _MODELLED = 0.85

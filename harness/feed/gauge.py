@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from torch.utils.data import Dataset, get_worker_info
 
 from harness.feed.interface import FillableDataset, StagedDataset
 from harness.watch.rows import Rows
@@ -82,3 +85,38 @@ class Gauged:
         wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
         self.gauge.add(self.slot, wall_s, cpu_s)
         return label
+
+
+def gauged(dataset: Any, gauge: Gauge) -> Any:
+    """Returns any map-style ``dataset`` as one that tells ``gauge`` what its samples took."""
+    return (_Batches if hasattr(dataset, "__getitems__") else _Samples)(dataset, gauge)
+
+
+class _Samples(Dataset[Any]):
+    """A data set that tells ``gauge`` what each of its samples took."""
+
+    def __init__(self, dataset: Any, gauge: Gauge) -> None:
+        self.dataset = dataset
+        self.gauge = gauge
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._timed(lambda: self.dataset[index], 1)
+
+    def _timed(self, load: Callable[[], Any], samples: int) -> Any:
+        wall_s = time.perf_counter()
+        cpu_s = time.thread_time()
+        loaded = load()
+        wall_s = time.perf_counter() - wall_s
+        cpu_s = time.thread_time() - cpu_s
+        worker = get_worker_info()
+        for _ in range(samples):
+            self.gauge.add(worker.id if worker else 0, wall_s / samples, cpu_s / samples)
+        return loaded
+
+
+class _Batches(_Samples):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self._timed(lambda: self.dataset.__getitems__(indices), len(indices))

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from harness.config import TunerConfig
-from harness.feed.gauge import Gauge
+from harness.feed.gauge import Gauge, gauged
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import Lead
@@ -163,7 +163,7 @@ class _Feed(ProcessFeed):
         probes = self._probes
         dataset = probes.dataset
         if self._gauge is not None:
-            dataset = (_GaugedBatches if hasattr(dataset, "__getitems__") else _Gauged)(dataset, self._gauge)
+            dataset = gauged(dataset, self._gauge)
         return {
             "dataset": dataset,
             "batch_sampler": _Indices(self.order),
@@ -192,36 +192,6 @@ class _Indices:
 
     def __iter__(self) -> Iterator[list[int]]:
         return (indices.tolist() for indices in self.order.batches(0))
-
-
-class _Gauged(Dataset[Any]):
-    """A data set that tells ``gauge`` what each of its samples took."""
-
-    def __init__(self, dataset: Any, gauge: Gauge) -> None:
-        self.dataset = dataset
-        self.gauge = gauge
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._timed(lambda: self.dataset[index], 1)
-
-    def _timed(self, load: Callable[[], Any], samples: int) -> Any:
-        wall_s = time.perf_counter()
-        cpu_s = time.thread_time()
-        loaded = load()
-        wall_s = time.perf_counter() - wall_s
-        cpu_s = time.thread_time() - cpu_s
-        worker = get_worker_info()
-        for _ in range(samples):
-            self.gauge.add(worker.id if worker else 0, wall_s / samples, cpu_s / samples)
-        return loaded
-
-
-class _GaugedBatches(_Gauged):
-    def __getitems__(self, indices: list[int]) -> Any:
-        return self._timed(lambda: self.dataset.__getitems__(indices), len(indices))
 
 
 class _Trainee:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from harness.watch.bottleneck import FED, HARM, Bottleneck, headline
+from harness.watch.bottleneck import CHEAPER, FED, HARM, Bottleneck, harmful, headline, lacks_cores
 from harness.watch.evidence import THROTTLED, Reckoning
 from harness.watch.evidence import Evidence as Evidence
 from harness.watch.evidence import RankFigures as RankFigures
 from harness.watch.neighbours import SPOILT, taken
-from harness.watch.supply import DOING, Kind, Supply
+from harness.watch.supply import DOING, Supply
 from harness.watch.tags import Tag
 
 _MIN_STEPS = 10  # fewer say nothing about a run
@@ -31,15 +31,7 @@ MOST_PER_CORE = 4
 # forms of the feed: that never has workers, and whose workers share each batch
 _WORKERLESS = "arrays"
 _TOGETHER = "threads"
-_NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch", "quota", "compute", "balanced"}
 
-_CHEAPER: dict[Kind, str] = {
-    "storage": "put the files on a faster disk, or keep them in memory",
-    "decode": "store smaller files (shorter side 1.15 to 2 times the crop), or add cores",
-    "augment": "make the augmentation cheaper, or add cores",
-    "collate": "make images or batches smaller, or add cores",
-    "transport": "make images or batches smaller",
-}
 _WAITING = "waiting for data"
 _MOST_HELD_UP = 0.99  # of a step
 _HOST_WORDS = {"gc": "garbage collection"}
@@ -173,12 +165,12 @@ def _starved(r: Reckoning) -> _Finding:
     took += f", most of them in {supply.stage}" if supply.kind == "augment" else ""
     if supply.waits:
         took += f", mostly waiting{_where_from(r) if supply.kind == 'storage' else ''}"
-        return _Finding(supply.kind, f"{_waited(r)}. {took}", more, _CHEAPER[supply.kind])
+        return _Finding(supply.kind, f"{_waited(r)}. {took}", more, CHEAPER[supply.kind])
     if more:
         return _Finding("workers", f"{_waited(r)}. {why}", more)
     full = f". The {r.evidence.cores:g} cores have no room for more workers" if r.room() < 1 + HARM else ""
     next_step = "loader.autotune=true" if supply.kind == "transport" and not tuned else None  # other forms share nothing
-    return _Finding(supply.kind, f"{_waited(r)}. {took}{full}", next_step, _CHEAPER[supply.kind])
+    return _Finding(supply.kind, f"{_waited(r)}. {took}{full}", next_step, CHEAPER[supply.kind])
 
 
 def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
@@ -269,7 +261,7 @@ def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
     mapped = found.bottleneck == "storage"  # files that are mapped fault where they are read
     if stalled is None and faults is not None and not mapped:
         stalled = min(1.0, faults * _FAULT_S)
-    if stalled is None or stalled < HARM or found.bottleneck == "rank" or not _harmful(r.evidence.device == "cpu", r.lost):
+    if stalled is None or stalled < HARM or found.bottleneck == "rank" or not harmful(r.evidence.device == "cpu", r.lost):
         return None
     settings = r.evidence.settings
     fewer = None
@@ -307,17 +299,6 @@ def _crowded(r: Reckoning, found: _Finding) -> _Finding | None:
 def _lacks_cores(r: Reckoning, found: _Finding) -> bool:
     """Whether more processors would help against ``found``."""
     return lacks_cores(found.bottleneck, r.supply, r.evidence.device == "cpu", r.lost)
-
-
-def lacks_cores(bottleneck: Bottleneck, supply: Supply | None, on_cpu: bool, lost: float) -> bool:
-    """Whether more processors would help against ``bottleneck``, which costs the share ``lost`` of the time."""
-    reads = bottleneck == "storage" and supply is not None and not supply.waits
-    return (reads or bottleneck in _NEEDS_CORES) and _harmful(on_cpu, lost)
-
-
-def _harmful(on_cpu: bool, lost: float) -> bool:
-    """Whether what slows this machine's processors down can slow the steps down: an accelerator that is busy is not harmed."""
-    return on_cpu or lost >= HARM
 
 
 def _waited(r: Reckoning) -> str:
