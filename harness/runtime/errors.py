@@ -9,7 +9,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from harness.config import ConfigError, explain, is_refusal
+from harness.answers import is_refusal
+from harness.config import ConfigError, explain
 
 
 class RunError(Exception):
