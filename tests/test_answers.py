@@ -16,6 +16,7 @@ from torchvision import models as zoo
 from harness import answers, job
 from harness import config as schema
 from harness.config import Config
+from harness.data.datasets import DATASETS, FAKE
 from harness.runtime.errors import CheckpointError, described
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +102,11 @@ def test_model_takes_every_classifier_of_torchvision(composed: Composed, name: s
 def test_torchvisions_names_are_known_without_importing_it() -> None:
     """The names read from torchvision's source are those that it lists itself."""
     assert schema.classifiers() == sorted(zoo.list_models(module=zoo))
+
+
+def test_every_data_set_has_its_values_in_conf() -> None:
+    """The names that are checked early are those that can be opened."""
+    assert schema.choices("data") == sorted([*DATASETS, FAKE])
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
