@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -13,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from harness import answers, job
 from harness import config as schema
-from harness import job
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import printable, tell, tell_crashes, told
 from harness.watch.tags import Tag
@@ -29,9 +30,9 @@ def main(composed: DictConfig) -> float | None:
     place, sweep = Path(chosen.runtime.output_dir), chosen.mode is RunMode.MULTIRUN
     try:
         signals.check()
-        work = job.Job(schema.load(composed), place, schema.typed(chosen), began_s if sweep else launch.began_s())
+        work = job.Job(_checked(composed), place, schema.typed(chosen), began_s if sweep else launch.began_s())
         if folder.is_first_rank():
-            print(f"run folder: {printable(os.path.relpath(place))}", flush=True)
+            print(f"run folder: {printable(os.path.relpath(place))}\nloading torch ...", flush=True)
         if not sweep:
             job.run(0, work)
             return None
@@ -48,6 +49,21 @@ def main(composed: DictConfig) -> float | None:
     return _best_top1(place)
 
 
+_folder = functools.cache(folder.run_folder)  # Hydra asks more than once
+
+
+def _run_folder(name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig) -> str:
+    """Returns the folder of a single run, which is made once the settings are found to be good."""
+    _checked(_root_)
+    return _folder(name, resume, mode)
+
+
+def _checked(composed: DictConfig) -> schema.Config:
+    config = schema.load(composed)
+    job.check(config)
+    return config
+
+
 def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: it had no evaluation."""
     metrics = place / "metrics.jsonl"
@@ -61,9 +77,12 @@ def cli() -> int:
     Called where signals are caught.
     """
     tell_crashes()
+    if "--version" in sys.argv:
+        print(answers.version())
+        return 0
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what is wrong with the settings
     schema.register()
-    OmegaConf.register_new_resolver("wellfed.run_dir", folder.run_folder, use_cache=True)
+    OmegaConf.register_new_resolver("wellfed.run_dir", _run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", folder.sweep_folder, use_cache=True)
     if not folder.is_first_rank():
         sys.argv.append("hydra.output_subdir=null")  # the first rank writes it for all
@@ -71,6 +90,7 @@ def cli() -> int:
         sys.argv.append("hydra.sweeper.direction=maximize")  # what a job returns is its best top-1
     ended: list[BaseException] = []
     try:
+        sys.argv[1:] = schema.prepared(sys.argv[1:])
         main()
     except (Exception, KeyboardInterrupt) as error:
         ended.append(error)

@@ -17,7 +17,8 @@ Who may import whom, kept by import-linter (a lower line never imports a higher 
     data                where samples lie, bytes to pixels, pixels to a training image
     watch               where the time went, the GPU and the host, what is written about it
     runtime             ranks, randomness, signals, limits, files, the run's folder, the ways to end
-    config              every setting; with train.py the only module that knows Hydra
+    config              every setting; with answers and train.py the only module that knows Hydra
+    answers             what the command line answers to what was mistyped
 
 Tuning knows the step by a protocol (``harness.tuning.figures.Trainee``), which training satisfies and job passes on.
 

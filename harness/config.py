@@ -1,18 +1,19 @@
 """Every setting that a run may have: its type, unit, range and one sentence.
 
-The only module besides ``train.py`` that knows Hydra. The dataclasses below are the schema; the files in ``conf/`` hold
-values only. ``load`` turns what Hydra composed into a checked ``Config``; ``explain`` turns a refusal into one line.
+With ``answers`` and ``train.py`` the only module that knows Hydra. The dataclasses below are the schema; the files in
+``conf/`` hold values only. ``load`` turns what Hydra composed into a checked ``Config``, ``explain`` a refusal into one
+line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import importlib.util
 import math
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -20,9 +21,10 @@ from typing import Any
 
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from harness import answers
 
 
 class ConfigError(ValueError):
@@ -328,6 +330,15 @@ def load(composed: DictConfig) -> Config:
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of its range, or contradicts another.
     """
+    config = _typed(_own(composed))
+    for path, value, meta in walk(config):
+        _check_range(path, value, meta)
+    _check_together(config)
+    return config
+
+
+def _typed(composed: DictConfig) -> Config:
+    """``composed`` as a ``Config`` whose values have their types and are not checked otherwise."""
     try:
         plain = OmegaConf.to_container(composed, resolve=True)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
@@ -335,9 +346,6 @@ def load(composed: DictConfig) -> Config:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, Config)
     _make_tuples(config)
-    for path, value, meta in walk(config):
-        _check_range(path, value, meta)
-    _check_together(config)
     return config
 
 
@@ -415,6 +423,8 @@ def shown(value: Any) -> str:
     """A setting's value as the command line takes it."""
     if isinstance(value, tuple):
         return "[" + ",".join(map(str, value)) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return "null" if value is None else value.name if isinstance(value, Enum) else str(value)
 
 
@@ -448,7 +458,7 @@ def _loader_refusals(c: Config) -> tuple[_Refusal, ...]:
          "loader.backend=auto: tuner=grid looks at processes alone; use tuner=auto, or set it to null"),
         *(
             (load_.backend is Backend.arrays and bool(value),
-             f"loader.{name}={shown(value).lower()}: has no effect with loader.backend=arrays, which has no workers; set it "
+             f"loader.{name}={shown(value)}: has no effect with loader.backend=arrays, which has no workers; set it "
              "to null")
             for name, value in (
                 ("num_workers", load_.num_workers), ("prefetch_factor", load_.prefetch_factor),
@@ -474,7 +484,9 @@ def _training_refusals(c: Config) -> tuple[_Refusal, ...]:
          "augment.rand_augment=2"),
         (c.augment.crop is not Crop.pad and c.augment.pad != plain_augment.pad,
          f"augment.pad={c.augment.pad}: has an effect with augment.crop=pad alone; add augment.crop=pad"),
-        (c.optim.nesterov and (c.optim.name is not OptimName.sgd or c.optim.momentum == 0),
+        (c.optim.nesterov and c.optim.name is not OptimName.sgd,
+         "optim.nesterov=true: has an effect with sgd alone; write optim=adamw, which brings its own values"),
+        (c.optim.nesterov and c.optim.momentum == 0,
          "optim.nesterov=true: needs optim=sgd with a momentum; set optim.momentum=0.9 or optim.nesterov=false"),
         (c.schedule.warmup_epochs > c.trainer.epochs,
          f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than trainer.epochs={c.trainer.epochs}; lower it"),
@@ -516,55 +528,93 @@ def _is_range(text: str) -> bool:
     return match is not None and 0 < int(match[1]) <= int(match[2])
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether Hydra or OmegaConf refused the settings."""
-    return isinstance(error, HydraException | OmegaConfBaseException)
-
-
 def explain(error: BaseException) -> str:
-    """One line for a refusal by Hydra or OmegaConf: the dotted setting, what is wrong, the nearest known name."""
-    text = str(error).strip()
-    name = getattr(error, "full_key", None) or _first(r"full_key: (\S+)", text) or ""
-    unknown = _first(r"Could not override '([^']+)'", text) or _first(r"Key '([^']+)' (?:is )?not in", text)
-    if isinstance(error, HydraException) and error.__cause__ is not None and unknown is None:
-        return explain(error.__cause__) if isinstance(error.__cause__, Exception) else text
-    if unknown:
-        full = name if name.endswith(unknown) else unknown
-        near = difflib.get_close_matches(full, [path for path, _, _ in walk(Config())], n=1, cutoff=0.6)
-        return f"{full}: unknown setting" + (f"; did you mean {near[0]}?" if near else "; see --help")
-    if required := _first(r"field '([^']+)' is not Optional", text):
-        return f"{required}=null: needs a value"
-    choice = re.search(
-        r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?(?:Config search path|$)", text, re.S
-    )
-    if choice:
-        options = ", ".join(choice[3].split()) if choice[3] else "none"
-        return f"{choice[1]}={choice[2]}: no such choice; there are: {options}"
-    text = re.sub(r"\s*See https://hydra\.cc\S+.*", "; write name=value", text, flags=re.S)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " ".join(line for line in lines if not re.match(r"(full_key|object_type|reference_type)\b", line))
-    return f"{name}: {said}" if name and name not in said else said
+    """One line for a refusal by Hydra or OmegaConf: the dotted setting, what is wrong, and the way out."""
+    return answers.explain(error, names())
 
 
-def _first(pattern: str, text: str) -> str | None:
-    match = re.search(pattern, text)
-    return match[1] if match else None
+def names() -> list[str]:
+    """The dotted names of all settings."""
+    return [path for path, _, _ in walk(Config())]
 
 
-def help_text() -> str:
-    """The page that ``--help`` shows: how to call, then every setting by group with its default."""
+def prepared(arguments: list[str]) -> list[str]:
+    """The command line's ``arguments`` as Hydra takes them; ``model=`` then takes torchvision's names too.
+
+    Raises:
+        ConfigError: a flag that there is not, such as ``--lr 0.1``.
+    """
+    if wrong := answers.refused_flag(arguments, names()):
+        raise ConfigError(wrong)
+    # Hydra copies what is stored for each group that it lists: 0.4 s of --help
+    if any(text.startswith("model=") for text in arguments):
+        for name in set(classifiers()).difference(choices("model")):
+            ConfigStore.instance().store(group="model", name=name, node={"name": name})
+    return answers.expanded(arguments)
+
+
+def classifiers() -> list[str]:
+    """The names of torchvision's classifiers, read from its source: importing it would import torch."""
+    found = importlib.util.find_spec("torchvision")
+    folders = found.submodule_search_locations if found else None
+    files = sorted(Path(folders[0], "models").glob("*.py")) if folders else []
+    builder = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)\(", re.M)
+    return sorted(name for file in files for name in builder.findall(file.read_text(encoding="utf-8")))
+
+
+def check_model(model: ModelConfig, known: Sequence[str]) -> None:
+    """Refuses a network whose name is none of ``known``, and published weights where there are none.
+
+    Raises:
+        ConfigError: names the setting and the way out.
+    """
+    if model.name not in known:
+        raise ConfigError(f"model.name={model.name}: unknown{answers.nearest(model.name, known)}")
+    if model.name == "small" and model.weights == "DEFAULT":
+        raise ConfigError("model.weights=DEFAULT: there are none for model.name=small; use null or a path")
+
+
+def check_names(config: Config) -> None:
+    """Refuses networks and data sets that there are not, without importing torch.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    torchvisions = classifiers()
+    # empty where torchvision is laid out in another way: the network's room then refuses the name
+    if torchvisions:
+        check_model(config.model, ["small", *torchvisions])
+    name, sets = config.data.name, choices("data")
+    if name not in sets:
+        raise ConfigError(f"data.name={name}: no such data set; choose from {', '.join(sets)}{answers.nearest(name, sets)}")
+
+
+def choices(group_name: str) -> list[str]:
+    """The names that ``GROUP=`` takes, without their values."""
+    return sorted(file.stem for file in (_CONF / group_name).glob("*.yaml"))
+
+
+def help_text(config: Config) -> str:
+    """The page that ``--help`` shows: how to call, each group's choices, then every setting with its value in ``config``."""
     lines = [
         "train.py: train an image classifier on a feed that keeps the device busy.",
         "",
         "  python train.py loader.autotune=true                  the generated data set, tuned",
         "  python train.py data=imagefolder data.root=FOLDER     your own images",
         "  python train.py -m loader.num_workers=0,1,2           one run for each value",
+        "  python train.py --version                             the versions of wellfed, torch and Python",
         "",
-        "Choices that bring values of their own (conf/): data= augment= loader= tuner= model= optim= schedule= dist=",
-        "experiment=. Below: every setting, its default in the schema, and what it is; --cfg job shows the run's values.",
+        "A run leaves its files in outputs/ in the folder where it is started.",
+        "",
+        "Choices that bring values of their own:",
     ]
+    for name in sorted(path.name for path in _CONF.iterdir() if path.is_dir()):
+        values, more = choices(name), ", or any classifier of torchvision" if name == "model" else ""
+        if len(values) > 1:
+            lines.append(f"  {name}= {', '.join(values)}{more}")
+    lines += ["", "Every setting with its value as this command line has it; add data=cifar10 to see what that changes."]
     section = None
-    for path, value, meta in walk(Config()):
+    for path, value, meta in walk(config):
         here = path.rpartition(".")[0] or "run"
         if here != section:
             section = here
@@ -575,16 +625,27 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
+def _composed_help(*, _root_: DictConfig) -> str:
+    """The help page of the settings that Hydra composed, as the template that Hydra fills in."""
+    return help_text(_typed(_own(_root_))).replace("$", "$$")
+
+
+def _own(composed: DictConfig) -> DictConfig:
+    """``composed`` without Hydra's own part."""
+    return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+
+
 def register() -> None:
     """Give Hydra the schema, the help page, and what it does with folders and logs.
 
-    The latter replaces Hydra's own defaults rather than standing in ``conf/config.yaml``, so that it also holds for a run that
+    The last replaces Hydra's own defaults rather than standing in ``conf/config.yaml``, so that it also holds for a run that
     starts from the ``.hydra`` folder of another.
     """
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    template = help_text().replace("$", "$$")
-    store.store(group="hydra/help", name="wellfed", node={"app_name": "train.py", "template": template})
+    OmegaConf.register_new_resolver("wellfed.help", _composed_help, replace=True)
+    template = {"app_name": "train.py", "template": "${wellfed.help:}"}
+    store.store(group="hydra/help", name="wellfed", node=template)
     chosen = {"help": "wellfed", "job_logging": "none", "hydra_logging": "none"}
     defaults = [{group: chosen.get(group, name)} for item in HydraConf().defaults for group, name in item.items()]
     run = RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}")

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.config import Backend, Config, Mode, StartMethod, form_asked_for
+from harness.config import Backend, Config, Mode, StartMethod, check_names, form_asked_for
 from harness.runtime import folder, signals, workers
+from harness.runtime.errors import CheckpointError, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,22 @@ class Job:
     folder: Path
     overridden: tuple[str, ...]
     began_s: float = field(default_factory=time.perf_counter)
+
+
+def check(config: Config) -> None:
+    """Refuses names of networks, data sets and files that there are not, before torch is imported.
+
+    Raises:
+        ConfigError: there is no such network or data set.
+        CheckpointError: there is no such file.
+    """
+    check_names(config)
+    resume, weights = config.resume, config.model.weights
+    if resume not in (None, "auto") and not Path(resume).exists():
+        raise CheckpointError(f"{printable(resume)}: no such checkpoint")
+    # a run that goes on reads no other weights
+    if resume is None and weights not in (None, "DEFAULT") and not Path(weights).exists():
+        raise CheckpointError(f"model.weights={printable(weights)}: no such file; use null, DEFAULT or a path")
 
 
 def main_worker(local_rank: int, job: Job) -> None:
@@ -87,4 +104,5 @@ def run(index: int, job: Job) -> None:
 
     if folder.is_first_rank():
         folder.own(job.folder)
-    distributed.launch(main_worker, job, job.config)
+    with folder.logging_failure(job.folder):
+        distributed.launch(main_worker, job, job.config)

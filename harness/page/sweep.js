@@ -15,11 +15,29 @@ const FIGURES = [
   { title: "bound by", of: ({ report }) => report.verdict?.bottleneck ?? report.status, show: words },
 ];
 
-// Everything that was typed, and the loader's settings as used, by name.
-function settingsOf({ report }) {
+function typedOf({ report }) {
   const typed = (report.run?.overrides ?? []).map((override) => override.replace(/^\+*/, "").split(/=(.*)/s));
-  const loader = Object.entries(report.loader ?? {}).map(([name, value]) => [`loader.${name}`, String(value)]);
-  return new Map([...typed.map(([name, value]) => [name, value ?? ""]), ...loader]);
+  return new Map(typed.map(([name, value]) => [name, value ?? ""]));
+}
+
+// Everything that was typed, as typed, and the loader's settings as used, by name.
+function settingsOf(run) {
+  const typed = typedOf(run);
+  const used = Object.entries(run.report.loader ?? {}).map(([name, value]) => [`loader.${name}`, String(value)]);
+  const both = ([name, value]) => [name, typed.has(name) && typed.get(name) !== value ? `${typed.get(name)} (used ${value})` : value];
+  return new Map([...typed, ...used.map(both)]);
+}
+
+// The job of a sweep by what was swept, such as "0: num_workers=2 pin_memory=true"; other runs have names of their own.
+function labelsOf(runs) {
+  const typed = new Map(runs.map((run) => [run, typedOf(run)]));
+  const names = new Set([...typed.values()].flatMap((settings) => [...settings.keys()]));
+  const swept = [...names].filter((name) => new Set(runs.map((run) => typed.get(run).get(name))).size > 1);
+  const last = (name) => name.split(".").at(-1);
+  const short = (name) => (swept.filter((other) => last(other) === last(name)).length > 1 ? name : last(name));
+  const said = (settings) => swept.filter((name) => settings.has(name)).map((name) => `${short(name)}=${settings.get(name)}`);
+  const isJob = ({ name }) => swept.length > 0 && /(^|\/)\d+$/.test(name);
+  return new Map(runs.map((run) => [run, isJob(run) ? `${run.name}: ${said(typed.get(run)).join(" ")}` : run.name]));
 }
 
 function differing(runs) {
@@ -51,11 +69,12 @@ export function newest(runs) {
 // `open(name)` shows one run below; the view's `mark(name)` says which one that is.
 export function sweepView(runs, open) {
   const columns = [{ title: "run", of: (run) => run.name, show: asText }, ...FIGURES, ...differing(runs)];
+  const labels = labelsOf(runs);
   const chosen = new Set(newest(runs).slice(0, FIRST_CHOSEN).map((run) => run.name));
   const body = h("tbody");
   const multiples = h("div", { class: "multiples" });
-  const redraw = () => multiples.replaceChildren(...small(runs, chosen, open));
-  const rows = new Map(runs.map((run) => [run, rowOf(run, columns, chosen, open, redraw)]));
+  const redraw = () => multiples.replaceChildren(...small(runs, labels, chosen, open));
+  const rows = new Map(runs.map((run) => [run, rowOf(run, labels.get(run), columns, chosen, open, redraw)]));
   const sort = (column, falling) => {
     body.append(...[...runs].sort((a, b) => compare(column.of(a), column.of(b), falling)).map((run) => rows.get(run)));
   };
@@ -83,7 +102,7 @@ function heading(column, sort) {
   return cell;
 }
 
-function rowOf(run, columns, chosen, open, redraw) {
+function rowOf(run, label, columns, chosen, open, redraw) {
   const change = (event) => {
     if (event.target.checked) chosen.add(run.name);
     else chosen.delete(run.name);
@@ -91,19 +110,19 @@ function rowOf(run, columns, chosen, open, redraw) {
   };
   const [, ...rest] = columns;
   return h("tr", { "data-run": run.name },
-    h("td", {}, h("input", { type: "checkbox", checked: chosen.has(run.name), change, "aria-label": `Chart of run ${run.name}` })),
-    h("th", { scope: "row" }, h("button", { type: "button", click: () => open(run.name) }, run.name)),
+    h("td", {}, h("input", { type: "checkbox", checked: chosen.has(run.name), change, "aria-label": `Chart of run ${label}` })),
+    h("th", { scope: "row" }, h("button", { type: "button", click: () => open(run.name) }, label)),
     rest.map((column) => h("td", { class: column.of(run) === undefined && "absent" }, known(column.of(run), column.show))));
 }
 
-function small(runs, chosen, open) {
+function small(runs, labels, chosen, open) {
   const shown = runs.filter((run) => chosen.has(run.name));
   const end = Math.max(1e-9, ...shown.filter((run) => run.course).map((run) => usualHeight(run.course, false)));
   return shown.map((run) => {
     const stall = known(run.report.stall_fraction, share);
     const bound = run.report.verdict?.bottleneck ?? run.report.status ?? "no report";
     return h("figure", {},
-      h("figcaption", {}, h("button", { type: "button", click: () => open(run.name) }, run.name),
+      h("figcaption", {}, h("button", { type: "button", click: () => open(run.name) }, labels.get(run)),
         h("span", { class: "note" }, ` ${words(bound)}, stalled ${stall}`)),
       run.course ? [smallCourse(run.course, end), note(`0 to ${ms(end)}`)] : absent("no window of steps"));
   });

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from harness.config import ConfigError, explain, is_refusal
+from harness.answers import is_refusal
+from harness.config import ConfigError, explain
 
 
 class RunError(Exception):
@@ -116,9 +118,11 @@ def told(error: BaseException) -> tuple[str, int]:
 def tell(failures: Sequence[BaseException]) -> int:
     """Prints a line for each failure; returns the first one's exit code, 0 without any."""
     lines = [told(failure) for failure in failures]
+    colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    name = "\x1b[1;31merror:\x1b[0m" if colours else "error:"
     with contextlib.suppress(OSError):  # the exit code says it too
         for text, _ in lines:
-            print(f"error: {text}", file=sys.stderr, flush=True)
+            print(f"{name} {text}", file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0
 
 

@@ -7,15 +7,16 @@ import hashlib
 import logging
 import os
 import socket
+import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
 from harness.config import ConfigError, Mode
 from harness.runtime import rendezvous
-from harness.runtime.errors import LockedError
+from harness.runtime.errors import LockedError, described
 from harness.runtime.files import open_regular
 
 LOGGER = "wellfed"
@@ -146,12 +147,33 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
 
 
 @contextmanager
-def logging_to(folder: Path, rank: int = 0) -> Iterator[logging.Logger]:
-    """Send the project's log to ``train.log`` in ``folder`` inside the block; other ranks have a file each."""
-    logger = logging.getLogger(LOGGER)
+def logging_failure(folder: Path) -> Iterator[None]:
+    """Write the error that ends the block into the log in ``folder``, with its traceback where its cause is not known."""
+    try:
+        yield
+    except BaseException as error:
+        known = described(error)
+        text = known[0] if known else "".join(traceback.format_exception(error)).rstrip()
+        record = logging.LogRecord(LOGGER, logging.ERROR, "", 0, "%s", (text,), None)
+        # it may be the disk that has failed, and the error is told on the console too
+        with suppress(OSError), closing(_file(folder, int(os.environ.get("RANK", "0")))) as handler:
+            handler.handle(record)
+        raise
+
+
+def _file(folder: Path, rank: int) -> logging.FileHandler:
+    """What writes into the log of ``rank``."""
     name = "train.log" if rank == 0 else f"train-rank{rank}.log"
     handler = logging.FileHandler(folder / name, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    return handler
+
+
+@contextmanager
+def logging_to(folder: Path, rank: int = 0) -> Iterator[logging.Logger]:
+    """Send the project's log to ``train.log`` in ``folder`` inside the block; other ranks have a file each."""
+    logger = logging.getLogger(LOGGER)
+    handler = _file(folder, rank)
     former = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

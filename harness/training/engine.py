@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
 
-from harness.config import Config
+from harness.config import Config, Mode
 from harness.feed.interface import Feed
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
@@ -19,6 +19,7 @@ from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
 from harness.runtime.folder import LOGGER
+from harness.training.epoch import Lead, Shown
 from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
 from harness.training.saving import Boundary, Place, Saves
@@ -33,7 +34,6 @@ from harness.watch.tags import Tag
 from harness.watch.verdict import RankFigures
 
 _AS_IT_IS = nullcontext()
-_LEAD_S = 1.5  # workers that start now have batches ready by then
 
 _log = logging.getLogger(LOGGER)
 
@@ -55,27 +55,6 @@ class Outcome:
     skipped: int = 0
     turns_ms: list[tuple[float, float]] = field(default_factory=list)
     ranks: tuple[RankFigures, ...] = ()
-
-
-class Lead:
-    """Tells, once, when an epoch of ``steps`` steps is about to end: ``_LEAD_S`` seconds before, or before its last step.
-
-    The steps that are left are taken to last as long as those so far did on average, the first one left out.
-    """
-
-    def __init__(self, steps: int, now: Callable[[], float] = time.perf_counter) -> None:
-        self._steps, self._now = steps, now
-        self._begin = 0.0
-        self._told = False
-
-    def due(self, left: int) -> bool:
-        """Whether it is time; to be asked before each step, with the number of steps ``left``, that one included."""
-        timed = self._steps - left - 1
-        if timed <= 0:
-            self._begin = self._now()
-        soon = left == 1 or (timed > 0 and left * (self._now() - self._begin) <= _LEAD_S * timed)
-        told, self._told = self._told, self._told or soon
-        return soon and not told
 
 
 class Engine:
@@ -110,6 +89,8 @@ class Engine:
         self._boundary = Boundary(config, world, self.state.step)
         self._whole = True  # no update is under way
         self._logged_step = self.state.step
+        self._epoch = Shown()
+        self._told = ""  # of the last window, beside the bar
         self._starting = True  # no step has ended yet
         self._trace = Trace(config.profile.steps if world.is_main else None, place.folder, watch.clock.pause)
 
@@ -132,6 +113,8 @@ class Engine:
                 done = self._is_done()
                 if evaluation is not None:
                     self._note_turn()
+                if not state.pending:
+                    say(f"epoch {epoch + 1}: training: {self._epoch}")
                 evaluation = self.evaluate(epoch, None if done else state.epoch) if state.pending else None
                 if done or due or (epoch + 1) % config.checkpoint.every_epochs == 0:
                     self._save(evaluation)
@@ -155,10 +138,12 @@ class Engine:
         if following is not None:
             self.train_batches.close()  # it is through; only then can the feed begin anew
             self.feed.prime(following)
+        name = f"epoch {epoch + 1}" if self.config.mode is Mode.train else "evaluation"
+        bar = progress(f"{name}: evaluating", len(self.val_feed), "batches")
         # a graph of its own would be compiled while training waits, for longer than a pass without gradients lasts
-        with self._aside("evaluate"), self._eagerly():
+        with self._aside("evaluate"), self._eagerly(), bar as shown:
             self.world.copy_from_first(self.state.network.buffers())  # each rank has norms' statistics of its own
-            result = evaluate(self.state.network, self.val_batches, self.world, self.step.autocast)
+            result = evaluate(self.state.network, shown.over(self.val_batches), self.world, self.step.autocast)
             self.val_batches.close()
             self.val_feed.close()
         self.state.pending = False
@@ -166,7 +151,9 @@ class Engine:
         self.outcome.evaluation = result
         values: dict[str, Figure] = {Tag.VAL_TOP1: result.top1, Tag.VAL_TOP5: result.top5, Tag.VAL_LOSS: result.loss}
         self._write(epoch, {**values, **self.memory.evaluated()})
-        say(f"epoch {epoch + 1}: top-1 {result.top1:.4f}, loss {result.loss:.4f} on {result.images} validation images")
+        accuracy = f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f}"
+        trained = f"; training: {self._epoch}" if self._epoch.steps else ""
+        say(f"{name}: {accuracy} on {result.images} validation images{trained}")
         return result
 
     def close(self) -> None:
@@ -218,6 +205,9 @@ class Engine:
         left, steps_left, due = count, self._steps_left(count), False
         evaluated = (epoch + 1) % self.config.trainer.eval_every_epochs == 0 or self._is_last(epoch, count)
         lead = Lead(steps_left) if evaluated else None
+        self._epoch = Shown()
+        if self._starting:
+            say(f"training: {steps_left} steps in epoch {epoch + 1}, {whole * accumulate} images each; first step ...")
         with progress(f"epoch {epoch + 1}/{self.config.trainer.epochs}", steps_left, "steps") as bar:
             while steps_left:
                 if lead is not None and lead.due(steps_left):
@@ -234,6 +224,7 @@ class Engine:
                 state.pending = evaluated and not steps_left
                 bar.advance(1)
                 due = self._between_steps(epoch, last=not steps_left)
+                bar.note(self._told)
         return due
 
     def _between_steps(self, epoch: int, last: bool) -> bool:
@@ -275,12 +266,16 @@ class Engine:
 
     def _close_window(self, epoch: int) -> None:
         """Log the window. Here, and where a checkpoint is made, a training step waits for the device."""
-        self._logged_step = self.state.step
+        steps, self._logged_step = self.state.step - self._logged_step, self.state.step
         self.watch.clock.settle()
-        figures = self.step.read()
+        figures, lr = self.step.read(), float(self.state.schedule.get_last_lr()[0])
         window = self.watch.clock.close_window()
         self.outcome.skipped += figures.skipped
-        values: dict[str, Figure] = {Tag.LOSS: figures.loss, Tag.LR: float(self.state.schedule.get_last_lr()[0])}
+        latest = Shown()
+        for shown in (latest, self._epoch):
+            shown.add(steps, figures.loss, lr, window, self.world.size)
+        self._told = str(latest)
+        values: dict[str, Figure] = {Tag.LOSS: figures.loss, Tag.LR: lr}
         if window is not None:
             values |= timings(window) | self._stages()
             for look in self.watch.on_window:

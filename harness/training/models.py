@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torchvision import models as zoo
 
-from harness.config import ConfigError, ModelConfig
+from harness.config import ConfigError, ModelConfig, check_model
 from harness.runtime.errors import CheckpointError, printable
 from harness.training import checkpoint
 from harness.training.small import small
@@ -51,11 +50,7 @@ def check(config: ModelConfig, image_size: int) -> None:
         ConfigError: names the setting and the way out.
     """
     name = config.name
-    if name not in names():
-        near = difflib.get_close_matches(name, names(), n=3)
-        raise ConfigError(f"model.name={name}: unknown" + (f"; did you mean {', '.join(near)}?" if near else ""))
-    if name == "small" and config.weights == "DEFAULT":
-        raise ConfigError("model.weights=DEFAULT: there are none for model.name=small; use null or a path")
+    check_model(config, names())
     if not name.startswith("vit_"):
         return
     patch = int(name.rpartition("_")[2])

@@ -62,7 +62,8 @@ class Reporter:
         """Report on ``engine`` at the end of the block, however it ends."""
         error: BaseException | None = None
         if self.config.mode is Mode.train and self.config.watch.tensorboard:
-            say(f"watch it: tensorboard --logdir {os.path.relpath(_root(engine.place.folder))}, then {self.page.link}")
+            say(f"watch it: tensorboard --logdir {os.path.relpath(_root(engine.place.folder))}")
+            _log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.page.link)
         try:
             yield
         except BaseException as caught:
@@ -199,7 +200,7 @@ class Reporter:
             say(f"loader         {engine.feed.settings}{_tuned(report.get('tuning'))}")
             if settled := report.get("tuning", {}).get("settled"):
                 say(f"next time      {settled}")
-            say(f"verdict        {report['verdict'].sentence}")
+            say(f"verdict        {report['verdict'].sentence}", stands_out=True)
         if self.cache is not None:
             say(f"cache          {self.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")

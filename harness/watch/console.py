@@ -10,13 +10,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from harness.runtime.errors import printable
@@ -26,6 +27,7 @@ _log = logging.getLogger(LOGGER)
 _console = Console(soft_wrap=True, highlight=False)  # asks for sys.stdout at each use
 _quiet = False
 _busy = False  # a progress() or a live_table() is open
+Item = TypeVar("Item")
 
 
 def set_quiet(quiet: bool) -> None:
@@ -34,11 +36,11 @@ def set_quiet(quiet: bool) -> None:
     _quiet = quiet
 
 
-def say(text: str) -> None:
-    """Print one line, and log it."""
+def say(text: str, *, stands_out: bool = False) -> None:
+    """Print one line, and log it; one that ``stands_out`` is bold on a terminal, and broken between words."""
     line = printable(text)
     _log.info("%s", line)
-    _print(line)
+    _print(line, "bold" if stands_out else "", wraps=stands_out)
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -118,6 +120,7 @@ class Bar:
     def __init__(self, description: str, total: int | None, unit: str, show: Callable[[Bar], object]) -> None:
         self.done, self.total = 0, total
         self._description, self._unit, self._show = printable(description), unit, show
+        self._note = ""
 
     def advance(self, n: int = 1) -> None:
         """Note ``n`` more units done."""
@@ -129,28 +132,47 @@ class Bar:
         self._description = printable(text)
         self._show(self)
 
+    def note(self, text: str) -> None:
+        """Take what the work shows so far, to be shown after the counts from the next ``advance`` on; empty: nothing."""
+        self._note = printable(text)
+
+    def over(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield ``items``, each of which is a unit of the work, done when the next one is asked for."""
+        for item in items:
+            yield item
+            self.advance()
+
     def __str__(self) -> str:
+        return ", ".join(filter(None, (self.counts, self._note)))
+
+    @property
+    def counts(self) -> str:
+        """What is being done, and how much of it is done."""
         counts = [n for n in (self.done, self.total) if n is not None]
         shown, unit = ([f"{n / 1e6:.1f}" for n in counts], "MB") if self._unit == "B" else (map(str, counts), self._unit)
         return f"{self._description}: {' of '.join(shown)} {unit}"
 
 
 class _Lines:
-    """A line at most every tenth of the work and every 5 s, and one at the end; none for work under a second."""
+    """A line after 5 s, then at most every tenth of the work and every 5 s, and one at the end.
+
+    Work under a second has none.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now, self._said_done = now, 0
         self._began = self._said = now()
 
     def __call__(self, bar: Bar) -> None:
-        if self._now() - self._said >= 5 and (bar.done - self._said_done) * 10 >= (bar.total or 1):
+        is_tenth = (bar.done - self._said_done) * 10 >= (bar.total or 1)
+        if self._now() - self._said >= 5 and (is_tenth or (bar.done and not self._said_done)):
             self._said, self._said_done = self._now(), bar.done
             _print(str(bar))
 
     def end(self, bar: Bar) -> None:
         took = self._now() - self._began
         if took >= 1 and bar.done > self._said_done:
-            _print(f"{bar} in {took:.0f} s")
+            _print(f"{bar.counts} in {took:.0f} s")
 
 
 @contextmanager
@@ -167,11 +189,12 @@ def progress(description: str, total: int | None, unit: str, *, now: Callable[[]
     _busy = True
     try:
         if _on_terminal():
-            columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
-            with Progress(*columns, console=_console, transient=True) as live:
-                task = live.add_task("", total=total)
+            # the bar has the room that the text leaves
+            left = TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True))
+            columns = TextColumn("{task.description}", markup=False), BarColumn(None), left
+            with Progress(*columns, console=_console, transient=True, expand=True) as live:
                 bar = Bar(description, total, unit, lambda b: live.update(task, description=str(b), completed=b.done))
-                bar.advance(0)
+                task = live.add_task(str(bar), total=total)
                 yield bar
         else:
             lines = _Lines(now)
@@ -186,12 +209,12 @@ def _on_terminal() -> bool:
     return sys.stdout.isatty() and not _console.is_dumb_terminal
 
 
-def _print(line: str) -> None:
+def _print(line: str, style: str = "", *, wraps: bool = False) -> None:
     if _quiet:
         return
     try:
         if _on_terminal():
-            _console.print(Text(line))
+            _console.print(Text(line, style), soft_wrap=not wraps)
         else:
             encoding = sys.stdout.encoding or "utf-8"
             print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -202,7 +225,7 @@ def _print(line: str) -> None:
 
 class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        _print(f"warning: {printable(record.getMessage())}")
+        _print(f"warning: {printable(record.getMessage())}", "yellow")
 
 
 _log.addHandler(_Warnings(logging.WARNING))

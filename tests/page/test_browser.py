@@ -206,12 +206,25 @@ def test_a_sweep_is_compared(show: Callable[..., webdriver.Chrome]) -> None:
     heading = page.find_element(By.XPATH, "//th/button[text()='top-1']")
     for _ in range(2):
         heading.click()
-    assert texts(page, ".sweep tbody th") == ["4", "3", "2", "1", "0", "5"]
+    assert texts(page, ".sweep tbody th") == [
+        f"{job}: num_workers={(1, 2, 4)[job % 3]} batch_size={(128, 256)[job // 3]}" for job in (4, 3, 2, 1, 0, 5)
+    ]
     assert one(page, ".sweep [aria-sort]").get_attribute("aria-sort") == "descending"
     one(page, "tr[data-run='3'] th button").click()
     until(page, lambda: texts(page, ".detail h2")[:1] == ["Run 3"])
     one(page, "tr[data-run='5'] input").click()
     until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, ".multiples svg")) == 5)
+
+
+def test_what_was_swept_is_shown_as_typed(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """A setting that was swept has a column and names the rows, also where the loader used another value."""
+    for job, asked in enumerate(("true", "false")):
+        runs.cpu_run(tmp_path / str(job), steps=50, run={"overrides": [f"loader.pin_memory={asked}"], "name": str(job)})
+    write_sweep(tmp_path)
+    browser.get((tmp_path / "report.html").as_uri())
+    until(browser, lambda: texts(browser, ".sweep tbody th") == ["0: pin_memory=true", "1: pin_memory=false"])
+    assert texts(browser, ".sweep thead th")[-1] == "loader.pin_memory"
+    assert texts(browser, ".sweep tbody td:last-child") == ["true (used false)", "false"]
 
 
 def test_a_chart_is_steered_by_keyboard(show: Callable[..., webdriver.Chrome]) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -190,3 +191,32 @@ sys.stdin.read()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and f"{tmp_path}/run/.lock: no locks here ({without_flock}): only runs on this machine" in lines[0]
     assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        pytest.param(ConfigError("data.root=x: no such folder"), r" ERROR data\.root=x: no such folder\n$", id="known"),
+        pytest.param(KeyError("x"), r" ERROR Traceback .*test_folder\.py.*KeyError: 'x'\n$", id="unknown"),
+    ],
+)
+def test_a_failed_run_leaves_its_error_in_its_log(tmp_path: Path, error: Exception, text: str) -> None:
+    """The log ends with the error's line, or with the traceback of an error that nobody expected, and is told once."""
+    with pytest.raises(type(error)), folder.logging_failure(tmp_path):
+        raise error
+    assert re.search(text, (tmp_path / "train.log").read_text(), re.S)
+
+
+def test_another_rank_has_a_log_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun two ranks do not write into one file."""
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(KeyError), folder.logging_failure(tmp_path):
+        raise KeyError
+    assert (tmp_path / "train-rank3.log").exists() and not (tmp_path / "train.log").exists()
+
+
+def test_a_run_that_ends_well_logs_no_error(tmp_path: Path) -> None:
+    """Without an error no log is begun."""
+    with folder.logging_failure(tmp_path):
+        pass
+    assert not (tmp_path / "train.log").exists()

@@ -18,7 +18,8 @@ from harness.feed.processes import ProcessFeed
 from harness.runtime.distributed import World
 from harness.runtime.errors import NonFiniteError
 from harness.training import checkpoint
-from harness.training.engine import Engine, Lead
+from harness.training.engine import Engine
+from harness.training.epoch import Lead
 from harness.training.optim import make_optimizer, make_schedule
 from harness.training.saving import Place, Saves
 from harness.training.state import TrainState, make_scaler
@@ -84,7 +85,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
 
 def run(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, batches: int = 3, **trainer: int) -> tuple[Engine, list[str]]:
     """A whole run on recorded feeds, where an epoch is never about to end before its last step."""
-    monkeypatch.setattr("harness.training.engine._LEAD_S", 0.0)
+    monkeypatch.setattr("harness.training.epoch._LEAD_S", 0.0)
     log: list[str] = []
     engine = make_engine(Recorded("train", batches, log), Recorded("val", 1, log), **trainer)
     engine.fit()

@@ -39,7 +39,7 @@ class Hand:
 def on_terminal(code: str) -> str:
     """What a program prints on a terminal of 80 columns."""
     ours, theirs = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    environ = {"TERM": "xterm", **os.environ, "COLUMNS": "80"}
     with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environ) as process:
         os.close(theirs)
         seen = b""
@@ -136,11 +136,11 @@ def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -
     [
         pytest.param(0.03125, ["100 of 100 files in 3 s"], id="3 s"),
         pytest.param(0.25, [f"{n} of 100 files" for n in range(20, 101, 20)], id="25 s"),
-        pytest.param(60.0, [f"{n} of 100 files" for n in range(10, 101, 10)], id="long"),
+        pytest.param(60.0, [*(f"{n} of 100 files" for n in range(1, 92, 10)), "100 of 100 files in 6000 s"], id="long"),
     ],
 )
 def test_long_work_in_a_pipe_says_a_few_lines(capsys: pytest.CaptureFixture[str], unit_s: float, expected: list[str]) -> None:
-    """At most ten lines, at least 5 s apart, and the last one tells that all is done."""
+    """A line once it has taken 5 s, then at most ten, at least 5 s apart; the last one tells that all is done."""
     hand = Hand()
     with console.progress("unpacking", 100, "files", now=hand) as bar:
         for _ in range(100):
@@ -148,6 +148,73 @@ def test_long_work_in_a_pipe_says_a_few_lines(capsys: pytest.CaptureFixture[str]
             bar.advance(1)
     out = capsys.readouterr().out.splitlines()
     assert [line.removeprefix("unpacking: ") for line in out] == expected
+
+
+def test_what_work_shows_so_far_stands_after_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bar of an epoch has its loss and speed; its last line has the time that it took."""
+    hand = Hand()
+    with console.progress("epoch 1/5", 4, "steps", now=hand) as bar:
+        for loss in (0.9, 0.8, 0.7, 0.6):
+            hand.now += 6
+            bar.advance()
+            bar.note(f"loss {loss}")
+        hand.now += 1
+        bar.describe("end")
+    assert capsys.readouterr().out.splitlines() == [
+        "epoch 1/5: 1 of 4 steps", "epoch 1/5: 2 of 4 steps, loss 0.9", "epoch 1/5: 3 of 4 steps, loss 0.8",
+        "epoch 1/5: 4 of 4 steps, loss 0.7",
+    ]  # fmt: skip
+
+
+def test_a_bar_goes_over_items(capsys: pytest.CaptureFixture[str]) -> None:
+    """An item is done when the next one is asked for; what is not asked for is not done."""
+    hand = Hand()
+    with console.progress("evaluating", 3, "batches", now=hand) as bar:
+        for item in bar.over("abc"):
+            hand.now += 2
+            if item == "c":
+                break
+    assert bar.done == 2
+    assert capsys.readouterr().out == "evaluating: 2 of 3 batches in 6 s\n"
+
+
+def test_what_stands_out_is_bold_and_broken_between_words() -> None:
+    """The verdict reads well on a terminal of 80 columns; a pipe has one plain line."""
+    code = "from harness.watch.console import say; say('words and more of them ' * 8, stands_out=True)"
+    seen = on_terminal(code)
+    assert "\x1b[1m" in seen
+    plain = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", seen).split("\r\n")
+    assert len(plain) > 2 and all(len(line) <= 80 for line in plain)
+    assert set(" ".join(plain).split()) == {"words", "and", "more", "of", "them"}
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert piped.stdout == "words and more of them " * 8 + "\n"
+
+
+def test_warnings_have_a_colour_on_a_terminal_alone() -> None:
+    """A warning is seen among many lines."""
+    code = "import logging, harness.watch.console; logging.getLogger('wellfed').warning('careful')"
+    assert "\x1b[33mwarning: careful" in on_terminal(code)
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert piped.stdout == "warning: careful\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ({}, "\x1b[1;31merror:\x1b[0m no such folder"),
+        ({"NO_COLOR": "1"}, "error: no such folder"),
+        ({"TERM": "dumb"}, "error: "),
+    ],
+    ids=["colour", "not wanted", "not known"],
+)
+def test_errors_have_a_colour_on_a_terminal_that_has_some(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, str], shown: str
+) -> None:
+    """The last line of a failed run is seen."""
+    for name, value in more.items():
+        monkeypatch.setenv(name, value)
+    code = "from harness.runtime.errors import DataError, tell; tell([DataError('no such folder')])"
+    assert on_terminal(code).strip().startswith(shown)
 
 
 def test_bytes_of_unknown_total_are_millions(capsys: pytest.CaptureFixture[str]) -> None:
