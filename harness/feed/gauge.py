@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from harness.feed.interface import FillableDataset, StagedDataset
 from harness.watch.rows import Rows
-from harness.watch.stages import Lap
 
 _FIGURES = 4  # samples, wall seconds, their squares, processor seconds
 _BINS = 128  # of wall times, four to a doubling: from a microsecond to over an hour
@@ -74,23 +69,3 @@ class Gauge:
         rows = self._rows.read()
         samples, wall_s, wall_sq_s2, cpu_s, *bins = rows.sum(dim=0).tolist()
         return Work(int(samples), int((rows[:, 0] > 0).sum()), wall_s, wall_sq_s2, cpu_s, tuple(map(int, bins)))
-
-
-class Gauged:
-    """A data set that tells ``gauge`` what each of its samples took the worker of ``slot``."""
-
-    def __init__(self, dataset: FillableDataset, gauge: Gauge, slot: int) -> None:
-        self.dataset, self.gauge, self.slot, self.image_size = dataset, gauge, slot, dataset.image_size
-        if isinstance(dataset, StagedDataset):
-            self.stages = dataset.stages
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def fill(self, epoch: int, index: int, out: np.ndarray, *lap: Lap) -> int:
-        """As the data set does; a sample that cannot be read is not counted."""
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
-        label = self.dataset.fill(epoch, index, out, *lap)
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
-        self.gauge.add(self.slot, wall_s, cpu_s)
-        return label

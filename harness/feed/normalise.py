@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.feed.ring import Ring
+from harness.feed.buffers import BufferPool
 from harness.runtime import accelerator
 
 _SLOTS = 3  # batches in use: the step's, one that waits for the step, and one in the making
@@ -52,7 +52,7 @@ class Normalise:
                 torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (self._means, self._scales)
             )
         self._on_host = accelerator.of(device).kind == "cpu"
-        self._ring = Ring(0, 0) if reuse else None
+        self._pool = BufferPool(0, 0) if reuse else None
 
     def __call__(self, images: Tensor) -> Tensor:
         """``images`` normalised; the caller's own memory stays as it is."""
@@ -93,12 +93,12 @@ class Normalise:
 
     def _memory(self, images: Tensor) -> Tensor:
         """Memory for the float32 values of ``images``, with the strides of ``images``."""
-        if self._ring is None:
+        if self._pool is None:
             return torch.empty_like(images, dtype=torch.float32)
         size = images.numel() * torch.float32.itemsize
-        if size > self._ring.slot_bytes:
-            self._ring = Ring(_SLOTS, size)
-        return self._ring.lend(size).view(torch.float32).as_strided(images.shape, images.stride())
+        if size > self._pool.slot_bytes:
+            self._pool = BufferPool(_SLOTS, size)
+        return self._pool.acquire(size).view(torch.float32).as_strided(images.shape, images.stride())
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""The feed's ``processes`` form: torch's ``DataLoader`` with workers that fill whole uint8 batches."""
+"""The feed's ``processes`` backend: torch's ``DataLoader`` with workers that fill whole uint8 batches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,11 @@ class ProcessFeed(Feed):
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                batches = self._begun(epoch, poll_s)
+                # a primed pass serves where it waits as shortly
+                if self._started and poll_s < _POLL_S:
+                    self._end()
+                started, self._started = self._started, None
+                batches = started.result() if started else self._start(epoch, poll_s)
                 watchdog.wait = 0
                 for batch in self._polls(batches):
                     if batch is None and watchdog.fired:
@@ -108,13 +112,6 @@ class ProcessFeed(Feed):
                 batch = None
             yield batch
 
-    def _begun(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
-        """Torch's iterator over ``epoch``: the primed one if it waits as shortly."""
-        if self._started and poll_s < _POLL_S:
-            self._end()
-        started, self._started = self._started, None
-        return started.result() if started else self._start(epoch, poll_s)
-
     def _begin(self, epoch: int) -> None:
         """Start the workers, or wake persistent ones, for ``epoch`` in the background."""
         own = torch.accelerator
@@ -131,7 +128,16 @@ class ProcessFeed(Feed):
             self._end_workers()
         if self._loader is None:
             multiprocessing.util.get_temp_dir()  # for the workers' sockets: a killed one would leave its own folder behind
-            self._loader = self._make_loader(wait_s)
+            self._loader = Loader(
+                **self._parts(),
+                num_workers=s.num_workers,
+                pin_memory=s.pin_memory,
+                prefetch_factor=s.prefetch_factor,
+                persistent_workers=s.persistent_workers,
+                timeout=wait_s,
+                multiprocessing_context=s.start_method if s.num_workers else None,
+                generator=torch.Generator(),
+            )
         self._keys.epoch = epoch
         former = signal.getsignal(signal.SIGCHLD)
         try:
@@ -173,19 +179,6 @@ class ProcessFeed(Feed):
             self._pass._workers_done_event = threading.Event()  # type: ignore[union-attr]
         self._pass = self._loader = None
 
-    def _make_loader(self, wait_s: float) -> Loader:
-        s = self.settings
-        return Loader(
-            **self._parts(),
-            num_workers=s.num_workers,
-            pin_memory=s.pin_memory,
-            prefetch_factor=s.prefetch_factor,
-            persistent_workers=s.persistent_workers,
-            timeout=wait_s,
-            multiprocessing_context=s.start_method if s.num_workers else None,
-            generator=torch.Generator(),
-        )
-
     def _parts(self) -> dict[str, Any]:
         """What torch's loader is made of: ``__getitems__`` of the data set gives a whole batch for a key."""
         return {
@@ -226,28 +219,24 @@ class _Batches(Dataset[HostBatch]):
 
     def __getitems__(self, key: Key) -> HostBatch:
         epoch, indices = key
-        filler, count = self._filler or self._new_filler(), len(indices)
-        filler.begin(count)  # what the batch takes besides its samples begins here
+        count = len(indices)
         size = self.dataset.image_size
-        filler.share()
-        images = _empty_images(count, size)
-        labels = torch.zeros(count, dtype=torch.int64)
-        errors, stamps = filler.fill(epoch, indices, images.numpy(), labels.numpy())
-        return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
-
-    def _new_filler(self) -> Filler:
         worker = get_worker_info()
-        self._filler = Filler(self.dataset, worker.id if worker else 0, self.meter, self.gauge)
-        return self._filler
-
-
-def _empty_images(count: int, size: int) -> torch.Tensor:
-    """Memory for a batch; a worker's is shared from the start, as in torch's own collate: handing it over copies nothing."""
-    shape, strides = (count, 3, size, size), (3 * size * size, 1, 3 * size, 3)
-    if get_worker_info() is None:
-        return torch.empty_strided(shape, strides, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
+        if self._filler is None:
+            self._filler = Filler(self.dataset, worker.id if worker else 0, self.meter, self.gauge)
+        self._filler.begin(count)  # what the batch takes besides its samples begins here
+        self._filler.share()
+        shape = (count, 3, size, size)
+        strides = (3 * size * size, 1, 3 * size, 3)
+        if worker is None:
+            images = torch.empty_strided(shape, strides, dtype=torch.uint8)
+        else:
+            # shared from the start, as in torch's own collate: handing it over copies nothing
+            storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
+            images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
+        labels = torch.zeros(count, dtype=torch.int64)
+        errors, stamps = self._filler.fill(epoch, indices, images.numpy(), labels.numpy())
+        return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
 
 
 def _as_it_is(batch: HostBatch) -> HostBatch:

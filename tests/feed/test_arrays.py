@@ -233,7 +233,7 @@ def test_readers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_read_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a way to find the sample that arrays allow."""
     gate, source = threading.Event(), Files()
-    monkeypatch.setattr("harness.feed.crew._JOIN_S", 0.05)
+    monkeypatch.setattr("harness.feed.threads._JOIN_S", 0.05)
     monkeypatch.setattr(source, "read", lambda _: gate.wait(10.0))
     made = ArrayFeed(dataset(source), ORDER, samples.settings(timeout_s=0.05))
     with pytest.raises(LoaderError, match="find the sample with loader.backend=processes loader.num_workers=0$"):
