@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from harness.data.mapped import MappedFile, checksum
-from harness.data.resize import resized
 from harness.data.storage import Source
+from harness.data.transforms import resized
 from harness.runtime.errors import printable
 
 FORMAT = 2  # whoever changes what the file holds raises it

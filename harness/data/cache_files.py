@@ -22,7 +22,7 @@ import numpy as np
 from harness.config import ConfigError, DataCache, DataConfig
 from harness.data import cache
 from harness.data.cache import PixelCache
-from harness.data.decode import DecodeOptions
+from harness.data.decode import DecodeOptions, decode
 from harness.data.download import exclusive
 from harness.data.images import ImageDataset
 from harness.data.mapped import MappedFile, memory
@@ -31,6 +31,7 @@ from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
 from harness.runtime.files import make_way, open_regular, set_aside
 from harness.runtime.folder import LOGGER
+from harness.runtime.seeding import SampleRng
 from harness.watch.console import say
 
 Gathered = Callable[[Any], list[Any]]  # every rank's value in the order of the ranks, on every rank
@@ -194,32 +195,18 @@ def _to_read(place: Path, facts: str, rows: int) -> MappedFile | None:
 
 
 def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
-    """How far the images that are shrunk to ``max_side`` change, in grey levels a pixel, from a look at some; None: none is."""
-    kept = _Shrunk(max_side)
-    both = ImageDataset(dataset.source, dataset.transform, dataset.options, dataset.image_size, dataset.seed, kept)
-    out = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
+    """Returns how far images change that are shrunk to ``max_side``, in grey levels a pixel; None: none is larger.
+
+    Measured on the crops of some images.
+    """
     errors = []
+    whole, small = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
     for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _LOOKED_AT)).astype(int).tolist():
-        with suppress(BadSample):  # for whoever loads it to tell
-            both.fill(0, i, out[0])
-            if kept.images:
-                both.fill(0, i, out[1])
-                errors.append(float(np.abs(out[0].astype(np.int16) - out[1]).mean()))
-                kept.images.clear()
+        with suppress(BadSample, ValueError):  # told when the sample is loaded
+            image = dataset.source.read(i)[0]
+            pixels = decode(image, dataset.options) if isinstance(image, bytes) else image
+            if max(pixels.shape) > max_side:
+                dataset.transform(pixels, SampleRng(dataset.seed, 0, i), whole)
+                dataset.transform(cache.shrunk(pixels, max_side), SampleRng(dataset.seed, 0, i), small)
+                errors.append(float(np.abs(whole.astype(np.int16) - small).mean()))
     return float(np.mean(errors)) if errors else None
-
-
-class _Shrunk:
-    """A cache that gives an image as it is at first, and then shrunk."""
-
-    def __init__(self, max_side: int) -> None:
-        self.images: dict[int, np.ndarray] = {}
-        self._max_side = max_side
-
-    def get(self, i: int) -> np.ndarray | None:
-        return self.images.get(i)
-
-    def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
-        if max(pixels.shape) > self._max_side:
-            self.images[i] = cache.shrunk(pixels, self._max_side)
-        return pixels

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from harness.data.images import ImageDataset
-from harness.data.resize import mirror_into
 from harness.data.storage import ArraySource, Source, Subset
-from harness.data.transforms import EvalTransform, TrainTransform, Transform
+from harness.data.transforms import EvalTransform, TrainTransform, Transform, mirror_into
 from harness.feed.interface import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER

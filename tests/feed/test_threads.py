@@ -19,7 +19,7 @@ import samples
 import torch
 from samples import assert_same, comes_true
 
-from harness.data.resize import resize_into
+from harness.data.transforms import resize_into
 from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
