@@ -76,7 +76,11 @@ class TrainState:
             raise CheckpointError(f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}")
         contents.check(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
-        problems += _optimizer_differences(self.optimizer.state_dict(), saved["optimizer"])
+        ours, theirs = self.optimizer.state_dict()["param_groups"], saved["optimizer"]["param_groups"]
+        if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
+            problems.append("the optimizer's parameter groups differ (optim.decay_norm_and_bias)")
+        elif {key for group in ours for key in group} != {key for group in theirs for key in group}:
+            problems.append("the optimizer is of another kind (optim)")
         models.refuse(problems, f"{where}: does not fit this run")
         self.network.load_state_dict(saved["model"])
         self._load_optimizer(saved)
@@ -168,13 +172,3 @@ class FiniteCheck(GradScaler):
 def make_scaler(precision: Precision, device: torch.device) -> GradScaler:
     """The gradient scaler; outside fp16 it only leaves out non-finite updates."""
     return GradScaler(device.type) if precision is Precision.fp16 else FiniteCheck(device)
-
-
-def _optimizer_differences(own: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    mine, theirs = own["param_groups"], saved["param_groups"]
-    found = []
-    if [len(group["params"]) for group in mine] != [len(group["params"]) for group in theirs]:
-        found.append("the optimizer's parameter groups differ (optim.decay_norm_and_bias)")
-    elif {key for group in mine for key in group} != {key for group in theirs for key in group}:
-        found.append("the optimizer is of another kind (optim)")
-    return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +63,7 @@ class Step:
         self._mix = Mix.from_config(config.augment, classes, config.seed)
         self._clip_norm = config.optim.clip_norm
         self._smoothing = config.optim.label_smoothing
-        self.autocast = Autocast(world.device, config.trainer.precision)
+        self.autocast = autocast_of(world.device, config.trainer.precision)
         self.model: nn.Module = state.network
         own = accelerator.of(world.device)
         self._on_host = own.kind == "cpu"
@@ -202,15 +204,8 @@ def device_batches(
     )
 
 
-class Autocast:
-    """Makes the autocast context of a precision; a plain context in fp32."""
-
-    def __init__(self, device: torch.device, precision: Precision) -> None:
-        self._type = device.type
-        self._dtype = None if precision is Precision.fp32 else DTYPES[precision]
-
-    def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for one block."""
-        if self._dtype is None:
-            return _AS_IT_IS
-        return torch.autocast(self._type, self._dtype)
+def autocast_of(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns what makes the autocast context of a precision for one block; a plain context in fp32."""
+    if precision is Precision.fp32:
+        return lambda: _AS_IT_IS
+    return functools.partial(torch.autocast, device.type, DTYPES[precision])

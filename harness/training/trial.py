@@ -125,7 +125,7 @@ class StepTrials:
         """
         clock = StepClock(self.device, now=self._now, keep_steps=True)
         with contextlib.closing(self._step.batches(feed, clock)) as batches:
-            source = _Source(batches, (lambda: self._zeros(feed)) if self._world.size > 1 else None)
+            source = _Source(batches, (lambda: self._black(feed)) if self._world.size > 1 else None)
             self._stretch(source, clock, 1, 1, 0.0)
             self._stretch(source, clock, 0, skip, limit_s / 3)
             clock.close_window()
@@ -155,27 +155,25 @@ class StepTrials:
                 break
             block = told[0][1]
             for _ in range(block):
-                done.append(self._delivered(source, clock, end))
-                end += done[-1][1]
+                with clock.waiting():
+                    images, labels = source.take()
+                with clock.computing():
+                    self._train(images, labels)
+                    self._step.forget()
+                count = len(labels)
+                clock.step(count)
+                step_s = self._now() - end
+                done.append((count, step_s))
+                end += step_s
             if self._world.size > 1:  # at most doubled: the first batches may only have been the ones in store
                 block_s = sum(seconds for _, seconds in done[-block:])
                 block = max(1, int(min(2 * block, _AGREE_S * block / block_s, most - len(done))))
         if not self.overlaps:  # what a device whose own time is not known has left to do is the last step's
             accelerator.of(self.device).synchronize()
             if done:
-                images, seconds = done[-1]
-                done[-1] = images, seconds + self._now() - end
+                count, step_s = done[-1]
+                done[-1] = count, step_s + self._now() - end
         return done
-
-    def _delivered(self, source: _Source, clock: StepClock, end: float) -> _Done:
-        """One step on the next batch; ``end`` is that of the step before."""
-        with clock.waiting():
-            images, labels = source.take()
-        with clock.computing():
-            self._train(images, labels)
-            self._step.forget()
-        clock.step(len(labels))
-        return len(labels), self._now() - end
 
     def _group(self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False) -> tuple[float, float]:
         """The seconds of so many steps, and the host's of the first; each makes an update while warming up."""
@@ -198,14 +196,13 @@ class StepTrials:
         if self._world.size == 1:  # several ranks must stop at one step: the launcher ends them
             signals.check()
 
-    def _on_device(self, batch: HostBatch) -> _Batch:
-        with contextlib.closing(self._step.batches([batch])) as batches:
-            return next(batches)
-
-    def _zeros(self, feed: Feed) -> _Batch:
+    def _black(self, feed: Feed) -> _Batch:
+        """Returns a batch of black images, as large as those of ``feed``, on the device."""
         n, size = feed.settings.batch_size, self._config.data.image_size
         labels = torch.zeros(n, dtype=torch.int64)
-        return self._on_device(HostBatch(torch.zeros(n, 3, size, size, dtype=torch.uint8), labels, labels))
+        batch = HostBatch(torch.zeros(n, 3, size, size, dtype=torch.uint8), labels, labels)
+        with contextlib.closing(self._step.batches([batch])) as batches:
+            return next(batches)
 
 
 class _Source:
