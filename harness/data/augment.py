@@ -69,15 +69,14 @@ class BatchAugment:
         most = len(images)
         if images.device.type == "cpu":
             most = max(1, _CACHED_BYTES // images[0].numel())
-        done = [self._apply(chunk, draws[k * most : (k + 1) * most]) for k, chunk in enumerate(images.split(most))]
+        done = []
+        for chunk, drawn in zip(images.split(most), np.split(draws, range(most, len(draws), most)), strict=True):
+            begin = 0
+            for part in self._parts:
+                chunk = part(chunk, drawn[:, begin : begin + part.draws])
+                begin += part.draws
+            done.append(chunk)
         return done[0] if len(done) == 1 else torch.cat(done)
-
-    def _apply(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        begin = 0
-        for part in self._parts:
-            images = part(images, draws[:, begin : begin + part.draws])
-            begin += part.draws
-        return images
 
 
 class ColorJitter:

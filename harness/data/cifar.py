@@ -144,16 +144,15 @@ def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
         if read_json(folder / _MARKER) != _marker(folder, md5):
             return None
         arrays: Arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in _ARRAYS}
-        fit = all(_fit(arrays[f"{split}_images"], arrays[f"{split}_labels"], classes) for split in _SPLITS)
+        for split in _SPLITS:
+            images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+            if (images.dtype, labels.dtype, images.shape) != (np.uint8, np.int64, (*labels.shape, 32, 32, 3)):
+                return None
+            if not 0 <= labels.min() <= labels.max() < classes:
+                return None
     except (OSError, ValueError):
         return None
-    return arrays if fit else None
-
-
-def _fit(images: NDArray[Any], labels: NDArray[Any], classes: int) -> bool:
-    if images.dtype != np.uint8 or labels.dtype != np.int64 or labels.ndim != 1 or images.shape != (len(labels), 32, 32, 3):
-        return False
-    return bool(0 <= labels.min() <= labels.max() < classes)
+    return arrays
 
 
 def _marker(folder: Path, md5: str) -> dict[str, object]:

@@ -103,7 +103,10 @@ class Pixels:
         self._labels = torch.tensor(dataset.labels, device=self._own.device if self.on_device else None)
         self._there = np.zeros(len(dataset), bool)
         self._source = _rows_of(dataset)
-        self.stills = _stills(dataset)
+        # without the margin and the mirroring that the transform draws for each epoch
+        self.stills = copy.copy(dataset)
+        if isinstance(dataset.transform, TrainTransform):
+            self.stills.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Those of ``indices`` whose images somebody has to make and to give to ``keep`` before ``batch`` can serve them."""
@@ -136,7 +139,12 @@ class Pixels:
             return self._gathered(indices, begin, mirrored)
         # by numpy: torch's team of threads would wait for processors that the step has, for longer than all the rest takes
         cut = self._layout.windows(self._array()).numpy()[begin]
-        _mirror(cut.reshape(len(indices), self._layout.size, -1, 3), np.flatnonzero(mirrored))
+        flipped = np.flatnonzero(mirrored)
+        rows = cut.reshape(len(indices), self._layout.size, -1, 3)
+        plain = rows[flipped]
+        turned = np.empty_like(plain)
+        mirror_into(plain, turned)
+        rows[flipped] = turned
         images, labels = torch.from_numpy(cut), torch.from_numpy(self._labels.numpy()[indices])
         return _as_images(images.pin_memory() if pin_memory else images), labels.pin_memory() if pin_memory else labels
 
@@ -162,29 +170,19 @@ class Pixels:
         return begin, drawn[:, -1] < transform.hflip
 
     def _array(self) -> Tensor:
-        if self._memory is None:  # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
-            self._memory = torch.frombuffer(_pages(3 * self._layout.pixels), dtype=torch.uint8)
+        if self._memory is None:
+            size = 3 * self._layout.pixels
+            try:
+                # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
+                pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise MemoryError(f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})") from error
+            self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         return self._memory
 
     def _moved(self, array: np.ndarray) -> Tensor:
         """``array`` on the GPU, which the host does not wait for."""
         return self._own.copy(self._own.pin(torch.from_numpy(array)))
-
-
-def _mirror(images: np.ndarray, which: np.ndarray) -> None:
-    """Mirror ``which`` of ``images``, uint8 ``[N, S, S, 3]``, left and right, in place."""
-    plain = images[which]
-    mirrored = np.empty_like(plain)
-    mirror_into(plain, mirrored)
-    images[which] = mirrored
-
-
-def _stills(dataset: ImageDataset) -> ImageDataset:
-    """``dataset`` without the margin and the mirroring that its transform draws for each epoch."""
-    stills = copy.copy(dataset)
-    if isinstance(dataset.transform, TrainTransform):
-        stills.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
-    return stills
 
 
 def _rows_of(dataset: ImageDataset) -> tuple[np.ndarray, np.ndarray] | None:
@@ -212,13 +210,6 @@ def _pads(transform: Transform) -> TypeGuard[TrainTransform]:
 def _as_images(rows: Tensor) -> Tensor:
     """Rows of bytes, uint8 ``[N, S, 3 * S]``, as the images that they are, uint8 ``[N, 3, S, S]`` in channels_last memory."""
     return rows.view(*rows.shape[:2], -1, 3).permute(0, 3, 1, 2)
-
-
-def _pages(size: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})") from error
 
 
 def _taken(own: accelerator.Accelerator, count: int) -> Tensor | None:
