@@ -48,7 +48,8 @@ class BatchAugment:
     """The ``parts``, one after the other; what becomes of an image is a function of (seed, epoch, index) and its pixels."""
 
     def __init__(self, parts: Sequence[Part], seed: int) -> None:
-        self._parts, self._seed = parts, seed
+        self._parts = parts
+        self._seed = seed
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, seed: int) -> BatchAugment | None:
@@ -92,9 +93,11 @@ class ColorJitter:
     def __init__(self, brightness: float, contrast: float, saturation: float, hue: float) -> None:
         most = np.array([brightness, contrast, saturation, hue])
         low, high = np.maximum(0.0, 1.0 - most), 1.0 + most
-        low[HUE], high[HUE] = -hue, hue
+        low[HUE] = -hue
+        high[HUE] = hue
         self._kinds = np.flatnonzero(most)
-        self._low, self._high = low[self._kinds], high[self._kinds]
+        self._low = low[self._kinds]
+        self._high = high[self._kinds]
         self.draws = 2 * len(self._kinds)
 
     def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:

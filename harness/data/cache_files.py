@@ -52,7 +52,9 @@ def open_caches(
     Raises:
         ConfigError: there are no files to decode, the cache cannot be written, or it would be larger than there is room for.
     """
-    rows, facts, roots = sum(map(len, sources)), hashlib.sha256(_software(options, data.cache_max_side)), []
+    rows = sum(map(len, sources))
+    facts = hashlib.sha256(_software(options, data.cache_max_side))
+    roots = []
     for source in sources:
         folder, digest = _listed(source, data)
         facts.update(digest)
@@ -60,7 +62,8 @@ def open_caches(
     make = lambda: _opened(data, facts.hexdigest(), rows, os.fsencode("\0".join(roots)))
     if (files := _shared(make, gathered)) is None:
         return None
-    (file, checked), (train, val) = files, sources
+    file, checked = files
+    train, val = sources
     first = PixelCache(file, checked, 0, train, data.cache_max_side)
     second = PixelCache(file, checked, len(train), val, data.cache_max_side)
     say(f"decoded cache: {first.summary()} ({'in memory' if data.cache is DataCache.ram else cache_root() / 'decoded'})")
@@ -90,7 +93,8 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
     me = machine, os.getpid()
     everyone = gathered(me)
     first = next(i for i, (place, _) in enumerate(everyone) if place == machine)
-    made, failure = None, None
+    made = None
+    failure = None
     if everyone[first] == me:
         try:
             made = make()
@@ -154,7 +158,9 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
 
 def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
     """The descriptor of the file at ``place``, made anew unless its pixels are the right ones."""
-    free_bytes, fd, taken = shutil.disk_usage(place.parent).free, None, None
+    free_bytes = shutil.disk_usage(place.parent).free
+    fd = None
+    taken = None
     make_way(place)
     with suppress(FileNotFoundError):
         fd = open_regular(place, os.O_RDWR | os.O_NOFOLLOW)

@@ -98,8 +98,10 @@ def _open(published: _Published, data: DataConfig) -> tuple[ArraySource, ArraySo
         DiskError: ``data.root`` cannot be written.
     """
     root = Path(data.root).expanduser() if data.root else cache_root() / published.name
-    archive, folder = root / published.archive, root / f"{published.name}-arrays"
-    md5, classes = (data.md5 or published.md5).lower(), published.classes
+    archive = root / published.archive
+    folder = root / f"{published.name}-arrays"
+    md5 = (data.md5 or published.md5).lower()
+    classes = published.classes
     arrays = _open_arrays(folder, md5, len(classes))
     if arrays is None:
         _obtain(published, archive, md5, data)
@@ -145,7 +147,8 @@ def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
             return None
         arrays: Arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in _ARRAYS}
         for split in _SPLITS:
-            images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+            images = arrays[f"{split}_images"]
+            labels = arrays[f"{split}_labels"]
             if (images.dtype, labels.dtype, images.shape) != (np.uint8, np.int64, (*labels.shape, 32, 32, 3)):
                 return None
             if not 0 <= labels.min() <= labels.max() < classes:
@@ -199,7 +202,8 @@ def _check_classes(published: _Published, meta: dict[str, object]) -> None:
 
 
 def _images_and_labels(published: _Published, batch: dict[str, object]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    pixels, labels = _pixels(batch.get("data")), batch.get(f"{published.prefix}labels")
+    pixels = _pixels(batch.get("data"))
+    labels = batch.get(f"{published.prefix}labels")
     if not isinstance(labels, list) or len(labels) != len(pixels):
         raise ValueError(f"{published.prefix}labels is not a list of {len(pixels)} labels, one for each row of data")
     if not all(type(label) is int and 0 <= label < len(published.classes) for label in labels):
@@ -218,7 +222,8 @@ class _StandIn:
     state: Any = None
 
     def __init__(self, name: str, *args: Any) -> None:
-        self.name, self.args = name, args
+        self.name = name
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

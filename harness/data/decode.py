@@ -213,7 +213,8 @@ def _eight_bit(image: ImageFile) -> Image.Image:
         ValueError: a value lies outside the range, so that nothing says what is white.
     """
     values = np.asarray(image)
-    white, inverted = (1.0 if image.mode == "F" else 65535.0), False
+    white = 1.0 if image.mode == "F" else 65535.0
+    inverted = False
     if isinstance(image, TiffImageFile):
         if image.tag_v2.get(BITSPERSAMPLE) == (12,):
             white = 4095.0

@@ -47,7 +47,8 @@ class _Fault(Exception):
 
     def __init__(self, reason: str, *, again: bool = False, anew: bool = False) -> None:
         super().__init__(reason)
-        self.again, self.anew = again, anew
+        self.again = again
+        self.anew = anew
 
 
 def fetch(
@@ -244,7 +245,8 @@ def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | b
                 arrived.put(_fault(error), timeout=stall_s)
 
     threading.Thread(target=pump, name="download", daemon=True).start()
-    due_s, received = time.monotonic() + stall_s, 0
+    due_s = time.monotonic() + stall_s
+    received = 0
     while True:
         signals.check()
         with suppress(queue.Empty):
@@ -256,7 +258,8 @@ def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | b
             received += len(item) if isinstance(item, bytes) else 0
             yield item
         if received >= _STALL_BYTES:
-            due_s, received = time.monotonic() + stall_s, 0
+            due_s = time.monotonic() + stall_s
+            received = 0
         elif time.monotonic() > due_s:
             raise _Fault(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", again=True)
 

@@ -132,7 +132,8 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
 
 def _arrays(file: MappedFile) -> list[np.ndarray]:
     """The arrays in ``file``, which has them one after another as ``np.save`` writes them."""
-    found, at = [], file.map
+    found = []
+    at = file.map
     at.seek(0)
     while at.tell() < len(at) - 8:
         np.lib.format.read_magic(at)
@@ -192,7 +193,8 @@ class _Scan:
     def __init__(self, root: bytes, limit: bytes) -> None:
         self.skipped: Counter[str] = Counter()
         self.watched: dict[bytes, _State] = {b"": _folder_state(os.stat(root))}
-        self._root, self._limit = root, os.path.join(limit, b"")
+        self._root = root
+        self._limit = os.path.join(limit, b"")
         self._unreadable: list[bytes] = []
         self._seen: set[tuple[int, int]] = set()
         self.folders: list[bytes] = []
@@ -208,7 +210,9 @@ class _Scan:
             raise DataError(f"cannot read {listed(names)}: mend the permissions, or take them out of the folder")
 
     def _images(self, folder: bytes) -> list[bytes]:
-        start, found, pending = len(os.path.join(folder, b"")), [], [folder]
+        start = len(os.path.join(folder, b""))
+        found = []
+        pending = [folder]
         while pending:
             current = pending.pop()
             status = os.stat(current)

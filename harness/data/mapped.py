@@ -24,7 +24,8 @@ class MappedFile:
     """
 
     def __init__(self, fd: int, writable: bool = False) -> None:
-        self.fd, self.writable = fd, writable
+        self.fd = fd
+        self.writable = writable
         weakref.finalize(self, os.close, fd).atexit = False  # a thread that outlives the interpreter may still write to it
         self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 

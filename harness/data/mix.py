@@ -14,9 +14,13 @@ from harness.data.adjust import moved
 from harness.data.augment import Numbered
 from harness.runtime.seeding import uniforms
 
-_ERASE, _MIX = 4, 5  # streams of random numbers, as seeding's
+# streams of random numbers, as seeding's
+_ERASE = 4
+_MIX = 5
 _TRIES = 10
-_AREA, _ASPECT = (0.02, 0.33), (0.3, 3.3)  # of an erased rectangle: share of the image's, height over width
+# of an erased rectangle: share of the image's, height over width
+_AREA = (0.02, 0.33)
+_ASPECT = (0.3, 3.3)
 
 
 class Mix:
@@ -34,7 +38,9 @@ class Mix:
     """
 
     def __init__(self, erasing: float, mixup: float, cutmix: float, classes: int, seed: int) -> None:
-        self._erasing, self._classes, self._seed = erasing, classes, seed
+        self._erasing = erasing
+        self._classes = classes
+        self._seed = seed
         self._mixers = [(blend, alpha) for blend, alpha in ((_mixup, mixup), (_cutmix, cutmix)) if alpha]
 
     @classmethod
@@ -98,7 +104,10 @@ def _cutmix(images: Tensor, share: float, rng: np.random.Generator) -> tuple[Ten
     """Each image with a rectangle of the one before it, whose area is about 1 - ``share``; and what is left of its own."""
     height, width = images.shape[2:]
     half = 0.5 * math.sqrt(1.0 - share)
-    x, y, right, down = int(rng.integers(width)), int(rng.integers(height)), int(half * width), int(half * height)
+    x = int(rng.integers(width))
+    y = int(rng.integers(height))
+    right = int(half * width)
+    down = int(half * height)
     rows = slice(max(0, y - down), min(height, y + down))
     columns = slice(max(0, x - right), min(width, x + right))
     mixed = images.clone()

@@ -57,7 +57,8 @@ class RandAugment:
     def _operate(self, images: Tensor, ops: np.ndarray, signs: np.ndarray) -> None:
         """Do to each of ``images`` what the sorted ``ops`` say, in place."""
         height, width = images.shape[2:]
-        factors, matrices = 1.0 + signs * self._level(0.9), self._matrices(height, width)
+        factors = 1.0 + signs * self._level(0.9)
+        matrices = self._matrices(height, width)
         for first, last, act in (
             (Op.ShearX, Op.Rotate, lambda part, at: warped(part, matrices[ops[at] - Op.ShearX, (signs[at] > 0).astype(int)])),
             (Op.Brightness, Op.Contrast, lambda part, at: blended(part, _BLENDS[ops[at] - Op.Brightness], factors[at])),
@@ -74,10 +75,13 @@ class RandAugment:
     def _matrices(self, height: int, width: int) -> np.ndarray:
         """Where a pixel of the result is found: float32 ``[5, 2, 2, 3]``, by operation from ShearX on and by sign."""
         made = []
-        shear, angle = self._level(0.3), math.radians(self._level(30.0))
+        shear = self._level(0.3)
+        angle = math.radians(self._level(30.0))
         across, down = (int(self._level(150.0 / 331.0 * side)) for side in (width, height))
         for sign in (-1, 1):
-            s, cos, sin = sign * shear, math.cos(angle), sign * math.sin(angle)
+            s = sign * shear
+            cos = math.cos(angle)
+            sin = sign * math.sin(angle)
             made.append((
                 ((1, s, s * height / 2), (0, 1, 0)),  # about the upper left corner
                 ((1, 0, 0), (s, 1, s * width / 2)),

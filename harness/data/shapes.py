@@ -88,7 +88,8 @@ def _facts(generate: GenerateConfig) -> dict[str, int]:
 
 def _is_made(tree: Path, wanted: dict[str, int]) -> bool:
     """Whether ``tree`` is there; a refusal where something else is in its place."""
-    shown, way_out = printable(str(tree)), "set data.root to a folder that does not exist yet"
+    shown = printable(str(tree))
+    way_out = "set data.root to a folder that does not exist yet"
     try:
         found = read_json(tree / _MARKER)
         if not isinstance(found, dict):
@@ -135,7 +136,8 @@ def _write_tree(part: Path, generate: GenerateConfig) -> None:
         (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
     images = [(split, index) for split in _SPLITS for index in range(_count(generate, split))]
     step = max(1, min(128, _CHUNK_PIXELS // (generate.width * generate.height)))
-    write, processes = functools.partial(_write, part, generate), _processes(generate, math.ceil(len(images) / step))
+    write = functools.partial(_write, part, generate)
+    processes = _processes(generate, math.ceil(len(images) / step))
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver"), workers.enter_worker)
     with progress("Generating shapes", total=len(images), unit="images") as bar:
         try:

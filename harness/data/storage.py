@@ -62,7 +62,9 @@ class FolderSource:
             raise DataError(f"{printable(self.root)}: {what} {advice}")
 
     def _show(self, index: Index) -> None:
-        self.index, self.labels, self.skipped = index, index.labels, index.skipped
+        self.index = index
+        self.labels = index.labels
+        self.skipped = index.skipped
         self.classes = tuple(map(os.fsdecode, index.folders))
 
     def __getstate__(self) -> tuple[str, Index]:
@@ -107,8 +109,10 @@ class ArraySource:
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str) -> None:
         assert images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and len(images) == len(labels)
-        self.images, self.labels = images, labels.astype(np.int64, copy=False)
-        self.classes, self.name = tuple(classes), name
+        self.images = images
+        self.labels = labels.astype(np.int64, copy=False)
+        self.classes = tuple(classes)
+        self.name = name
 
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.images, np.memmap):
@@ -140,7 +144,9 @@ class Subset:
         self._show(source, in_memory("subset", np.stack([indices, source.labels[indices]]).astype(np.int64).tobytes()))
 
     def _show(self, source: Source, file: MappedFile) -> None:
-        self.source, self.classes, self._file = source, source.classes, file
+        self.source = source
+        self.classes = source.classes
+        self._file = file
         self.indices, self.labels = np.frombuffer(file.map, np.int64, len(file.map) // 16 * 2).reshape(2, -1)
 
     def __getstate__(self) -> tuple[Source, MappedFile]:
@@ -218,7 +224,8 @@ def open_folder_splits(root: str | os.PathLike[str], split_fraction: float | Non
 
 def _limit(base: Path, name: str) -> str:
     """Where links below ``base/name`` may lead: all of ``base``, or its own folder where that is a link elsewhere."""
-    real_base, real = os.path.realpath(base), os.path.realpath(base / name)
+    real_base = os.path.realpath(base)
+    real = os.path.realpath(base / name)
     return real_base if os.path.commonpath((real_base, real)) == real_base else real
 
 

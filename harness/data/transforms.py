@@ -120,7 +120,8 @@ class TrainTransform:
     @classmethod
     def from_config(cls, augment: AugmentConfig, size: int, resize: int | None = None) -> TrainTransform:
         """The transform that ``augment`` describes; ``size`` and ``resize`` as in ``EvalTransform``."""
-        (low, high), (narrow, wide) = augment.scale, augment.ratio
+        low, high = augment.scale
+        narrow, wide = augment.ratio
         return cls(size, augment.crop.name, (low, high), (narrow, wide), augment.pad, augment.hflip, resize)
 
     @property
@@ -143,7 +144,8 @@ class TrainTransform:
             lap("resize")
 
     def _pad_crop(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None) -> None:
-        size, pad = self.size, self.pad
+        size = self.size
+        pad = self.pad
         canvas = np.zeros((size + 2 * pad, size + 2 * pad, 3), np.uint8)
         canvas[pad : pad + size, pad : pad + size] = resized(image, size, size)
         if lap is not None:
@@ -168,7 +170,8 @@ def resize_into(pixels: np.ndarray, box: Box, out: np.ndarray, flip: bool = Fals
         size: width and height to give the box, at least S each, of which ``out`` gets the centre; None: S each.
     """
     left, top, width, height = box
-    part, rows = pixels[top : top + height, left : left + width], out.transpose(1, 2, 0)
+    part = pixels[top : top + height, left : left + width]
+    rows = out.transpose(1, 2, 0)
     side = len(rows)
     new_width, new_height = size or (side, side)
     assert min(new_width, new_height) >= side
@@ -219,7 +222,8 @@ def _resize_public(source: np.ndarray, target: np.ndarray) -> None:
 
 def _select_kernel() -> _Kernel:
     """Returns torch's in-place kernel if it exists and agrees with ``F.interpolate``, else a wrapper of the latter."""
-    source, targets = np.arange(75, dtype=np.uint8).reshape(5, 5, 3), np.zeros((2, 3, 3, 3), np.uint8)
+    source = np.arange(75, dtype=np.uint8).reshape(5, 5, 3)
+    targets = np.zeros((2, 3, 3, 3), np.uint8)
     _resize_public(source, targets[0])
     try:
         _resize_in_place(source, targets[1])

@@ -70,7 +70,8 @@ class ArrayFeed(Feed):
             settings, backend=ARRAYS, num_workers=readers, prefetch_factor=_AHEAD, pin_memory=False
         )
         self.meter = StageMeter((*stages_of(self.pixels.stills), _GATHER), readers + 1, shared=False)
-        self._timer, self._gauge = self.meter.timer(readers), gauge
+        self._timer = self.meter.timer(readers)
+        self._gauge = gauge
         self._pass: _Pass | None = None  # the latest
 
     def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
@@ -92,14 +93,18 @@ class ArrayFeed(Feed):
 
     def _batch(self, epoch: int, indices: np.ndarray, read: int) -> HostBatch:
         """The batch of ``indices``, of which so many were counted when they were read."""
-        timers, count = self._timer.begin(1), len(indices)  # a batch is timed like a single sample: it has one stage
+        # a batch is timed like a single sample: it has one stage
+        timers = self._timer.begin(1)
+        count = len(indices)
         self._timer.fill()
         laps = timers[0] if timers else None
         if laps is not None:
             laps.lap(START)
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        wall_s = time.perf_counter()
+        cpu_s = time.thread_time()
         images, labels = self.pixels.batch(epoch, indices, self.settings.pin_memory and not self.on_device)
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
+        wall_s = time.perf_counter() - wall_s
+        cpu_s = time.thread_time() - cpu_s
         if laps is not None:
             laps.lap(_GATHER)
         stamps = self._timer.end(count - read, batches=int(not read))

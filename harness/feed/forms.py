@@ -144,7 +144,8 @@ class Feeds:
 
     def noise(self, count: int) -> HostBatch:
         """A batch of ``count`` images that nobody had to load: a step takes as long, and as much memory, on any pixels."""
-        generator, side = torch.Generator().manual_seed(0), self.splits.train.image_size
+        generator = torch.Generator().manual_seed(0)
+        side = self.splits.train.image_size
         images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
         labels = torch.randint(len(self.splits.classes), (count,), generator=generator)
         return HostBatch(images, labels, torch.arange(count))
@@ -159,14 +160,17 @@ class Feeds:
         return sum(pixel_bytes(dataset) for dataset in held if isinstance(dataset, ImageDataset))
 
     def _check_arrays(self, settings: FeedSettings, limits: Limits) -> None:
-        train, held, free = self.splits.train, self.held_bytes(settings), limits.memory_bytes
+        train = self.splits.train
+        held = self.held_bytes(settings)
+        free = limits.memory_bytes
         if isinstance(train, ImageDataset) and (reason := unserved(train)):
             raise ConfigError(
                 f"loader.backend=arrays: {reason} (augment.crop=random_resized); choose augment.crop=pad or center, or "
                 "loader.backend=threads"
             )
         if held > _SHARE * free:
-            count, side = len(train) + len(self.splits.val), train.image_size
+            count = len(train) + len(self.splits.val)
+            side = train.image_size
             raise ConfigError(
                 f"loader.backend=arrays: {count} images of {side}x{side} pixels take {held / 1e9:.1f} GB of memory, of which "
                 f"{free / 1e9:.1f} GB are free (a fifth is kept back); lower data.image_size or use loader.backend=threads"
@@ -179,7 +183,8 @@ class Feeds:
         return full if len(full) else order
 
     def _train_order(self) -> Order:
-        loader, length = self.config.loader, len(self.splits.train)
+        loader = self.config.loader
+        length = len(self.splits.train)
         order = Order(
             length,
             loader.batch_size,

@@ -9,7 +9,8 @@ from harness.watch.rows import Rows
 
 _FIGURES = 4  # samples, wall seconds, their squares, processor seconds
 _BINS = 128  # of wall times, four to a doubling: from a microsecond to over an hour
-_PER_DOUBLING, _SHORTEST_S = 4, 1e-6
+_PER_DOUBLING = 4
+_SHORTEST_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class Gauge:
 
     def add(self, slot: int, wall_s: float, cpu_s: float, samples: int = 1) -> None:
         """Count ``samples`` of worker ``slot`` that took so many seconds each."""
-        cells, first = self._rows.cells, (_FIGURES + _BINS) * slot
+        cells = self._rows.cells
+        first = (_FIGURES + _BINS) * slot
         cells[first] += samples
         cells[first + 1] += samples * wall_s
         cells[first + 2] += samples * wall_s * wall_s

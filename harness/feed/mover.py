@@ -57,10 +57,14 @@ class Mover:
         normalise: Normalise,
         mix: Mix | None,
     ) -> None:
-        self.own, self.stream, self._made_there = own, stream, made_there
+        self.own = own
+        self.stream = stream
+        self._made_there = made_there
         self._timed = clock is not None and own.has_streams
         self._now = own.now if clock is None else clock.now
-        self._augment, self._normalise, self._mix = augment, normalise, mix
+        self._augment = augment
+        self._normalise = normalise
+        self._mix = mix
         self.outer: Any = None  # the stream that the consumer's work goes to
         self._copying: deque[tuple[Any, Any]] = deque()  # the event behind each copy, and the batch that is copied
 

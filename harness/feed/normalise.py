@@ -43,7 +43,8 @@ class Normalise:
     ) -> None:
         if len({None if values is None else len(values) for values in (mean, std)}) > 1:
             raise ValueError(f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value for each channel")
-        self._plain, self._dtype = mean is None, dtype
+        self._plain = mean is None
+        self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._means = tuple(255.0 * value for value in mean or ())
         self._scales = tuple(1.0 / (255.0 * value) for value in std or ())
@@ -78,15 +79,19 @@ class Normalise:
         """
         result = self._memory(images)
         count, channels, height, width = images.shape
-        given, target = images.numpy(), result.numpy()
+        given = images.numpy()
+        target = result.numpy()
         if images.is_contiguous():
             shape = count, channels, height * width
             mean, scale = (_tiled(values, 1)[:, None] for values in (self._means, self._scales))
         else:
-            given, target = given.transpose(0, 2, 3, 1), target.transpose(0, 2, 3, 1)
+            given = given.transpose(0, 2, 3, 1)
+            target = target.transpose(0, 2, 3, 1)
             shape = count, height, width * channels
-            mean, scale = _tiled(self._means, width), _tiled(self._scales, width)
-        given, target = given.reshape(shape), target.reshape(shape)
+            mean = _tiled(self._means, width)
+            scale = _tiled(self._scales, width)
+        given = given.reshape(shape)
+        target = target.reshape(shape)
         np.subtract(given, mean, out=target)
         np.multiply(target, scale, out=target)
         return result

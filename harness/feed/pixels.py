@@ -94,7 +94,8 @@ class Pixels:
     """
 
     def __init__(self, dataset: ImageDataset, device: torch.device | None = None) -> None:
-        self._dataset, self._layout = dataset, _Layout.of(dataset)
+        self._dataset = dataset
+        self._layout = _Layout.of(dataset)
         self._own = accelerator.of(device or "cpu")
         self._memory: Tensor | None = None
         if device is not None and self._own.has_streams:
@@ -145,7 +146,8 @@ class Pixels:
         turned = np.empty_like(plain)
         mirror_into(plain, turned)
         rows[flipped] = turned
-        images, labels = torch.from_numpy(cut), torch.from_numpy(self._labels.numpy()[indices])
+        images = torch.from_numpy(cut)
+        labels = torch.from_numpy(self._labels.numpy()[indices])
         return _as_images(images.pin_memory() if pin_memory else images), labels.pin_memory() if pin_memory else labels
 
     def _gathered(self, indices: np.ndarray, begin: np.ndarray, mirrored: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -153,13 +155,15 @@ class Pixels:
         order = np.argsort(mirrored, kind="stable")  # those to be mirrored come last, and lie together
         places, back, rows = self._moved(np.stack([begin[order], np.argsort(order), indices]))
         cut = torch.index_select(self._layout.windows(self._array()), 0, places)
-        images, plain = _as_images(cut), len(order) - int(np.count_nonzero(mirrored))
+        images = _as_images(cut)
+        plain = len(order) - int(np.count_nonzero(mirrored))
         images[plain:] = images[plain:].flip(3)
         return _as_images(cut.index_select(0, back)), self._labels.index_select(0, rows)
 
     def _drawn(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The place where each sample's crop begins, and whether it is mirrored, by the sample's own random numbers."""
-        transform, pitch = self._dataset.transform, self._layout.pitch
+        transform = self._dataset.transform
+        pitch = self._layout.pitch
         begin = indices * pitch**2
         if not isinstance(transform, TrainTransform):
             return begin, np.zeros(len(indices), bool)
@@ -187,7 +191,8 @@ class Pixels:
 
 def _rows_of(dataset: ImageDataset) -> tuple[np.ndarray, np.ndarray] | None:
     """The array that holds the images as they are before crop and mirror, and which rows of it; None where none does."""
-    transform, side = dataset.transform, dataset.image_size
+    transform = dataset.transform
+    side = dataset.image_size
     source: Source = dataset.source
     rows = np.arange(len(dataset))
     while isinstance(source, Subset):

@@ -82,7 +82,8 @@ class DataPrefetcher:
         made_there = getattr(loader, "on_device", False)
         self._now = own.now if clock is None else clock.now
         self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
-        self._clock, self._lead = clock, Lead(own, self._now) if own.has_streams else None
+        self._clock = clock
+        self._lead = Lead(own, self._now) if own.has_streams else None
         self.first_wait_s: float | None = None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
@@ -132,7 +133,8 @@ class Lead:
     """How far the host is ahead of the device."""
 
     def __init__(self, own: Accelerator, now: Callable[[], float]) -> None:
-        self._own, self._now = own, now
+        self._own = own
+        self._now = now
         self._ends = deque((own.event(), own.event()), maxlen=2)  # of the last two steps, as they were launched
         self._recorded = 0
 
@@ -164,7 +166,8 @@ def _run_plain(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> B
 
 
 def _run_ahead(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> Batches:
-    own, side = move.own, move.stream
+    own = move.own
+    side = move.stream
     if side is not None:
         move.outer = own.stream()
         side.wait_stream(move.outer)  # what the loader has on the device may still be written there
@@ -199,8 +202,10 @@ class _Pull:
     """
 
     def __init__(self, loader: Iterable[Any], move: Mover) -> None:
-        self._loader, self._move = loader, move
-        self._ready, self._permit = move.own.queue(), move.own.queue()
+        self._loader = loader
+        self._move = move
+        self._ready = move.own.queue()
+        self._permit = move.own.queue()
         self._permit.put(True)
         self._thread = move.own.start(self._work, "prefetch")
 

@@ -77,7 +77,8 @@ class ProcessFeed(Feed):
                 # a primed pass serves where it waits as shortly
                 if self._started and poll_s < _POLL_S:
                     self._end()
-                started, self._started = self._started, None
+                started = self._started
+                self._started = None
                 batches = started.result() if started else self._start(epoch, poll_s)
                 watchdog.wait = 0
                 for batch in self._polls(batches):
@@ -165,7 +166,8 @@ class ProcessFeed(Feed):
 
     def _end(self) -> None:
         """End the workers, busy or not, at once."""
-        started, self._started = self._started, None
+        started = self._started
+        self._started = None
         if started:
             started.exception()  # waits until there are workers to end
         self._end_workers()
@@ -211,7 +213,9 @@ class _Batches(Dataset[HostBatch]):
     """The data set as a worker sees it: one request in, one whole batch out."""
 
     def __init__(self, dataset: FillableDataset, meter: StageMeter | None, gauge: Gauge | None) -> None:
-        self.dataset, self.meter, self.gauge = dataset, meter, gauge
+        self.dataset = dataset
+        self.meter = meter
+        self.gauge = gauge
         self._filler: Filler | None = None  # this worker's, from its first batch on
 
     def __len__(self) -> int:

@@ -200,7 +200,8 @@ class Cuda(Accelerator):
         tensor.record_stream(stream)
 
     def memory(self) -> Memory | None:
-        stats, (free, total) = torch.cuda.memory_stats(self.device), torch.cuda.mem_get_info(self.device)
+        stats = torch.cuda.memory_stats(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
         return Memory(
             allocated=stats.get("allocated_bytes.all.current", 0),
             reserved=stats.get("reserved_bytes.all.current", 0),

@@ -101,7 +101,8 @@ def typed(kind: Any, value: Any) -> Any:
         ValueError: it is something else.
         TypeError: null for a float without a default.
     """
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
         hints = get_type_hints(kind)
         if value.keys() == hints.keys():

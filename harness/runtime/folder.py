@@ -40,7 +40,8 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     Raises:
         ConfigError: a folder of that name holds a run, and this one does not go on with it.
     """
-    outputs, goes_on = Path("outputs"), resume if mode is Mode.train else None
+    outputs = Path("outputs")
+    goes_on = resume if mode is Mode.train else None
     if name is None and goes_on not in (None, "auto") and Path(goes_on, "checkpoints").is_dir():
         folder = Path(goes_on)
     elif name is None:

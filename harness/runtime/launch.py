@@ -93,7 +93,8 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
 def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> ProcessError | None:
     """Wait until all have ended, or one has failed and the others had their grace; the first failure."""
     failure: ProcessError | None = None
-    passed_on, deadline = False, float("inf")
+    passed_on = False
+    deadline = float("inf")
     open_ = list(started)
     while open_ and time.monotonic() < deadline:
         wait([process.sentinel for process, _ in open_], timeout=_POLL_S)

@@ -44,7 +44,8 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
 
     ``reserved_bytes`` of the memory that is free are promised to something that all ranks share.
     """
-    groups, shm = control_groups(root), root / "dev/shm"
+    groups = control_groups(root)
+    shm = root / "dev/shm"
     # srun binds each of its tasks to cores of its own: where the ranks are its tasks, affinity is one rank's already. Under a
     # launcher that is one task, or in a batch script, which is no step of srun, all ranks share what this process sees.
     tasks = _slurm("STEP_TASKS_PER_NODE") or 1
@@ -128,7 +129,8 @@ def _quota(folder: Path) -> _Figure:
     two = words(folder / "cpu.max")
     if len(two) == 2 and two[0] != "max":
         return int(two[0]) / int(two[1]), f"quota in {folder / 'cpu.max'}"
-    quota, period = words(folder / "cpu.cfs_quota_us"), words(folder / "cpu.cfs_period_us")
+    quota = words(folder / "cpu.cfs_quota_us")
+    period = words(folder / "cpu.cfs_period_us")
     if quota and period and int(quota[0]) > 0:
         return int(quota[0]) / int(period[0]), f"quota in {folder / 'cpu.cfs_quota_us'}"
     return math.inf, "no quota"
@@ -153,7 +155,8 @@ def _memory_left(folder: Path) -> _Figure:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit, used = words(folder / limit_name), words(folder / used_name)
+        limit = words(folder / limit_name)
+        used = words(folder / used_name)
         if limit and used and limit[0] != "max":
             stat = words(folder / "memory.stat")
             cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))  # given back before any kill

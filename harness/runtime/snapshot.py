@@ -29,7 +29,8 @@ class Snapshot:
     """
 
     def __init__(self, parts: Iterable[Any], device: torch.device) -> None:
-        self._device, self._random = device, random_state(device)
+        self._device = device
+        self._random = random_state(device)
         self._modes: list[tuple[nn.Module, bool]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         self._grads: list[tuple[Tensor, Tensor | None]] = []

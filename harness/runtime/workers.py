@@ -90,7 +90,8 @@ class Watchdog:
     def _look(self) -> None:
         look_s = min(_LOOK_S, self._limit_s)
         # counted by looks: a trainer that was stopped itself, as by a scheduler, has not waited in that time
-        seen, waited_s = None, 0.0
+        seen = None
+        waited_s = 0.0
         while not self._over.wait(look_s):
             waited_s = waited_s + look_s if seen is not None and seen == self.wait else 0.0
             seen = self.wait

@@ -38,7 +38,8 @@ class Trace:
 
     def __init__(self, steps: str | None, folder: Path, pause: Callable[[str], AbstractContextManager[None]]) -> None:
         self._first, self._last = (int(n) for n in steps.split("-")) if steps else (1, 0)
-        self._folder, self._pause = folder / "trace", pause
+        self._folder = folder / "trace"
+        self._pause = pause
         self._profiler: profile | None = None
         self._began = self._ended = 0
 
@@ -49,7 +50,8 @@ class Trace:
     def close(self) -> None:
         """End the recording and write it, if one runs; say so where none of the steps was trained."""
         if self._profiler is not None:
-            profiler, self._profiler = self._profiler, None
+            profiler = self._profiler
+            self._profiler = None
             marks.record(None)
             self._write(profiler)
         elif self._first <= self._last and not self._began:

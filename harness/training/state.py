@@ -76,7 +76,8 @@ class TrainState:
             raise CheckpointError(f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}")
         contents.check(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
-        ours, theirs = self.optimizer.state_dict()["param_groups"], saved["optimizer"]["param_groups"]
+        ours = self.optimizer.state_dict()["param_groups"]
+        theirs = saved["optimizer"]["param_groups"]
         if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
             problems.append("the optimizer's parameter groups differ (optim.decay_norm_and_bias)")
         elif {key for group in ours for key in group} != {key for group in theirs for key in group}:
@@ -86,8 +87,10 @@ class TrainState:
         self._load_optimizer(saved)
         if saved["settings"]["trainer"]["precision"] == precision.name:
             self.scaler.load_state_dict(saved["scaler"])
-        self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
-        self.samples, self.pending = int(saved.get("samples", 0)), bool(saved.get("pending", False))
+        self.epoch = int(saved["epoch"])
+        self.step = int(saved["step"])
+        self.samples = int(saved.get("samples", 0))
+        self.pending = bool(saved.get("pending", False))
         self.best_top1 = saved.get("best_top1")
         restore_random_state(saved["random"], self.device)
 

@@ -58,7 +58,8 @@ class Step:
 
     def __init__(self, state: TrainState, config: Config, world: World, classes: int | None = None) -> None:
         self.state = state
-        self._config, self._device = config, world.device
+        self._config = config
+        self._device = world.device
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, classes, config.seed)
         self._clip_norm = config.optim.clip_norm
@@ -104,21 +105,25 @@ class Step:
 
     def read(self) -> StepFigures:
         """The figures since the last call. The host waits here for the device: call it once a window, not once a step."""
-        noted, count = [*self._losses, *self._found_inf], len(self._losses)
+        noted = [*self._losses, *self._found_inf]
+        count = len(self._losses)
         # a host's values are there; a device's are fetched at once
         together = torch.stack(noted).tolist() if noted and not self._on_host else None
         values = [value.item() for value in noted] if together is None else together
-        self._losses, self._found_inf = [], []
+        self._losses = []
+        self._found_inf = []
         finite = [loss for loss in values[:count] if math.isfinite(loss)]
         skipped = worst = 0
         for found in values[count:]:
             self._streak = self._streak + 1 if found else 0
-            skipped, worst = skipped + bool(found), max(worst, self._streak)
+            skipped += bool(found)
+            worst = max(worst, self._streak)
         return StepFigures(sum(finite) / len(finite) if finite else None, skipped, worst)
 
     def forget(self) -> None:
         """Drop the figures since the last reading, unread; the host does not wait for the device."""
-        self._losses, self._found_inf = [], []
+        self._losses = []
+        self._found_inf = []
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -133,7 +138,8 @@ class Step:
                 self._forward.forget()
 
     def _update(self) -> None:
-        state, scaler = self.state, self.state.scaler
+        state = self.state
+        scaler = self.state.scaler
         scaler.unscale_(state.optimizer)
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(state.network.parameters(), self._clip_norm)
@@ -156,13 +162,15 @@ class _ForwardTimer:
     """
 
     def __init__(self, network: nn.Module, parts: int) -> None:
-        self._parts, self._began_s = parts, 0.0
+        self._parts = parts
+        self._began_s = 0.0
         self.forget()
         network.register_forward_pre_hook(self._begin)
         network.register_forward_hook(self._end)
 
     def forget(self) -> None:
-        self._seconds, self._passes = 0.0, -1
+        self._seconds = 0.0
+        self._passes = -1
 
     def mean_ms(self) -> float | None:
         return 1e3 * self._seconds * self._parts / self._passes if self._passes > 0 else None

@@ -40,7 +40,9 @@ class StepTrials:
     """
 
     def __init__(self, step: Step, config: Config, world: World, now: Callable[[], float] | None = None) -> None:
-        self._step, self._config, self._world = step, config, world
+        self._step = step
+        self._config = config
+        self._world = world
         self._now = now or accelerator.of(world.device).now
         self._parts = config.trainer.accumulate_steps
         self._made = 0  # steps: says which part of an update the next one is
@@ -103,7 +105,8 @@ class StepTrials:
         cpu = time.process_time()
         while len(groups) < _GROUPS and self._world.agreed(len(groups) < 2 or self._now() - begin < limit_s):
             groups.append(self._group(batches, steps))
-        cpu_s, images = time.process_time() - cpu, size * steps
+        cpu_s = time.process_time() - cpu
+        images = size * steps
         launch_s = 0.0 if self._config.loader.device_prefetch else min(launch_s for _, launch_s in groups) / size
         return StepRun(
             images=(images,) * len(groups),
@@ -177,7 +180,8 @@ class StepTrials:
 
     def _group(self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False) -> tuple[float, float]:
         """The seconds of so many steps, and the host's of the first; each makes an update while warming up."""
-        launch_s, begin = 0.0, self._now()
+        launch_s = 0.0
+        begin = self._now()
         for _ in range(steps):
             images, labels = next(batches)
             self._train(images, labels, warm_up)
@@ -198,7 +202,8 @@ class StepTrials:
 
     def _black(self, feed: Feed) -> _Batch:
         """Returns a batch of black images, as large as those of ``feed``, on the device."""
-        n, size = feed.settings.batch_size, self._config.data.image_size
+        n = feed.settings.batch_size
+        size = self._config.data.image_size
         labels = torch.zeros(n, dtype=torch.int64)
         batch = HostBatch(torch.zeros(n, 3, size, size, dtype=torch.uint8), labels, labels)
         with contextlib.closing(self._step.batches([batch])) as batches:
@@ -213,7 +218,8 @@ class _Source:
 
     def __init__(self, batches: DataPrefetcher, make_stand_in: Callable[[], _Batch] | None) -> None:
         self.error: Exception | None = None
-        self._batches, self._make_stand_in = batches, make_stand_in
+        self._batches = batches
+        self._make_stand_in = make_stand_in
         self._stand_in: _Batch | None = None
 
     def take(self) -> _Batch:
@@ -226,5 +232,6 @@ class _Source:
             except Exception as error:
                 if self._make_stand_in is None:
                     raise
-                self.error, self._stand_in = error, self._make_stand_in()
+                self.error = error
+                self._stand_in = self._make_stand_in()
         return self._stand_in
