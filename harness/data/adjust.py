@@ -13,7 +13,8 @@ from torch import Tensor
 
 from harness.runtime import accelerator
 
-BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)  # as torchvision's ColorJitter numbers them
+# as torchvision's ColorJitter numbers them
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 
 
 def moved(values: np.ndarray, device: torch.device) -> Tensor:
@@ -46,7 +47,8 @@ def turned(images: Tensor, turns: np.ndarray) -> Tensor:
     red, green, blue = pixels.split(1, dim=1)
     value = pixels.amax(1, keepdim=True)
     chroma = value - pixels.amin(1, keepdim=True)
-    span = chroma.clamp(min=1)  # a grey pixel has no hue, and needs none
+    # a grey pixel has no hue, and needs none
+    span = chroma.clamp(min=1)
     sixth = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
     sixth = torch.where(value == red, (green - blue) / span, sixth) + moved(6 * turns, images.device).view(-1, 1, 1, 1)
     place = (sixth + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)).remainder_(6)
@@ -60,7 +62,8 @@ def sharpened(images: Tensor, factors: np.ndarray) -> Tensor:
     around = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
     around = around[..., :-2] + around[..., 1:-1] + around[..., 2:]
     inner = pixels[:, :, 1:-1, 1:-1]
-    blurred = around.add_(inner, alpha=4).mul_(1 / 13).round_()  # thirteenths of integers are never half-way
+    # thirteenths of integers are never half-way
+    blurred = around.add_(inner, alpha=4).mul_(1 / 13).round_()
     inner.add_(blurred.sub_(inner).mul_(moved(1.0 - factors, images.device).view(-1, 1, 1, 1)))
     return pixels.clamp_(0, 255).to(torch.uint8)
 
@@ -75,7 +78,8 @@ def warped(images: Tensor, matrices: np.ndarray) -> Tensor:
     places = torch.ones(height, width, 3, device=images.device)
     places[..., 0] = torch.arange(width, device=images.device) - (width - 1) / 2
     places[..., 1] = (torch.arange(height, device=images.device) - (height - 1) / 2).unsqueeze(1)
-    to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)  # which are at -1 and 1
+    # which are at -1 and 1
+    to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)
     # A product of matrices rounds as this processor's library has it, and so does torchvision's.
     grid = (places.view(-1, 3) @ moved(to_edges, images.device).mT).view(count, height, width, 2)
     return F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(torch.uint8)

@@ -13,7 +13,8 @@ from harness.config import AugmentConfig
 from harness.data.adjust import BRIGHTNESS, HUE, blended, moved, turned
 from harness.runtime.seeding import BATCH, uniforms
 
-_CACHED_BYTES = 1 << 20  # uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
+# uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
+_CACHED_BYTES = 1 << 20
 
 
 class Numbered(Protocol):
@@ -56,7 +57,8 @@ class BatchAugment:
         """RandAugment and then colour jitter, as ``augment`` wants them; None where it wants neither."""
         parts: list[Part] = []
         if augment.rand_augment:
-            from harness.data.randaugment import RandAugment  # torchvision's transforms take a while to import
+            # torchvision's transforms take a while to import
+            from harness.data.randaugment import RandAugment
 
             parts.append(RandAugment(augment.rand_augment, augment.rand_augment_magnitude))
         if any(augment.color_jitter):

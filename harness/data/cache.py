@@ -23,14 +23,18 @@ from harness.data.storage import Source
 from harness.data.transforms import resized
 from harness.runtime.errors import printable
 
-FORMAT = 2  # whoever changes what the file holds raises it
+# whoever changes what the file holds raises it
+FORMAT = 2
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
 _TABLE_START = 128
-_COLUMNS = 4  # place, checksum, size and time of change of the source file
-_UNIT_BYTES = 512  # pixels begin at multiples of it
+# place, checksum, size and time of change of the source file
+_COLUMNS = 4
+# pixels begin at multiples of it
+_UNIT_BYTES = 512
 _SIDE_BITS = 15
 _SIDE_MASK = 2**_SIDE_BITS - 1
-_RACY_S = 2.0  # a file changed so shortly before may change again without another time of change
+# a file changed so shortly before may change again without another time of change
+_RACY_S = 2.0
 
 
 class PixelCache:
@@ -94,7 +98,8 @@ class PixelCache:
         s = self.stats()
         full = s["images"] < s["samples"] and s["bytes"] + s["bytes"] // max(1, s["images"]) > s["limit"]
         end = ", full: the others are decoded each time" if full else ""
-        if full and self._is_on_disk():  # where a part may be of files that have changed since
+        # where a part may be of files that have changed since
+        if full and self._is_on_disk():
             path = os.readlink(f"/proc/self/fd/{self._file.fd}")
             end += f"; if files of the data set were replaced, delete {printable(path)} to keep the new ones"
         sizes = f"{s['bytes'] / 1e9:.1f} of at most {s['limit'] / 1e9:.1f} GB"
@@ -108,20 +113,23 @@ class PixelCache:
         height = place >> _SIDE_BITS & _SIDE_MASK
         width = place & _SIDE_MASK
         end = start + height * width * 3
-        if not 0 <= start < end <= len(self._pixels):  # damaged, or in a part by which another run made the file longer
+        # damaged, or in a part by which another run made the file longer
+        if not 0 <= start < end <= len(self._pixels):
             return None
         return self._pixels[start:end].reshape(height, width, 3)
 
     def _is_right(self, i: int, place: int) -> bool:
         pixels = self._view(place)
-        with suppress(OSError):  # where the source file is gone
+        with suppress(OSError):
+            # where the source file is gone
             status = os.stat(self._source.where(i))
             expected = self._sums[i], self._sizes[i], self._changed_ns[i]
             if pixels is not None and (checksum(pixels), status.st_size, status.st_mtime_ns) == expected:
                 self._checked[i] = 1
                 return True
         if self._file.writable:
-            self._places[i] = 0  # so that the next put gives it another
+            # so that the next put gives it another
+            self._places[i] = 0
         return False
 
     def _keep(self, i: int, pixels: np.ndarray) -> None:
@@ -147,7 +155,8 @@ class PixelCache:
         """Where ``pixels`` begin, which have bytes of their own now; None where so many are not left."""
         head = self._head[0]
         size = _rounded(pixels.nbytes)
-        if head["used"] + size > head["limit"]:  # so it is most often once it is full
+        # so it is most often once it is full
+        if head["used"] + size > head["limit"]:
             return None
         with _alone_with(self._file.fd):
             start = int(head["used"])
@@ -160,7 +169,8 @@ class PixelCache:
                 return start
         except OSError:
             pass
-        head["limit"] = start  # the disk has not so much left as there was at first
+        # the disk has not so much left as there was at first
+        head["limit"] = start
         return None
 
 

@@ -34,10 +34,12 @@ from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import SampleRng
 from harness.watch.console import say
 
-Gathered = Callable[[Any], list[Any]]  # every rank's value in the order of the ranks, on every rank
+# every rank's value in the order of the ranks, on every rank
+Gathered = Callable[[Any], list[Any]]
 
 _LOOKED_AT = 16
-_WAIT_S = 300.0  # for a run that opens the cache, which takes seconds
+# for a run that opens the cache, which takes seconds
+_WAIT_S = 300.0
 
 _log = logging.getLogger(LOGGER)
 
@@ -89,7 +91,8 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
     """What ``make`` gives in one process of those that see each other, in all of them; or, on every rank, what it raises."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        machine = file.read() + os.readlink("/proc/self/ns/pid")  # containers on one machine do not see each other
+        # containers on one machine do not see each other
+        machine = file.read() + os.readlink("/proc/self/ns/pid")
     me = machine, os.getpid()
     everyone = gathered(me)
     first = next(i for i, (place, _) in enumerate(everyone) if place == machine)
@@ -98,9 +101,11 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
     if everyone[first] == me:
         try:
             made = make()
-        except (ConfigError, OSError) as error:  # raised here alone, it would leave the others waiting
+        except (ConfigError, OSError) as error:
+            # raised here alone, it would leave the others waiting
             failure = error
-    told = gathered((failure, pickle.dumps(made)))  # as bytes: what other machines hold cannot be opened here
+    # as bytes: what other machines hold cannot be opened here
+    told = gathered((failure, pickle.dumps(made)))
     for refused, _ in told:
         if refused is not None:
             raise refused
@@ -137,7 +142,8 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file = MappedFile(_to_fill(place, data, facts, rows), writable=True)
-                weakref.finalize(file, held.pop_all().close).atexit = False  # for as long as a thread may write
+                # for as long as a thread may write
+                weakref.finalize(file, held.pop_all().close).atexit = False
                 return file
         failure = None
     except OSError as error:
@@ -148,7 +154,8 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     found = _to_read(place, facts, rows)
     if found is None and failure is not None:
         raise ConfigError(f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use data.cache=ram")
-    if found is None and data.cache_max_side is not None:  # its images would be larger than with a cache: other pixels
+    # its images would be larger than with a cache: other pixels
+    if found is None and data.cache_max_side is not None:
         advice = "wait until it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
         raise ConfigError(f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; {advice}")
     use = "of other pixels: nothing is kept in this run" if found is None else "what is in it is used, nothing is added"
@@ -164,7 +171,8 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
     make_way(place)
     with suppress(FileNotFoundError):
         fd = open_regular(place, os.O_RDWR | os.O_NOFOLLOW)
-        free_bytes += os.fstat(fd).st_blocks * 512  # what it takes may go on being taken
+        # what it takes may go on being taken
+        free_bytes += os.fstat(fd).st_blocks * 512
         taken = cache.taken_bytes(fd, facts, rows)
     budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
     used, in_use = taken or (0, 0)
@@ -178,9 +186,11 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
         os.close(fd)
         why = "most of it of files that have changed" if used else "of other files, settings or versions, or damaged"
         _log.warning("%s: %s: made anew", place, why)
-        place.unlink()  # its room is needed; who still reads it keeps it
+        # its room is needed; who still reads it keeps it
+        place.unlink()
     part = place.with_suffix(".part")
-    set_aside(part)  # of a process that was killed
+    # of a process that was killed
+    set_aside(part)
     fd = open_regular(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         cache.make_blank(fd, facts, rows, budget_bytes)
@@ -208,7 +218,8 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
     errors = []
     whole, small = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
     for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _LOOKED_AT)).astype(int).tolist():
-        with suppress(BadSample, ValueError):  # told when the sample is loaded
+        with suppress(BadSample, ValueError):
+            # told when the sample is loaded
             image = dataset.source.read(i)[0]
             pixels = decode(image, dataset.options) if isinstance(image, bytes) else image
             if max(pixels.shape) > max_side:

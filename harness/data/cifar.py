@@ -27,7 +27,8 @@ from harness.runtime.folder import LOGGER
 _PUBLISHER = "https://www.cs.toronto.edu/~kriz"
 _PIXELS = 3 * 32 * 32
 _META_BYTES = 1 << 20
-_FORMAT = 1  # of the arrays' folder; another number makes every folder anew
+# of the arrays' folder; another number makes every folder anew
+_FORMAT = 1
 _MARKER = "complete.json"
 _SPLITS = ("train", "val")
 _ARRAYS = ("train_images", "train_labels", "val_images", "val_labels")
@@ -57,9 +58,11 @@ class _Published:
     md5: str
     train: tuple[str, ...]
     val: tuple[str, ...]
-    batch_bytes: int  # most that a file of train or val may have; the real ones have 31 and 155 MB
+    # most that a file of train or val may have; the real ones have 31 and 155 MB
+    batch_bytes: int
     meta: str
-    prefix: str  # of the keys of labels and their names
+    # of the keys of labels and their names
+    prefix: str
     classes: tuple[str, ...]
 
 
@@ -149,7 +152,9 @@ def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
         for split in _SPLITS:
             images = arrays[f"{split}_images"]
             labels = arrays[f"{split}_labels"]
-            if (images.dtype, labels.dtype, images.shape) != (np.uint8, np.int64, (*labels.shape, 32, 32, 3)):
+            if images.dtype != np.uint8 or labels.dtype != np.int64 or labels.ndim != 1:
+                return None
+            if images.shape != (len(labels), 32, 32, 3):
                 return None
             if not 0 <= labels.min() <= labels.max() < classes:
                 return None
@@ -185,7 +190,8 @@ def _read_archive(published: _Published, archive: Path) -> Arrays:
             for name in names:
                 parts.append(_images_and_labels(published, _unpickled(members.pop(name))))
             arrays[f"{split}_images"], arrays[f"{split}_labels"] = map(np.concatenate, zip(*parts, strict=True))
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:
+        # a damaged pickle may raise anything
         reason = f"is not as published: {printable(str(error) or type(error).__name__)}; get the archive from its publisher"
         raise DataError(f"{printable(str(archive))}: member {name} {reason}") from error
     return arrays
@@ -247,7 +253,8 @@ def _pixels(value: object) -> NDArray[np.uint8]:
 
 _NUMPY = {"numpy.ndarray", "numpy.dtype"} | {
     f"numpy.{core}.{name}"
-    for core in ("core", "_core")  # numpy 1 and 2
+    # numpy 1 and 2
+    for core in ("core", "_core")
     for name in ("multiarray._reconstruct", "numeric._frombuffer")
 }
 
@@ -276,7 +283,8 @@ class _Reader(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # A new object each time, since a pickle may set attributes of what it was given.
-        if (module, name) == ("_codecs", "encode"):  # for bytes in protocols that have none; always with Latin-1
+        # for bytes in protocols that have none; always with Latin-1
+        if (module, name) == ("_codecs", "encode"):
             return lambda text, encoding: text.encode("latin-1")
         if f"{module}.{name}" not in _NUMPY:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs")

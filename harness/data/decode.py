@@ -23,12 +23,16 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffI
 from PIL.WebPImagePlugin import WebPImageFile
 
 FORMATS = "JPEG, PNG, WebP, BMP, TIFF, GIF, PPM"
-HEAD_BYTES = 16  # as much of a file as ``reader`` looks at
+# as much of a file as ``reader`` looks at
+HEAD_BYTES = 16
 
 _JPEG = b"\xff\xd8\xff"
-_APP1 = b"\xff\xe1"  # begins a JPEG's EXIF block, and its XMP block: one of them may hold an orientation
-_COLOURS = frozenset({"Gray", "YCbCr", "RGB"})  # what libjpeg-turbo turns into RGB as Pillow has it turned
-_SCANS = 32  # each goes through all pixels, even one of ten bytes; libjpeg writes 10 of three colours, 18 of four inks
+# begins a JPEG's EXIF block, and its XMP block: one of them may hold an orientation
+_APP1 = b"\xff\xe1"
+# what libjpeg-turbo turns into RGB as Pillow has it turned
+_COLOURS = frozenset({"Gray", "YCbCr", "RGB"})
+# each goes through all pixels, even one of ten bytes; libjpeg writes 10 of three colours, 18 of four inks
+_SCANS = 32
 # What libjpeg-turbo paints over in grey. Bytes too many are harmless in a header and at the image's end: all pixels are there.
 # Before a restart, a table or a scan they may hide more damage, for the decoder keeps its first warning alone.
 _LOSS = re.compile(r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE)
@@ -72,9 +76,12 @@ class Undecodable(ValueError):
 class DecodeOptions:
     """How an image is read."""
 
-    exif_orientation: bool = False  # turn the image as its EXIF orientation says
-    background: tuple[int, int, int] = (255, 255, 255)  # colour under transparent pixels, red, green, blue
-    max_pixels: int = 50_000_000  # of the largest image that is decoded
+    # turn the image as its EXIF orientation says
+    exif_orientation: bool = False
+    # colour under transparent pixels, red, green, blue
+    background: tuple[int, int, int] = (255, 255, 255)
+    # of the largest image that is decoded
+    max_pixels: int = 50_000_000
 
 
 def reader(head: bytes) -> type[ImageFile] | None:
@@ -113,7 +120,8 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         # Counting takes time. Of fewer pixels and bytes, no number of scans takes more than seconds.
         many = width * height * len(data) > 2**35 and _count_scans(data) > _SCANS
         pixels: np.ndarray = np.empty(0) if many else simplejpeg.decode_jpeg(data)
-    except (ValueError, KeyError, RuntimeError) as error:  # damaged, of an unknown colour space, or no decoder to be had
+    except (ValueError, KeyError, RuntimeError) as error:
+        # damaged, of an unknown colour space, or no decoder to be had
         if _LOSS.search(str(error)) or ("extraneous" in str(error) and _ARITHMETIC.search(data)):
             raise Undecodable(f"damaged: the decoder reported missing data ({error})") from error
         return None
@@ -152,7 +160,8 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
         return _turned(rgb, image) if options.exif_orientation else rgb
     except Undecodable:
         raise
-    except Exception as error:  # Pillow's readers raise anything on damaged bytes
+    except Exception as error:
+        # Pillow's readers raise anything on damaged bytes
         text = str(error) or type(error).__name__
         kind = "truncated file" if "truncated" in text.lower() else "cannot be decoded"
         raise Undecodable(f"{kind}: {text}") from error
@@ -182,7 +191,8 @@ def _webp_canvas(data: bytes) -> tuple[int, int]:
 def _turned(rgb: Image.Image, original: ImageFile) -> Image.Image:
     try:
         turn = _TURNS.get(original.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # the pixels are whole; a damaged EXIF block just says nothing of the orientation
+    except Exception:
+        # the pixels are whole; a damaged EXIF block just says nothing of the orientation
         turn = None
     return rgb if turn is None else rgb.transpose(turn)
 
@@ -202,7 +212,8 @@ def _to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode == "CMYK" and isinstance(image, _Jpeg) and "adobe" not in image.info:
-        return ImageChops.invert(image).convert("RGB")  # Pillow takes every CMYK JPEG for one of Adobe's inverted ones
+        # Pillow takes every CMYK JPEG for one of Adobe's inverted ones
+        return ImageChops.invert(image).convert("RGB")
     return image.convert("RGB")
 
 
@@ -219,7 +230,8 @@ def _eight_bit(image: ImageFile) -> Image.Image:
         if image.tag_v2.get(BITSPERSAMPLE) == (12,):
             white = 4095.0
         inverted = image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0
-    if not (values.min() >= 0 and values.max() <= white):  # so that NaN is refused too
+    # so that NaN is refused too
+    if not (values.min() >= 0 and values.max() <= white):
         raise ValueError(f"pixels of mode {image.mode} outside 0..{white:g}")
     grey = np.rint(values * (255.0 / white)).astype(np.uint8)
     return Image.fromarray(255 - grey if inverted else grey)

@@ -11,8 +11,10 @@ import numpy as np
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.storage import FolderSource, Source, Subset
 
-_LOOKED_AT = 400  # files, and class folders, of a tree: a few milliseconds on a disk
-_READ = 16  # samples of what is no tree of files
+# files, and class folders, of a tree: a few milliseconds on a disk
+_LOOKED_AT = 400
+# samples of what is no tree of files
+_READ = 16
 
 
 def identity(splits: Splits) -> dict[str, Any]:

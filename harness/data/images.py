@@ -31,7 +31,8 @@ class ImageDataset:
         self.cache = cache
         self.image_size = image_size
         self.seed = seed
-        self.stages = ("read", "decode", *transform.stages)  # the names that ``fill`` gives its laps, in order
+        # the names that ``fill`` gives its laps, in order
+        self.stages = ("read", "decode", *transform.stages)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -76,6 +77,7 @@ class ImageDataset:
             return int(self.labels[index])
         except (BadSample, MemoryError):
             raise
-        except Exception as error:  # a StopIteration that got out would end a worker's epoch in silence
+        except Exception as error:
+            # a StopIteration that got out would end a worker's epoch in silence
             reason = str(error) if isinstance(error, Undecodable) else f"{type(error).__name__}: {error}"
             raise BadSample(self.where(index), reason) from error

@@ -27,14 +27,17 @@ from harness.runtime.errors import DataError, printable
 from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import LOGGER
 
-_FORMAT = 3  # of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises it
-_RACY_NS = 2_000_000_000  # a folder changed so shortly before its scan may change again without another time of change
+# of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises it
+_FORMAT = 3
+# a folder changed so shortly before its scan may change again without another time of change
+_RACY_NS = 2_000_000_000
 
 # A file of these names is an image or a fault; of any other, only if its first bytes say so.
 _SUFFIXES = frozenset(b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split())
 _SHOWN = 5
 _BROKEN_LINK = "broken link"
-_BY_USER = os.access in os.supports_effective_ids  # whether access() can be asked for the user that files are opened as
+# whether access() can be asked for the user that files are opened as
+_BY_USER = os.access in os.supports_effective_ids
 
 _State = tuple[int, int, int]
 
@@ -112,7 +115,8 @@ def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     Raises:
         DataError: something cannot be read.
     """
-    key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), os.path.realpath(root), limit))  # another user may read other files
+    # another user may read other files
+    key = b"\0".join((b"%d %d" % (_FORMAT, os.geteuid()), os.path.realpath(root), limit))
     place = kept / hashlib.sha256(key).hexdigest()[:32]
     if (index := _remembered(place, root)) is not None:
         return index
@@ -172,7 +176,8 @@ def _remembered(place: Path, root: bytes) -> Index | None:
         return index if index.holds(root) else None
     except FileNotFoundError:
         return None
-    except Exception as error:  # what is in a damaged file may raise anything
+    except Exception as error:
+        # what is in a damaged file may raise anything
         _log.warning("%s: damaged (%s): made again", place, error)
         with suppress(OSError):
             set_aside(place)
@@ -216,7 +221,8 @@ class _Scan:
         while pending:
             current = pending.pop()
             status = os.stat(current)
-            if (status.st_dev, status.st_ino) in self._seen:  # a bind mount can lead back as a link can
+            # a bind mount can lead back as a link can
+            if (status.st_dev, status.st_ino) in self._seen:
                 continue
             self._seen.add((status.st_dev, status.st_ino))
             self.watched[os.path.relpath(current, self._root)] = _folder_state(status)
@@ -266,7 +272,8 @@ class _Scan:
             return None if reader(file.read(HEAD_BYTES)) else "not an image"
 
     def _unfit_link(self, entry: os.DirEntry[bytes]) -> str | None:
-        if not os.path.exists(entry.path):  # also for a link that leads to itself
+        # also for a link that leads to itself
+        if not os.path.exists(entry.path):
             return _BROKEN_LINK
         if os.path.isdir(entry.path):
             return "link to a folder"

@@ -20,7 +20,8 @@ Op = IntEnum(
     "AutoContrast Equalize",
     start=0,
 )
-_BLENDS = np.array([BRIGHTNESS, SATURATION, CONTRAST])  # what Brightness, Color and Contrast change
+# what Brightness, Color and Contrast change
+_BLENDS = np.array([BRIGHTNESS, SATURATION, CONTRAST])
 
 
 class RandAugment:
@@ -46,7 +47,8 @@ class RandAugment:
         """``images`` after their operations; each takes two of the ``draws``, for what and for which direction."""
         ops = (len(Op) * draws[:, ::2]).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1.0, 1.0)
-        held = np.arange(len(images))  # which image each row holds
+        # which image each row holds
+        held = np.arange(len(images))
         for k in range(ops.shape[1]):
             order = ops[held, k].argsort(kind="stable")
             held = held[order]
@@ -83,7 +85,8 @@ class RandAugment:
             cos = math.cos(angle)
             sin = sign * math.sin(angle)
             made.append((
-                ((1, s, s * height / 2), (0, 1, 0)),  # about the upper left corner
+                # about the upper left corner
+                ((1, s, s * height / 2), (0, 1, 0)),
                 ((1, 0, 0), (s, 1, s * width / 2)),
                 ((1, 0, -sign * across), (0, 1, 0)),
                 ((1, 0, 0), (0, 1, -sign * down)),

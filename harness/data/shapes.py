@@ -31,12 +31,16 @@ from harness.runtime.files import read_json, set_aside
 from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
 
-_VERSION = 1  # of the pictures: whoever changes a pixel raises it, and old trees are left alone
+# of the pictures: whoever changes a pixel raises it, and old trees are left alone
+_VERSION = 1
 _MARKER = "shapes.json"
 _SPLITS = ("train", "val")
-_CHUNK_PIXELS = 1_000_000  # 0.1 to 0.2 s of one core: how long a signal waits
-_ALONE_PIXELS = 2_000_000  # below this, starting processes takes longer than drawing
-_BLOCK_BYTES = 4096  # what a file system gives a file at least
+# 0.1 to 0.2 s of one core: how long a signal waits
+_CHUNK_PIXELS = 1_000_000
+# below this, starting processes takes longer than drawing
+_ALONE_PIXELS = 2_000_000
+# what a file system gives a file at least
+_BLOCK_BYTES = 4096
 
 _log = logging.getLogger(LOGGER)
 
@@ -145,7 +149,8 @@ def _write_tree(part: Path, generate: GenerateConfig) -> None:
                 bar.advance()
                 signals.check()
         finally:
-            pool.shutdown(cancel_futures=True)  # waits for the chunks in progress: nobody writes after this
+            # waits for the chunks in progress: nobody writes after this
+            pool.shutdown(cancel_futures=True)
     (part / _MARKER).write_text(json.dumps(_facts(generate), indent=1), encoding="utf-8")
 
 

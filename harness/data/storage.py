@@ -117,7 +117,8 @@ class ArraySource:
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.images, np.memmap):
             return self.__dict__
-        images = self.images  # a worker maps the file too: a pickled map would be a copy of all pixels
+        # a worker maps the file too: a pickled map would be a copy of all pixels
+        images = self.images
         return {**self.__dict__, "images": (images.filename, np.uint8, "r", images.offset, images.shape)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

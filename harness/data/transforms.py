@@ -23,12 +23,16 @@ from harness.config import AugmentConfig
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
-Pixels = np.ndarray  # uint8 [H, W, 3]
-Box = tuple[int, int, int, int]  # left, top, width and height in pixels
-_Kernel = Callable[[np.ndarray, np.ndarray], None]  # from uint8 [h, w, 3] into uint8 [H, W, 3], both contiguous
+# uint8 [H, W, 3]
+Pixels = np.ndarray
+# left, top, width and height in pixels
+Box = tuple[int, int, int, int]
+# from uint8 [h, w, 3] into uint8 [H, W, 3], both contiguous
+_Kernel = Callable[[np.ndarray, np.ndarray], None]
 
 _TRIES = 10
-_EVAL_SHARE = 256 / 224  # ImageNet's custom since AlexNet: a border of one eighth is left out
+# ImageNet's custom since AlexNet: a border of one eighth is left out
+_EVAL_SHARE = 256 / 224
 _MAX_SIDE = 65_535
 
 
@@ -76,8 +80,10 @@ def random_crop_box(rng: SampleRng, width: int, height: int, scale: tuple[float,
 class EvalTransform:
     """Resize the shorter side to ``resize`` pixels, then cut out the centre, as torchvision's ``Resize`` and ``CenterCrop``."""
 
-    size: int  # side of the result in pixels
-    resize: int | None = None  # None: size * 256 / 224, and images that have size already (CIFAR) stay as they are
+    # side of the result in pixels
+    size: int
+    # None: size * 256 / 224, and images that have size already (CIFAR) stay as they are
+    resize: int | None = None
     stages: ClassVar[tuple[str, ...]] = ("resize",)
 
     def __call__(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None) -> None:
@@ -115,7 +121,8 @@ class TrainTransform:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     pad: int = 4
     hflip: float = 0.5
-    resize: int | None = None  # before a center crop
+    # before a center crop
+    resize: int | None = None
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, size: int, resize: int | None = None) -> TrainTransform:
@@ -188,7 +195,8 @@ def resize_into(pixels: np.ndarray, box: Box, out: np.ndarray, flip: bool = Fals
 
 def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
     """Write ``pixels``, uint8 ``[..., H, W, 3]``, mirrored left and right into ``out``, other memory of that shape."""
-    for channel in range(3):  # in a quarter of the time of all three at once
+    # in a quarter of the time of all three at once
+    for channel in range(3):
         out[..., channel] = pixels[..., ::-1, channel]
 
 
@@ -207,7 +215,8 @@ def _plain(pixels: np.ndarray) -> np.ndarray:
 
 
 def _tensor(pixels: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])  # numpy turns axes in a third of torch's time
+    # numpy turns axes in a third of torch's time
+    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])
 
 
 def _resize_in_place(source: np.ndarray, target: np.ndarray) -> None:

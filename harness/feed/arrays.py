@@ -21,8 +21,10 @@ from harness.runtime import limits
 from harness.runtime.errors import BadSample, LoaderError
 from harness.watch.stages import START, StageMeter
 
-_AHEAD = 2  # batches that are looked at before they are due
-_GATHER = "gather"  # the stage after those of reading
+# batches that are looked at before they are due
+_AHEAD = 2
+# the stage after those of reading
+_GATHER = "gather"
 
 
 def in_form(settings: FeedSettings, form: str) -> FeedSettings:
@@ -72,7 +74,8 @@ class ArrayFeed(Feed):
         self.meter = StageMeter((*stages_of(self.pixels.stills), _GATHER), readers + 1, shared=False)
         self._timer = self.meter.timer(readers)
         self._gauge = gauge
-        self._pass: _Pass | None = None  # the latest
+        # the latest
+        self._pass: _Pass | None = None
 
     def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
         begun = self._pass if primed and self._pass else self._begin(epoch)
@@ -126,8 +129,10 @@ class _Pass:
     def __init__(self, batches: Iterator[np.ndarray], pixels: Pixels, settings: FeedSettings, meter: StageMeter | None) -> None:
         self._indices = batches
         self._pixels = pixels
-        self._due: deque[tuple[np.ndarray, int]] = deque()  # the next batches, and how many images of each are read
-        self._wanted: deque[np.ndarray] = deque()  # what no thread has taken on yet
+        # the next batches, and how many images of each are read
+        self._due: deque[tuple[np.ndarray, int]] = deque()
+        # what no thread has taken on yet
+        self._wanted: deque[np.ndarray] = deque()
         self._threads = BatchThreads(self, pixels.stills, settings, meter)
         self.close = self._threads.close
 

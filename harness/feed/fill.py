@@ -13,7 +13,8 @@ from harness.feed.interface import FillableDataset, StagedDataset, stages_of
 from harness.runtime.errors import BadSample
 from harness.watch.stages import SAMPLE, START, Laps, StageMeter, Stamps
 
-Errors = list[tuple[str, str]]  # where and why
+# where and why
+Errors = list[tuple[str, str]]
 
 
 class Filler:
@@ -62,7 +63,8 @@ class Filler:
         errors = Errors()
         timers = repeat(None) if self._timers is None else self._timers
         self._timer.fill()
-        for row, (index, laps) in enumerate(zip(indices.tolist(), timers, strict=False)):  # repeat() has no end
+        # repeat() has no end
+        for row, (index, laps) in enumerate(zip(indices.tolist(), timers, strict=False)):
             try:
                 out = pixels[row]
                 if gauge is not None:
@@ -75,7 +77,8 @@ class Filler:
                 errors.append((error.where, error.reason))
             except MemoryError:
                 raise
-            except Exception as error:  # as text: one that cannot be pickled would never arrive (pytorch #142884)
+            except Exception as error:
+                # as text: one that cannot be pickled would never arrive (pytorch #142884)
                 errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
         return errors, self._timer.end(len(indices), batches)
 

@@ -36,12 +36,14 @@ from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 
 Maker = Callable[[FillableDataset, AnyOrder, FeedSettings, Gauge | None], Feed]
-FORMS: dict[str, Maker] = {  # by the names that ``FeedSettings.backend`` may have
+# by the names that ``FeedSettings.backend`` may have
+FORMS: dict[str, Maker] = {
     PROCESSES: ProcessFeed,
     THREADS: ThreadFeed,
     ARRAYS: ArrayFeed,
 }
-_SHARE = 0.8  # of the free memory that images may fill
+# of the free memory that images may fill
+_SHARE = 0.8
 
 _log = logging.getLogger(LOGGER)
 
@@ -54,7 +56,8 @@ class Feeds:
     config: Config
     world: World
     _cursor: Cursor = field(default_factory=Cursor, init=False)
-    _pixels: dict[ImageDataset, Pixels] = field(default_factory=dict, init=False)  # that its feeds of arrays share
+    # that its feeds of arrays share
+    _pixels: dict[ImageDataset, Pixels] = field(default_factory=dict, init=False)
 
     @property
     def forms(self) -> tuple[str, ...]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from harness.watch.rows import Rows
 
-_FIGURES = 4  # samples, wall seconds, their squares, processor seconds
-_BINS = 128  # of wall times, four to a doubling: from a microsecond to over an hour
+# samples, wall seconds, their squares, processor seconds
+_FIGURES = 4
+# of wall times, four to a doubling: from a microsecond to over an hour
+_BINS = 128
 _PER_DOUBLING = 4
 _SHORTEST_S = 1e-6
 

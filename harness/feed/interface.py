@@ -21,9 +21,11 @@ from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
 # the forms that every data set can be served by
 PROCESSES = "processes"
 THREADS = "threads"
-ARRAYS = "arrays"  # the one for images that all fit in memory
+# the one for images that all fit in memory
+ARRAYS = "arrays"
 _TORCH_PREFETCH_FACTOR = 2
-_MOST_WORKERS = 16  # that nobody asked for
+# that nobody asked for
+_MOST_WORKERS = 16
 
 
 class HostBatch(NamedTuple):
@@ -93,8 +95,10 @@ class Feed(ABC):
         self.order = order
         self.settings = settings
         self._epoch = 0
-        self._primed: int | None = None  # the epoch of a pass that was begun ahead of time
-        self._running: object | None = None  # differs from pass to pass
+        # the epoch of a pass that was begun ahead of time
+        self._primed: int | None = None
+        # differs from pass to pass
+        self._running: object | None = None
 
     def __len__(self) -> int:
         return self.order.count(self._epoch)

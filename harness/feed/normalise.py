@@ -12,8 +12,10 @@ from torch import Tensor
 from harness.feed.buffers import BufferPool
 from harness.runtime import accelerator
 
-_SLOTS = 3  # batches in use: the step's, one that waits for the step, and one in the making
-_SMALL = 1 << 15  # values that torch normalises in one thread, and sooner than NumPy is called
+# batches in use: the step's, one that waits for the step, and one in the making
+_SLOTS = 3
+# values that torch normalises in one thread, and sooner than NumPy is called
+_SMALL = 1 << 15
 
 
 class Normalise:

@@ -12,7 +12,8 @@ import numpy as np
 
 from harness.runtime.seeding import order_rng
 
-_PROBE_EPOCH = 2**31  # far from any epoch of training
+# far from any epoch of training
+_PROBE_EPOCH = 2**31
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import uniforms
 
-_DEVICE_SHARE = 0.5  # of a GPU's free memory: the network wants some too
+# of a GPU's free memory: the network wants some too
+_DEVICE_SHARE = 0.5
 
 _log = logging.getLogger(LOGGER)
 
@@ -152,7 +153,8 @@ class Pixels:
 
     def _gathered(self, indices: np.ndarray, begin: np.ndarray, mirrored: np.ndarray) -> tuple[Tensor, Tensor]:
         """As ``batch``, by a few launches for all samples together."""
-        order = np.argsort(mirrored, kind="stable")  # those to be mirrored come last, and lie together
+        # those to be mirrored come last, and lie together
+        order = np.argsort(mirrored, kind="stable")
         places, back, rows = self._moved(np.stack([begin[order], np.argsort(order), indices]))
         cut = torch.index_select(self._layout.windows(self._array()), 0, places)
         images = _as_images(cut)
@@ -222,7 +224,8 @@ def _taken(own: accelerator.Accelerator, count: int) -> Tensor | None:
     # what torch has reserved and not allocated does not count: the network's next step takes that
     free = memory.free if (memory := own.memory()) else 0
     if count <= _DEVICE_SHARE * free:
-        with suppress(torch.OutOfMemoryError):  # somebody else was quicker
+        with suppress(torch.OutOfMemoryError):
+            # somebody else was quicker
             return torch.zeros(count, dtype=torch.uint8, device=own.device)
     _log.info("arrays lie on the host: %.1f GB are more than half of the device's free %.1f GB", count / 1e9, free / 1e9)
     return None

@@ -28,9 +28,11 @@ from harness.runtime.errors import LoaderError
 from harness.runtime.workers import Watchdog
 from harness.watch.stages import StageMeter
 
-_POLL_S = 2.0  # how soon a dead worker, or a signal to the trainer, ends a wait
+# how soon a dead worker, or a signal to the trainer, ends a wait
+_POLL_S = 2.0
 
-Key = tuple[int, np.ndarray]  # an epoch and the indices of one batch: the epoch travels with every request
+# an epoch and the indices of one batch: the epoch travels with every request
+Key = tuple[int, np.ndarray]
 
 
 class ProcessFeed(Feed):
@@ -48,14 +50,18 @@ class ProcessFeed(Feed):
     def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings, gauge: Gauge | None = None) -> None:
         super().__init__(order, settings)
         self._keys = _Keys(order)
-        with suppress(RuntimeError, OSError):  # no shared memory for it: the feed does without
+        with suppress(RuntimeError, OSError):
+            # no shared memory for it: the feed does without
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
         self._data = _Batches(dataset, self.meter, gauge)
         self._loader: Loader | None = None
-        self._pass: Iterator[HostBatch] | None = None  # torch's iterator of this pass, or of the last with persistent workers
-        self._started: Future[Iterator[HostBatch]] | None = None  # that of a primed pass
+        # torch's iterator of this pass, or of the last with persistent workers
+        self._pass: Iterator[HostBatch] | None = None
+        # that of a primed pass
+        self._started: Future[Iterator[HostBatch]] | None = None
         self._workers: list[BaseProcess] = []
-        weakref.finalize(self, _kill, self._workers)  # at exit too: Python waits for them, and they are deaf to SIGTERM
+        # at exit too: Python waits for them, and they are deaf to SIGTERM
+        weakref.finalize(self, _kill, self._workers)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -128,7 +134,8 @@ class ProcessFeed(Feed):
         if self._loader is not None and self._loader.timeout != wait_s:
             self._end_workers()
         if self._loader is None:
-            multiprocessing.util.get_temp_dir()  # for the workers' sockets: a killed one would leave its own folder behind
+            # for the workers' sockets: a killed one would leave its own folder behind
+            multiprocessing.util.get_temp_dir()
             self._loader = Loader(
                 **self._parts(),
                 num_workers=s.num_workers,
@@ -146,11 +153,13 @@ class ProcessFeed(Feed):
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
-            self._end_workers()  # workers of an earlier pass that cannot answer at once, on a machine that was asleep
+            # workers of an earlier pass that cannot answer at once, on a machine that was asleep
+            self._end_workers()
             return self._start(epoch, poll_s)
         finally:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)  # torch's raises wherever the trainer happens to be
+                # torch's raises wherever the trainer happens to be
+                signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)
         self._workers[:] = getattr(self._pass, "_workers", ())
         return self._pass
 
@@ -169,7 +178,8 @@ class ProcessFeed(Feed):
         started = self._started
         self._started = None
         if started:
-            started.exception()  # waits until there are workers to end
+            # waits until there are workers to end
+            started.exception()
         self._end_workers()
 
     def _end_workers(self) -> None:
@@ -216,7 +226,8 @@ class _Batches(Dataset[HostBatch]):
         self.dataset = dataset
         self.meter = meter
         self.gauge = gauge
-        self._filler: Filler | None = None  # this worker's, from its first batch on
+        # this worker's, from its first batch on
+        self._filler: Filler | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -228,7 +239,8 @@ class _Batches(Dataset[HostBatch]):
         worker = get_worker_info()
         if self._filler is None:
             self._filler = Filler(self.dataset, worker.id if worker else 0, self.meter, self.gauge)
-        self._filler.begin(count)  # what the batch takes besides its samples begins here
+        # what the batch takes besides its samples begins here
+        self._filler.begin(count)
         self._filler.share()
         shape = (count, 3, size, size)
         strides = (3 * size * size, 1, 3 * size, 3)
@@ -274,7 +286,8 @@ def _kill(running: list[BaseProcess]) -> None:
         worker.kill()
     for worker in running:
         worker.join(timeout=1.0)
-        for segment in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):  # one that it was just filling still has its name
+        # one that it was just filling still has its name
+        for segment in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
             segment.unlink(missing_ok=True)
     running.clear()
 
@@ -286,7 +299,8 @@ def _is_timeout(error: Exception) -> bool:
 def _loader_error(error: Exception) -> LoaderError:
     """The typed form of what torch says of its workers."""
     lines = (str(error) or type(error).__name__).splitlines()
-    text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")  # a worker's own error comes behind its traceback
+    # a worker's own error comes behind its traceback
+    text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")
     return LoaderError(
         f"{text}: a worker died, or its batch could not be handed over (out of memory, full /dev/shm, too many open files); "
         "lower loader.num_workers or loader.batch_size"

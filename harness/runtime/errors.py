@@ -87,7 +87,8 @@ class Interrupted(RunError):
 def described(error: BaseException) -> tuple[str, int] | None:
     """The line that a user sees and the exit code, or None for an error that is nobody's known fault."""
     cause: BaseException | None = error
-    while cause is not None:  # libraries wrap what a callback of ours raised
+    # libraries wrap what a callback of ours raised
+    while cause is not None:
         if isinstance(cause, RunError):
             return str(cause), cause.exit_code
         if isinstance(cause, ConfigError):
@@ -116,7 +117,8 @@ def told(error: BaseException) -> tuple[str, int]:
 def tell(failures: Sequence[BaseException]) -> int:
     """Prints a line for each failure; returns the first one's exit code, 0 without any."""
     lines = [told(failure) for failure in failures]
-    with contextlib.suppress(OSError):  # the exit code says it too
+    with contextlib.suppress(OSError):
+        # the exit code says it too
         for text, _ in lines:
             print(f"error: {text}", file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0

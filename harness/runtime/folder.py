@@ -18,7 +18,8 @@ from harness.runtime.errors import LockedError
 from harness.runtime.files import open_regular
 
 LOGGER = "wellfed"
-_WAIT = timedelta(seconds=60)  # for the folder that the first rank makes
+# for the folder that the first rank makes
+_WAIT = timedelta(seconds=60)
 
 # Open for as long as this process owns the folders.
 _owned: dict[Path, ExitStack] = {}

@@ -16,7 +16,8 @@ import torch
 
 from harness.runtime import accelerator
 
-_ORDER = 1  # streams: two uses of one (seed, epoch) must not share random numbers
+# streams: two uses of one (seed, epoch) must not share random numbers
+_ORDER = 1
 # what is done to a sample on its own; what is done to whole batches, sample by sample
 SAMPLE = 2
 BATCH = 3
@@ -97,7 +98,8 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        # cuBLAS asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
 

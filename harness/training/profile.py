@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch._C._profiler import _ExperimentalConfig  # profile() takes one, and torch.profiler does not export it
+# profile() takes one, and torch.profiler does not export it
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.runtime import accelerator
@@ -76,7 +77,8 @@ class Trace:
         if accelerator.count():
             activities.append(ProfilerActivity.CUDA)
         else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would complain that there is no GPU
+            # it would complain that there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._began = number
         try:
             profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))

@@ -31,7 +31,8 @@ from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
 
 _CHUNK_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
-_RESTS = 4.0  # seconds for each second of a processor: steps beside it then take a fifth longer at most
+# seconds for each second of a processor: steps beside it then take a fifth longer at most
+_RESTS = 4.0
 
 
 class Saver:

@@ -19,7 +19,8 @@ from harness.training import saver
 from harness.training.checkpoint import Record
 from harness.training.state import TrainState
 
-_HEARD_S = 1.0  # how soon ranks tell each other of a signal
+# how soon ranks tell each other of a signal
+_HEARD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ class Saves:
         self._state = state
         self._order = order
         self._place = place
-        self.last: Path | None = None  # what was written last, once this is closed
+        # what was written last, once this is closed
+        self.last: Path | None = None
         self._folder = place.folder / "checkpoints"
         self._saver: saver.Saver | None = None
         if config.checkpoint.enabled and config.mode is Mode.train and world.is_main:

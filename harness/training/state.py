@@ -114,7 +114,8 @@ class TrainState:
             group.update(settings, lr=base_lr * factor)
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # the fused kernels want equal strides
+                # the fused kernels want equal strides
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

@@ -70,7 +70,8 @@ class Step:
         self._on_host = own.kind == "cpu"
         if world.size > 1:
             self.model = DistributedDataParallel(state.network, device_ids=None if own.place is None else [own.place])
-        self._losses: list[Tensor] = []  # on the device, until they are read together
+        # on the device, until they are read together
+        self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
         self._streak = 0
         state.optimizer.register_step_pre_hook(self._note_found_inf)
@@ -143,14 +144,16 @@ class Step:
         scaler.unscale_(state.optimizer)
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(state.network.parameters(), self._clip_norm)
-        scaler.step(state.optimizer)  # fused optimizers leave the update out on the device where a gradient is not finite
+        # fused optimizers leave the update out on the device where a gradient is not finite
+        scaler.step(state.optimizer)
         scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.schedule.step()
         state.step += 1
 
     def _note_found_inf(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)  # set by the scaler for the time of the step: 0.0 or 1.0
+        # set by the scaler for the time of the step: 0.0 or 1.0
+        found = getattr(optimizer, "found_inf", None)
         if found is not None:
             self._found_inf.append(found)
 

@@ -21,12 +21,16 @@ from harness.training.step import Step
 from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun, steps_of_group
 
-_WARM_UP_STEPS = 5  # the first may compile and makes what an update allocates; cuDNN tries its kernels
+# the first may compile and makes what an update allocates; cuDNN tries its kernels
+_WARM_UP_STEPS = 5
 _GROUPS = 20
-_AGREE_S = 0.2  # between two agreements of the ranks to go on
+# between two agreements of the ranks to go on
+_AGREE_S = 0.2
 
-_Batch = tuple[Tensor, Tensor]  # images and labels on the device
-_Done = tuple[int, float]  # a step's images and seconds
+# images and labels on the device
+_Batch = tuple[Tensor, Tensor]
+# a step's images and seconds
+_Done = tuple[int, float]
 
 
 class StepTrials:
@@ -45,7 +49,8 @@ class StepTrials:
         self._world = world
         self._now = now or accelerator.of(world.device).now
         self._parts = config.trainer.accumulate_steps
-        self._made = 0  # steps: says which part of an update the next one is
+        # steps: says which part of an update the next one is
+        self._made = 0
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +76,8 @@ class StepTrials:
         with self._step.kept():
             try:
                 state.network.train()
-                state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]  # LambdaLR multiplies them
+                # LambdaLR multiplies them
+                state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
                 for group in state.optimizer.param_groups:
                     group["lr"] = 0.0
                 yield
@@ -100,7 +106,8 @@ class StepTrials:
                 break
         steps = steps_of_group(step_s, limit_s, self.overlaps)
         if steps >= self._parts:
-            steps += -steps % self._parts  # each group has as many updates as the others
+            # each group has as many updates as the others
+            steps += -steps % self._parts
         groups: list[tuple[float, float]] = []
         cpu = time.process_time()
         while len(groups) < _GROUPS and self._world.agreed(len(groups) < 2 or self._now() - begin < limit_s):
@@ -168,10 +175,12 @@ class StepTrials:
                 step_s = self._now() - end
                 done.append((count, step_s))
                 end += step_s
-            if self._world.size > 1:  # at most doubled: the first batches may only have been the ones in store
+            # at most doubled: the first batches may only have been the ones in store
+            if self._world.size > 1:
                 block_s = sum(seconds for _, seconds in done[-block:])
                 block = max(1, int(min(2 * block, _AGREE_S * block / block_s, most - len(done))))
-        if not self.overlaps:  # what a device whose own time is not known has left to do is the last step's
+        # what a device whose own time is not known has left to do is the last step's
+        if not self.overlaps:
             accelerator.of(self.device).synchronize()
             if done:
                 count, step_s = done[-1]
@@ -197,7 +206,8 @@ class StepTrials:
         else:
             self._step(images, labels, part=self._made % self._parts, parts=self._parts)
             self._made += 1
-        if self._world.size == 1:  # several ranks must stop at one step: the launcher ends them
+        # several ranks must stop at one step: the launcher ends them
+        if self._world.size == 1:
             signals.check()
 
     def _black(self, feed: Feed) -> _Batch:
