@@ -59,7 +59,7 @@ class ImageDataset:
         Raises:
             BadSample: the sample cannot be read, whatever the reason.
         """
-        assert 0 <= index < len(self.source)
+        assert 0 <= index < len(self.source.labels)
         assert out.dtype == np.uint8 and out.shape == (3, self.image_size, self.image_size)
         try:
             # looking into the cache is part of the first stage, and what the cache has is not decoded
