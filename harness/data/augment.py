@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.config import AugmentConfig
-from harness.data.adjust import BRIGHTNESS, HUE, blended, moved, turned
+from harness.data.adjust import BRIGHTNESS, HUE, adjust_hue, blend, to_device
 from harness.runtime.seeding import BATCH, uniforms
 
 # uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
@@ -115,8 +115,8 @@ class ColorJitter:
 def _adjusted(images: Tensor, kinds: np.ndarray, amounts: np.ndarray) -> Tensor:
     """Each image with the one property that ``kinds`` names changed: all blends at once, then the hues."""
     hues = np.flatnonzero(kinds == HUE)
-    images = blended(images, np.where(kinds == HUE, BRIGHTNESS, kinds), np.where(kinds == HUE, 1.0, amounts))
+    images = blend(images, np.where(kinds == HUE, BRIGHTNESS, kinds), np.where(kinds == HUE, 1.0, amounts))
     if len(hues):
-        rows = moved(hues, images.device)
-        images[rows] = turned(images[rows], amounts[hues])
+        rows = to_device(hues, images.device)
+        images[rows] = adjust_hue(images[rows], amounts[hues])
     return images

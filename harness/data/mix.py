@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.config import AugmentConfig
-from harness.data.adjust import moved
+from harness.data.adjust import to_device
 from harness.data.augment import Numbered
 from harness.runtime.seeding import uniforms
 
@@ -62,7 +62,7 @@ class Mix:
         if self._erasing:
             draws = uniforms(self._seed, batch.epoch, indices, 1 + 4 * _TRIES, stream=_ERASE)
             boxes = erased_boxes(draws[:, 1:], *images.shape[2:])
-            images = _erased(images, np.where(draws[:, :1] < self._erasing, boxes, 0))
+            images = _erase(images, np.where(draws[:, :1] < self._erasing, boxes, 0))
         if not self._mixers:
             return images, labels
         key = _MIX << 112 | self._seed << 80 | batch.epoch << 48 | int(indices[0])
@@ -89,8 +89,8 @@ def erased_boxes(draws: np.ndarray, height: int, width: int) -> np.ndarray:
     return first.astype(np.int64)
 
 
-def _erased(images: Tensor, boxes: np.ndarray) -> Tensor:
-    top, left, bottom, right = moved(boxes, images.device).view(-1, 4, 1, 1, 1).unbind(1)
+def _erase(images: Tensor, boxes: np.ndarray) -> Tensor:
+    top, left, bottom, right = to_device(boxes, images.device).view(-1, 4, 1, 1, 1).unbind(1)
     y = torch.arange(images.shape[2], device=images.device).unsqueeze(1)
     x = torch.arange(images.shape[3], device=images.device)
     return torch.where((y >= top) & (y < bottom) & (x >= left) & (x < right), 0.0, images)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.data.adjust import BRIGHTNESS, CONTRAST, SATURATION, blended, moved, sharpened, warped
+from harness.data.adjust import BRIGHTNESS, CONTRAST, SATURATION, adjust_sharpness, affine, blend, to_device
 
 _BINS = 31
 # in torchvision's order, in which those that are done together are neighbours
@@ -52,9 +52,9 @@ class RandAugment:
         for k in range(ops.shape[1]):
             order = ops[held, k].argsort(kind="stable")
             held = held[order]
-            images = images[moved(order, images.device)]
+            images = images[to_device(order, images.device)]
             self._operate(images, ops[held, k], signs[held, k])
-        return images[moved(held.argsort(), images.device)]
+        return images[to_device(held.argsort(), images.device)]
 
     def _operate(self, images: Tensor, ops: np.ndarray, signs: np.ndarray) -> None:
         """Do to each of ``images`` what the sorted ``ops`` say, in place."""
@@ -62,9 +62,9 @@ class RandAugment:
         factors = 1.0 + signs * self._level(0.9)
         matrices = self._matrices(height, width)
         for first, last, act in (
-            (Op.ShearX, Op.Rotate, lambda part, at: warped(part, matrices[ops[at] - Op.ShearX, (signs[at] > 0).astype(int)])),
-            (Op.Brightness, Op.Contrast, lambda part, at: blended(part, _BLENDS[ops[at] - Op.Brightness], factors[at])),
-            (Op.Sharpness, Op.Sharpness, lambda part, at: sharpened(part, factors[at])),
+            (Op.ShearX, Op.Rotate, lambda part, at: affine(part, matrices[ops[at] - Op.ShearX, (signs[at] > 0).astype(int)])),
+            (Op.Brightness, Op.Contrast, lambda part, at: blend(part, _BLENDS[ops[at] - Op.Brightness], factors[at])),
+            (Op.Sharpness, Op.Sharpness, lambda part, at: adjust_sharpness(part, factors[at])),
             (Op.Posterize, Op.Posterize, lambda part, at: functional.posterize(part, self._bits)),
             (Op.Solarize, Op.Solarize, lambda part, at: functional.solarize(part, self._threshold)),
             (Op.AutoContrast, Op.AutoContrast, lambda part, at: functional.autocontrast(part)),

@@ -15,7 +15,7 @@ from harness.feed.gauge import Gauge
 from harness.feed.interface import ARRAYS as ARRAYS
 from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of
 from harness.feed.order import AnyOrder
-from harness.feed.pixels import Pixels
+from harness.feed.pixels import InMemoryImages
 from harness.feed.threads import BatchThreads
 from harness.runtime import limits
 from harness.runtime.errors import BadSample, LoaderError
@@ -37,8 +37,8 @@ def in_form(settings: FeedSettings, form: str) -> FeedSettings:
 class ArrayFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` backend.
 
-    Files are read and decoded once, by threads, for the first batch that asks for them. With ``Pixels`` on a GPU the batches
-    are there too, and nothing is copied.
+    Files are read and decoded once, by threads, for the first batch that asks for them. With ``InMemoryImages`` on a GPU
+    the batches are there too, and nothing is copied.
 
     Args:
         dataset: one whose images have one form before crop and mirror.
@@ -60,18 +60,18 @@ class ArrayFeed(Feed):
         order: AnyOrder,
         settings: FeedSettings,
         gauge: Gauge | None = None,
-        pixels: Pixels | None = None,
+        pixels: InMemoryImages | None = None,
         readers: int | None = None,
     ) -> None:
         assert isinstance(dataset, ImageDataset) and not settings.num_workers
         super().__init__(order, settings)
         self.readers = readers = readers or max(1, int(limits.measure().cores))
-        self.pixels = pixels or Pixels(dataset)
+        self.pixels = pixels or InMemoryImages(dataset)
         self.on_device = self.pixels.on_device
         self._reading = dataclasses.replace(
             settings, backend=ARRAYS, num_workers=readers, prefetch_factor=_AHEAD, pin_memory=False
         )
-        self.meter = StageMeter((*stages_of(self.pixels.stills), _GATHER), readers + 1, shared=False)
+        self.meter = StageMeter((*stages_of(self.pixels.untransformed), _GATHER), readers + 1, shared=False)
         self._timer = self.meter.timer(readers)
         self._gauge = gauge
         # the latest
@@ -126,14 +126,16 @@ class _Pass:
         meter: is told what they do, by slot.
     """
 
-    def __init__(self, batches: Iterator[np.ndarray], pixels: Pixels, settings: FeedSettings, meter: StageMeter | None) -> None:
+    def __init__(
+        self, batches: Iterator[np.ndarray], pixels: InMemoryImages, settings: FeedSettings, meter: StageMeter | None
+    ) -> None:
         self._indices = batches
         self._pixels = pixels
         # the next batches, and how many images of each are read
         self._due: deque[tuple[np.ndarray, int]] = deque()
         # what no thread has taken on yet
         self._wanted: deque[np.ndarray] = deque()
-        self._threads = BatchThreads(self, pixels.stills, settings, meter)
+        self._threads = BatchThreads(self, pixels.untransformed, settings, meter)
         self.close = self._threads.close
 
     def look_ahead(self) -> bool:

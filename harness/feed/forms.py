@@ -26,7 +26,7 @@ from harness.feed.interface import (
     val_settings,
 )
 from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
-from harness.feed.pixels import Pixels, pixel_bytes, unserved
+from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
 from harness.feed.threads import ThreadFeed
@@ -57,7 +57,7 @@ class Feeds:
     world: World
     _cursor: Cursor = field(default_factory=Cursor, init=False)
     # that its feeds of arrays share
-    _pixels: dict[ImageDataset, Pixels] = field(default_factory=dict, init=False)
+    _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class Feeds:
         named = self.config.loader.backend
         if named not in (None, Backend.auto):
             return (named.name,)
-        return tuple(name for name in FORMS if name != ARRAYS or unserved(self.splits.train) is None)
+        return tuple(name for name in FORMS if name != ARRAYS or why_not_in_memory(self.splits.train) is None)
 
     @property
     def default_form(self) -> str:
@@ -166,7 +166,7 @@ class Feeds:
         train = self.splits.train
         held = self.held_bytes(settings)
         free = limits.memory_bytes
-        if isinstance(train, ImageDataset) and (reason := unserved(train)):
+        if isinstance(train, ImageDataset) and (reason := why_not_in_memory(train)):
             raise ConfigError(
                 f"loader.backend=arrays: {reason} (augment.crop=random_resized); choose augment.crop=pad or center, or "
                 "loader.backend=threads"
@@ -216,7 +216,7 @@ class Feeds:
             return SyntheticFeed(order, settings, dataset.image_size, dataset.num_classes, self.world.device)
         if settings.backend == ARRAYS:
             if dataset not in self._pixels:
-                self._pixels[dataset] = Pixels(dataset, self.world.device)
+                self._pixels[dataset] = InMemoryImages(dataset, self.world.device)
             readers = max(1, int(limits.measure(self.world.local_size).cores))
             return ArrayFeed(dataset, order, settings, gauge, self._pixels[dataset], readers)
         return FORMS[settings.backend](dataset, order, settings, gauge)

@@ -31,7 +31,7 @@ _DEVICE_SHARE = 0.5
 _log = logging.getLogger(LOGGER)
 
 
-def unserved(dataset: object) -> str | None:
+def why_not_in_memory(dataset: object) -> str | None:
     """Why the images of ``dataset`` have no one form before crop and mirror; None where they have."""
     if not isinstance(dataset, ImageDataset):
         return f"{type(dataset).__name__} makes each sample anew"
@@ -82,8 +82,8 @@ class _Layout:
         return memory.as_strided((places, self.size, 3 * self.size), (3, 3 * self.pitch, 1))
 
 
-class Pixels:
-    """The array of a data set that is not ``unserved``, for all feeds over it.
+class InMemoryImages:
+    """The images of a data set in one array, for all feeds over it; ``why_not_in_memory`` has nothing against it.
 
     Args:
         dataset: whose images.
@@ -91,7 +91,7 @@ class Pixels:
 
     Attributes:
         on_device: whether they lie in the device's memory.
-        stills: a data set that makes what ``keep`` takes: the images as they are before crop and mirror.
+        untransformed: a data set that makes what ``keep`` takes: the images as they are before crop and mirror.
     """
 
     def __init__(self, dataset: ImageDataset, device: torch.device | None = None) -> None:
@@ -106,16 +106,16 @@ class Pixels:
         self._there = np.zeros(len(dataset), bool)
         self._source = _rows_of(dataset)
         # without the margin and the mirroring that the transform draws for each epoch
-        self.stills = copy.copy(dataset)
+        self.untransformed = copy.copy(dataset)
         if isinstance(dataset.transform, TrainTransform):
-            self.stills.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
+            self.untransformed.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Those of ``indices`` whose images somebody has to make and to give to ``keep`` before ``batch`` can serve them."""
         return indices[:0] if self._source is not None else indices[~self._there[indices]]
 
     def keep(self, made: HostBatch) -> None:
-        """Take in ``made``, a batch of ``stills``."""
+        """Take in ``made``, a batch of ``untransformed``."""
         self._put(made.indices.numpy(), made.images.permute(0, 2, 3, 1).numpy())
 
     def _fetch(self, indices: np.ndarray) -> None:
