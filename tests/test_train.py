@@ -574,7 +574,7 @@ def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
         output, _ = process.communicate(timeout=30)
         assert process.returncode == -signal.SIGSEGV
         assert "Fatal Python error: Segmentation fault" in output
-        if "crew.py" in output:
+        if "threads.py" in output:
             return
     raise AssertionError(output)
 

@@ -13,22 +13,23 @@ from torch import Tensor
 
 from harness.runtime import accelerator
 
-BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)  # as torchvision's ColorJitter numbers them
+# as torchvision's ColorJitter numbers them
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 
 
-def moved(values: np.ndarray, device: torch.device) -> Tensor:
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """``values`` on ``device``, floats as float32."""
     single = values.astype(np.float32) if values.dtype == np.float64 else values
     return accelerator.of(device).copy(torch.from_numpy(single))
 
 
-def blended(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
+def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
     """``images`` with another brightness, contrast or saturation, as ``kinds`` says; a factor of 1 changes nothing.
 
     Each of the three is a blend with a grey: with black, with the luma's mean, with the luma.
     """
-    shares = moved(np.stack((factors, np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors))), images.device)
-    even = moved(kinds == CONTRAST, images.device).view(-1, 1, 1, 1)
+    shares = to_device(np.stack((factors, np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors))), images.device)
+    even = to_device(kinds == CONTRAST, images.device).view(-1, 1, 1, 1)
     pixels = images.float()
     red, green, blue = pixels.split(1, dim=1)
     luma = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
@@ -37,7 +38,7 @@ def blended(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
     return pixels.mul_(own).addcmul_(grey, rest).clamp_(0, 255).to(torch.uint8)
 
 
-def turned(images: Tensor, turns: np.ndarray) -> Tensor:
+def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
     """``images`` with hues turned by ``turns``, 1 being the whole circle.
 
     The colour's place on the circle in sixths, then each channel from it (Smith 1978, "Color gamut transform pairs").
@@ -46,26 +47,28 @@ def turned(images: Tensor, turns: np.ndarray) -> Tensor:
     red, green, blue = pixels.split(1, dim=1)
     value = pixels.amax(1, keepdim=True)
     chroma = value - pixels.amin(1, keepdim=True)
-    span = chroma.clamp(min=1)  # a grey pixel has no hue, and needs none
+    # a grey pixel has no hue, and needs none
+    span = chroma.clamp(min=1)
     sixth = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
-    sixth = torch.where(value == red, (green - blue) / span, sixth) + moved(6 * turns, images.device).view(-1, 1, 1, 1)
+    sixth = torch.where(value == red, (green - blue) / span, sixth) + to_device(6 * turns, images.device).view(-1, 1, 1, 1)
     place = (sixth + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)).remainder_(6)
     lost = torch.minimum(place, 4 - place).clamp_(0, 1).mul_(chroma)
     return (value - lost).mul_(255.999 / 255).to(torch.uint8)
 
 
-def sharpened(images: Tensor, factors: np.ndarray) -> Tensor:
+def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
     """``images`` blended with their blurred selves: 1 changes nothing, 0 blurs; the border of one pixel stays as it is."""
     pixels = images.float()
     around = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
     around = around[..., :-2] + around[..., 1:-1] + around[..., 2:]
     inner = pixels[:, :, 1:-1, 1:-1]
-    blurred = around.add_(inner, alpha=4).mul_(1 / 13).round_()  # thirteenths of integers are never half-way
-    inner.add_(blurred.sub_(inner).mul_(moved(1.0 - factors, images.device).view(-1, 1, 1, 1)))
+    # thirteenths of integers are never half-way
+    blurred = around.add_(inner, alpha=4).mul_(1 / 13).round_()
+    inner.add_(blurred.sub_(inner).mul_(to_device(1.0 - factors, images.device).view(-1, 1, 1, 1)))
     return pixels.clamp_(0, 255).to(torch.uint8)
 
 
-def warped(images: Tensor, matrices: np.ndarray) -> Tensor:
+def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
     """Each pixel from the nearest one to where ``matrices``, float32 ``[N, 2, 3]``, send it; from outside comes black.
 
     They act on pixel coordinates (x, y, 1) whose origin is the image's centre. The arithmetic is torchvision's to the last
@@ -75,7 +78,8 @@ def warped(images: Tensor, matrices: np.ndarray) -> Tensor:
     places = torch.ones(height, width, 3, device=images.device)
     places[..., 0] = torch.arange(width, device=images.device) - (width - 1) / 2
     places[..., 1] = (torch.arange(height, device=images.device) - (height - 1) / 2).unsqueeze(1)
-    to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)  # which are at -1 and 1
+    # which are at -1 and 1
+    to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)
     # A product of matrices rounds as this processor's library has it, and so does torchvision's.
-    grid = (places.view(-1, 3) @ moved(to_edges, images.device).mT).view(count, height, width, 2)
+    grid = (places.view(-1, 3) @ to_device(to_edges, images.device).mT).view(count, height, width, 2)
     return F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(torch.uint8)

@@ -12,7 +12,8 @@ from harness.runtime.errors import DataError, RunError, printable
 
 _MAX_MEMBERS = 1000
 _MAX_RATIO = 100
-_SLACK_BYTES = 16 << 20  # headers, padding, and small members that nobody asked for
+# headers, padding, and small members that nobody asked for
+_SLACK_BYTES = 16 << 20
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
@@ -35,12 +36,14 @@ def read_members(archive: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
         with _CappedGzip(archive, min(sum(wanted.values()) + _SLACK_BYTES, ratio_bytes)) as stream:
             with tarfile.open(fileobj=stream, mode="r|") as tar:
                 found = _read_wanted(tar, wanted)
-            while stream.read(1 << 20):  # gzip keeps its checksum at the very end, behind the last member
+            # gzip keeps its checksum at the very end, behind the last member
+            while stream.read(1 << 20):
                 signals.check()
         return found
     except RunError:
         raise
-    except Exception as error:  # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
+    except Exception as error:
+        # damage surfaces as OSError, EOFError, zlib.error, TarError, ValueError, RecursionError
         reason = printable(str(error) or type(error).__name__)
         text = f"{reason}; delete the file and get it from its publisher"
         if not isinstance(error, _Suspect):

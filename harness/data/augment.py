@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from harness.config import AugmentConfig
-from harness.data.adjust import BRIGHTNESS, HUE, blended, moved, turned
+from harness.data.adjust import BRIGHTNESS, HUE, adjust_hue, blend, to_device
 from harness.runtime.seeding import BATCH, uniforms
 
-_CACHED_BYTES = 1 << 20  # uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
+# uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
+_CACHED_BYTES = 1 << 20
 
 
 class Numbered(Protocol):
@@ -48,14 +49,16 @@ class BatchAugment:
     """The ``parts``, one after the other; what becomes of an image is a function of (seed, epoch, index) and its pixels."""
 
     def __init__(self, parts: Sequence[Part], seed: int) -> None:
-        self._parts, self._seed = parts, seed
+        self._parts = parts
+        self._seed = seed
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, seed: int) -> BatchAugment | None:
         """RandAugment and then colour jitter, as ``augment`` wants them; None where it wants neither."""
         parts: list[Part] = []
         if augment.rand_augment:
-            from harness.data.randaugment import RandAugment  # torchvision's transforms take a while to import
+            # torchvision's transforms take a while to import
+            from harness.data.randaugment import RandAugment
 
             parts.append(RandAugment(augment.rand_augment, augment.rand_augment_magnitude))
         if any(augment.color_jitter):
@@ -69,15 +72,14 @@ class BatchAugment:
         most = len(images)
         if images.device.type == "cpu":
             most = max(1, _CACHED_BYTES // images[0].numel())
-        done = [self._apply(chunk, draws[k * most : (k + 1) * most]) for k, chunk in enumerate(images.split(most))]
+        done = []
+        for chunk, drawn in zip(images.split(most), np.split(draws, range(most, len(draws), most)), strict=True):
+            begin = 0
+            for part in self._parts:
+                chunk = part(chunk, drawn[:, begin : begin + part.draws])
+                begin += part.draws
+            done.append(chunk)
         return done[0] if len(done) == 1 else torch.cat(done)
-
-    def _apply(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        begin = 0
-        for part in self._parts:
-            images = part(images, draws[:, begin : begin + part.draws])
-            begin += part.draws
-        return images
 
 
 class ColorJitter:
@@ -93,9 +95,11 @@ class ColorJitter:
     def __init__(self, brightness: float, contrast: float, saturation: float, hue: float) -> None:
         most = np.array([brightness, contrast, saturation, hue])
         low, high = np.maximum(0.0, 1.0 - most), 1.0 + most
-        low[HUE], high[HUE] = -hue, hue
+        low[HUE] = -hue
+        high[HUE] = hue
         self._kinds = np.flatnonzero(most)
-        self._low, self._high = low[self._kinds], high[self._kinds]
+        self._low = low[self._kinds]
+        self._high = high[self._kinds]
         self.draws = 2 * len(self._kinds)
 
     def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
@@ -111,8 +115,8 @@ class ColorJitter:
 def _adjusted(images: Tensor, kinds: np.ndarray, amounts: np.ndarray) -> Tensor:
     """Each image with the one property that ``kinds`` names changed: all blends at once, then the hues."""
     hues = np.flatnonzero(kinds == HUE)
-    images = blended(images, np.where(kinds == HUE, BRIGHTNESS, kinds), np.where(kinds == HUE, 1.0, amounts))
+    images = blend(images, np.where(kinds == HUE, BRIGHTNESS, kinds), np.where(kinds == HUE, 1.0, amounts))
     if len(hues):
-        rows = moved(hues, images.device)
-        images[rows] = turned(images[rows], amounts[hues])
+        rows = to_device(hues, images.device)
+        images[rows] = adjust_hue(images[rows], amounts[hues])
     return images

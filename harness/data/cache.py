@@ -19,18 +19,22 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from harness.data.mapped import MappedFile, checksum
-from harness.data.resize import resized
 from harness.data.storage import Source
+from harness.data.transforms import resized
 from harness.runtime.errors import printable
 
-FORMAT = 2  # whoever changes what the file holds raises it
+# whoever changes what the file holds raises it
+FORMAT = 2
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
 _TABLE_START = 128
-_COLUMNS = 4  # place, checksum, size and time of change of the source file
-_UNIT_BYTES = 512  # pixels begin at multiples of it
+# place, checksum, size and time of change of the source file
+_COLUMNS = 4
+# pixels begin at multiples of it
+_UNIT_BYTES = 512
 _SIDE_BITS = 15
 _SIDE_MASK = 2**_SIDE_BITS - 1
-_RACY_S = 2.0  # a file changed so shortly before may change again without another time of change
+# a file changed so shortly before may change again without another time of change
+_RACY_S = 2.0
 
 
 class PixelCache:
@@ -46,7 +50,9 @@ class PixelCache:
 
     def __init__(self, file: MappedFile, checked: MappedFile, first: int, source: Source, max_side: int | None) -> None:
         self._args = file, checked, first, source, max_side
-        self._file, self._source, self._max_side = file, source, max_side
+        self._file = file
+        self._source = source
+        self._max_side = max_side
         self._head = np.frombuffer(file.map, _HEAD, 1)
         self._table = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START).reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
@@ -60,7 +66,9 @@ class PixelCache:
 
     def get(self, i: int) -> np.ndarray | None:
         """The pixels of image ``i``, uint8 ``[H, W, 3]``, a read-only view that stays valid; None: not here."""
-        checked, place = self._checked[i], int(self._places[i])  # in this order: the image may just now be given another place
+        # in this order: the image may just now be given another place
+        checked = self._checked[i]
+        place = int(self._places[i])
         if not place or not (checked or self._is_right(i, place)):
             return None
         return self._view(place)
@@ -80,7 +88,8 @@ class PixelCache:
 
     def stats(self) -> dict[str, int]:
         """How many ``images`` of all ``samples`` are kept, and how many ``bytes`` of ``limit`` they take."""
-        head, places = self._head[0], self._table[0]
+        head = self._head[0]
+        places = self._table[0]
         images = int(np.count_nonzero(places))
         return {"images": images, "samples": len(places), "bytes": int(head["used"]), "limit": int(head["limit"])}
 
@@ -89,7 +98,8 @@ class PixelCache:
         s = self.stats()
         full = s["images"] < s["samples"] and s["bytes"] + s["bytes"] // max(1, s["images"]) > s["limit"]
         end = ", full: the others are decoded each time" if full else ""
-        if full and self._is_on_disk():  # where a part may be of files that have changed since
+        # where a part may be of files that have changed since
+        if full and self._is_on_disk():
             path = os.readlink(f"/proc/self/fd/{self._file.fd}")
             end += f"; if files of the data set were replaced, delete {printable(path)} to keep the new ones"
         sizes = f"{s['bytes'] / 1e9:.1f} of at most {s['limit'] / 1e9:.1f} GB"
@@ -99,22 +109,27 @@ class PixelCache:
         return os.fstat(self._file.fd).st_nlink > 0
 
     def _view(self, place: int) -> np.ndarray | None:
-        start, height, width = (place >> 2 * _SIDE_BITS) * _UNIT_BYTES, place >> _SIDE_BITS & _SIDE_MASK, place & _SIDE_MASK
+        start = (place >> 2 * _SIDE_BITS) * _UNIT_BYTES
+        height = place >> _SIDE_BITS & _SIDE_MASK
+        width = place & _SIDE_MASK
         end = start + height * width * 3
-        if not 0 <= start < end <= len(self._pixels):  # damaged, or in a part by which another run made the file longer
+        # damaged, or in a part by which another run made the file longer
+        if not 0 <= start < end <= len(self._pixels):
             return None
         return self._pixels[start:end].reshape(height, width, 3)
 
     def _is_right(self, i: int, place: int) -> bool:
         pixels = self._view(place)
-        with suppress(OSError):  # where the source file is gone
+        with suppress(OSError):
+            # where the source file is gone
             status = os.stat(self._source.where(i))
             expected = self._sums[i], self._sizes[i], self._changed_ns[i]
             if pixels is not None and (checksum(pixels), status.st_size, status.st_mtime_ns) == expected:
                 self._checked[i] = 1
                 return True
         if self._file.writable:
-            self._places[i] = 0  # so that the next put gives it another
+            # so that the next put gives it another
+            self._places[i] = 0
         return False
 
     def _keep(self, i: int, pixels: np.ndarray) -> None:
@@ -129,15 +144,19 @@ class PixelCache:
         pixels = np.ascontiguousarray(pixels)
         if (start := self._written(pixels)) is None:
             return
-        self._sums[i], self._sizes[i], self._changed_ns[i] = checksum(pixels), status.st_size, status.st_mtime_ns
+        self._sums[i] = checksum(pixels)
+        self._sizes[i] = status.st_size
+        self._changed_ns[i] = status.st_mtime_ns
         # The kernel's locks around the write order it before this store, whatever the processor.
         self._places[i] = (start // _UNIT_BYTES) << 2 * _SIDE_BITS | height << _SIDE_BITS | width
         self._checked[i] = 1
 
     def _written(self, pixels: np.ndarray) -> int | None:
         """Where ``pixels`` begin, which have bytes of their own now; None where so many are not left."""
-        head, size = self._head[0], _rounded(pixels.nbytes)
-        if head["used"] + size > head["limit"]:  # so it is most often once it is full
+        head = self._head[0]
+        size = _rounded(pixels.nbytes)
+        # so it is most often once it is full
+        if head["used"] + size > head["limit"]:
             return None
         with _alone_with(self._file.fd):
             start = int(head["used"])
@@ -150,7 +169,8 @@ class PixelCache:
                 return start
         except OSError:
             pass
-        head["limit"] = start  # the disk has not so much left as there was at first
+        # the disk has not so much left as there was at first
+        head["limit"] = start
         return None
 
 
@@ -190,7 +210,8 @@ def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
     places = np.frombuffer(os.pread(fd, 8 * rows, _TABLE_START), np.int64)
     images = (places >> _SIDE_BITS & _SIDE_MASK) * (places & _SIDE_MASK) * 3
     # A power failure may leave a head that is older than the table: what lies in a place must not be given out again.
-    ends, start = np.append((places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images, head["used"]), _pixels_start(rows)
+    ends = np.append((places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images, head["used"])
+    start = _pixels_start(rows)
     in_use = start + int((-(-images // _UNIT_BYTES)).sum(where=ends[:-1] <= size)) * _UNIT_BYTES
     return _rounded(int(ends.max(where=ends <= size, initial=start))), in_use
 

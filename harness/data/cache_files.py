@@ -22,7 +22,7 @@ import numpy as np
 from harness.config import ConfigError, DataCache, DataConfig
 from harness.data import cache
 from harness.data.cache import PixelCache
-from harness.data.decode import DecodeOptions
+from harness.data.decode import DecodeOptions, decode
 from harness.data.download import exclusive
 from harness.data.images import ImageDataset
 from harness.data.mapped import MappedFile, memory
@@ -31,12 +31,15 @@ from harness.runtime import limits
 from harness.runtime.errors import BadSample, printable
 from harness.runtime.files import make_way, open_regular, set_aside
 from harness.runtime.folder import LOGGER
+from harness.runtime.seeding import SampleRng
 from harness.watch.console import say
 
-Gathered = Callable[[Any], list[Any]]  # every rank's value in the order of the ranks, on every rank
+# every rank's value in the order of the ranks, on every rank
+Gathered = Callable[[Any], list[Any]]
 
 _LOOKED_AT = 16
-_WAIT_S = 300.0  # for a run that opens the cache, which takes seconds
+# for a run that opens the cache, which takes seconds
+_WAIT_S = 300.0
 
 _log = logging.getLogger(LOGGER)
 
@@ -51,7 +54,9 @@ def open_caches(
     Raises:
         ConfigError: there are no files to decode, the cache cannot be written, or it would be larger than there is room for.
     """
-    rows, facts, roots = sum(map(len, sources)), hashlib.sha256(_software(options, data.cache_max_side)), []
+    rows = sum(map(len, sources))
+    facts = hashlib.sha256(_software(options, data.cache_max_side))
+    roots = []
     for source in sources:
         folder, digest = _listed(source, data)
         facts.update(digest)
@@ -59,7 +64,8 @@ def open_caches(
     make = lambda: _opened(data, facts.hexdigest(), rows, os.fsencode("\0".join(roots)))
     if (files := _shared(make, gathered)) is None:
         return None
-    (file, checked), (train, val) = files, sources
+    file, checked = files
+    train, val = sources
     first = PixelCache(file, checked, 0, train, data.cache_max_side)
     second = PixelCache(file, checked, len(train), val, data.cache_max_side)
     say(f"decoded cache: {first.summary()} ({'in memory' if data.cache is DataCache.ram else cache_root() / 'decoded'})")
@@ -85,17 +91,21 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
     """What ``make`` gives in one process of those that see each other, in all of them; or, on every rank, what it raises."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        machine = file.read() + os.readlink("/proc/self/ns/pid")  # containers on one machine do not see each other
+        # containers on one machine do not see each other
+        machine = file.read() + os.readlink("/proc/self/ns/pid")
     me = machine, os.getpid()
     everyone = gathered(me)
     first = next(i for i, (place, _) in enumerate(everyone) if place == machine)
-    made, failure = None, None
+    made = None
+    failure = None
     if everyone[first] == me:
         try:
             made = make()
-        except (ConfigError, OSError) as error:  # raised here alone, it would leave the others waiting
+        except (ConfigError, OSError) as error:
+            # raised here alone, it would leave the others waiting
             failure = error
-    told = gathered((failure, pickle.dumps(made)))  # as bytes: what other machines hold cannot be opened here
+    # as bytes: what other machines hold cannot be opened here
+    told = gathered((failure, pickle.dumps(made)))
     for refused, _ in told:
         if refused is not None:
             raise refused
@@ -132,7 +142,8 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file = MappedFile(_to_fill(place, data, facts, rows), writable=True)
-                weakref.finalize(file, held.pop_all().close).atexit = False  # for as long as a thread may write
+                # for as long as a thread may write
+                weakref.finalize(file, held.pop_all().close).atexit = False
                 return file
         failure = None
     except OSError as error:
@@ -143,7 +154,8 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     found = _to_read(place, facts, rows)
     if found is None and failure is not None:
         raise ConfigError(f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use data.cache=ram")
-    if found is None and data.cache_max_side is not None:  # its images would be larger than with a cache: other pixels
+    # its images would be larger than with a cache: other pixels
+    if found is None and data.cache_max_side is not None:
         advice = "wait until it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
         raise ConfigError(f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; {advice}")
     use = "of other pixels: nothing is kept in this run" if found is None else "what is in it is used, nothing is added"
@@ -153,11 +165,14 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
 
 def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
     """The descriptor of the file at ``place``, made anew unless its pixels are the right ones."""
-    free_bytes, fd, taken = shutil.disk_usage(place.parent).free, None, None
+    free_bytes = shutil.disk_usage(place.parent).free
+    fd = None
+    taken = None
     make_way(place)
     with suppress(FileNotFoundError):
         fd = open_regular(place, os.O_RDWR | os.O_NOFOLLOW)
-        free_bytes += os.fstat(fd).st_blocks * 512  # what it takes may go on being taken
+        # what it takes may go on being taken
+        free_bytes += os.fstat(fd).st_blocks * 512
         taken = cache.taken_bytes(fd, facts, rows)
     budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
     used, in_use = taken or (0, 0)
@@ -171,9 +186,11 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
         os.close(fd)
         why = "most of it of files that have changed" if used else "of other files, settings or versions, or damaged"
         _log.warning("%s: %s: made anew", place, why)
-        place.unlink()  # its room is needed; who still reads it keeps it
+        # its room is needed; who still reads it keeps it
+        place.unlink()
     part = place.with_suffix(".part")
-    set_aside(part)  # of a process that was killed
+    # of a process that was killed
+    set_aside(part)
     fd = open_regular(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         cache.make_blank(fd, facts, rows, budget_bytes)
@@ -194,32 +211,19 @@ def _to_read(place: Path, facts: str, rows: int) -> MappedFile | None:
 
 
 def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
-    """How far the images that are shrunk to ``max_side`` change, in grey levels a pixel, from a look at some; None: none is."""
-    kept = _Shrunk(max_side)
-    both = ImageDataset(dataset.source, dataset.transform, dataset.options, dataset.image_size, dataset.seed, kept)
-    out = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
+    """Returns how far images change that are shrunk to ``max_side``, in grey levels a pixel; None: none is larger.
+
+    Measured on the crops of some images.
+    """
     errors = []
+    whole, small = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
     for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _LOOKED_AT)).astype(int).tolist():
-        with suppress(BadSample):  # for whoever loads it to tell
-            both.fill(0, i, out[0])
-            if kept.images:
-                both.fill(0, i, out[1])
-                errors.append(float(np.abs(out[0].astype(np.int16) - out[1]).mean()))
-                kept.images.clear()
+        with suppress(BadSample, ValueError):
+            # told when the sample is loaded
+            image = dataset.source.read(i)[0]
+            pixels = decode(image, dataset.options) if isinstance(image, bytes) else image
+            if max(pixels.shape) > max_side:
+                dataset.transform(pixels, SampleRng(dataset.seed, 0, i), whole)
+                dataset.transform(cache.shrunk(pixels, max_side), SampleRng(dataset.seed, 0, i), small)
+                errors.append(float(np.abs(whole.astype(np.int16) - small).mean()))
     return float(np.mean(errors)) if errors else None
-
-
-class _Shrunk:
-    """A cache that gives an image as it is at first, and then shrunk."""
-
-    def __init__(self, max_side: int) -> None:
-        self.images: dict[int, np.ndarray] = {}
-        self._max_side = max_side
-
-    def get(self, i: int) -> np.ndarray | None:
-        return self.images.get(i)
-
-    def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
-        if max(pixels.shape) > self._max_side:
-            self.images[i] = cache.shrunk(pixels, self._max_side)
-        return pixels

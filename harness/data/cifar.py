@@ -27,7 +27,8 @@ from harness.runtime.folder import LOGGER
 _PUBLISHER = "https://www.cs.toronto.edu/~kriz"
 _PIXELS = 3 * 32 * 32
 _META_BYTES = 1 << 20
-_FORMAT = 1  # of the arrays' folder; another number makes every folder anew
+# of the arrays' folder; another number makes every folder anew
+_FORMAT = 1
 _MARKER = "complete.json"
 _SPLITS = ("train", "val")
 _ARRAYS = ("train_images", "train_labels", "val_images", "val_labels")
@@ -57,9 +58,11 @@ class _Published:
     md5: str
     train: tuple[str, ...]
     val: tuple[str, ...]
-    batch_bytes: int  # most that a file of train or val may have; the real ones have 31 and 155 MB
+    # most that a file of train or val may have; the real ones have 31 and 155 MB
+    batch_bytes: int
     meta: str
-    prefix: str  # of the keys of labels and their names
+    # of the keys of labels and their names
+    prefix: str
     classes: tuple[str, ...]
 
 
@@ -98,8 +101,10 @@ def _open(published: _Published, data: DataConfig) -> tuple[ArraySource, ArraySo
         DiskError: ``data.root`` cannot be written.
     """
     root = Path(data.root).expanduser() if data.root else cache_root() / published.name
-    archive, folder = root / published.archive, root / f"{published.name}-arrays"
-    md5, classes = (data.md5 or published.md5).lower(), published.classes
+    archive = root / published.archive
+    folder = root / f"{published.name}-arrays"
+    md5 = (data.md5 or published.md5).lower()
+    classes = published.classes
     arrays = _open_arrays(folder, md5, len(classes))
     if arrays is None:
         _obtain(published, archive, md5, data)
@@ -144,16 +149,18 @@ def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
         if read_json(folder / _MARKER) != _marker(folder, md5):
             return None
         arrays: Arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in _ARRAYS}
-        fit = all(_fit(arrays[f"{split}_images"], arrays[f"{split}_labels"], classes) for split in _SPLITS)
+        for split in _SPLITS:
+            images = arrays[f"{split}_images"]
+            labels = arrays[f"{split}_labels"]
+            if images.dtype != np.uint8 or labels.dtype != np.int64 or labels.ndim != 1:
+                return None
+            if images.shape != (len(labels), 32, 32, 3):
+                return None
+            if not 0 <= labels.min() <= labels.max() < classes:
+                return None
     except (OSError, ValueError):
         return None
-    return arrays if fit else None
-
-
-def _fit(images: NDArray[Any], labels: NDArray[Any], classes: int) -> bool:
-    if images.dtype != np.uint8 or labels.dtype != np.int64 or labels.ndim != 1 or images.shape != (len(labels), 32, 32, 3):
-        return False
-    return bool(0 <= labels.min() <= labels.max() < classes)
+    return arrays
 
 
 def _marker(folder: Path, md5: str) -> dict[str, object]:
@@ -183,7 +190,8 @@ def _read_archive(published: _Published, archive: Path) -> Arrays:
             for name in names:
                 parts.append(_images_and_labels(published, _unpickled(members.pop(name))))
             arrays[f"{split}_images"], arrays[f"{split}_labels"] = map(np.concatenate, zip(*parts, strict=True))
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:
+        # a damaged pickle may raise anything
         reason = f"is not as published: {printable(str(error) or type(error).__name__)}; get the archive from its publisher"
         raise DataError(f"{printable(str(archive))}: member {name} {reason}") from error
     return arrays
@@ -200,7 +208,8 @@ def _check_classes(published: _Published, meta: dict[str, object]) -> None:
 
 
 def _images_and_labels(published: _Published, batch: dict[str, object]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    pixels, labels = _pixels(batch.get("data")), batch.get(f"{published.prefix}labels")
+    pixels = _pixels(batch.get("data"))
+    labels = batch.get(f"{published.prefix}labels")
     if not isinstance(labels, list) or len(labels) != len(pixels):
         raise ValueError(f"{published.prefix}labels is not a list of {len(pixels)} labels, one for each row of data")
     if not all(type(label) is int and 0 <= label < len(published.classes) for label in labels):
@@ -219,7 +228,8 @@ class _StandIn:
     state: Any = None
 
     def __init__(self, name: str, *args: Any) -> None:
-        self.name, self.args = name, args
+        self.name = name
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -243,7 +253,8 @@ def _pixels(value: object) -> NDArray[np.uint8]:
 
 _NUMPY = {"numpy.ndarray", "numpy.dtype"} | {
     f"numpy.{core}.{name}"
-    for core in ("core", "_core")  # numpy 1 and 2
+    # numpy 1 and 2
+    for core in ("core", "_core")
     for name in ("multiarray._reconstruct", "numeric._frombuffer")
 }
 
@@ -272,7 +283,8 @@ class _Reader(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # A new object each time, since a pickle may set attributes of what it was given.
-        if (module, name) == ("_codecs", "encode"):  # for bytes in protocols that have none; always with Latin-1
+        # for bytes in protocols that have none; always with Latin-1
+        if (module, name) == ("_codecs", "encode"):
             return lambda text, encoding: text.encode("latin-1")
         if f"{module}.{name}" not in _NUMPY:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file needs")

@@ -30,12 +30,15 @@ from harness.runtime.files import make_way, open_regular, remove
 from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
 
-_PAUSES_S = (0.0, 1.0, 2.0, 4.0)  # before each attempt
-_POLL_S = 0.1  # how often a wait looks for a signal
+# before each attempt
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0)
+# how often a wait looks for a signal
+_POLL_S = 0.1
 _CHUNK_BYTES = 1 << 18
 _STALL_BYTES = 1 << 16
 _MAX_BYTES = 1 << 30
-_TRY_AGAIN = (408, 425, 429)  # HTTP codes below 500 that speak of now, not of the address
+# HTTP codes below 500 that speak of now, not of the address
+_TRY_AGAIN = (408, 425, 429)
 _PAGE = "the server sent a web page in place of the file"
 _ADVICE = "free space or set another data.root"
 
@@ -47,7 +50,8 @@ class _Fault(Exception):
 
     def __init__(self, reason: str, *, again: bool = False, anew: bool = False) -> None:
         super().__init__(reason)
-        self.again, self.anew = again, anew
+        self.again = again
+        self.anew = anew
 
 
 def fetch(
@@ -80,10 +84,12 @@ def make_once(folder: Path, is_made: Callable[[], bool], write: Callable[[Path],
     """
     part = folder.with_name(f"{folder.name}.part")
     with _writing(folder, advice), exclusive(folder.with_name(f"{folder.name}.lock")):
-        if is_made():  # by another process, meanwhile
+        # by another process, meanwhile
+        if is_made():
             return
         try:
-            remove(part)  # of a process that was killed
+            # of a process that was killed
+            remove(part)
             part.mkdir()
             write(part)
             # No fsync: it takes longer than the writing, and what a power failure cut off is refused when it is read.
@@ -129,7 +135,8 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
                 finally:
                     file.flush()
                     if os.fstat(file.fileno()).st_size == 0:
-                        with suppress(OSError):  # of a folder that may only be read
+                        with suppress(OSError):
+                            # of a folder that may only be read
                             path.unlink()
                 return
         if time.monotonic() >= end_s:
@@ -157,7 +164,8 @@ def _check_address(url: str) -> None:
     if not usable:
         reason = "is not an http or https address; set one, or put the file into data.root by hand"
         raise DataError(f"data.mirror: {printable(url)} {reason}")
-    if "@" in parts.netloc:  # The address is not repeated here: it holds a secret.
+    # The address is not repeated here: it holds a secret.
+    if "@" in parts.netloc:
         raise DataError("data.mirror: a user name or a password in the address would end in the logs; leave it out")
 
 
@@ -175,7 +183,8 @@ def _fetch_into(
             if md5 is None or digest == md5.lower():
                 return
             reason = f"the md5 digest differs: expected {md5}, got {digest} (set data.md5 if another archive is meant)"
-            raise _Fault(reason, again=resumed, anew=True)  # only a part may have come from elsewhere
+            # only a part may have come from elsewhere
+            raise _Fault(reason, again=resumed, anew=True)
         except _Fault as fault:
             reason = str(fault)
             if fault.anew:
@@ -233,7 +242,8 @@ def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | b
     arrived: queue.Queue[HTTPResponse | bytes | Exception] = queue.Queue(maxsize=8)
 
     def pump() -> None:
-        with suppress(queue.Full):  # nobody listens any more: the attempt was given up
+        with suppress(queue.Full):
+            # nobody listens any more: the attempt was given up
             try:
                 with _opener().open(request, timeout=stall_s) as reply:
                     arrived.put(reply, timeout=stall_s)
@@ -244,7 +254,8 @@ def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | b
                 arrived.put(_fault(error), timeout=stall_s)
 
     threading.Thread(target=pump, name="download", daemon=True).start()
-    due_s, received = time.monotonic() + stall_s, 0
+    due_s = time.monotonic() + stall_s
+    received = 0
     while True:
         signals.check()
         with suppress(queue.Empty):
@@ -256,7 +267,8 @@ def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | b
             received += len(item) if isinstance(item, bytes) else 0
             yield item
         if received >= _STALL_BYTES:
-            due_s, received = time.monotonic() + stall_s, 0
+            due_s = time.monotonic() + stall_s
+            received = 0
         elif time.monotonic() > due_s:
             raise _Fault(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", again=True)
 

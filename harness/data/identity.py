@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,10 @@ import numpy as np
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.storage import FolderSource, Source, Subset
 
-_LOOKED_AT = 400  # files, and class folders, of a tree: a few milliseconds on a disk
-_READ = 16  # samples of what is no tree of files
+# files, and class folders, of a tree: a few milliseconds on a disk
+_LOOKED_AT = 400
+# samples of what is no tree of files
+_READ = 16
 
 
 def identity(splits: Splits) -> dict[str, Any]:
@@ -30,24 +31,19 @@ def identity(splits: Splits) -> dict[str, Any]:
 
 def _digest(source: Source) -> str:
     digest = hashlib.sha256(os.fsencode("\n".join(source.classes)))
-    for part in _parts(source):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _parts(source: Source) -> Iterator[bytes]:
     whole = source
     while isinstance(whole, Subset):
         whole = whole.source
     if isinstance(whole, FolderSource):
         folders = [os.path.join(whole.root, whole.classes[i]) for i in _spread(len(whole.classes), _LOOKED_AT)]
         for path in (whole.root, *folders, *map(source.where, _spread(len(source), _LOOKED_AT))):
-            yield os.fsencode(f"{path} {_state(path)}\n")
-        return
-    for i in _spread(len(source), _READ):
-        content, label = source.read(i)
-        yield f"{len(content) if isinstance(content, bytes) else content.shape} {label}".encode()
-        yield content if isinstance(content, bytes) else content.tobytes()
+            digest.update(os.fsencode(f"{path} {_state(path)}\n"))
+    else:
+        for i in _spread(len(source), _READ):
+            content, label = source.read(i)
+            digest.update(f"{len(content) if isinstance(content, bytes) else content.shape} {label}".encode())
+            digest.update(content if isinstance(content, bytes) else content.tobytes())
+    return digest.hexdigest()
 
 
 def _spread(length: int, most: int) -> list[int]:

@@ -24,8 +24,10 @@ class MappedFile:
     """
 
     def __init__(self, fd: int, writable: bool = False) -> None:
-        self.fd, self.writable = fd, writable
-        weakref.finalize(self, os.close, fd).atexit = False  # a thread that outlives the interpreter may still write to it
+        self.fd = fd
+        self.writable = writable
+        # a thread that outlives the interpreter may still write to it
+        weakref.finalize(self, os.close, fd).atexit = False
         self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -36,14 +38,16 @@ class MappedFile:
 def _opened(path: str, writable: bool, identity: tuple[int, int]) -> MappedFile:
     found = MappedFile(os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC), writable)
     status = os.fstat(found.fd)
-    if (status.st_dev, status.st_ino) != identity:  # its holder closed it, and something else has the number
+    # its holder closed it, and something else has the number
+    if (status.st_dev, status.st_ino) != identity:
         raise FileNotFoundError(f"{path}: closed before it was opened here")
     return found
 
 
 def in_memory(name: str, content: bytes) -> MappedFile:
     """A file in memory that holds ``content``, for reading; ``/proc`` shows ``name``."""
-    fd = memory(name, max(1, len(content)))  # nothing at all cannot be mapped
+    # nothing at all cannot be mapped
+    fd = memory(name, max(1, len(content)))
     with open(fd, "wb", closefd=False) as stream:
         stream.write(content)
     return MappedFile(fd)

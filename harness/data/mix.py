@@ -10,13 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.config import AugmentConfig
-from harness.data.adjust import moved
+from harness.data.adjust import to_device
 from harness.data.augment import Numbered
 from harness.runtime.seeding import uniforms
 
-_ERASE, _MIX = 4, 5  # streams of random numbers, as seeding's
+# streams of random numbers, as seeding's
+_ERASE = 4
+_MIX = 5
 _TRIES = 10
-_AREA, _ASPECT = (0.02, 0.33), (0.3, 3.3)  # of an erased rectangle: share of the image's, height over width
+# of an erased rectangle: share of the image's, height over width
+_AREA = (0.02, 0.33)
+_ASPECT = (0.3, 3.3)
 
 
 class Mix:
@@ -34,7 +38,9 @@ class Mix:
     """
 
     def __init__(self, erasing: float, mixup: float, cutmix: float, classes: int, seed: int) -> None:
-        self._erasing, self._classes, self._seed = erasing, classes, seed
+        self._erasing = erasing
+        self._classes = classes
+        self._seed = seed
         self._mixers = [(blend, alpha) for blend, alpha in ((_mixup, mixup), (_cutmix, cutmix)) if alpha]
 
     @classmethod
@@ -56,7 +62,7 @@ class Mix:
         if self._erasing:
             draws = uniforms(self._seed, batch.epoch, indices, 1 + 4 * _TRIES, stream=_ERASE)
             boxes = erased_boxes(draws[:, 1:], *images.shape[2:])
-            images = _erased(images, np.where(draws[:, :1] < self._erasing, boxes, 0))
+            images = _erase(images, np.where(draws[:, :1] < self._erasing, boxes, 0))
         if not self._mixers:
             return images, labels
         key = _MIX << 112 | self._seed << 80 | batch.epoch << 48 | int(indices[0])
@@ -83,8 +89,8 @@ def erased_boxes(draws: np.ndarray, height: int, width: int) -> np.ndarray:
     return first.astype(np.int64)
 
 
-def _erased(images: Tensor, boxes: np.ndarray) -> Tensor:
-    top, left, bottom, right = moved(boxes, images.device).view(-1, 4, 1, 1, 1).unbind(1)
+def _erase(images: Tensor, boxes: np.ndarray) -> Tensor:
+    top, left, bottom, right = to_device(boxes, images.device).view(-1, 4, 1, 1, 1).unbind(1)
     y = torch.arange(images.shape[2], device=images.device).unsqueeze(1)
     x = torch.arange(images.shape[3], device=images.device)
     return torch.where((y >= top) & (y < bottom) & (x >= left) & (x < right), 0.0, images)
@@ -98,7 +104,10 @@ def _cutmix(images: Tensor, share: float, rng: np.random.Generator) -> tuple[Ten
     """Each image with a rectangle of the one before it, whose area is about 1 - ``share``; and what is left of its own."""
     height, width = images.shape[2:]
     half = 0.5 * math.sqrt(1.0 - share)
-    x, y, right, down = int(rng.integers(width)), int(rng.integers(height)), int(half * width), int(half * height)
+    x = int(rng.integers(width))
+    y = int(rng.integers(height))
+    right = int(half * width)
+    down = int(half * height)
     rows = slice(max(0, y - down), min(height, y + down))
     columns = slice(max(0, x - right), min(width, x + right))
     mixed = images.clone()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.data.adjust import BRIGHTNESS, CONTRAST, SATURATION, blended, moved, sharpened, warped
+from harness.data.adjust import BRIGHTNESS, CONTRAST, SATURATION, adjust_sharpness, affine, blend, to_device
 
 _BINS = 31
 # in torchvision's order, in which those that are done together are neighbours
@@ -20,7 +20,8 @@ Op = IntEnum(
     "AutoContrast Equalize",
     start=0,
 )
-_BLENDS = np.array([BRIGHTNESS, SATURATION, CONTRAST])  # what Brightness, Color and Contrast change
+# what Brightness, Color and Contrast change
+_BLENDS = np.array([BRIGHTNESS, SATURATION, CONTRAST])
 
 
 class RandAugment:
@@ -46,22 +47,24 @@ class RandAugment:
         """``images`` after their operations; each takes two of the ``draws``, for what and for which direction."""
         ops = (len(Op) * draws[:, ::2]).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1.0, 1.0)
-        held = np.arange(len(images))  # which image each row holds
+        # which image each row holds
+        held = np.arange(len(images))
         for k in range(ops.shape[1]):
             order = ops[held, k].argsort(kind="stable")
             held = held[order]
-            images = images[moved(order, images.device)]
+            images = images[to_device(order, images.device)]
             self._operate(images, ops[held, k], signs[held, k])
-        return images[moved(held.argsort(), images.device)]
+        return images[to_device(held.argsort(), images.device)]
 
     def _operate(self, images: Tensor, ops: np.ndarray, signs: np.ndarray) -> None:
         """Do to each of ``images`` what the sorted ``ops`` say, in place."""
         height, width = images.shape[2:]
-        factors, matrices = 1.0 + signs * self._level(0.9), self._matrices(height, width)
+        factors = 1.0 + signs * self._level(0.9)
+        matrices = self._matrices(height, width)
         for first, last, act in (
-            (Op.ShearX, Op.Rotate, lambda part, at: warped(part, matrices[ops[at] - Op.ShearX, (signs[at] > 0).astype(int)])),
-            (Op.Brightness, Op.Contrast, lambda part, at: blended(part, _BLENDS[ops[at] - Op.Brightness], factors[at])),
-            (Op.Sharpness, Op.Sharpness, lambda part, at: sharpened(part, factors[at])),
+            (Op.ShearX, Op.Rotate, lambda part, at: affine(part, matrices[ops[at] - Op.ShearX, (signs[at] > 0).astype(int)])),
+            (Op.Brightness, Op.Contrast, lambda part, at: blend(part, _BLENDS[ops[at] - Op.Brightness], factors[at])),
+            (Op.Sharpness, Op.Sharpness, lambda part, at: adjust_sharpness(part, factors[at])),
             (Op.Posterize, Op.Posterize, lambda part, at: functional.posterize(part, self._bits)),
             (Op.Solarize, Op.Solarize, lambda part, at: functional.solarize(part, self._threshold)),
             (Op.AutoContrast, Op.AutoContrast, lambda part, at: functional.autocontrast(part)),
@@ -74,12 +77,16 @@ class RandAugment:
     def _matrices(self, height: int, width: int) -> np.ndarray:
         """Where a pixel of the result is found: float32 ``[5, 2, 2, 3]``, by operation from ShearX on and by sign."""
         made = []
-        shear, angle = self._level(0.3), math.radians(self._level(30.0))
+        shear = self._level(0.3)
+        angle = math.radians(self._level(30.0))
         across, down = (int(self._level(150.0 / 331.0 * side)) for side in (width, height))
         for sign in (-1, 1):
-            s, cos, sin = sign * shear, math.cos(angle), sign * math.sin(angle)
+            s = sign * shear
+            cos = math.cos(angle)
+            sin = sign * math.sin(angle)
             made.append((
-                ((1, s, s * height / 2), (0, 1, 0)),  # about the upper left corner
+                # about the upper left corner
+                ((1, s, s * height / 2), (0, 1, 0)),
                 ((1, 0, 0), (s, 1, s * width / 2)),
                 ((1, 0, -sign * across), (0, 1, 0)),
                 ((1, 0, 0), (0, 1, -sign * down)),

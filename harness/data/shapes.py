@@ -31,12 +31,16 @@ from harness.runtime.files import read_json, set_aside
 from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
 
-_VERSION = 1  # of the pictures: whoever changes a pixel raises it, and old trees are left alone
+# of the pictures: whoever changes a pixel raises it, and old trees are left alone
+_VERSION = 1
 _MARKER = "shapes.json"
 _SPLITS = ("train", "val")
-_CHUNK_PIXELS = 1_000_000  # 0.1 to 0.2 s of one core: how long a signal waits
-_ALONE_PIXELS = 2_000_000  # below this, starting processes takes longer than drawing
-_BLOCK_BYTES = 4096  # what a file system gives a file at least
+# 0.1 to 0.2 s of one core: how long a signal waits
+_CHUNK_PIXELS = 1_000_000
+# below this, starting processes takes longer than drawing
+_ALONE_PIXELS = 2_000_000
+# what a file system gives a file at least
+_BLOCK_BYTES = 4096
 
 _log = logging.getLogger(LOGGER)
 
@@ -88,7 +92,8 @@ def _facts(generate: GenerateConfig) -> dict[str, int]:
 
 def _is_made(tree: Path, wanted: dict[str, int]) -> bool:
     """Whether ``tree`` is there; a refusal where something else is in its place."""
-    shown, way_out = printable(str(tree)), "set data.root to a folder that does not exist yet"
+    shown = printable(str(tree))
+    way_out = "set data.root to a folder that does not exist yet"
     try:
         found = read_json(tree / _MARKER)
         if not isinstance(found, dict):
@@ -135,7 +140,8 @@ def _write_tree(part: Path, generate: GenerateConfig) -> None:
         (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
     images = [(split, index) for split in _SPLITS for index in range(_count(generate, split))]
     step = max(1, min(128, _CHUNK_PIXELS // (generate.width * generate.height)))
-    write, processes = functools.partial(_write, part, generate), _processes(generate, math.ceil(len(images) / step))
+    write = functools.partial(_write, part, generate)
+    processes = _processes(generate, math.ceil(len(images) / step))
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver"), workers.enter_worker)
     with progress("Generating shapes", total=len(images), unit="images") as bar:
         try:
@@ -143,7 +149,8 @@ def _write_tree(part: Path, generate: GenerateConfig) -> None:
                 bar.advance()
                 signals.check()
         finally:
-            pool.shutdown(cancel_futures=True)  # waits for the chunks in progress: nobody writes after this
+            # waits for the chunks in progress: nobody writes after this
+            pool.shutdown(cancel_futures=True)
     (part / _MARKER).write_text(json.dumps(_facts(generate), indent=1), encoding="utf-8")
 
 

@@ -12,10 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from harness.config import ConfigError
-from harness.data.decode import HEAD_BYTES, check_encoded, reader
-from harness.data.index import Index, open_index
+from harness.data.index import Index, listed, open_index
 from harness.data.mapped import MappedFile, in_memory
-from harness.data.scan import listed
 from harness.runtime.errors import BadSample, DataError, printable
 from harness.runtime.files import read_regular
 from harness.runtime.folder import LOGGER
@@ -64,7 +62,9 @@ class FolderSource:
             raise DataError(f"{printable(self.root)}: {what} {advice}")
 
     def _show(self, index: Index) -> None:
-        self.index, self.labels, self.skipped = index, index.labels, index.skipped
+        self.index = index
+        self.labels = index.labels
+        self.skipped = index.skipped
         self.classes = tuple(map(os.fsdecode, index.folders))
 
     def __getstate__(self) -> tuple[str, Index]:
@@ -85,20 +85,17 @@ class FolderSource:
         return os.fsdecode(self._path(i))
 
     def read(self, i: int) -> tuple[bytes, int]:
-        """The file's bytes, which start like an image of a supported format, and its label.
+        """Returns the file's bytes, whatever they are, and its label.
 
         Raises:
-            BadSample: the file is gone, unreadable, empty, or holds something else.
+            BadSample: the file is gone or unreadable.
         """
         try:
-            data = read_regular(self._path(i))
+            return read_regular(self._path(i)), int(self.labels[i])
         except FileNotFoundError as error:
             raise BadSample(self.where(i), "the file is gone; it was there when the folder was read") from error
         except OSError as error:
             raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
-        if reader(data[:HEAD_BYTES]) is None:
-            check_encoded(data, self.where(i))  # says what it is
-        return data, int(self.labels[i])
 
 
 def _check_folder(path: str) -> None:
@@ -112,13 +109,16 @@ class ArraySource:
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str) -> None:
         assert images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and len(images) == len(labels)
-        self.images, self.labels = images, labels.astype(np.int64, copy=False)
-        self.classes, self.name = tuple(classes), name
+        self.images = images
+        self.labels = labels.astype(np.int64, copy=False)
+        self.classes = tuple(classes)
+        self.name = name
 
     def __getstate__(self) -> dict[str, Any]:
         if not isinstance(self.images, np.memmap):
             return self.__dict__
-        images = self.images  # a worker maps the file too: a pickled map would be a copy of all pixels
+        # a worker maps the file too: a pickled map would be a copy of all pixels
+        images = self.images
         return {**self.__dict__, "images": (images.filename, np.uint8, "r", images.offset, images.shape)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -145,7 +145,9 @@ class Subset:
         self._show(source, in_memory("subset", np.stack([indices, source.labels[indices]]).astype(np.int64).tobytes()))
 
     def _show(self, source: Source, file: MappedFile) -> None:
-        self.source, self.classes, self._file = source, source.classes, file
+        self.source = source
+        self.classes = source.classes
+        self._file = file
         self.indices, self.labels = np.frombuffer(file.map, np.int64, len(file.map) // 16 * 2).reshape(2, -1)
 
     def __getstate__(self) -> tuple[Source, MappedFile]:
@@ -223,7 +225,8 @@ def open_folder_splits(root: str | os.PathLike[str], split_fraction: float | Non
 
 def _limit(base: Path, name: str) -> str:
     """Where links below ``base/name`` may lead: all of ``base``, or its own folder where that is a link elsewhere."""
-    real_base, real = os.path.realpath(base), os.path.realpath(base / name)
+    real_base = os.path.realpath(base)
+    real = os.path.realpath(base / name)
     return real_base if os.path.commonpath((real_base, real)) == real_base else real
 
 

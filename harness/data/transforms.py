@@ -1,25 +1,38 @@
 """Geometry on uint8 pixels: what is cut out of an image, at which size, and whether it is mirrored.
 
 What is cut out is what torchvision's transforms cut; the random numbers come from the caller.
+
+There is one resize: bilinear and antialiased as Pillow's, from a part of an image into a batch. It is the kernel of torch's
+``interpolate``, given its result's memory: the private name saves a copy, the public one serves where it is missing. On
+``[H, W, 3]`` in order the kernel runs in the thread that calls it and without the interpreter lock. All other copies are
+numpy's, for torch would begin a team of threads for each thread that decodes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from harness.config import AugmentConfig
-from harness.data.resize import Box, resize_into, resized
 from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
-Pixels = np.ndarray  # uint8 [H, W, 3]
+# uint8 [H, W, 3]
+Pixels = np.ndarray
+# left, top, width and height in pixels
+Box = tuple[int, int, int, int]
+# from uint8 [h, w, 3] into uint8 [H, W, 3], both contiguous
+_Kernel = Callable[[np.ndarray, np.ndarray], None]
 
 _TRIES = 10
-_EVAL_SHARE = 256 / 224  # ImageNet's custom since AlexNet: a border of one eighth is left out
+# ImageNet's custom since AlexNet: a border of one eighth is left out
+_EVAL_SHARE = 256 / 224
 _MAX_SIDE = 65_535
 
 
@@ -67,8 +80,10 @@ def random_crop_box(rng: SampleRng, width: int, height: int, scale: tuple[float,
 class EvalTransform:
     """Resize the shorter side to ``resize`` pixels, then cut out the centre, as torchvision's ``Resize`` and ``CenterCrop``."""
 
-    size: int  # side of the result in pixels
-    resize: int | None = None  # None: size * 256 / 224, and images that have size already (CIFAR) stay as they are
+    # side of the result in pixels
+    size: int
+    # None: size * 256 / 224, and images that have size already (CIFAR) stay as they are
+    resize: int | None = None
     stages: ClassVar[tuple[str, ...]] = ("resize",)
 
     def __call__(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None) -> None:
@@ -106,12 +121,14 @@ class TrainTransform:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     pad: int = 4
     hflip: float = 0.5
-    resize: int | None = None  # before a center crop
+    # before a center crop
+    resize: int | None = None
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, size: int, resize: int | None = None) -> TrainTransform:
         """The transform that ``augment`` describes; ``size`` and ``resize`` as in ``EvalTransform``."""
-        (low, high), (narrow, wide) = augment.scale, augment.ratio
+        low, high = augment.scale
+        narrow, wide = augment.ratio
         return cls(size, augment.crop.name, (low, high), (narrow, wide), augment.pad, augment.hflip, resize)
 
     @property
@@ -134,7 +151,8 @@ class TrainTransform:
             lap("resize")
 
     def _pad_crop(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None) -> None:
-        size, pad = self.size, self.pad
+        size = self.size
+        pad = self.pad
         canvas = np.zeros((size + 2 * pad, size + 2 * pad, 3), np.uint8)
         canvas[pad : pad + size, pad : pad + size] = resized(image, size, size)
         if lap is not None:
@@ -144,3 +162,83 @@ class TrainTransform:
         out[...] = window[:, :, ::-1] if rng.random() < self.hflip else window
         if lap is not None:
             lap("crop")
+
+
+def resize_into(pixels: np.ndarray, box: Box, out: np.ndarray, flip: bool = False, size: tuple[int, int] | None = None) -> None:
+    """Write part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``, uint8 ``[3, S, S]`` of any strides.
+
+    The filter does not reach over the edge of the box. Strides as of a row of a channels_last batch are the quickest.
+
+    Args:
+        pixels: the image.
+        box: the part of it.
+        out: where the result goes.
+        flip: mirror it, left and right.
+        size: width and height to give the box, at least S each, of which ``out`` gets the centre; None: S each.
+    """
+    left, top, width, height = box
+    part = pixels[top : top + height, left : left + width]
+    rows = out.transpose(1, 2, 0)
+    side = len(rows)
+    new_width, new_height = size or (side, side)
+    assert min(new_width, new_height) >= side
+    if rows.flags.c_contiguous and not flip and new_width == new_height == side and part.shape != rows.shape:
+        _kernel(_plain(part), rows)
+        return
+    x, y = round((new_width - side) / 2), round((new_height - side) / 2)
+    result = resized(part, new_width, new_height)[y : y + side, x : x + side]
+    if flip:
+        mirror_into(result, rows)
+    else:
+        rows[...] = result
+
+
+def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
+    """Write ``pixels``, uint8 ``[..., H, W, 3]``, mirrored left and right into ``out``, other memory of that shape."""
+    # in a quarter of the time of all three at once
+    for channel in range(3):
+        out[..., channel] = pixels[..., ::-1, channel]
+
+
+def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
+    """``pixels``, uint8 ``[H, W, 3]``, as ``[height, width, 3]``; what has that size already is returned as it is."""
+    if pixels.shape == (height, width, 3):
+        return pixels
+    result = np.empty((height, width, 3), np.uint8)
+    _kernel(_plain(pixels), result)
+    return result
+
+
+def _plain(pixels: np.ndarray) -> np.ndarray:
+    """Contiguous, for the kernel knows no strides, and writable, for torch warns of memory that is not."""
+    return pixels if pixels.flags.c_contiguous and pixels.flags.writeable else pixels.copy()
+
+
+def _tensor(pixels: np.ndarray) -> torch.Tensor:
+    # numpy turns axes in a third of torch's time
+    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])
+
+
+def _resize_in_place(source: np.ndarray, target: np.ndarray) -> None:
+    resize = torch.ops.aten._upsample_bilinear2d_aa.out
+    resize(_tensor(source), target.shape[:2], False, None, None, out=_tensor(target))
+
+
+def _resize_public(source: np.ndarray, target: np.ndarray) -> None:
+    result = F.interpolate(_tensor(source), target.shape[:2], mode="bilinear", antialias=True)
+    target[...] = result[0].permute(1, 2, 0).numpy()
+
+
+def _select_kernel() -> _Kernel:
+    """Returns torch's in-place kernel if it exists and agrees with ``F.interpolate``, else a wrapper of the latter."""
+    source = np.arange(75, dtype=np.uint8).reshape(5, 5, 3)
+    targets = np.zeros((2, 3, 3, 3), np.uint8)
+    _resize_public(source, targets[0])
+    try:
+        _resize_in_place(source, targets[1])
+    except (AttributeError, RuntimeError, TypeError):
+        return _resize_public
+    return _resize_in_place if np.array_equal(*targets) else _resize_public
+
+
+_kernel = _select_kernel()

@@ -26,7 +26,7 @@ from harness.feed.interface import (
     val_settings,
 )
 from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder, Rest
-from harness.feed.pixels import Pixels, pixel_bytes, unserved
+from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
 from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
 from harness.feed.threads import ThreadFeed
@@ -36,12 +36,14 @@ from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 
 Maker = Callable[[FillableDataset, AnyOrder, FeedSettings, Gauge | None], Feed]
-FORMS: dict[str, Maker] = {  # by the names that ``FeedSettings.backend`` may have
+# by the names that ``FeedSettings.backend`` may have
+FORMS: dict[str, Maker] = {
     PROCESSES: ProcessFeed,
     THREADS: ThreadFeed,
     ARRAYS: ArrayFeed,
 }
-_SHARE = 0.8  # of the free memory that images may fill
+# of the free memory that images may fill
+_SHARE = 0.8
 
 _log = logging.getLogger(LOGGER)
 
@@ -54,7 +56,8 @@ class Feeds:
     config: Config
     world: World
     _cursor: Cursor = field(default_factory=Cursor, init=False)
-    _pixels: dict[ImageDataset, Pixels] = field(default_factory=dict, init=False)  # that its feeds of arrays share
+    # that its feeds of arrays share
+    _pixels: dict[ImageDataset, InMemoryImages] = field(default_factory=dict, init=False)
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -62,7 +65,7 @@ class Feeds:
         named = self.config.loader.backend
         if named not in (None, Backend.auto):
             return (named.name,)
-        return tuple(name for name in FORMS if name != ARRAYS or unserved(self.splits.train) is None)
+        return tuple(name for name in FORMS if name != ARRAYS or why_not_in_memory(self.splits.train) is None)
 
     @property
     def default_form(self) -> str:
@@ -144,7 +147,8 @@ class Feeds:
 
     def noise(self, count: int) -> HostBatch:
         """A batch of ``count`` images that nobody had to load: a step takes as long, and as much memory, on any pixels."""
-        generator, side = torch.Generator().manual_seed(0), self.splits.train.image_size
+        generator = torch.Generator().manual_seed(0)
+        side = self.splits.train.image_size
         images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
         labels = torch.randint(len(self.splits.classes), (count,), generator=generator)
         return HostBatch(images, labels, torch.arange(count))
@@ -159,14 +163,17 @@ class Feeds:
         return sum(pixel_bytes(dataset) for dataset in held if isinstance(dataset, ImageDataset))
 
     def _check_arrays(self, settings: FeedSettings, limits: Limits) -> None:
-        train, held, free = self.splits.train, self.held_bytes(settings), limits.memory_bytes
-        if isinstance(train, ImageDataset) and (reason := unserved(train)):
+        train = self.splits.train
+        held = self.held_bytes(settings)
+        free = limits.memory_bytes
+        if isinstance(train, ImageDataset) and (reason := why_not_in_memory(train)):
             raise ConfigError(
                 f"loader.backend=arrays: {reason} (augment.crop=random_resized); choose augment.crop=pad or center, or "
                 "loader.backend=threads"
             )
         if held > _SHARE * free:
-            count, side = len(train) + len(self.splits.val), train.image_size
+            count = len(train) + len(self.splits.val)
+            side = train.image_size
             raise ConfigError(
                 f"loader.backend=arrays: {count} images of {side}x{side} pixels take {held / 1e9:.1f} GB of memory, of which "
                 f"{free / 1e9:.1f} GB are free (a fifth is kept back); lower data.image_size or use loader.backend=threads"
@@ -179,7 +186,8 @@ class Feeds:
         return full if len(full) else order
 
     def _train_order(self) -> Order:
-        loader, length = self.config.loader, len(self.splits.train)
+        loader = self.config.loader
+        length = len(self.splits.train)
         order = Order(
             length,
             loader.batch_size,
@@ -208,7 +216,7 @@ class Feeds:
             return SyntheticFeed(order, settings, dataset.image_size, dataset.num_classes, self.world.device)
         if settings.backend == ARRAYS:
             if dataset not in self._pixels:
-                self._pixels[dataset] = Pixels(dataset, self.world.device)
+                self._pixels[dataset] = InMemoryImages(dataset, self.world.device)
             readers = max(1, int(limits.measure(self.world.local_size).cores))
             return ArrayFeed(dataset, order, settings, gauge, self._pixels[dataset], readers)
         return FORMS[settings.backend](dataset, order, settings, gauge)

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from harness.feed.interface import FillableDataset, StagedDataset
 from harness.watch.rows import Rows
-from harness.watch.stages import Lap
 
-_FIGURES = 4  # samples, wall seconds, their squares, processor seconds
+# samples, wall seconds, their squares, processor seconds
+_FIGURES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,8 @@ class Gauge:
 
     def add(self, slot: int, wall_s: float, cpu_s: float, samples: int = 1) -> None:
         """Count ``samples`` of worker ``slot`` that took so many seconds each."""
-        cells, first = self._rows.cells, _FIGURES * slot
+        cells = self._rows.cells
+        first = _FIGURES * slot
         cells[first] += samples
         cells[first + 1] += samples * wall_s
         cells[first + 2] += samples * wall_s * wall_s
@@ -65,26 +64,6 @@ class Gauge:
         rows = self._rows.read()
         samples, wall_s, wall_sq_s2, cpu_s = rows.sum(dim=0).tolist()
         return Work(int(samples), int((rows[:, 0] > 0).sum()), wall_s, wall_sq_s2, cpu_s)
-
-
-class Gauged:
-    """A data set that tells ``gauge`` what each of its samples took the worker of ``slot``."""
-
-    def __init__(self, dataset: FillableDataset, gauge: Gauge, slot: int) -> None:
-        self.dataset, self.gauge, self.slot, self.image_size = dataset, gauge, slot, dataset.image_size
-        if isinstance(dataset, StagedDataset):
-            self.stages = dataset.stages
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def fill(self, epoch: int, index: int, out: np.ndarray, *lap: Lap) -> int:
-        """As the data set does; a sample that cannot be read is not counted."""
-        wall_s, cpu_s = time.perf_counter(), time.thread_time()
-        label = self.dataset.fill(epoch, index, out, *lap)
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
-        self.gauge.add(self.slot, wall_s, cpu_s)
-        return label
 
 
 def gauged(dataset: Any, gauge: Gauge) -> Any:

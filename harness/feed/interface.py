@@ -18,10 +18,14 @@ from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
 from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
 
-PROCESSES, THREADS = "processes", "threads"  # the forms that every data set can be served by
-ARRAYS = "arrays"  # the one for images that all fit in memory
+# the forms that every data set can be served by
+PROCESSES = "processes"
+THREADS = "threads"
+# the one for images that all fit in memory
+ARRAYS = "arrays"
 _TORCH_PREFETCH_FACTOR = 2
-_MOST_WORKERS = 16  # that nobody asked for
+# that nobody asked for
+_MOST_WORKERS = 16
 
 
 class HostBatch(NamedTuple):
@@ -45,7 +49,8 @@ class HostBatch(NamedTuple):
 
     def pin_memory(self) -> HostBatch:
         """The same with what goes to the device in page-locked memory; torch's own loader asks for that."""
-        images, labels = self.images.pin_memory(), self.labels.pin_memory()
+        images = self.images.pin_memory()
+        labels = self.labels.pin_memory()
         return self._replace(images=images, labels=labels, stamps=self.stamps and self.stamps.pin_memory())
 
 
@@ -90,8 +95,10 @@ class Feed(ABC):
         self.order = order
         self.settings = settings
         self._epoch = 0
-        self._primed: int | None = None  # the epoch of a pass that was begun ahead of time
-        self._running: object | None = None  # differs from pass to pass
+        # the epoch of a pass that was begun ahead of time
+        self._primed: int | None = None
+        # differs from pass to pass
+        self._running: object | None = None
 
     def __len__(self) -> int:
         return self.order.count(self._epoch)
@@ -123,9 +130,11 @@ class Feed(ABC):
         """One pass that gives None whenever ``poll_s`` seconds, at most 0.5 to 2, went by without a batch."""
         if self._running is not None or self._primed not in (None, self._epoch):
             self.close()
-        primed, self._primed = self._primed is not None, None
+        primed = self._primed is not None
+        self._primed = None
         own = self._running = object()
-        given, wanted = 0, len(self)
+        given = 0
+        wanted = len(self)
         try:
             for batch in self._batches(self._epoch, primed, poll_s) if wanted else ():
                 if batch is not None and batch.errors:

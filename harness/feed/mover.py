@@ -57,12 +57,18 @@ class Mover:
         normalise: Normalise,
         mix: Mix | None,
     ) -> None:
-        self.own, self.stream, self._made_there = own, stream, made_there
+        self.own = own
+        self.stream = stream
+        self._made_there = made_there
         self._timed = clock is not None and own.has_streams
         self._now = own.now if clock is None else clock.now
-        self._augment, self._normalise, self._mix = augment, normalise, mix
-        self.outer: Any = None  # the stream that the consumer's work goes to
-        self._copying: deque[tuple[Any, Any]] = deque()  # the event behind each copy, and the batch that is copied
+        self._augment = augment
+        self._normalise = normalise
+        self._mix = mix
+        # the stream that the consumer's work goes to
+        self.outer: Any = None
+        # the event behind each copy, and the batch that is copied
+        self._copying: deque[tuple[Any, Any]] = deque()
 
     def pulled(self, batches: Iterator[Any], plain: bool) -> Ready | None:
         """The next of ``batches`` on the device, issued on the side stream if there is one; None at the end.
@@ -85,7 +91,8 @@ class Mover:
                 return None
             there_s = self._now() if plain else None
             ready = self._moved(batch, start, there_s)
-        self.let_go(most=None if self.stream is None else 1)  # a plain loop must not wait here for the step before
+        # a plain loop must not wait here for the step before
+        self.let_go(most=None if self.stream is None else 1)
         return ready
 
     def _moved(self, batch: Any, start: Any, there_s: float | None) -> Ready:
@@ -95,7 +102,8 @@ class Mover:
         if self.stream is not None and is_there:
             own.keep_for(self.stream, images)
             if not self._made_there:
-                self.stream.wait_stream(self.outer)  # the loader's own GPU work may still write to it
+                # the loader's own GPU work may still write to it
+                self.stream.wait_stream(self.outer)
         with named("copy"):
             start = end = start or self._mark()
             if not is_there:
@@ -142,7 +150,8 @@ class Mover:
     def let_go(self, most: int | None) -> None:
         """Drop the batches that are copied, and wait until at most ``most`` copies are under way; None: for none of them."""
         while self._copying and (self._copying[0][0].query() or (most is not None and len(self._copying) > most)):
-            self._copying[0][0].synchronize()  # the host waits for the device, which without a side stream works in between
+            # the host waits for the device, which without a side stream works in between
+            self._copying[0][0].synchronize()
             self._copying.popleft()
 
 

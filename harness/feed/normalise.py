@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.feed.ring import Ring
+from harness.feed.buffers import BufferPool
 from harness.runtime import accelerator
 
-_SLOTS = 3  # batches in use: the step's, one that waits for the step, and one in the making
-_SMALL = 1 << 15  # values that torch normalises in one thread, and sooner than NumPy is called
+# batches in use: the step's, one that waits for the step, and one in the making
+_SLOTS = 3
+# values that torch normalises in one thread, and sooner than NumPy is called
+_SMALL = 1 << 15
 
 
 class Normalise:
@@ -43,7 +45,8 @@ class Normalise:
     ) -> None:
         if len({None if values is None else len(values) for values in (mean, std)}) > 1:
             raise ValueError(f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value for each channel")
-        self._plain, self._dtype = mean is None, dtype
+        self._plain = mean is None
+        self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._means = tuple(255.0 * value for value in mean or ())
         self._scales = tuple(1.0 / (255.0 * value) for value in std or ())
@@ -52,7 +55,7 @@ class Normalise:
                 torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (self._means, self._scales)
             )
         self._on_host = accelerator.of(device).kind == "cpu"
-        self._ring = Ring(0, 0) if reuse else None
+        self._pool = BufferPool(0, 0) if reuse else None
 
     def __call__(self, images: Tensor) -> Tensor:
         """``images`` normalised; the caller's own memory stays as it is."""
@@ -78,27 +81,31 @@ class Normalise:
         """
         result = self._memory(images)
         count, channels, height, width = images.shape
-        given, target = images.numpy(), result.numpy()
+        given = images.numpy()
+        target = result.numpy()
         if images.is_contiguous():
             shape = count, channels, height * width
             mean, scale = (_tiled(values, 1)[:, None] for values in (self._means, self._scales))
         else:
-            given, target = given.transpose(0, 2, 3, 1), target.transpose(0, 2, 3, 1)
+            given = given.transpose(0, 2, 3, 1)
+            target = target.transpose(0, 2, 3, 1)
             shape = count, height, width * channels
-            mean, scale = _tiled(self._means, width), _tiled(self._scales, width)
-        given, target = given.reshape(shape), target.reshape(shape)
+            mean = _tiled(self._means, width)
+            scale = _tiled(self._scales, width)
+        given = given.reshape(shape)
+        target = target.reshape(shape)
         np.subtract(given, mean, out=target)
         np.multiply(target, scale, out=target)
         return result
 
     def _memory(self, images: Tensor) -> Tensor:
         """Memory for the float32 values of ``images``, with the strides of ``images``."""
-        if self._ring is None:
+        if self._pool is None:
             return torch.empty_like(images, dtype=torch.float32)
         size = images.numel() * torch.float32.itemsize
-        if size > self._ring.slot_bytes:
-            self._ring = Ring(_SLOTS, size)
-        return self._ring.lend(size).view(torch.float32).as_strided(images.shape, images.stride())
+        if size > self._pool.slot_bytes:
+            self._pool = BufferPool(_SLOTS, size)
+        return self._pool.acquire(size).view(torch.float32).as_strided(images.shape, images.stride())
 
 
 @functools.lru_cache(maxsize=16)

@@ -12,7 +12,8 @@ import numpy as np
 
 from harness.runtime.seeding import order_rng
 
-_PROBE_EPOCH = 2**31  # far from any epoch of training
+# far from any epoch of training
+_PROBE_EPOCH = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,14 @@ class ProbeOrder:
 
     def batches(self, epoch: int) -> Iterator[np.ndarray]:
         """The batches from now on; ``epoch`` changes nothing."""
-        of, indices, whole = -1, np.empty(0, np.int64), len(self.order)
+        of = -1
+        indices = np.empty(0, np.int64)
+        whole = len(self.order)
         for position in self._positions():
             turn = _PROBE_EPOCH + position // whole
             if turn != of:
-                of, indices = turn, self.order.indices(turn)
+                of = turn
+                indices = self.order.indices(turn)
             yield self.order.share(indices, turn, position % whole)
 
     def _positions(self) -> Iterator[int]:

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from harness.data.images import ImageDataset
-from harness.data.resize import mirror_into
 from harness.data.storage import ArraySource, Source, Subset
-from harness.data.transforms import EvalTransform, TrainTransform, Transform
+from harness.data.transforms import EvalTransform, TrainTransform, Transform, mirror_into
 from harness.feed.interface import HostBatch
 from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
 from harness.runtime.seeding import uniforms
 
-_DEVICE_SHARE = 0.5  # of a GPU's free memory: the network wants some too
+# of a GPU's free memory: the network wants some too
+_DEVICE_SHARE = 0.5
 
 _log = logging.getLogger(LOGGER)
 
 
-def unserved(dataset: object) -> str | None:
+def why_not_in_memory(dataset: object) -> str | None:
     """Why the images of ``dataset`` have no one form before crop and mirror; None where they have."""
     if not isinstance(dataset, ImageDataset):
         return f"{type(dataset).__name__} makes each sample anew"
@@ -82,8 +82,8 @@ class _Layout:
         return memory.as_strided((places, self.size, 3 * self.size), (3, 3 * self.pitch, 1))
 
 
-class Pixels:
-    """The array of a data set that is not ``unserved``, for all feeds over it.
+class InMemoryImages:
+    """The images of a data set in one array, for all feeds over it; ``why_not_in_memory`` has nothing against it.
 
     Args:
         dataset: whose images.
@@ -91,11 +91,12 @@ class Pixels:
 
     Attributes:
         on_device: whether they lie in the device's memory.
-        stills: a data set that makes what ``keep`` takes: the images as they are before crop and mirror.
+        untransformed: a data set that makes what ``keep`` takes: the images as they are before crop and mirror.
     """
 
     def __init__(self, dataset: ImageDataset, device: torch.device | None = None) -> None:
-        self._dataset, self._layout = dataset, _Layout.of(dataset)
+        self._dataset = dataset
+        self._layout = _Layout.of(dataset)
         self._own = accelerator.of(device or "cpu")
         self._memory: Tensor | None = None
         if device is not None and self._own.has_streams:
@@ -104,14 +105,17 @@ class Pixels:
         self._labels = torch.tensor(dataset.labels, device=self._own.device if self.on_device else None)
         self._there = np.zeros(len(dataset), bool)
         self._source = _rows_of(dataset)
-        self.stills = _stills(dataset)
+        # without the margin and the mirroring that the transform draws for each epoch
+        self.untransformed = copy.copy(dataset)
+        if isinstance(dataset.transform, TrainTransform):
+            self.untransformed.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Those of ``indices`` whose images somebody has to make and to give to ``keep`` before ``batch`` can serve them."""
         return indices[:0] if self._source is not None else indices[~self._there[indices]]
 
     def keep(self, made: HostBatch) -> None:
-        """Take in ``made``, a batch of ``stills``."""
+        """Take in ``made``, a batch of ``untransformed``."""
         self._put(made.indices.numpy(), made.images.permute(0, 2, 3, 1).numpy())
 
     def _fetch(self, indices: np.ndarray) -> None:
@@ -137,22 +141,31 @@ class Pixels:
             return self._gathered(indices, begin, mirrored)
         # by numpy: torch's team of threads would wait for processors that the step has, for longer than all the rest takes
         cut = self._layout.windows(self._array()).numpy()[begin]
-        _mirror(cut.reshape(len(indices), self._layout.size, -1, 3), np.flatnonzero(mirrored))
-        images, labels = torch.from_numpy(cut), torch.from_numpy(self._labels.numpy()[indices])
+        flipped = np.flatnonzero(mirrored)
+        rows = cut.reshape(len(indices), self._layout.size, -1, 3)
+        plain = rows[flipped]
+        turned = np.empty_like(plain)
+        mirror_into(plain, turned)
+        rows[flipped] = turned
+        images = torch.from_numpy(cut)
+        labels = torch.from_numpy(self._labels.numpy()[indices])
         return _as_images(images.pin_memory() if pin_memory else images), labels.pin_memory() if pin_memory else labels
 
     def _gathered(self, indices: np.ndarray, begin: np.ndarray, mirrored: np.ndarray) -> tuple[Tensor, Tensor]:
         """As ``batch``, by a few launches for all samples together."""
-        order = np.argsort(mirrored, kind="stable")  # those to be mirrored come last, and lie together
+        # those to be mirrored come last, and lie together
+        order = np.argsort(mirrored, kind="stable")
         places, back, rows = self._moved(np.stack([begin[order], np.argsort(order), indices]))
         cut = torch.index_select(self._layout.windows(self._array()), 0, places)
-        images, plain = _as_images(cut), len(order) - int(np.count_nonzero(mirrored))
+        images = _as_images(cut)
+        plain = len(order) - int(np.count_nonzero(mirrored))
         images[plain:] = images[plain:].flip(3)
         return _as_images(cut.index_select(0, back)), self._labels.index_select(0, rows)
 
     def _drawn(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The place where each sample's crop begins, and whether it is mirrored, by the sample's own random numbers."""
-        transform, pitch = self._dataset.transform, self._layout.pitch
+        transform = self._dataset.transform
+        pitch = self._layout.pitch
         begin = indices * pitch**2
         if not isinstance(transform, TrainTransform):
             return begin, np.zeros(len(indices), bool)
@@ -163,8 +176,14 @@ class Pixels:
         return begin, drawn[:, -1] < transform.hflip
 
     def _array(self) -> Tensor:
-        if self._memory is None:  # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
-            self._memory = torch.frombuffer(_pages(3 * self._layout.pixels), dtype=torch.uint8)
+        if self._memory is None:
+            size = 3 * self._layout.pixels
+            try:
+                # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
+                pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise MemoryError(f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})") from error
+            self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         return self._memory
 
     def _moved(self, array: np.ndarray) -> Tensor:
@@ -172,25 +191,10 @@ class Pixels:
         return self._own.copy(self._own.pin(torch.from_numpy(array)))
 
 
-def _mirror(images: np.ndarray, which: np.ndarray) -> None:
-    """Mirror ``which`` of ``images``, uint8 ``[N, S, S, 3]``, left and right, in place."""
-    plain = images[which]
-    mirrored = np.empty_like(plain)
-    mirror_into(plain, mirrored)
-    images[which] = mirrored
-
-
-def _stills(dataset: ImageDataset) -> ImageDataset:
-    """``dataset`` without the margin and the mirroring that its transform draws for each epoch."""
-    stills = copy.copy(dataset)
-    if isinstance(dataset.transform, TrainTransform):
-        stills.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
-    return stills
-
-
 def _rows_of(dataset: ImageDataset) -> tuple[np.ndarray, np.ndarray] | None:
     """The array that holds the images as they are before crop and mirror, and which rows of it; None where none does."""
-    transform, side = dataset.transform, dataset.image_size
+    transform = dataset.transform
+    side = dataset.image_size
     source: Source = dataset.source
     rows = np.arange(len(dataset))
     while isinstance(source, Subset):
@@ -215,19 +219,13 @@ def _as_images(rows: Tensor) -> Tensor:
     return rows.view(*rows.shape[:2], -1, 3).permute(0, 3, 1, 2)
 
 
-def _pages(size: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})") from error
-
-
 def _taken(own: accelerator.Accelerator, count: int) -> Tensor | None:
     """So many zero bytes of the device's memory; None, and a line in the log, where it has no room for them."""
     # what torch has reserved and not allocated does not count: the network's next step takes that
     free = memory.free if (memory := own.memory()) else 0
     if count <= _DEVICE_SHARE * free:
-        with suppress(torch.OutOfMemoryError):  # somebody else was quicker
+        with suppress(torch.OutOfMemoryError):
+            # somebody else was quicker
             return torch.zeros(count, dtype=torch.uint8, device=own.device)
     _log.info("arrays lie on the host: %.1f GB are more than half of the device's free %.1f GB", count / 1e9, free / 1e9)
     return None

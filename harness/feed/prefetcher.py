@@ -82,7 +82,8 @@ class DataPrefetcher:
         made_there = getattr(loader, "on_device", False)
         self._now = own.now if clock is None else clock.now
         self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
-        self._clock, self._lead = clock, Lead(own, self._now) if own.has_streams else None
+        self._clock = clock
+        self._lead = Lead(own, self._now) if own.has_streams else None
         self.first_wait_s: float | None = None
         self._pass: Batches | None = None
         self._end_pass: Callable[[], Any] | None = None
@@ -95,7 +96,8 @@ class DataPrefetcher:
         self.first_wait_s = None
         run = _run_ahead if self._ahead else _run_plain
         self._pass = run(self.loader, self._mover, self._clock)
-        self._end_pass = weakref.finalize(self, self._pass.close)  # a pass left half-way has a thread
+        # a pass left half-way has a thread
+        self._end_pass = weakref.finalize(self, self._pass.close)
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
@@ -132,8 +134,10 @@ class Lead:
     """How far the host is ahead of the device."""
 
     def __init__(self, own: Accelerator, now: Callable[[], float]) -> None:
-        self._own, self._now = own, now
-        self._ends = deque((own.event(), own.event()), maxlen=2)  # of the last two steps, as they were launched
+        self._own = own
+        self._now = now
+        # of the last two steps, as they were launched
+        self._ends = deque((own.event(), own.event()), maxlen=2)
         self._recorded = 0
 
     def hold(self) -> float | None:
@@ -158,23 +162,28 @@ def _run_plain(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> B
         while (ready := move.pulled(batches, plain=True)) is not None:
             _tell(clock, ready)
             yield ready.images, ready.labels
-            del ready  # or two batches would stay on the device while the next one is awaited
+            # or two batches would stay on the device while the next one is awaited
+            del ready
     finally:
         move.let_go(most=0)
 
 
 def _run_ahead(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> Batches:
-    own, side = move.own, move.stream
+    own = move.own
+    side = move.stream
     if side is not None:
         move.outer = own.stream()
-        side.wait_stream(move.outer)  # what the loader has on the device may still be written there
+        # what the loader has on the device may still be written there
+        side.wait_stream(move.outer)
     pull = _Pull(loader, move)
     try:
         while (ready := pull.take()) is not None:
             if side is not None:
                 current = own.stream()
-                current.wait_event(ready.done)  # compute waits for the copy, on the device
-                own.keep_for(current, ready.images)  # and the memory is not reused before compute is through
+                # compute waits for the copy, on the device
+                current.wait_event(ready.done)
+                # and the memory is not reused before compute is through
+                own.keep_for(current, ready.images)
                 own.keep_for(current, ready.labels)
             _tell(clock, ready)
             yield ready.images, ready.labels
@@ -199,8 +208,10 @@ class _Pull:
     """
 
     def __init__(self, loader: Iterable[Any], move: Mover) -> None:
-        self._loader, self._move = loader, move
-        self._ready, self._permit = move.own.queue(), move.own.queue()
+        self._loader = loader
+        self._move = move
+        self._ready = move.own.queue()
+        self._permit = move.own.queue()
         self._permit.put(True)
         self._thread = move.own.start(self._work, "prefetch")
 
@@ -211,7 +222,8 @@ class _Pull:
             try:
                 raise item
             finally:
-                del item  # or its traceback would keep this frame, and this frame the error, and both the loader's iterator
+                # or its traceback would keep this frame, and this frame the error, and both the loader's iterator
+                del item
         self._permit.put(True)
         return item
 
@@ -232,5 +244,6 @@ class _Pull:
             finally:
                 if hasattr(batches, "close"):
                     batches.close()
-        except BaseException as error:  # handed to the consumer, who raises it
+        except BaseException as error:
+            # handed to the consumer, who raises it
             self._ready.put(error)

@@ -1,4 +1,4 @@
-"""The feed's ``processes`` form: torch's ``DataLoader`` with workers that fill whole uint8 batches."""
+"""The feed's ``processes`` backend: torch's ``DataLoader`` with workers that fill whole uint8 batches."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ from harness.runtime.errors import LoaderError
 from harness.runtime.workers import Watchdog
 from harness.watch.stages import StageMeter
 
-_POLL_S = 2.0  # how soon a dead worker, or a signal to the trainer, ends a wait
+# how soon a dead worker, or a signal to the trainer, ends a wait
+_POLL_S = 2.0
 
-Key = tuple[int, np.ndarray]  # an epoch and the indices of one batch: the epoch travels with every request
+# an epoch and the indices of one batch: the epoch travels with every request
+Key = tuple[int, np.ndarray]
 
 
 class ProcessFeed(Feed):
@@ -48,14 +50,18 @@ class ProcessFeed(Feed):
     def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings, gauge: Gauge | None = None) -> None:
         super().__init__(order, settings)
         self._keys = _Keys(order)
-        with suppress(RuntimeError, OSError):  # no shared memory for it: the feed does without
+        with suppress(RuntimeError, OSError):
+            # no shared memory for it: the feed does without
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
         self._data = _Batches(dataset, self.meter, gauge)
         self._loader: Loader | None = None
-        self._pass: Iterator[HostBatch] | None = None  # torch's iterator of this pass, or of the last with persistent workers
-        self._started: Future[Iterator[HostBatch]] | None = None  # that of a primed pass
+        # torch's iterator of this pass, or of the last with persistent workers
+        self._pass: Iterator[HostBatch] | None = None
+        # that of a primed pass
+        self._started: Future[Iterator[HostBatch]] | None = None
         self._workers: list[BaseProcess] = []
-        weakref.finalize(self, _kill, self._workers)  # at exit too: Python waits for them, and they are deaf to SIGTERM
+        # at exit too: Python waits for them, and they are deaf to SIGTERM
+        weakref.finalize(self, _kill, self._workers)
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -74,7 +80,12 @@ class ProcessFeed(Feed):
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                batches = self._begun(epoch, poll_s)
+                # a primed pass serves where it waits as shortly
+                if self._started and poll_s < _POLL_S:
+                    self._end()
+                started = self._started
+                self._started = None
+                batches = started.result() if started else self._start(epoch, poll_s)
                 watchdog.wait = 0
                 for batch in self._polls(batches):
                     if batch is None and watchdog.fired:
@@ -108,13 +119,6 @@ class ProcessFeed(Feed):
                 batch = None
             yield batch
 
-    def _begun(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
-        """Torch's iterator over ``epoch``: the primed one if it waits as shortly."""
-        if self._started and poll_s < _POLL_S:
-            self._end()
-        started, self._started = self._started, None
-        return started.result() if started else self._start(epoch, poll_s)
-
     def _begin(self, epoch: int) -> None:
         """Start the workers, or wake persistent ones, for ``epoch`` in the background."""
         own = torch.accelerator
@@ -130,8 +134,18 @@ class ProcessFeed(Feed):
         if self._loader is not None and self._loader.timeout != wait_s:
             self._end_workers()
         if self._loader is None:
-            multiprocessing.util.get_temp_dir()  # for the workers' sockets: a killed one would leave its own folder behind
-            self._loader = self._make_loader(wait_s)
+            # for the workers' sockets: a killed one would leave its own folder behind
+            multiprocessing.util.get_temp_dir()
+            self._loader = Loader(
+                **self._parts(),
+                num_workers=s.num_workers,
+                pin_memory=s.pin_memory,
+                prefetch_factor=s.prefetch_factor,
+                persistent_workers=s.persistent_workers,
+                timeout=wait_s,
+                multiprocessing_context=s.start_method if s.num_workers else None,
+                generator=torch.Generator(),
+            )
         self._keys.epoch = epoch
         former = signal.getsignal(signal.SIGCHLD)
         try:
@@ -139,11 +153,13 @@ class ProcessFeed(Feed):
         except RuntimeError as error:
             if not _is_timeout(error):
                 raise
-            self._end_workers()  # workers of an earlier pass that cannot answer at once, on a machine that was asleep
+            # workers of an earlier pass that cannot answer at once, on a machine that was asleep
+            self._end_workers()
             return self._start(epoch, poll_s)
         finally:
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)  # torch's raises wherever the trainer happens to be
+                # torch's raises wherever the trainer happens to be
+                signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)
         self._workers[:] = getattr(self._pass, "_workers", ())
         return self._pass
 
@@ -159,9 +175,11 @@ class ProcessFeed(Feed):
 
     def _end(self) -> None:
         """End the workers, busy or not, at once."""
-        started, self._started = self._started, None
+        started = self._started
+        self._started = None
         if started:
-            started.exception()  # waits until there are workers to end
+            # waits until there are workers to end
+            started.exception()
         self._end_workers()
 
     def _end_workers(self) -> None:
@@ -172,19 +190,6 @@ class ProcessFeed(Feed):
             # torch sets this event when it is dropped; a worker that was killed in a look at it took its lock along
             self._pass._workers_done_event = threading.Event()  # type: ignore[union-attr]
         self._pass = self._loader = None
-
-    def _make_loader(self, wait_s: float) -> Loader:
-        s = self.settings
-        return Loader(
-            **self._parts(),
-            num_workers=s.num_workers,
-            pin_memory=s.pin_memory,
-            prefetch_factor=s.prefetch_factor,
-            persistent_workers=s.persistent_workers,
-            timeout=wait_s,
-            multiprocessing_context=s.start_method if s.num_workers else None,
-            generator=torch.Generator(),
-        )
 
     def _parts(self) -> dict[str, Any]:
         """What torch's loader is made of: ``__getitems__`` of the data set gives a whole batch for a key."""
@@ -218,36 +223,36 @@ class _Batches(Dataset[HostBatch]):
     """The data set as a worker sees it: one request in, one whole batch out."""
 
     def __init__(self, dataset: FillableDataset, meter: StageMeter | None, gauge: Gauge | None) -> None:
-        self.dataset, self.meter, self.gauge = dataset, meter, gauge
-        self._filler: Filler | None = None  # this worker's, from its first batch on
+        self.dataset = dataset
+        self.meter = meter
+        self.gauge = gauge
+        # this worker's, from its first batch on
+        self._filler: Filler | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, key: Key) -> HostBatch:
         epoch, indices = key
-        filler, count = self._filler or self._new_filler(), len(indices)
-        filler.begin(count)  # what the batch takes besides its samples begins here
+        count = len(indices)
         size = self.dataset.image_size
-        filler.share()
-        images = _empty_images(count, size)
-        labels = torch.zeros(count, dtype=torch.int64)
-        errors, stamps = filler.fill(epoch, indices, images.numpy(), labels.numpy())
-        return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
-
-    def _new_filler(self) -> Filler:
         worker = get_worker_info()
-        self._filler = Filler(self.dataset, worker.id if worker else 0, self.meter, self.gauge)
-        return self._filler
-
-
-def _empty_images(count: int, size: int) -> torch.Tensor:
-    """Memory for a batch; a worker's is shared from the start, as in torch's own collate: handing it over copies nothing."""
-    shape, strides = (count, 3, size, size), (3 * size * size, 1, 3 * size, 3)
-    if get_worker_info() is None:
-        return torch.empty_strided(shape, strides, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
+        if self._filler is None:
+            self._filler = Filler(self.dataset, worker.id if worker else 0, self.meter, self.gauge)
+        # what the batch takes besides its samples begins here
+        self._filler.begin(count)
+        self._filler.share()
+        shape = (count, 3, size, size)
+        strides = (3 * size * size, 1, 3 * size, 3)
+        if worker is None:
+            images = torch.empty_strided(shape, strides, dtype=torch.uint8)
+        else:
+            # shared from the start, as in torch's own collate: handing it over copies nothing
+            storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
+            images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
+        labels = torch.zeros(count, dtype=torch.int64)
+        errors, stamps = self._filler.fill(epoch, indices, images.numpy(), labels.numpy())
+        return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
 
 
 def _as_it_is(batch: HostBatch) -> HostBatch:
@@ -281,7 +286,8 @@ def _kill(running: list[BaseProcess]) -> None:
         worker.kill()
     for worker in running:
         worker.join(timeout=1.0)
-        for segment in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):  # one that it was just filling still has its name
+        # one that it was just filling still has its name
+        for segment in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
             segment.unlink(missing_ok=True)
     running.clear()
 
@@ -293,7 +299,8 @@ def _is_timeout(error: Exception) -> bool:
 def _loader_error(error: Exception) -> LoaderError:
     """The typed form of what torch says of its workers."""
     lines = (str(error) or type(error).__name__).splitlines()
-    text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")  # a worker's own error comes behind its traceback
+    # a worker's own error comes behind its traceback
+    text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")
     return LoaderError(
         f"{text}: a worker died, or its batch could not be handed over (out of memory, full /dev/shm, too many open files); "
         "lower loader.num_workers or loader.batch_size"

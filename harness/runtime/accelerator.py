@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_CYCLES_PER_S = 1.8e9  # of a GPU's processors, within a third
+# of a GPU's processors, within a third
+_CYCLES_PER_S = 1.8e9
 
 
 class Memory(NamedTuple):
@@ -51,8 +52,10 @@ class Accelerator:
     has_streams = False
     collective = "gloo"
     place: torch.device | None = None
-    now: Callable[[], float] = staticmethod(time.perf_counter)  # seconds, monotonic
-    queue: Callable[[], Any] = staticmethod(queue.SimpleQueue)  # between a thread of ``start`` and its consumer
+    # seconds, monotonic
+    now: Callable[[], float] = staticmethod(time.perf_counter)
+    # between a thread of ``start`` and its consumer
+    queue: Callable[[], Any] = staticmethod(queue.SimpleQueue)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -200,7 +203,8 @@ class Cuda(Accelerator):
         tensor.record_stream(stream)
 
     def memory(self) -> Memory | None:
-        stats, (free, total) = torch.cuda.memory_stats(self.device), torch.cuda.mem_get_info(self.device)
+        stats = torch.cuda.memory_stats(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
         return Memory(
             allocated=stats.get("allocated_bytes.all.current", 0),
             reserved=stats.get("reserved_bytes.all.current", 0),
@@ -232,7 +236,8 @@ class Cuda(Accelerator):
 
     @functools.cached_property
     def _idle(self) -> Any:
-        return torch.cuda.Stream(self.device, priority=-1)  # or it might wait in a queue with others' work
+        # or it might wait in a queue with others' work
+        return torch.cuda.Stream(self.device, priority=-1)
 
 
 _KINDS: dict[str, type[Accelerator]] = {"cuda": Cuda, "mps": Mps}

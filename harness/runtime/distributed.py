@@ -145,7 +145,8 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     if kind is DistName.torchrun:
         if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
             raise ConfigError("dist=torchrun: not started by torchrun; use `torchrun --nproc-per-node N train.py ...`")
-        size, local_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        size = int(os.environ["WORLD_SIZE"])
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         rank = int(os.environ["RANK"])
     else:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -89,7 +89,8 @@ class Interrupted(RunError):
 def described(error: BaseException) -> tuple[str, int] | None:
     """The line that a user sees and the exit code, or None for an error that is nobody's known fault."""
     cause: BaseException | None = error
-    while cause is not None:  # libraries wrap what a callback of ours raised
+    # libraries wrap what a callback of ours raised
+    while cause is not None:
         if isinstance(cause, RunError):
             return str(cause), cause.exit_code
         if isinstance(cause, ConfigError):
@@ -120,7 +121,8 @@ def tell(failures: Sequence[BaseException]) -> int:
     lines = [told(failure) for failure in failures]
     colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     name = "\x1b[1;31merror:\x1b[0m" if colours else "error:"
-    with contextlib.suppress(OSError):  # the exit code says it too
+    with contextlib.suppress(OSError):
+        # the exit code says it too
         for text, _ in lines:
             print(f"{name} {text}", file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0

@@ -19,10 +19,13 @@ from uuid import uuid4
 
 AnyPath = str | bytes | os.PathLike[str]
 
-_MOST_BYTES = 16 << 20  # of a text, which has kilobytes
-_LARGEST = 1e18  # no number that is kept is so large, and an integer of JSON may be too long for a float
+# of a text, which has kilobytes
+_MOST_BYTES = 16 << 20
+# no number that is kept is so large, and an integer of JSON may be too long for a float
+_LARGEST = 1e18
 
-_log = logging.getLogger("wellfed")  # the run's own, whose name stands in a file that is too heavy for the page to import
+# the run's own, whose name stands in a file that is too heavy for the page to import
+_log = logging.getLogger("wellfed")
 
 
 def open_regular(path: AnyPath, flags: int = os.O_RDONLY) -> int:
@@ -49,9 +52,11 @@ def read_regular(path: AnyPath, most_bytes: int = sys.maxsize) -> bytes:
         size = os.fstat(file).st_size
         if size > most_bytes:
             raise OSError(f"more than {most_bytes >> 20} MiB")
-        data = os.read(file, size + 1)  # most often all: a thread asks for the interpreter after each call
+        # most often all: a thread asks for the interpreter after each call
+        data = os.read(file, size + 1)
         parts = [data]
-        while len(data) != size and parts[-1]:  # it has grown or shrunk meanwhile, or it is read in pieces
+        # it has grown or shrunk meanwhile, or it is read in pieces
+        while len(data) != size and parts[-1]:
             parts.append(os.read(file, 1 << 20))
         return data if len(parts) == 1 else b"".join(parts)
     finally:
@@ -101,7 +106,8 @@ def typed(kind: Any, value: Any) -> Any:
         ValueError: it is something else.
         TypeError: null for a float without a default.
     """
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
         hints = get_type_hints(kind)
         if value.keys() == hints.keys():

@@ -8,18 +8,19 @@ import logging
 import os
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TextIO
 
 from harness.config import ConfigError, Mode
-from harness.runtime import rendezvous
 from harness.runtime.errors import LockedError, described
 from harness.runtime.files import open_regular
 
 LOGGER = "wellfed"
+# for the folder that the first rank makes
+_WAIT = timedelta(seconds=60)
 
 # Open for as long as this process owns the folders.
 _owned: dict[Path, ExitStack] = {}
@@ -41,13 +42,12 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     Raises:
         ConfigError: a folder of that name holds a run, and this one does not go on with it.
     """
-    outputs, goes_on = Path("outputs"), resume if mode is Mode.train else None
+    outputs = Path("outputs")
+    goes_on = resume if mode is Mode.train else None
     if name is None and goes_on not in (None, "auto") and Path(goes_on, "checkpoints").is_dir():
         folder = Path(goes_on)
     elif name is None:
-        return rendezvous.shared(
-            lambda before: str(own(Path(before) if before else new_folder(outputs))), lasting=goes_on == "auto"
-        )
+        return shared(lambda before: str(own(Path(before) if before else new_folder(outputs))), lasting=goes_on == "auto")
     else:
         folder = outputs / name
     if is_first_rank():
@@ -55,6 +55,41 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
             refuse_used(folder)
         own(folder)
     return str(folder)
+
+
+def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
+    """What ``make`` returned in the first rank, in every rank of torchrun; without torchrun, what it returns here.
+
+    It goes through the store that torchrun itself keeps, under a name of its own for each restart of the workers. Where it is
+    ``lasting``, ``make`` is given what it returned before the restart, else None.
+
+    Raises:
+        ConfigError: the first rank could not make it, or torchrun keeps no store.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return make(None)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ConfigError("run.name=null: this launcher keeps no store to share a folder's name; set run.name")
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_WAIT)
+    kept = f"wellfed/folder/{run_id}"
+    key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if os.environ["RANK"] == "0":
+        try:
+            made = make(store.get(kept).decode() if lasting and store.check([kept]) else None)
+        except Exception as error:
+            store.set(key, f"!{error}")
+            raise
+        if lasting:
+            store.set(kept, made)
+        store.set(key, f"={made}")
+        return made
+    said = store.get(key).decode()
+    if said.startswith("!"):
+        raise ConfigError(said[1:])
+    return said[1:]
 
 
 def sweep_folder(name: str | None) -> str:

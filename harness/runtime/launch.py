@@ -17,10 +17,13 @@ from harness.runtime import signals, workers
 from harness.runtime.errors import RunError, tell_crashes, told
 
 _GRACE_S = 5.0
-_CLEAR_S = 1.0  # for what a process removes as it ends
+# for what a process removes as it ends
+_CLEAR_S = 1.0
 _POLL_S = 0.2
-_TEXT = 4000  # characters of an error: a pipe that nobody reads yet holds 64 KiB
-_SAVES = (3, 6)  # exit codes of ends at which the first rank saves
+# characters of an error: a pipe that nobody reads yet holds 64 KiB
+_TEXT = 4000
+# exit codes of ends at which the first rank saves
+_SAVES = (3, 6)
 
 
 class ProcessError(RunError):
@@ -93,7 +96,8 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
 def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> ProcessError | None:
     """Wait until all have ended, or one has failed and the others had their grace; the first failure."""
     failure: ProcessError | None = None
-    passed_on, deadline = False, float("inf")
+    passed_on = False
+    deadline = float("inf")
     open_ = list(started)
     while open_ and time.monotonic() < deadline:
         wait([process.sentinel for process, _ in open_], timeout=_POLL_S)
@@ -115,7 +119,8 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
 
 def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError:
     said: tuple[str, int] | None = None
-    with suppress(EOFError):  # it died before it could say why; its exit code says how
+    with suppress(EOFError):
+        # it died before it could say why; its exit code says how
         said = pipe.recv() if pipe.poll() else None
     if signals.received() and (said is None or said[1] == 1):
         # others fail as well once one is gone

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import psutil
 
-_Figure = tuple[float, str]  # how much, and where that is said
-_DENIED = (psutil.Error, OSError, RuntimeError)  # what psutil raises where /proc is missing, or hides something
+# how much, and where that is said
+_Figure = tuple[float, str]
+# what psutil raises where /proc is missing, or hides something
+_DENIED = (psutil.Error, OSError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 
 
     ``reserved_bytes`` of the memory that is free are promised to something that all ranks share.
     """
-    groups, shm = control_groups(root), root / "dev/shm"
+    groups = control_groups(root)
+    shm = root / "dev/shm"
     # srun binds each of its tasks to cores of its own: where the ranks are its tasks, affinity is one rank's already. Under a
     # launcher that is one task, or in a batch script, which is no step of srun, all ranks share what this process sees.
     tasks = _slurm("STEP_TASKS_PER_NODE") or 1
@@ -79,7 +82,8 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
     """What one rank has of each bound on cores: its task's, shared by ``together`` ranks, and the node's, by ``ranks``."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield _over(together, (affinity, "affinity"))
-    if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):  # a batch script is none of the job's tasks
+    # a batch script is none of the job's tasks
+    if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):
         yield _over(together, (task, "SLURM_CPUS_PER_TASK"))
     if node := _slurm("CPUS_ON_NODE"):
         yield _over(ranks, (node, "SLURM_CPUS_ON_NODE"))
@@ -110,7 +114,8 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
     In a container the groups' names may be the host's and lie nowhere below the mount; its own group is then the mount itself.
     """
     try:
-        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()  # a name is any bytes
+        # a name is any bytes
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []
     found: list[Path] = []
@@ -128,7 +133,8 @@ def _quota(folder: Path) -> _Figure:
     two = words(folder / "cpu.max")
     if len(two) == 2 and two[0] != "max":
         return int(two[0]) / int(two[1]), f"quota in {folder / 'cpu.max'}"
-    quota, period = words(folder / "cpu.cfs_quota_us"), words(folder / "cpu.cfs_period_us")
+    quota = words(folder / "cpu.cfs_quota_us")
+    period = words(folder / "cpu.cfs_period_us")
     if quota and period and int(quota[0]) > 0:
         return int(quota[0]) / int(period[0]), f"quota in {folder / 'cpu.cfs_quota_us'}"
     return math.inf, "no quota"
@@ -153,10 +159,12 @@ def _memory_left(folder: Path) -> _Figure:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit, used = words(folder / limit_name), words(folder / used_name)
+        limit = words(folder / limit_name)
+        used = words(folder / used_name)
         if limit and used and limit[0] != "max":
             stat = words(folder / "memory.stat")
-            cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))  # given back before any kill
+            # given back before any kill
+            cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))
             return int(limit[0]) - max(0, int(used[0]) - cache), f"limit less use in {folder / limit_name}"
     return math.inf, "no limit"
 

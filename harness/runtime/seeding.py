@@ -16,10 +16,15 @@ import torch
 
 from harness.runtime import accelerator
 
-_ORDER = 1  # streams: two uses of one (seed, epoch) must not share random numbers
-SAMPLE, BATCH = 2, 3  # what is done to a sample on its own; what is done to whole batches, sample by sample
-_MASK, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# streams: two uses of one (seed, epoch) must not share random numbers
+_ORDER = 1
+# what is done to a sample on its own; what is done to whole batches, sample by sample
+SAMPLE = 2
+BATCH = 3
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 
 
 class SampleRng:
@@ -93,7 +98,8 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        # cuBLAS asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
 

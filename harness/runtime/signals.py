@@ -25,7 +25,8 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
 _SAME_S = 1.0
 _START_S = 4.0
-_SAY_S, _CLEAR_S = 0.5, 1.0
+_SAY_S = 0.5
+_CLEAR_S = 1.0
 _END = b"\0"
 _received: list[tuple[int, float]] = []
 _grace_s = 0.0
@@ -65,7 +66,8 @@ def set_grace(seconds: float) -> None:
     With 0 nothing can be lost yet, and the first signal ends it at once, as ``leave`` does.
     """
     global _grace_s, _at_once
-    _grace_s, _at_once = seconds, not seconds
+    _grace_s = seconds
+    _at_once = not seconds
 
 
 def leave(code: int) -> NoReturn:
@@ -145,7 +147,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def _guard(reader: int, own: list[signal.Signals]) -> None:
     """End the process after a second signal, or when the first one's grace is over."""
-    first, first_s = 0, 0.0
+    first = 0
+    first_s = 0.0
     while True:
         left_s = max(0.0, first_s + (_grace_s or _START_S) - time.monotonic()) if first else None
         if not connection.wait([reader], left_s):
@@ -158,7 +161,8 @@ def _guard(reader: int, own: list[signal.Signals]) -> None:
         if first and time.monotonic() - first_s > _SAME_S:
             _end(number[0], "the second one: nothing more is saved")
         if not first:
-            first, first_s = number[0], time.monotonic()
+            first = number[0]
+            first_s = time.monotonic()
 
 
 def _end(number: int, why: str) -> None:

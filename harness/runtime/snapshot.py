@@ -29,7 +29,8 @@ class Snapshot:
     """
 
     def __init__(self, parts: Iterable[Any], device: torch.device) -> None:
-        self._device, self._random = device, random_state(device)
+        self._device = device
+        self._random = random_state(device)
         self._modes: list[tuple[nn.Module, bool]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         self._grads: list[tuple[Tensor, Tensor | None]] = []
@@ -45,7 +46,8 @@ class Snapshot:
         """Note what restores ``part``'s structure; its tensors, whose values are to be copied."""
         if isinstance(part, nn.Module):
             self._modes += [(module, module.training) for module in part.modules()]
-            self._buffers += [(module, dict(module._buffers)) for module in part.modules()]  # some put new ones in their place
+            # some put new ones in their place
+            self._buffers += [(module, dict(module._buffers)) for module in part.modules()]
             self._grads += [(parameter, parameter.grad) for parameter in part.parameters()]
             yield from (*part.parameters(), *part.buffers())
             yield from (parameter.grad for parameter in part.parameters() if parameter.grad is not None)
@@ -56,7 +58,8 @@ class Snapshot:
                 yield from _tensors(held)
         elif isinstance(part, GradScaler):
             values = {key: value if isinstance(value, Tensor) else copy.copy(value) for key, value in vars(part).items()}
-            self._scalers.append((part, values))  # not its state_dict: two of its tensors are made when it is first used
+            # not its state_dict: two of its tensors are made when it is first used
+            self._scalers.append((part, values))
             yield from _tensors(values)
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
             self._others.append((part, copy.deepcopy(part.state_dict())))

@@ -12,8 +12,10 @@ from multiprocessing import connection, forkserver, resource_tracker
 
 from harness.runtime import signals
 
-_NICE = 10  # where processors are short, a ninth of the weight of a thread that has none
-_LOOK_S = 0.5  # how often a watchdog looks
+# where processors are short, a ninth of the weight of a thread that has none
+_NICE = 10
+# how often a watchdog looks
+_LOOK_S = 0.5
 
 
 def start_server(preload: Sequence[str]) -> None:
@@ -44,7 +46,8 @@ def give_way() -> None:
     than the time it takes. What the step leaves is enough: it waits when there is no batch, and then leaves all.
     """
     with suppress(OSError):
-        os.nice(_NICE)  # of one thread, in Linux
+        # of one thread, in Linux
+        os.nice(_NICE)
 
 
 def leave_with_parent() -> None:
@@ -90,7 +93,8 @@ class Watchdog:
     def _look(self) -> None:
         look_s = min(_LOOK_S, self._limit_s)
         # counted by looks: a trainer that was stopped itself, as by a scheduler, has not waited in that time
-        seen, waited_s = None, 0.0
+        seen = None
+        waited_s = 0.0
         while not self._over.wait(look_s):
             waited_s = waited_s + look_s if seen is not None and seen == self.wait else 0.0
             seen = self.wait

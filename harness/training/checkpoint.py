@@ -160,7 +160,8 @@ def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: ``where``, which names the file, has none.
     """
-    for key in ("model", "state_dict"):  # ours and most others'; pytorch/examples'
+    # ours and most others'; pytorch/examples'
+    for key in ("model", "state_dict"):
         if isinstance(state.get(key), dict):
             state = state[key]
     weights = {str(key).removeprefix("module."): value for key, value in state.items()}
@@ -243,7 +244,8 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
         raise
     except OSError as error:
         raise _unread(name, error) from error
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:
+        # a damaged pickle may raise anything
         raise CheckpointError(f"{name}: refused: holds more than tensors and plain containers, or is damaged") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{name}: not a checkpoint")

@@ -60,5 +60,6 @@ def evaluate(
     signum = int(world.largest(signals.received())[0])
     if signum:
         raise Interrupted(signum)
-    images_seen, top1, top5, loss_sum = world.total(sums).tolist()  # the host waits for the device
+    # the host waits for the device
+    images_seen, top1, top5, loss_sum = world.total(sums).tolist()
     return Evaluation(int(images_seen), top1 / images_seen, top5 / images_seen, loss_sum / images_seen)

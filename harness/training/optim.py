@@ -37,7 +37,8 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         weight_decay=config.weight_decay,
         fused=True,
     )
-    if config.momentum:  # torch makes the buffers unfilled at the first update, and leaves them so if that one is skipped
+    # torch makes the buffers unfilled at the first update, and leaves them so if that one is skipped
+    if config.momentum:
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch._C._profiler import _ExperimentalConfig  # profile() takes one, and torch.profiler does not export it
+# profile() takes one, and torch.profiler does not export it
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.runtime import accelerator
+from harness.runtime.files import replacing
 from harness.runtime.folder import LOGGER
 from harness.watch import marks
 from harness.watch.console import say
@@ -37,7 +39,8 @@ class Trace:
 
     def __init__(self, steps: str | None, folder: Path, pause: Callable[[str], AbstractContextManager[None]]) -> None:
         self._first, self._last = (int(n) for n in steps.split("-")) if steps else (1, 0)
-        self._folder, self._pause = folder / "trace", pause
+        self._folder = folder / "trace"
+        self._pause = pause
         self._profiler: profile | None = None
         self._began = self._ended = 0
 
@@ -48,7 +51,8 @@ class Trace:
     def close(self) -> None:
         """End the recording and write it, if one runs; say so where none of the steps was trained."""
         if self._profiler is not None:
-            profiler, self._profiler = self._profiler, None
+            profiler = self._profiler
+            self._profiler = None
             marks.record(None)
             self._write(profiler)
         elif self._first <= self._last and not self._began:
@@ -69,43 +73,37 @@ class Trace:
 
     def _begin(self, number: int) -> None:
         """Start recording; a profiler that cannot costs the trace and not the run."""
-        try:
-            self._start(number)
-        except Exception as error:
-            self._last, self._began = 0, number
-            _log.warning("profile.steps: no trace: %s", error)
-
-    def _start(self, number: int) -> None:
         activities = [ProfilerActivity.CPU]
         if accelerator.count():
             activities.append(ProfilerActivity.CUDA)
         else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would complain that there is no GPU
-        profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
-        profiler.start()
-        self._profiler, self._began = profiler, number
-        marks.record(record_function)
+            # it would complain that there is no GPU
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._began = number
+        try:
+            profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+            profiler.start()
+        except Exception as error:
+            self._last = 0
+            _log.warning("profile.steps: no trace: %s", error)
+        else:
+            self._profiler = profiler
+            marks.record(record_function)
 
     def _write(self, profiler: profile) -> None:
         """End and write the trace, whole or not at all; a full disk, or a profiler that fails, costs it and not the run."""
         path = self._folder / f"steps-{self._began}-{self._ended}.json"
-        temporary = path.with_name(f".{path.name}")
         try:
             profiler.stop()
             self._folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(temporary))
-            if not _is_whole(temporary):  # the exporter raises nothing when it cannot write
-                raise OSError("the file is not whole; free some space")
-            os.replace(temporary, path)
+            with replacing(path) as temporary:
+                profiler.export_chrome_trace(str(temporary))
+                # the exporter raises nothing when it cannot write
+                with temporary.open("rb") as file:
+                    file.seek(-min(64, temporary.stat().st_size), os.SEEK_END)
+                    if not file.read().rstrip().endswith(b"}"):
+                        raise OSError("the file is not whole; free some space")
         except Exception as error:
             _log.warning("profile.steps: no trace in %s: %s", os.path.relpath(path), error)
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
         else:
             say(f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in https://ui.perfetto.dev")
-
-
-def _is_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-min(64, path.stat().st_size), os.SEEK_END)
-        return file.read().rstrip().endswith(b"}")

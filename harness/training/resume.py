@@ -84,7 +84,8 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
         trained = _trained(saved.state)
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{saved.where}: its settings cannot be used: {error}") from error
-    used, taken = copy.deepcopy(config), []
+    used = copy.deepcopy(config)
+    taken = []
     kept = _kept(config, trained, typed)
     theirs = {path: value for path, value, _ in walk(trained)}
     for path, own, _ in walk(config):
@@ -143,10 +144,12 @@ def _trained(state: dict[str, Any]) -> Config:
 
 def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Config:
     """``config`` for ``size`` ranks, with as many images in an update as ``trained`` had on so many ``ranks``."""
-    batch, parts = config.loader.batch_size, config.trainer.accumulate_steps
+    batch = config.loader.batch_size
+    parts = config.trainer.accumulate_steps
     if ranks == size or (batch, parts) != (trained.loader.batch_size, trained.trainer.accumulate_steps):
         return config
-    images, same = batch * parts * ranks, copy.deepcopy(config)
+    images = batch * parts * ranks
+    same = copy.deepcopy(config)
     if images % (batch * size) == 0:
         same.trainer.accumulate_steps = images // (batch * size)
     elif images % (parts * size) == 0:
@@ -189,7 +192,8 @@ def take_over(state: TrainState, saved: Saved | None, config: Config, world: Wor
             weights = checkpoint.weights_of(saved.state, saved.where)
             models.take_over(state.network, weights, f"{saved.where}: does not fit model.name={config.model.name}")
             if "settings" in saved.state:
-                state.epoch, state.step = int(saved.state["epoch"]), int(saved.state["step"])
+                state.epoch = int(saved.state["epoch"])
+                state.step = int(saved.state["step"])
             say(f"evaluating {saved.where}")
         else:
             state.load_dict(saved.state, saved.where, config.trainer.precision)

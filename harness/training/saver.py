@@ -31,7 +31,8 @@ from harness.training.checkpoint import UNNAMED, Record, order, records, sealed
 
 _CHUNK_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
-_RESTS = 4.0  # seconds for each second of a processor: steps beside it then take a fifth longer at most
+# seconds for each second of a processor: steps beside it then take a fifth longer at most
+_RESTS = 4.0
 
 
 class Saver:
@@ -46,7 +47,8 @@ class Saver:
     """
 
     def __init__(self, folder: Path, keep_last: int) -> None:
-        self._folder, self._keep_last = folder, keep_last
+        self._folder = folder
+        self._keep_last = keep_last
         self._thread = ThreadPoolExecutor(1, "checkpoint", give_way)
         self._last: Future[Record] | None = None
         self._awaited = threading.Event()
@@ -104,7 +106,8 @@ class _Host:
 
     def __init__(self) -> None:
         self._chunks: list[torch.UntypedStorage] = []
-        self._chunk, self._used = 0, 0
+        self._chunk = 0
+        self._used = 0
         self._copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +139,8 @@ class _Host:
             # A slice would have the address of the next one, and torch refuses one address under two types.
             return torch.UntypedStorage(0)
         while self._chunk < len(self._chunks) and self._used + nbytes > self._chunks[self._chunk].nbytes():
-            self._chunk, self._used = self._chunk + 1, 0
+            self._chunk += 1
+            self._used = 0
         if self._chunk == len(self._chunks):
             self._chunks.append(torch.UntypedStorage(max(nbytes, _CHUNK_BYTES)))
         start = self._used
@@ -235,7 +239,8 @@ class _Hashing(BufferedWriter):
     def __init__(self, raw: FileIO, rest: Callable[[float], object] | None) -> None:
         super().__init__(raw)
         self.digest = hashlib.sha256()
-        self._rest, self._rested_s = rest, time.thread_time()
+        self._rest = rest
+        self._rested_s = time.thread_time()
 
     def write(self, data: Any) -> int:
         whole = memoryview(data)

@@ -18,7 +18,8 @@ from harness.training import saver
 from harness.training.checkpoint import Record
 from harness.training.state import TrainState
 
-_HEARD_S = 1.0  # how soon ranks tell each other of a signal
+# how soon ranks tell each other of a signal
+_HEARD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,14 @@ class Boundary:
 
     def __init__(self, config: Config, world: World, step: int, now: Callable[[], float] = time.monotonic) -> None:
         minutes = config.checkpoint.every_minutes if config.checkpoint.enabled else None
-        self._world, self._now, self._window = world, now, config.watch.window_steps
+        self._world = world
+        self._now = now
+        self._window = config.watch.window_steps
         self._every_s = None if minutes is None else 60 * minutes
         self._every_steps = config.checkpoint.every_steps if config.checkpoint.enabled else None
-        self._asked, self._asked_s, self._next = step, now(), step + 1
+        self._asked = step
+        self._asked_s = now()
+        self._next = step + 1
         self._saved_s = now()
 
     def ask(self, step: int) -> tuple[int, bool]:
@@ -45,7 +50,8 @@ class Boundary:
 
         Several ranks tell each other once a window, and once a second where steps are slow.
         """
-        signum, due = signals.received(), self._every_s is not None and self._now() - self._saved_s >= self._every_s
+        signum = signals.received()
+        due = self._every_s is not None and self._now() - self._saved_s >= self._every_s
         if self._world.size > 1:
             signum, due = self._told(step, signum, due) if step >= self._next else (0, False)
         if due:
@@ -55,7 +61,8 @@ class Boundary:
     def _told(self, step: int, signum: int, due: bool) -> tuple[int, bool]:
         own_s = (self._now() - self._asked_s) / max(1, step - self._asked)
         heard, saves, step_s = self._world.largest(signum, due and self._world.is_main, own_s)
-        self._asked, self._asked_s = step, self._now()
+        self._asked = step
+        self._asked_s = self._now()
         self._next = step + max(1, min(self._window - step % self._window, int(_HEARD_S / max(1e-6, step_s))))
         return int(heard), bool(saves)
 
@@ -67,8 +74,13 @@ class Saves:
     """
 
     def __init__(self, config: Config, world: World, state: TrainState, order: Order, place: Place) -> None:
-        self._config, self._ranks, self._state, self._order, self._place = config, world.size, state, order, place
-        self.last: Path | None = None  # what was written last, once this is closed
+        self._config = config
+        self._ranks = world.size
+        self._state = state
+        self._order = order
+        self._place = place
+        # what was written last, once this is closed
+        self.last: Path | None = None
         self._folder = place.folder / "checkpoints"
         self._saver: saver.Saver | None = None
         if config.checkpoint.enabled and config.mode is Mode.train and world.is_main:
@@ -91,7 +103,8 @@ class Saves:
                 self._saver.wait()
         if not self.unsaved:
             return
-        order, state = self._order, self._state
+        order = self._order
+        state = self._state
         facts = {
             "settings": to_plain(self._config),
             "classes": list(self._place.classes),

@@ -76,14 +76,21 @@ class TrainState:
             raise CheckpointError(f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}")
         contents.check(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
-        problems += _optimizer_differences(self.optimizer.state_dict(), saved["optimizer"])
+        ours = self.optimizer.state_dict()["param_groups"]
+        theirs = saved["optimizer"]["param_groups"]
+        if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
+            problems.append("the optimizer's parameter groups differ (optim.decay_norm_and_bias)")
+        elif {key for group in ours for key in group} != {key for group in theirs for key in group}:
+            problems.append("the optimizer is of another kind (optim)")
         models.refuse(problems, f"{where}: does not fit this run")
         self.network.load_state_dict(saved["model"])
         self._load_optimizer(saved)
         if saved["settings"]["trainer"]["precision"] == precision.name:
             self.scaler.load_state_dict(saved["scaler"])
-        self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
-        self.samples, self.pending = int(saved.get("samples", 0)), bool(saved.get("pending", False))
+        self.epoch = int(saved["epoch"])
+        self.step = int(saved["step"])
+        self.samples = int(saved.get("samples", 0))
+        self.pending = bool(saved.get("pending", False))
         self.best_top1 = saved.get("best_top1")
         restore_random_state(saved["random"], self.device)
 
@@ -107,7 +114,8 @@ class TrainState:
             group.update(settings, lr=base_lr * factor)
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # the fused kernels want equal strides
+                # the fused kernels want equal strides
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
@@ -168,13 +176,3 @@ class FiniteCheck(GradScaler):
 def make_scaler(precision: Precision, device: torch.device) -> GradScaler:
     """The gradient scaler; outside fp16 it only leaves out non-finite updates."""
     return GradScaler(device.type) if precision is Precision.fp16 else FiniteCheck(device)
-
-
-def _optimizer_differences(own: dict[str, Any], saved: dict[str, Any]) -> list[str]:
-    mine, theirs = own["param_groups"], saved["param_groups"]
-    found = []
-    if [len(group["params"]) for group in mine] != [len(group["params"]) for group in theirs]:
-        found.append("the optimizer's parameter groups differ (optim.decay_norm_and_bias)")
-    elif {key for group in mine for key in group} != {key for group in theirs for key in group}:
-        found.append("the optimizer is of another kind (optim)")
-    return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,18 +58,20 @@ class Step:
 
     def __init__(self, state: TrainState, config: Config, world: World, classes: int | None = None) -> None:
         self.state = state
-        self._config, self._device = config, world.device
+        self._config = config
+        self._device = world.device
         self._augment = BatchAugment.from_config(config.augment, config.seed)
         self._mix = Mix.from_config(config.augment, classes, config.seed)
         self._clip_norm = config.optim.clip_norm
         self._smoothing = config.optim.label_smoothing
-        self.autocast = Autocast(world.device, config.trainer.precision)
+        self.autocast = autocast_of(world.device, config.trainer.precision)
         self.model: nn.Module = state.network
         own = accelerator.of(world.device)
         self._on_host = own.kind == "cpu"
         if world.size > 1:
             self.model = DistributedDataParallel(state.network, device_ids=None if own.place is None else [own.place])
-        self._losses: list[Tensor] = []  # on the device, until they are read together
+        # on the device, until they are read together
+        self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
         self._streak = 0
         state.optimizer.register_step_pre_hook(self._note_found_inf)
@@ -102,21 +106,25 @@ class Step:
 
     def read(self) -> StepFigures:
         """The figures since the last call. The host waits here for the device: call it once a window, not once a step."""
-        noted, count = [*self._losses, *self._found_inf], len(self._losses)
+        noted = [*self._losses, *self._found_inf]
+        count = len(self._losses)
         # a host's values are there; a device's are fetched at once
         together = torch.stack(noted).tolist() if noted and not self._on_host else None
         values = [value.item() for value in noted] if together is None else together
-        self._losses, self._found_inf = [], []
+        self._losses = []
+        self._found_inf = []
         finite = [loss for loss in values[:count] if math.isfinite(loss)]
         skipped = worst = 0
         for found in values[count:]:
             self._streak = self._streak + 1 if found else 0
-            skipped, worst = skipped + bool(found), max(worst, self._streak)
+            skipped += bool(found)
+            worst = max(worst, self._streak)
         return StepFigures(sum(finite) / len(finite) if finite else None, skipped, worst)
 
     def forget(self) -> None:
         """Drop the figures since the last reading, unread; the host does not wait for the device."""
-        self._losses, self._found_inf = [], []
+        self._losses = []
+        self._found_inf = []
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -131,18 +139,21 @@ class Step:
                 self._forward.forget()
 
     def _update(self) -> None:
-        state, scaler = self.state, self.state.scaler
+        state = self.state
+        scaler = self.state.scaler
         scaler.unscale_(state.optimizer)
         if self._clip_norm is not None:
             nn.utils.clip_grad_norm_(state.network.parameters(), self._clip_norm)
-        scaler.step(state.optimizer)  # fused optimizers leave the update out on the device where a gradient is not finite
+        # fused optimizers leave the update out on the device where a gradient is not finite
+        scaler.step(state.optimizer)
         scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.schedule.step()
         state.step += 1
 
     def _note_found_inf(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = getattr(optimizer, "found_inf", None)  # set by the scaler for the time of the step: 0.0 or 1.0
+        # set by the scaler for the time of the step: 0.0 or 1.0
+        found = getattr(optimizer, "found_inf", None)
         if found is not None:
             self._found_inf.append(found)
 
@@ -154,13 +165,15 @@ class _ForwardTimer:
     """
 
     def __init__(self, network: nn.Module, parts: int) -> None:
-        self._parts, self._began_s = parts, 0.0
+        self._parts = parts
+        self._began_s = 0.0
         self.forget()
         network.register_forward_pre_hook(self._begin)
         network.register_forward_hook(self._end)
 
     def forget(self) -> None:
-        self._seconds, self._passes = 0.0, -1
+        self._seconds = 0.0
+        self._passes = -1
 
     def mean_ms(self) -> float | None:
         return 1e3 * self._seconds * self._parts / self._passes if self._passes > 0 else None
@@ -202,15 +215,8 @@ def device_batches(
     )
 
 
-class Autocast:
-    """Makes the autocast context of a precision; a plain context in fp32."""
-
-    def __init__(self, device: torch.device, precision: Precision) -> None:
-        self._type = device.type
-        self._dtype = None if precision is Precision.fp32 else DTYPES[precision]
-
-    def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for one block."""
-        if self._dtype is None:
-            return _AS_IT_IS
-        return torch.autocast(self._type, self._dtype)
+def autocast_of(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns what makes the autocast context of a precision for one block; a plain context in fp32."""
+    if precision is Precision.fp32:
+        return lambda: _AS_IT_IS
+    return functools.partial(torch.autocast, device.type, DTYPES[precision])

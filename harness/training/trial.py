@@ -21,12 +21,16 @@ from harness.training.step import Step
 from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun, steps_of_group
 
-_WARM_UP_STEPS = 5  # the first may compile and makes what an update allocates; cuDNN tries its kernels
+# the first may compile and makes what an update allocates; cuDNN tries its kernels
+_WARM_UP_STEPS = 5
 _GROUPS = 20
-_AGREE_S = 0.2  # between two agreements of the ranks to go on
+# between two agreements of the ranks to go on
+_AGREE_S = 0.2
 
-_Batch = tuple[Tensor, Tensor]  # images and labels on the device
-_Done = tuple[int, float]  # a step's images and seconds
+# images and labels on the device
+_Batch = tuple[Tensor, Tensor]
+# a step's images and seconds
+_Done = tuple[int, float]
 
 
 class StepTrials:
@@ -40,10 +44,13 @@ class StepTrials:
     """
 
     def __init__(self, step: Step, config: Config, world: World, now: Callable[[], float] | None = None) -> None:
-        self._step, self._config, self._world = step, config, world
+        self._step = step
+        self._config = config
+        self._world = world
         self._now = now or accelerator.of(world.device).now
         self._parts = config.trainer.accumulate_steps
-        self._made = 0  # steps: says which part of an update the next one is
+        # steps: says which part of an update the next one is
+        self._made = 0
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +76,8 @@ class StepTrials:
         with self._step.kept():
             try:
                 state.network.train()
-                state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]  # LambdaLR multiplies them
+                # LambdaLR multiplies them
+                state.schedule.base_lrs = [0.0 for _ in state.optimizer.param_groups]
                 for group in state.optimizer.param_groups:
                     group["lr"] = 0.0
                 yield
@@ -98,12 +106,14 @@ class StepTrials:
                 break
         steps = steps_of_group(step_s, limit_s, self.overlaps)
         if steps >= self._parts:
-            steps += -steps % self._parts  # each group has as many updates as the others
+            # each group has as many updates as the others
+            steps += -steps % self._parts
         groups: list[tuple[float, float]] = []
         cpu = time.process_time()
         while len(groups) < _GROUPS and self._world.agreed(len(groups) < 2 or self._now() - begin < limit_s):
             groups.append(self._group(batches, steps))
-        cpu_s, images = time.process_time() - cpu, size * steps
+        cpu_s = time.process_time() - cpu
+        images = size * steps
         launch_s = 0.0 if self._config.loader.device_prefetch else min(launch_s for _, launch_s in groups) / size
         return StepRun(
             images=(images,) * len(groups),
@@ -125,7 +135,7 @@ class StepTrials:
         """
         clock = StepClock(self.device, now=self._now, keep_steps=True)
         with contextlib.closing(self._step.batches(feed, clock)) as batches:
-            source = _Source(batches, (lambda: self._zeros(feed)) if self._world.size > 1 else None)
+            source = _Source(batches, (lambda: self._black(feed)) if self._world.size > 1 else None)
             self._stretch(source, clock, 1, 1, 0.0)
             self._stretch(source, clock, 0, skip, limit_s / 3)
             clock.close_window()
@@ -155,31 +165,32 @@ class StepTrials:
                 break
             block = told[0][1]
             for _ in range(block):
-                done.append(self._delivered(source, clock, end))
-                end += done[-1][1]
-            if self._world.size > 1:  # at most doubled: the first batches may only have been the ones in store
+                with clock.waiting():
+                    images, labels = source.take()
+                with clock.computing():
+                    self._train(images, labels)
+                    self._step.forget()
+                count = len(labels)
+                clock.step(count)
+                step_s = self._now() - end
+                done.append((count, step_s))
+                end += step_s
+            # at most doubled: the first batches may only have been the ones in store
+            if self._world.size > 1:
                 block_s = sum(seconds for _, seconds in done[-block:])
                 block = max(1, int(min(2 * block, _AGREE_S * block / block_s, most - len(done))))
-        if not self.overlaps:  # what a device whose own time is not known has left to do is the last step's
+        # what a device whose own time is not known has left to do is the last step's
+        if not self.overlaps:
             accelerator.of(self.device).synchronize()
             if done:
-                images, seconds = done[-1]
-                done[-1] = images, seconds + self._now() - end
+                count, step_s = done[-1]
+                done[-1] = count, step_s + self._now() - end
         return done
-
-    def _delivered(self, source: _Source, clock: StepClock, end: float) -> _Done:
-        """One step on the next batch; ``end`` is that of the step before."""
-        with clock.waiting():
-            images, labels = source.take()
-        with clock.computing():
-            self._train(images, labels)
-            self._step.forget()
-        clock.step(len(labels))
-        return len(labels), self._now() - end
 
     def _group(self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False) -> tuple[float, float]:
         """The seconds of so many steps, and the host's of the first; each makes an update while warming up."""
-        launch_s, begin = 0.0, self._now()
+        launch_s = 0.0
+        begin = self._now()
         for _ in range(steps):
             images, labels = next(batches)
             self._train(images, labels, warm_up)
@@ -195,17 +206,18 @@ class StepTrials:
         else:
             self._step(images, labels, part=self._made % self._parts, parts=self._parts)
             self._made += 1
-        if self._world.size == 1:  # several ranks must stop at one step: the launcher ends them
+        # several ranks must stop at one step: the launcher ends them
+        if self._world.size == 1:
             signals.check()
 
-    def _on_device(self, batch: HostBatch) -> _Batch:
+    def _black(self, feed: Feed) -> _Batch:
+        """Returns a batch of black images, as large as those of ``feed``, on the device."""
+        n = feed.settings.batch_size
+        size = self._config.data.image_size
+        labels = torch.zeros(n, dtype=torch.int64)
+        batch = HostBatch(torch.zeros(n, 3, size, size, dtype=torch.uint8), labels, labels)
         with contextlib.closing(self._step.batches([batch])) as batches:
             return next(batches)
-
-    def _zeros(self, feed: Feed) -> _Batch:
-        n, size = feed.settings.batch_size, self._config.data.image_size
-        labels = torch.zeros(n, dtype=torch.int64)
-        return self._on_device(HostBatch(torch.zeros(n, 3, size, size, dtype=torch.uint8), labels, labels))
 
 
 class _Source:
@@ -216,7 +228,8 @@ class _Source:
 
     def __init__(self, batches: DataPrefetcher, make_stand_in: Callable[[], _Batch] | None) -> None:
         self.error: Exception | None = None
-        self._batches, self._make_stand_in = batches, make_stand_in
+        self._batches = batches
+        self._make_stand_in = make_stand_in
         self._stand_in: _Batch | None = None
 
     def take(self) -> _Batch:
@@ -229,5 +242,6 @@ class _Source:
             except Exception as error:
                 if self._make_stand_in is None:
                     raise
-                self.error, self._stand_in = error, self._make_stand_in()
+                self.error = error
+                self._stand_in = self._make_stand_in()
         return self._stand_in

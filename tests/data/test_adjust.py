@@ -11,7 +11,7 @@ from pictures import pictures
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.data.adjust import BRIGHTNESS, CONTRAST, SATURATION, blended, sharpened, turned, warped
+from harness.data.adjust import BRIGHTNESS, CONTRAST, SATURATION, adjust_hue, adjust_sharpness, affine, blend
 
 SIZES = [(8, 8), (33, 20), (64, 64)]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
@@ -40,14 +40,14 @@ def test_blends_are_torchvisions(kind: int, layout: torch.memory_format, height:
     """Brightness, contrast and saturation equal torchvision's bit for bit."""
     images = pictures(len(FACTORS), height, width, layout)
     expected = one_by_one(BLENDS[kind], images, FACTORS)
-    assert torch.equal(blended(images, np.full(len(FACTORS), kind), FACTORS), expected)
+    assert torch.equal(blend(images, np.full(len(FACTORS), kind), FACTORS), expected)
 
 
 def test_each_image_has_a_kind_of_its_own() -> None:
     """Three kinds of blend in one call give what three calls give."""
     images, kinds = pictures(6, 16, 16), np.array([2, 0, 1, 1, 0, 2])
     expected = [BLENDS[kind](image, value) for image, kind, value in zip(images, kinds, FACTORS, strict=True)]
-    assert torch.equal(blended(images, kinds, FACTORS), torch.stack(expected))
+    assert torch.equal(blend(images, kinds, FACTORS), torch.stack(expected))
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
@@ -56,7 +56,7 @@ def test_hues_are_torchvisions(layout: torch.memory_format, height: int, width: 
     """Turned hues equal torchvision's but for one grey level in one value of ten thousand; its rounding is another."""
     turns = np.array([-0.5, -0.21, 0.0, 0.1, 1 / 3, 0.5])
     images = pictures(len(turns), height, width, layout)
-    off = (turned(images, turns).int() - one_by_one(functional.adjust_hue, images, turns).int()).abs()
+    off = (adjust_hue(images, turns).int() - one_by_one(functional.adjust_hue, images, turns).int()).abs()
     assert off.max() <= 1
     assert (off > 0).float().mean() <= 1e-4
 
@@ -64,7 +64,7 @@ def test_hues_are_torchvisions(layout: torch.memory_format, height: int, width: 
 def test_a_hue_turned_by_a_third_exchanges_the_channels() -> None:
     """Red becomes green, green blue and blue red; greys stay."""
     images = pictures(4, 16, 16)
-    assert torch.equal(turned(images, np.full(4, 1 / 3)), images.roll(1, dims=1))
+    assert torch.equal(adjust_hue(images, np.full(4, 1 / 3)), images.roll(1, dims=1))
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
@@ -72,14 +72,14 @@ def test_a_hue_turned_by_a_third_exchanges_the_channels() -> None:
 def test_sharpness_is_torchvisions(layout: torch.memory_format, height: int, width: int) -> None:
     """Sharpened and blurred images equal torchvision's bit for bit."""
     images = pictures(len(FACTORS), height, width, layout)
-    assert torch.equal(sharpened(images, FACTORS), one_by_one(functional.adjust_sharpness, images, FACTORS))
+    assert torch.equal(adjust_sharpness(images, FACTORS), one_by_one(functional.adjust_sharpness, images, FACTORS))
 
 
 def test_a_shift_moves_whole_pixels_and_leaves_black() -> None:
     """Where a pixel of the result lies outside the image it is black, elsewhere it is the image's own."""
     images = pictures(2, 9, 12)
     there = np.array([[[1, 0, 3], [0, 1, 0]], [[1, 0, 0], [0, 1, -2]]], dtype=np.float32)
-    moved = warped(images, there)
+    moved = affine(images, there)
     assert torch.equal(moved[0, :, :, :-3], images[0, :, :, 3:]) and not moved[0, :, :, -3:].any()
     assert torch.equal(moved[1, :, 2:], images[1, :, :-2]) and not moved[1, :, :2].any()
 
@@ -87,12 +87,12 @@ def test_a_shift_moves_whole_pixels_and_leaves_black() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda images: blended(images, np.array([0, 1, 2]), np.full(3, 0.5)),
-        lambda images: turned(images, np.full(3, 0.2)),
-        lambda images: sharpened(images, np.full(3, 0.5)),
-        lambda images: warped(images, np.repeat(np.eye(2, 3, dtype=np.float32)[None], 3, axis=0)),
+        lambda images: blend(images, np.array([0, 1, 2]), np.full(3, 0.5)),
+        lambda images: adjust_hue(images, np.full(3, 0.2)),
+        lambda images: adjust_sharpness(images, np.full(3, 0.5)),
+        lambda images: affine(images, np.repeat(np.eye(2, 3, dtype=np.float32)[None], 3, axis=0)),
     ],
-    ids=["blended", "turned", "sharpened", "warped"],
+    ids=["blend", "hue", "sharpness", "affine"],
 )
 def test_what_is_given_stays_as_it_is(change: Callable[[Tensor], Tensor]) -> None:
     """The result is in memory of its own, for a batch may be used again."""
@@ -107,7 +107,7 @@ def test_neutral_parameters_change_nothing() -> None:
     images = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 3, 16, 16)
     images = torch.cat((images, images.flip(1), images.roll(5, dims=3)))
     one = np.ones(3)
-    assert torch.equal(blended(images, np.array([0, 1, 2]), one), images)
-    assert torch.equal(turned(images, 0 * one), images)
-    assert torch.equal(sharpened(images, one), images)
-    assert torch.equal(warped(images, np.repeat(np.eye(2, 3, dtype=np.float32)[None], 3, axis=0)), images)
+    assert torch.equal(blend(images, np.array([0, 1, 2]), one), images)
+    assert torch.equal(adjust_hue(images, 0 * one), images)
+    assert torch.equal(adjust_sharpness(images, one), images)
+    assert torch.equal(affine(images, np.repeat(np.eye(2, 3, dtype=np.float32)[None], 3, axis=0)), images)

@@ -80,18 +80,18 @@ def images(splits: Splits) -> int:
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The files that are decoded."""
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """The content of the files that are decoded."""
     from harness.data import images as module
 
-    found: list[str] = []
+    found: list[bytes] = []
     real = module.decode
-    monkeypatch.setattr(module, "decode", lambda data, where, options: found.append(where) or real(data, where, options))
+    monkeypatch.setattr(module, "decode", lambda data, options: found.append(data) or real(data, options))
     return found
 
 
 @pytest.mark.parametrize("kind", [RAM, DISK], ids=["ram", "disk"])
-def test_a_cache_changes_no_pixel(root: Path, kind: DataCache, decoded: list[str]) -> None:
+def test_a_cache_changes_no_pixel(root: Path, kind: DataCache, decoded: list[bytes]) -> None:
     """Every epoch has the pixels of one that decodes everything; only the first of them decodes."""
     plain, kept = loaded(root, DataCache.none), loaded(root, kind)
     for epoch in range(3):
@@ -145,7 +145,7 @@ def test_memory_that_the_cache_will_fill_is_reserved(root: Path) -> None:
     assert loaded(root, DISK).reserved_bytes == loaded(root, DataCache.none).reserved_bytes == 0
 
 
-def test_the_next_run_finds_the_disk(root: Path, decoded: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_run_finds_the_disk(root: Path, decoded: list[bytes], capsys: pytest.CaptureFixture[str]) -> None:
     """Pixels on the disk outlive the run, and the next one decodes nothing."""
     first = loaded(root, DISK)
     expected = batch(first.train, 0)

@@ -14,9 +14,8 @@ from photographs import photograph
 
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
-from harness.data.resize import resized
 from harness.data.storage import ArraySource, FolderSource
-from harness.data.transforms import EvalTransform, TrainTransform, Transform
+from harness.data.transforms import EvalTransform, TrainTransform, Transform, resized
 from harness.runtime.errors import BadSample
 
 OPTIONS = DecodeOptions()
@@ -224,6 +223,23 @@ def test_a_bad_sample_keeps_its_reason(folder: FolderSource) -> None:
     with pytest.raises(BadSample, match=r"cat/0\.jpg: cannot be decoded"):
         filled(ImageDataset(folder, EvalTransform(8), OPTIONS, 8, 0, cache), 0, 0)
     assert not cache.pixels
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty file"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS pointer.*run `git lfs pull`"),
+        (b"<html>404</html>", "not an image of a supported format"),
+    ],
+    ids=["empty", "lfs", "html"],
+)
+def test_wrong_content_is_a_bad_sample(tmp_path: Path, data: bytes, reason: str) -> None:
+    """A file named like an image that holds something else is refused when it is loaded."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.jpg").write_bytes(data)
+    with pytest.raises(BadSample, match=f"a/1.jpg: .*{reason}"):
+        filled(dataset(source=FolderSource(tmp_path)), 0, 0)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=["interrupt", "memory"])

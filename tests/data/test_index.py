@@ -53,8 +53,8 @@ def paths(index: Index) -> list[str]:
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The roots that are scanned."""
     found: list[bytes] = []
-    real = module.Scan
-    monkeypatch.setattr(module, "Scan", lambda root, limit: found.append(root) or real(root, limit))
+    real = module._Scan
+    monkeypatch.setattr(module, "_Scan", lambda root, limit: found.append(root) or real(root, limit))
     return found
 
 

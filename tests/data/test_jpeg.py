@@ -11,7 +11,7 @@ import simplejpeg
 from photographs import NAMES, photograph
 from PIL import Image
 
-from harness.data.jpeg import decode_jpeg
+from harness.data.decode import decode_jpeg
 
 LIMIT = 1_000_000  # pixels
 

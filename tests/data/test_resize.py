@@ -12,8 +12,8 @@ from photographs import NAMES, photograph
 from PIL import Image
 from torchvision.transforms.v2 import functional as tvf
 
-from harness.data import resize
-from harness.data.resize import Box, resize_into, resized
+from harness.data import transforms
+from harness.data.transforms import Box, resize_into, resized
 
 SIDE = 48
 
@@ -140,14 +140,14 @@ def other_pixels(source: np.ndarray, target: np.ndarray) -> None:
 
 @pytest.mark.parametrize("private", [missing, other_arguments, other_pixels])
 def test_the_public_function_serves_where_the_private_does_not(
-    private: resize._Kernel, monkeypatch: pytest.MonkeyPatch
+    private: transforms._Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch without the private name, or with another thing of that name, costs a copy and changes no pixel."""
-    assert resize._chosen() is resize._into
+    assert transforms._select_kernel() is transforms._resize_in_place
     expected = [written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)]
-    monkeypatch.setattr(resize, "_into", private)
-    monkeypatch.setattr(resize, "_kernel", resize._chosen())
-    assert resize._kernel is resize._anew
+    monkeypatch.setattr(transforms, "_resize_in_place", private)
+    monkeypatch.setattr(transforms, "_kernel", transforms._select_kernel())
+    assert transforms._kernel is transforms._resize_public
     assert np.array_equal([written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)], expected)
 
 

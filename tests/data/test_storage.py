@@ -157,8 +157,8 @@ def test_any_name_works_and_is_escaped_in_messages(tmp_path: Path, name: bytes) 
         file.write(JPEG)
     source = FolderSource(tmp_path)
     assert source.read(0) == (JPEG, 0)
-    os.truncate(path, 0)
-    with pytest.raises(BadSample, match="empty file") as caught:
+    os.unlink(path)
+    with pytest.raises(BadSample, match="the file is gone") as caught:
         source.read(0)
     assert str(caught.value).isprintable()
 
@@ -198,22 +198,6 @@ def test_a_folder_without_data_is_refused(tmp_path: Path, planted: str | None, t
         plant(tmp_path / "set" if planted else tmp_path, planted or "set", data=b"words")
     with pytest.raises(DataError, match=text):
         FolderSource(tmp_path / "set")
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "empty file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS pointer.*run `git lfs pull`"),
-        (b"<html>404</html>", "not an image of a supported format"),
-    ],
-    ids=["empty", "lfs", "html"],
-)
-def test_wrong_content_is_a_bad_sample(tmp_path: Path, data: bytes, reason: str) -> None:
-    """A file named like an image that holds something else is refused when it is read."""
-    source = FolderSource(plant(tmp_path, "a/1.jpg", data=data))
-    with pytest.raises(BadSample, match=f"a/1.jpg: .*{reason}"):
-        source.read(0)
 
 
 def test_a_file_that_vanished_is_a_bad_sample(tree: Path) -> None:

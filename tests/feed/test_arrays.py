@@ -26,7 +26,7 @@ from harness.feed.arrays import ArrayFeed, in_form
 from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.feed.order import Cursor, Order, ProbeOrder
-from harness.feed.pixels import Pixels, pixel_bytes, unserved
+from harness.feed.pixels import InMemoryImages, pixel_bytes, why_not_in_memory
 from harness.feed.processes import ProcessFeed
 from harness.runtime import accelerator
 from harness.runtime.errors import BadSample, LoaderError
@@ -139,7 +139,7 @@ def test_a_device_s_way_makes_the_same_batches(source: Callable[[], Source]) -> 
     images = dataset(source())
     expected = epochs(feed(images), 0, 3)
     with accelerator.emulate(Gpu()) as gpu:
-        made = feed(images, pixels=Pixels(images, gpu.device))
+        made = feed(images, pixels=InMemoryImages(images, gpu.device))
         assert made.on_device
         assert_same(epochs(made, 0, 3), expected)
     assert gpu.pinned
@@ -150,7 +150,7 @@ def test_the_device_holds_what_half_of_its_free_memory_takes(caplog: pytest.LogC
     """What torch has reserved is the network's and does not count; without room the host serves, and the log says so."""
     images = dataset(arrays())
     with accelerator.emulate(Gpu(free=2 * pixel_bytes(images) - less)) as gpu, caplog.at_level("INFO", "wellfed"):
-        made = feed(images, pixels=Pixels(images, gpu.device))
+        made = feed(images, pixels=InMemoryImages(images, gpu.device))
         assert made.on_device is there
         assert_same(epochs(made, 0), epochs(feed(images), 0))
     assert ("arrays lie on the host: 0.0 GB are more than half" in caplog.text) is not there
@@ -202,7 +202,7 @@ def test_of_a_batch_only_what_is_missing_is_read() -> None:
     """Batches that are partly there come in their turn, between those that are there and those that are not."""
     source = Files()
     images = dataset(source)
-    shared = Pixels(images)
+    shared = InMemoryImages(images)
     epochs(feed(images, Order(LENGTH, 7, seed=3, drop_last=True, world_size=2), pixels=shared), 0)
     assert_same(epochs(feed(images, pixels=shared), 1), epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 1))
     assert source.reads == [1] * LENGTH
@@ -233,7 +233,7 @@ def test_readers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_read_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a way to find the sample that arrays allow."""
     gate, source = threading.Event(), Files()
-    monkeypatch.setattr("harness.feed.crew._JOIN_S", 0.05)
+    monkeypatch.setattr("harness.feed.threads._JOIN_S", 0.05)
     monkeypatch.setattr(source, "read", lambda _: gate.wait(10.0))
     made = ArrayFeed(dataset(source), ORDER, samples.settings(timeout_s=0.05))
     with pytest.raises(LoaderError, match="find the sample with loader.backend=processes loader.num_workers=0$"):
@@ -246,7 +246,7 @@ def test_feeds_may_share_what_was_read() -> None:
     """A second feed over the same pixels reads nothing."""
     source = Files()
     images = dataset(source)
-    shared = Pixels(images)
+    shared = InMemoryImages(images)
     first, second = (epochs(feed(images, pixels=shared), 0) for _ in range(2))
     assert_same(second, first)
     assert source.reads == [1] * LENGTH
@@ -360,8 +360,8 @@ def test_neighbours_share_the_zeros_between_them() -> None:
 
 def test_what_is_cut_from_whole_images_cannot_be_served() -> None:
     """The reason is told; so it is of what is no data set of images."""
-    assert "no common size" in (unserved(dataset(arrays(), TrainTransform(SIDE))) or "")
-    assert "Noise makes each sample anew" in (unserved(samples.Noise(4)) or "")
+    assert "no common size" in (why_not_in_memory(dataset(arrays(), TrainTransform(SIDE))) or "")
+    assert "Noise makes each sample anew" in (why_not_in_memory(samples.Noise(4)) or "")
 
 
 def test_settings_of_arrays_have_no_workers() -> None:
@@ -394,7 +394,7 @@ def test_a_gpu_that_is_full_after_all_leaves_it_to_the_host(monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", refuse)
         with accelerator.emulate(Gpu()) as gpu:
-            shared = Pixels(images, gpu.device)
+            shared = InMemoryImages(images, gpu.device)
     assert not shared.on_device
     assert_same(epochs(feed(images, pixels=shared), 0), epochs(feed(images), 0))
 
@@ -408,7 +408,7 @@ def test_images_and_labels_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    pixels = Pixels(dataset(arrays()))
+    pixels = InMemoryImages(dataset(arrays()))
     pixels.batch(0, np.arange(4), pin_memory=False)
     assert pinned == []
     pixels.batch(0, np.arange(4), pin_memory=True)
@@ -425,7 +425,7 @@ class TestOnAGpu:
     def test_batches_are_bitwise_the_hosts(self, source: Callable[[], Source], crop: str) -> None:
         """They lie on the device, labels too, and hold the same pixels."""
         images, device = dataset(source(), TrainTransform(SIDE, crop=crop, pad=2)), torch.device("cuda", 0)
-        made = feed(images, pixels=Pixels(images, device))
+        made = feed(images, pixels=InMemoryImages(images, device))
         found = epochs(made, 0, 3)
         assert made.on_device and all(batch.images.device == batch.labels.device == device for batch in found)
         assert_same([b._replace(images=b.images.cpu(), labels=b.labels.cpu()) for b in found], epochs(feed(images), 0, 3))
@@ -434,18 +434,18 @@ class TestOnAGpu:
         """So that a second set sees what the first one leaves."""
         images = dataset(arrays())
         before = torch.cuda.memory_allocated()
-        kept = Pixels(images, torch.device("cuda", 0))
+        kept = InMemoryImages(images, torch.device("cuda", 0))
         assert kept.on_device and torch.cuda.memory_allocated() - before >= pixel_bytes(images)
 
     def test_batches_of_the_host_are_pinned(self) -> None:
         """Images and labels."""
-        images, labels = Pixels(dataset(arrays())).batch(0, np.arange(4), pin_memory=True)
+        images, labels = InMemoryImages(dataset(arrays())).batch(0, np.arange(4), pin_memory=True)
         assert images.is_pinned() and labels.is_pinned()
 
     def test_no_step_waits_for_the_device(self) -> None:
         """Making batches of images that are there is a matter of launches alone."""
         images = dataset(arrays())
-        made = feed(images, pixels=Pixels(images, torch.device("cuda", 0)))
+        made = feed(images, pixels=InMemoryImages(images, torch.device("cuda", 0)))
         epochs(made, 0)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -457,4 +457,4 @@ class TestOnAGpu:
         """Of which more than half of the free memory would be taken."""
         images = dataset(arrays())
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * pixel_bytes(images) - 1, 10**9))
-        assert not feed(images, pixels=Pixels(images, torch.device("cuda", 0))).on_device
+        assert not feed(images, pixels=InMemoryImages(images, torch.device("cuda", 0))).on_device

@@ -19,14 +19,13 @@ import samples
 import torch
 from samples import assert_same, comes_true
 
-from harness.data.resize import resize_into
-from harness.feed.crew import Crew
+from harness.data.transforms import resize_into
 from harness.feed.gauge import Gauge
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed
-from harness.feed.threads import ThreadFeed
+from harness.feed.threads import BatchThreads, ThreadFeed
 from harness.runtime import signals
 from harness.runtime.errors import Interrupted, LoaderError
 
@@ -59,7 +58,7 @@ def gate() -> threading.Event:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Does not wait long for threads that hang."""
-    monkeypatch.setattr("harness.feed.crew._JOIN_S", 0.05)
+    monkeypatch.setattr("harness.feed.threads._JOIN_S", 0.05)
 
 
 def reference(dataset: samples.Noise, batch_size: int = 4) -> list[HostBatch]:
@@ -132,8 +131,8 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(make_feed: MakeFeed, g
 
 
 def free_slots(feed: ThreadFeed) -> int:
-    assert feed._crew is not None and feed._crew._rings is not None
-    images, labels = (len(ring._free) for ring in feed._crew._rings)
+    assert feed._threads is not None and feed._threads._pools is not None
+    images, labels = (len(pool._free) for pool in feed._threads._pools)
     assert images == labels
     return images
 
@@ -213,14 +212,14 @@ class TestEnds:
         self, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The pass that was just begun ends with an error, and keeps no later one from its threads."""
-        feed, begin = make_feed(2, samples.Noise(19)), Crew.begin
+        feed, begin = make_feed(2, samples.Noise(19)), BatchThreads.begin
 
-        def begin_and_close(crew: Crew, *given: Any) -> None:
-            monkeypatch.setattr(Crew, "begin", begin)
-            crew.begin(*given)
+        def begin_and_close(threads: BatchThreads, *given: Any) -> None:
+            monkeypatch.setattr(BatchThreads, "begin", begin)
+            threads.begin(*given)
             feed.close()
 
-        monkeypatch.setattr(Crew, "begin", begin_and_close)
+        monkeypatch.setattr(BatchThreads, "begin", begin_and_close)
         with pytest.raises(LoaderError, match="ended after 0 of 5 batches"):
             list(feed)
         feed.prime(0)
@@ -463,7 +462,7 @@ import sys, threading
 import numpy as np
 import samples
 from harness.feed.order import Order
-from harness.feed.threads import ThreadFeed
+from harness.feed.threads import BatchThreads, ThreadFeed
 
 class Busy(samples.Noise):
     def fill(self, epoch, index, out):

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from harness.config import ConfigError
-from harness.runtime import rendezvous
+from harness.runtime.folder import shared
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +40,15 @@ def never(before: str | None) -> str:
 
 def test_without_torchrun_it_is_made_here() -> None:
     """A run of one process makes its own."""
-    assert rendezvous.shared(lambda _: "here") == "here"
+    assert shared(lambda _: "here") == "here"
 
 
 def test_every_rank_has_what_the_first_made(torchrun: pytest.MonkeyPatch) -> None:
     """The first rank makes it; the others get it without making anything."""
     torchrun.setenv("RANK", "0")
-    assert rendezvous.shared(lambda _: "outputs/x") == "outputs/x"
+    assert shared(lambda _: "outputs/x") == "outputs/x"
     torchrun.setenv("RANK", "1")
-    assert rendezvous.shared(never) == "outputs/x"
+    assert shared(never) == "outputs/x"
 
 
 def test_a_restart_makes_its_own(torchrun: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,9 @@ def test_a_restart_makes_its_own(torchrun: pytest.MonkeyPatch) -> None:
     for restart, made in (("0", "first"), ("1", "second")):
         torchrun.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         torchrun.setenv("RANK", "0")
-        rendezvous.shared(lambda _, made=made: made)  # type: ignore[misc]
+        shared(lambda _, made=made: made)  # type: ignore[misc]
         torchrun.setenv("RANK", "1")
-        assert rendezvous.shared(never) == made
+        assert shared(never) == made
 
 
 def test_what_lasts_is_given_to_the_restart(torchrun: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_what_lasts_is_given_to_the_restart(torchrun: pytest.MonkeyPatch) -> Non
         for rank in ("0", "1"):
             torchrun.setenv("RANK", rank)
             with pytest.raises(ConfigError, match="^outputs: read-only$") if restart == "1" else nullcontext():
-                made = rendezvous.shared(make if rank == "0" else never, lasting=True)
+                made = shared(make if rank == "0" else never, lasting=True)
         assert restart == "1" or made == f"folder {len(given)}"
     assert given == [None, "folder 1", "folder 1"]
 
@@ -90,11 +90,11 @@ def test_the_first_ranks_failure_is_everyones(torchrun: pytest.MonkeyPatch) -> N
     for rank in ("0", "1"):
         torchrun.setenv("RANK", rank)
         with pytest.raises(ConfigError, match="^outputs: read-only$"):
-            rendezvous.shared(fail)
+            shared(fail)
 
 
 def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher without a store cannot share a folder: the way out is run.name."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with pytest.raises(ConfigError, match="^run.name=null: .*set run.name"):
-        rendezvous.shared(never)
+        shared(never)

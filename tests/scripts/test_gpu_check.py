@@ -189,7 +189,7 @@ def test_only_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "left"),
     [
         ("OSError: /home/ann/x y.jpg: no such file", "OSError: ***: no such file"),
-        (f'File "{gpu_check.ROOT}/harness/feed/ring.py", line 3', 'File "harness/feed/ring.py", line 3'),
+        (f'File "{gpu_check.ROOT}/harness/feed/buffers.py", line 3', 'File "harness/feed/buffers.py", line 3'),
         ("/opt/ann/lib/python3.12/site-packages/torch/cuda/__init__.py", "torch/cuda/__init__.py"),
         (f"HTTP 403 with {SECRET}", "HTTP 403 with ***"),
         ("at 10.1.2.3, GPU-8f6c1c1e-0000-4000-8000-000000000001", "at ***, ***"),

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 
-class Ring:
-    """Lends memory for batches.
+class BufferPool:
+    """A pool of buffers for batches.
 
-    Nobody gives a loan back: it ends with the last tensor or array that shares its memory, wherever that went, and only then
-    is the memory lent again. So who reads it in a way that tensors know nothing of, such as a copy that is still on its way
-    to the device, keeps one of them until that is done.
+    There is no release call: a buffer is free again when the last tensor or array that views it is gone. Code that reads
+    a buffer asynchronously, such as a copy on its way to the device, must hold such a tensor until it is done.
 
-    A loan beyond the ring's ``slots`` has memory of its own, which goes with it: a consumer that keeps batches takes memory,
-    and nothing ever waits for it.
+    Beyond ``slots`` buffers each one has memory of its own, which goes with it: a consumer that keeps batches takes
+    memory, and nothing ever waits for it.
 
     Args:
         slots: batches that there is memory for.
@@ -32,23 +31,23 @@ class Ring:
     def __init__(self, slots: int, slot_bytes: int, pin_memory: bool = False) -> None:
         self.slot_bytes = slot_bytes
         self._pin_memory = pin_memory
-        # appends and pops are atomic: loans end in any thread, in the middle of anything
+        # appends and pops are atomic: buffers come back in any thread, in the middle of anything
         self._free = deque(self._allocate() for _ in range(slots))
 
-    def lend(self, count: int) -> Tensor:
-        """Memory of ``count`` bytes, uint8 ``[count]``: the most recently used that is free.
+    def acquire(self, count: int) -> Tensor:
+        """Returns ``count`` bytes, uint8 ``[count]``: of the free buffers the most recently used one.
 
         Raises:
-            MemoryError: all slots are lent, and there is no memory for another.
+            MemoryError: no buffer is free, and there is no memory for another.
         """
         try:
             slot = self._free.pop()
         except IndexError:
             return torch.from_numpy(self._allocate()[:count])
-        # the storage of the tensor holds this array, and with it the loan, for as long as there is the storage
-        loan = slot[:count]
-        weakref.finalize(loan, _take_back, weakref.ref(self), slot).atexit = False
-        return torch.from_numpy(loan)
+        # the storage of the tensor holds this array, and with it the buffer, for as long as there is the storage
+        view = slot[:count]
+        weakref.finalize(view, _take_back, weakref.ref(self), slot).atexit = False
+        return torch.from_numpy(view)
 
     def _allocate(self) -> np.ndarray:
         try:
@@ -59,7 +58,7 @@ class Ring:
             raise MemoryError(f"no {kind}memory for another batch of {self.slot_bytes / 1e6:.1f} MB ({text})") from error
 
 
-def _take_back(owner: weakref.ref[Ring], slot: np.ndarray) -> None:
-    ring = owner()
-    if ring is not None:
-        ring._free.append(slot)
+def _take_back(owner: weakref.ref[BufferPool], slot: np.ndarray) -> None:
+    pool = owner()
+    if pool is not None:
+        pool._free.append(slot)

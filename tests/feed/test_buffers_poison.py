@@ -15,7 +15,7 @@ import pytest
 import samples
 import torch
 
-from harness.feed import ring
+from harness.feed import buffers
 from harness.feed.interface import HostBatch
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
@@ -93,15 +93,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fills whatever comes back to the ring with poison; the places of what did."""
-    taken_back, take_back = [], ring._take_back
+    """Fills whatever comes back to the pool with poison; the places of what did."""
+    taken_back, take_back = [], buffers._take_back
 
     def poison(owner: Any, slot: np.ndarray) -> None:
         slot.fill(POISON)
         taken_back.append(slot.ctypes.data)
         take_back(owner, slot)
 
-    monkeypatch.setattr(ring, "_take_back", poison)
+    monkeypatch.setattr(buffers, "_take_back", poison)
     return taken_back
 
 
@@ -138,7 +138,7 @@ def test_a_copy_is_never_of_poison(
 
 
 def test_ahead_no_more_than_two_copies_are_under_way(feed: ThreadFeed, device: Device, poisoned: list[int]) -> None:
-    """A device that lags holds the prefetcher's thread back, so that the ring does: all memory is the ring's."""
+    """A device that lags holds the prefetcher's thread back, so that the pool does: all memory is the pool's."""
     batches = DataPrefetcher(feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=True)
     count = sum(1 for _ in batches)
     assert count == len(poisoned) / 2 == len(feed)

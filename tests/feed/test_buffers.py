@@ -1,4 +1,4 @@
-"""The ring: memory is lent anew when nobody holds any part of it, and never before."""
+"""The buffer pool: memory is used again when nobody holds any part of it, and never before."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import gc
 import pytest
 import torch
 
-from harness.feed.ring import Ring
+from harness.feed.buffers import BufferPool
 
 
-def lend(ring: Ring) -> torch.Tensor:
-    return ring.lend(150).view(2, 5, 5, 3).permute(0, 3, 1, 2)
+def lend(pool: BufferPool) -> torch.Tensor:
+    return pool.acquire(150).view(2, 5, 5, 3).permute(0, 3, 1, 2)
 
 
-def tensors(ring: Ring, count: int) -> list[torch.Tensor]:
-    return [lend(ring) for _ in range(count)]
+def tensors(pool: BufferPool, count: int) -> list[torch.Tensor]:
+    return [lend(pool) for _ in range(count)]
 
 
 def places(images: list[torch.Tensor]) -> set[int]:
@@ -24,16 +24,16 @@ def places(images: list[torch.Tensor]) -> set[int]:
 
 def test_a_loan_has_the_bytes_that_were_asked_for() -> None:
     """It is uint8 [n], also where that is less than a slot has and where no slot is free."""
-    ring = Ring(1, 8)
-    for loan in [ring.lend(5), ring.lend(5)]:
+    pool = BufferPool(1, 8)
+    for loan in [pool.acquire(5), pool.acquire(5)]:
         assert (loan.shape, loan.dtype) == ((5,), torch.uint8)
 
 
 def test_the_same_memory_is_lent_again() -> None:
     """However often batches come and go, they lie in as many places as there are slots."""
-    ring, seen = Ring(3, 150), set()
+    pool, seen = BufferPool(3, 150), set()
     for _ in range(20):
-        seen |= places(tensors(ring, 3))
+        seen |= places(tensors(pool, 3))
     assert len(seen) == 3
 
 
@@ -51,38 +51,38 @@ def test_the_same_memory_is_lent_again() -> None:
 )
 def test_what_anybody_holds_is_not_lent(held: object) -> None:
     """As long as there is any view of a batch its memory stays as it is; then it is lent."""
-    ring = Ring(1, 150)
-    images = lend(ring)
+    pool = BufferPool(1, 150)
+    images = lend(pool)
     place, kept = images.data_ptr(), held(images)  # type: ignore[operator]
     del images
-    assert lend(ring).data_ptr() != place
+    assert lend(pool).data_ptr() != place
     del kept
-    assert lend(ring).data_ptr() == place
+    assert lend(pool).data_ptr() == place
 
 
 def test_the_ring_lends_memory_of_its_own_beyond_its_slots() -> None:
-    """A consumer that keeps every batch gets different memory for each, and the ring does not grow by it."""
-    ring = Ring(2, 150)
-    kept = tensors(ring, 6)
+    """A consumer that keeps every batch gets different memory for each, and the pool does not grow by it."""
+    pool = BufferPool(2, 150)
+    kept = tensors(pool, 6)
     own = places(kept[:2])
     assert len(places(kept)) == 6
     kept.clear()
-    assert places(tensors(ring, 2)) == own
+    assert places(tensors(pool, 2)) == own
 
 
 def test_a_batch_outlives_its_ring() -> None:
-    """What is held stays as it is when the ring is gone."""
-    ring = Ring(1, 150)
-    images = lend(ring).fill_(7)
-    del ring
+    """What is held stays as it is when the pool is gone."""
+    pool = BufferPool(1, 150)
+    images = lend(pool).fill_(7)
+    del pool
     gc.collect()
     assert (images == 7).all()
 
 
 def test_a_loan_may_end_in_the_middle_of_a_call_to_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector ends loans anywhere, so in the ring's own calls: nothing waits for itself."""
-    ring = Ring(1, 150)
-    cycle: list[object] = [lend(ring)]
+    """The collector ends loans anywhere, so in the pool's own calls: nothing waits for itself."""
+    pool = BufferPool(1, 150)
+    cycle: list[object] = [lend(pool)]
     cycle.append(cycle)
     del cycle
 
@@ -91,11 +91,11 @@ def test_a_loan_may_end_in_the_middle_of_a_call_to_the_ring(monkeypatch: pytest.
         return torch.zeros(size, dtype=torch.uint8)
 
     monkeypatch.setattr(torch, "empty", collect)
-    lend(ring)
-    assert len(ring._free) == 1
+    lend(pool)
+    assert len(pool._free) == 1
 
 
 def test_no_memory_says_how_much() -> None:
-    """Too large a ring is a MemoryError that names what was asked for."""
+    """Too large a pool is a MemoryError that names what was asked for."""
     with pytest.raises(MemoryError, match=r"^no memory for another batch of 750000000000.0 MB \("):
-        Ring(1, 75 * 10**16)
+        BufferPool(1, 75 * 10**16)

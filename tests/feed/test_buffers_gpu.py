@@ -1,4 +1,4 @@
-"""The ring on CUDA: page-locked memory that is not used again while a copy of it is under way."""
+"""The buffer pool on CUDA: page-locked memory that is not used again while a copy of it is under way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import samples
 import torch
 
-from harness.feed import ring
+from harness.feed import buffers
 from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.threads import ThreadFeed
@@ -36,13 +36,13 @@ class Numbered(samples.Noise):
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "plain"])
 def test_a_copy_is_never_of_poison(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """With a device that lags behind, and memory that is poisoned as it comes back, every batch arrives as it was made."""
-    take_back = ring._take_back
+    take_back = buffers._take_back
 
     def poison(owner: Any, slot: np.ndarray) -> None:
         slot.fill(255)
         take_back(owner, slot)
 
-    monkeypatch.setattr(ring, "_take_back", poison)
+    monkeypatch.setattr(buffers, "_take_back", poison)
     settings = samples.settings(4, batch_size=BATCH, persistent_workers=True, pin_memory=True)
     feed = ThreadFeed(Numbered(LENGTH), Order(LENGTH, BATCH), settings)
     wrong = []
