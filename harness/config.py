@@ -1,6 +1,6 @@
 """Every setting that a run may have: its type, unit, range and one sentence.
 
-The only module besides ``train.py`` that knows Hydra. The dataclasses below are the schema; the files in ``conf/`` hold
+The only module besides ``app`` that knows Hydra. The dataclasses below are the schema; the files in ``conf/`` hold
 values only. ``load`` turns what Hydra composed into a checked ``Config``; ``explain`` turns a refusal into one line.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import math
 import operator
 import os
@@ -42,7 +43,8 @@ DistName = Enum("DistName", ["single", "spawn", "torchrun"])
 DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
 
 
-_CONF = Path(__file__).parents[1] / "conf"
+# Inside the package in a wheel, beside it in a checkout.
+CONF = next(path for path in (Path(__file__).with_name("conf"), Path(__file__).parents[1] / "conf") if path.is_dir())
 _Refusal = tuple[bool, str]  # whether settings are at odds, and how to say so
 
 
@@ -345,7 +347,7 @@ def typed(chosen: HydraConf) -> tuple[str, ...]:
     """What the command line asked for: flags that name other folders or files of settings, then the overrides."""
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
     flags = {"path": places.get("main"), "name": chosen.job.config_name, "dir": places.get("command-line")}
-    usual = {"path": str(_CONF), "name": "config", "dir": None}
+    usual = {"path": str(CONF), "name": "config", "dir": None}
     other = (f"--config-{name}={value}" for name, value in flags.items() if value != usual[name])
     return (*other, *chosen.overrides.task)
 
@@ -355,6 +357,20 @@ def to_plain(config: Config) -> dict[str, Any]:
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def saved(text: bytes) -> dict[str, Any]:
+    """The settings that a run left in ``.hydra/config.yaml``, as nested dictionaries; nobody has checked them.
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
+    # YAML's own, which has no base that Python has; omegaconf's
+    except Exception as error:
+        raise ConfigError(str(error)) from error
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
 def from_plain(plain: dict[str, Any]) -> Config:
@@ -559,6 +575,10 @@ def help_text() -> str:
         "  python train.py loader.autotune=true                  the generated data set, tuned",
         "  python train.py data=imagefolder data.root=FOLDER     your own images",
         "  python train.py -m loader.num_workers=0,1,2           one run for each value",
+        "  python train.py page multirun/DATE/TIME               one page for all runs of a sweep",
+        "  python train.py compare outputs/first outputs/second  runs side by side, as a table",
+        "",
+        "Where the project is installed, the command wellfed takes the same words, in any folder.",
         "",
         "Choices that bring values of their own (conf/): data= augment= loader= tuner= model= optim= schedule= dist=",
         "experiment=. Below: every setting, its default in the schema, and what it is; --cfg job shows the run's values.",
@@ -589,5 +609,5 @@ def register() -> None:
     defaults = [{group: chosen.get(group, name)} for item in HydraConf().defaults for group, name in item.items()]
     run = RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}")
     sweep = SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}")
-    node = HydraConf(defaults=defaults, run=run, sweep=sweep, job=JobConf(chdir=False))
+    node = HydraConf(defaults=defaults, run=run, sweep=sweep, job=JobConf(name="train", chdir=False))
     store.store(group="hydra", name="config", node=node, provider="hydra")
