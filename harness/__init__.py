@@ -18,7 +18,8 @@ Who may import whom, kept by import-linter (a lower line never imports a higher 
     feed                which sample comes next, samples to batches, batches to the device
     data                where samples lie, bytes to pixels, pixels to a training image
     watch               where the time went, the GPU and the host, what is written about it
-    runtime             ranks, randomness, signals, limits, files, the run's folder, the ways to end
+    runtime             ranks, randomness, signals, limits, files, the run's folder, a user's own functions,
+                        the ways to end
     config              every setting; with app the only module that knows Hydra
 
 Tuning knows the step by a protocol (``harness.tuning.figures.Trainee``), which training satisfies and job passes on.

@@ -89,7 +89,10 @@ class GenerateConfig:
 class DataConfig:
     """The data set."""
 
-    name: str = setting("shapes", "Which data set: a name from harness/data/datasets.py.")
+    name: str = setting(
+        "shapes",
+        "Which data set: a name from harness/data/datasets.py, or a function of your own, such as my_module:open_splits.",
+    )
     root: str | None = setting(None, "Folder of the data; null: a folder of its own in the user's cache.")
     download: bool = setting(True, "Fetch a published archive that is not there yet (cifar10, cifar100).")
     mirror: str | None = setting(None, "Base address to fetch the archive from; null: the publisher's.")
@@ -209,7 +212,9 @@ class TunerConfig:
 class ModelConfig:
     """The network."""
 
-    name: str = setting("small", "small, or any classifier of torchvision by its name.")
+    name: str = setting(
+        "small", "small, any classifier of torchvision by its name, or a function of your own: my_module:build."
+    )
     weights: str | None = setting(None, "null: random; DEFAULT: torchvision's best; else the path of a checkpoint.")
 
 
@@ -511,6 +516,8 @@ def _run_refusals(c: Config) -> tuple[_Refusal, ...]:
          f"resume={c.resume}: has no effect with mode=diagnose, which trains nothing; set it to null"),
         (c.mode is Mode.diagnose and c.data.name == "fake",
          "mode=diagnose: data=fake loads nothing that could be diagnosed; name a data set with data=NAME"),
+        (c.data.name == "own",
+         "data=own: name the function that opens your data set: data.name=my_module:open_splits"),
         (c.data.name == "fake" and c.loader.autotune,
          "loader.autotune=true: has no effect with data=fake, which loads nothing; set it to false"),
         (c.resume == "auto" and c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ,

@@ -17,6 +17,26 @@ ROOT = Path(__file__).parents[1]
 # Nothing that matters to the installation; every test of it uses the same few steps.
 SMALL = ("data=digits", "trainer.epochs=1", "trainer.max_steps=3", "loader.num_workers=1", "device=cpu")
 
+MINE = """
+import torch
+from torch import nn
+
+class Points:
+    classes = ("dark", "light")
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return torch.rand(3, 16, 16) * (i % 2), i % 2
+
+def open_splits(data, seed):
+    return Points(), Points()
+
+def build(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+"""
+
 
 def done(cwd: Path, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A whole command, which succeeds and prints no error."""
@@ -82,6 +102,15 @@ def test_other_settings_are_found_from_the_current_folder(
     assert app._with_whole_path(given) == [text.format(cwd=tmp_path, root=ROOT) for text in found]
 
 
+def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path: Path) -> None:
+    """Exit code 2, and nothing but the line on standard error."""
+    (tmp_path / "mine.py").write_text("def build(num_classes):\n    return num_classes / 0\n")
+    command = (sys.executable, ROOT / "train.py", *SMALL, "model.name=mine:build")
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    said = "error: model.name=mine:build: failed with ZeroDivisionError: division by zero (mine.py:2)\n"
+    assert (found.returncode, found.stderr) == (2, said)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 class TestInstalled:
@@ -116,5 +145,9 @@ class TestInstalled:
         done(tmp_path, command, *saved, "run.name=again", **here)
         done(tmp_path, command, "-m", *SMALL, "loader.num_workers=0,1", "run.name=sweep", **here)
         assert len(list(tmp_path.glob("multirun/sweep/*/report.json"))) == 2
+        parts = ("data=own", "data.name=mine:open_splits", "data.image_size=16", "model.name=mine:build")
+        (tmp_path / "mine.py").write_text(MINE)
+        done(tmp_path, command, *parts, *SMALL[1:], "run.name=own", **here)
+        assert json.loads((tmp_path / "outputs/own/report.json").read_text())["steps"] == 1
         assert done(tmp_path, command, "page", "multirun/sweep", **here).stdout.endswith("2 runs\n")
         assert "num_workers" in done(tmp_path, command, "compare", "multirun/sweep", **here).stdout
