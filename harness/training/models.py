@@ -58,7 +58,8 @@ def check(config: ModelConfig, image_size: int) -> None:
     is_own = parts.is_own(name)
     if not is_own and name not in names():
         near = difflib.get_close_matches(name, names(), n=3)
-        raise ConfigError(f"model.name={name}: unknown" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        hint = f"did you mean {', '.join(near)}?" if near else "a network of your own is named module:function"
+        raise ConfigError(f"model.name={name}: unknown; {hint}")
     if (is_own or name == "small") and config.weights == "DEFAULT":
         raise ConfigError(f"model.weights=DEFAULT: there are none for model.name={name}; use null or a path")
     if not name.startswith("vit_"):
