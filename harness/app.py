@@ -1,4 +1,4 @@
-"""The command line, which ``train.py`` and ``wellfed`` call: composes the settings, starts the jobs, tells every error."""
+"""The command line of ``train.py`` and ``wellfed``: composes settings, starts jobs, tells errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _failed: list[BaseException] = []  # of the jobs in this process
 
 
 def command() -> NoReturn:
-    """Do what the command line says, and end this process: a run or a sweep, ``page``, ``compare`` or ``--version``."""
+    """Do what the command line says, and end this process.
+
+    It says ``page``, ``compare`` or ``--version``; anything else is a run or a sweep.
+    """
     first = sys.argv[1] if len(sys.argv) > 1 else None
     if first == "--version":
         print(f"wellfed {__version__}")
@@ -68,14 +71,20 @@ def cli() -> int:
 
 
 def _with_whole_path(arguments: list[str]) -> list[str]:
-    """``arguments`` with ``--config-path`` from the current folder, else from that of ``conf/``; Hydra looks in harness/."""
+    """``arguments`` with a whole ``--config-path``: Hydra would look for it beside this file.
+
+    It is in the current folder, or else where ``conf/`` is.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", type=Path)
     known, rest = parser.parse_known_args(arguments)
     if known.config_path is None:
         return arguments
     here = Path.cwd() / known.config_path
-    return [f"--config-path={here if here.is_dir() else schema.CONF.parent / known.config_path}", *rest]
+    return [
+        f"--config-path={here if here.is_dir() else schema.CONF.parent / known.config_path}",
+        *rest,
+    ]
 
 
 def main(composed: DictConfig) -> float | None:
@@ -84,7 +93,12 @@ def main(composed: DictConfig) -> float | None:
     place, sweep = Path(chosen.runtime.output_dir), chosen.mode is RunMode.MULTIRUN
     try:
         signals.check()
-        work = job.Job(schema.load(composed), place, schema.typed(chosen), began_s if sweep else launch.began_s())
+        work = job.Job(
+            schema.load(composed),
+            place,
+            schema.typed(chosen),
+            began_s if sweep else launch.began_s(),
+        )
         if folder.is_first_rank():
             print(f"run folder: {printable(os.path.relpath(place))}", flush=True)
         if not sweep:
@@ -107,4 +121,7 @@ def _best_top1(place: Path) -> float | None:
     """Returns the highest validation top-1 of the run in ``place``, 0..1; None: it had no evaluation."""
     metrics = place / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
-    return max((line[Tag.VAL_TOP1] for line in map(json.loads, lines) if Tag.VAL_TOP1 in line), default=None)
+    return max(
+        (line[Tag.VAL_TOP1] for line in map(json.loads, lines) if Tag.VAL_TOP1 in line),
+        default=None,
+    )

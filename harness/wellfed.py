@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from harness import DataPrefetcher, StepClock, tune  # noqa: F401
 
 
-# Whatever harness shows: a checkout's environment has a copy of this file, which is not to grow old.
+# Whatever harness shows: a checkout's environment has a copy of this file, which must not age.
 def __getattr__(name: str) -> Any:
     return getattr(harness, name)
 

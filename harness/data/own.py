@@ -1,7 +1,8 @@
-"""A data set of the user's: ``data.name=my_module:open_splits``, which gives a training and a validation set.
+"""A data set of the user's: ``data.name=my_module:open_splits`` gives one to train on and one to validate.
 
-Each of them is a source (``harness.data.storage.Source``), whose images are decoded, augmented and cached as ours are, or a
-``torch.utils.data.Dataset`` of (image, label) with transforms of its own. ``docs/adding.md`` has an example of each.
+Each is a source (``harness.data.storage.Source``), decoded and augmented as ours are, or a
+``torch.utils.data.Dataset`` of (image, label) with transforms of its own. ``docs/adding.md`` has an
+example of each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from harness.runtime.errors import BadSample
 from harness.runtime.seeding import seeded
 
 _MEMBERS = ("classes", "labels", "read", "where")  # of a source, besides ``__len__``
+_SETS = ("training", "validation")
 
 
 class OwnSource:
@@ -34,12 +36,13 @@ class OwnSource:
         self.classes = tuple(map(str, given.classes))
         labels = np.asarray(given.labels)
         if labels.ndim != 1 or not len(labels) or not np.issubdtype(labels.dtype, np.integer):
-            raise ConfigError(
-                f"{where}: its labels are {labels.dtype} {list(labels.shape)}; they must be integers, one a sample"
-            )
+            text = f"{where}: its labels are {_kind(labels)}"
+            raise ConfigError(f"{text}; they must be integers, one for each sample")
         if labels.min() < 0 or labels.max() >= len(self.classes):
-            given_range = f"labels from {labels.min()} to {labels.max()}"
-            raise ConfigError(f"{where}: {given_range} and {len(self.classes)} classes; a label is a place in classes, from 0")
+            raise ConfigError(
+                f"{where}: labels from {labels.min()} to {labels.max()} and {len(self.classes)} "
+                "classes; a label is a place in classes, from 0"
+            )
         self.labels = labels.astype(np.int64)
 
     def __len__(self) -> int:
@@ -56,31 +59,47 @@ class OwnSource:
             BadSample: it is neither bytes nor pixels.
         """
         content, label = self._given.read(i)
-        is_array = isinstance(content, np.ndarray)
-        if isinstance(content, bytes) or (is_array and content.dtype == np.uint8 and content.shape[2:] == (3,)):
+        if isinstance(content, np.ndarray):
+            is_good = content.dtype == np.uint8 and content.shape[2:] == (3,)
+        else:
+            is_good = isinstance(content, bytes)
+        if is_good:
             return content, int(label)
-        raise BadSample(self.where(i), f"read({i}) gave {_kind(content)}; it must give bytes, or uint8 pixels [H, W, 3]")
+        raise BadSample(
+            self.where(i),
+            f"read({i}) gave {_kind(content)}; it must give bytes, or uint8 pixels [H, W, 3]",
+        )
 
 
 class OwnDataset:
-    """A ``torch.utils.data.Dataset`` of (image, label) with transforms of its own, as a feed takes it.
+    """A ``torch.utils.data.Dataset`` of (image, label), with transforms of its own, for a feed.
 
-    A sample depends on (seed, epoch, index) alone, like every other: while it is made, the global random states are its own.
-    Threads share those, so that only processes can serve it.
+    A sample depends on (seed, epoch, index) alone, like every other: while it is made, the global
+    random states are its own. Threads share those, so that only processes can serve it.
     """
 
-    def __init__(self, given: Any, where: str, classes: tuple[str, ...], image_size: int, seed: int) -> None:
-        self._given, self._where = given, where
-        self.classes, self.image_size, self.seed = classes, image_size, seed
+    def __init__(
+        self,
+        given: Any,
+        where: str,
+        classes: tuple[str, ...],
+        image_size: int,
+        seed: int,
+    ) -> None:
+        self._given = given
+        self._where = where
+        self.classes = classes
+        self.image_size = image_size
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self._given)
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-        """The label of sample ``index``, whose pixels in ``epoch`` go into ``out``, uint8 ``[3, image_size, image_size]``.
+        """Write sample ``index`` of ``epoch`` into ``out``, uint8 ``[3, S, S]``; its label.
 
         Raises:
-            BadSample: the data set failed, or what it gave is no image of that size and its label.
+            BadSample: the data set failed, or gave no image of that size with its label.
         """
         where = f"{self._where}, sample {index}"
         try:
@@ -96,7 +115,8 @@ class OwnDataset:
         except (ValueError, TypeError) as error:
             raise BadSample(where, str(error)) from error
         if not 0 <= number < len(self.classes):
-            raise BadSample(where, f"its label is {number}, and there are {len(self.classes)} classes; they count from 0")
+            reason = f"its label is {number}, and there are {len(self.classes)} classes"
+            raise BadSample(where, f"{reason}; they count from 0")
         return number
 
 
@@ -106,59 +126,65 @@ def open_own(data: DataConfig, seed: int, split_seed: int) -> tuple[Source, Sour
     The function is given ``data`` and ``split_seed``; ``seed`` is the run's.
 
     Raises:
-        ConfigError: the function failed, or did not give two sources or two data sets alike; one line that names it.
+        ConfigError: the function failed, or did not give two sources or two data sets alike.
     """
     splits = parts.call("data.name", data.name, data, split_seed)
-    pair = (splits.train, splits.val) if hasattr(splits, "train") and hasattr(splits, "val") else splits
+    begin = f"data.name={data.name}:"
+    pair = splits
+    if hasattr(splits, "train") and hasattr(splits, "val"):
+        pair = splits.train, splits.val
     if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise ConfigError(f"data.name={data.name}: returned {_kind(splits)}; it must return two sets, training and validation")
-    wheres = [f"data.name={data.name}: the {name} set" for name in ("training", "validation")]
-    train, val = (_as_source(part, where, data) for part, where in zip(pair, wheres, strict=True))
+        text = f"{begin} returned {_kind(splits)}"
+        raise ConfigError(f"{text}; it must return two sets, training and validation")
+    if data.cache is not DataCache.none:
+        text = f"data.cache={data.cache.name}: has no effect with {data.name}"
+        raise ConfigError(f"{text}; set it to none")
+    wheres = [f"{begin} the {name} set" for name in _SETS]
+    train, val = map(_as_source, pair, wheres)
     if (train is None) != (val is None):
-        raise ConfigError(f"data.name={data.name}: one of its sets is a source, the other is not; return two of a kind")
+        raise ConfigError(f"{begin} one set is a source, the other is not; return two of a kind")
     if train is not None and val is not None:
         if train.classes != val.classes:
-            raise ConfigError(f"data.name={data.name}: its training and its validation set have different classes")
+            raise ConfigError(f"{begin} its training and validation set have different classes")
         return train, val
     names = _class_names(splits) or _class_names(pair[0])
     if names is None:
-        raise ConfigError(f"{wheres[0]} has no classes; give it an attribute classes, the list of their names")
-    first, second = (_as_dataset(part, where, names, data, seed) for part, where in zip(pair, wheres, strict=True))
+        raise ConfigError(f"{wheres[0]} has no classes; give it an attribute classes, their names")
+    first = _as_dataset(pair[0], wheres[0], names, data.image_size, seed)
+    second = _as_dataset(pair[1], wheres[1], names, data.image_size, seed)
     return first, second
 
 
-def _as_source(part: Any, where: str, data: DataConfig) -> Source | None:
+def _as_source(part: Any, where: str) -> Source | None:
     """``part`` as a source; None where it is to be a data set."""
     if isinstance(part, ArraySource | FolderSource | Subset):
         return part
-    missing = [name for name in _MEMBERS if not hasattr(part, name)]
     if not hasattr(part, "read"):
         return None
+    missing = [name for name in _MEMBERS if not hasattr(part, name)]
     if missing:
-        raise ConfigError(f"{where} has read and no {', '.join(missing)}; a source has {', '.join(_MEMBERS)}")
-    if data.cache is not DataCache.none:
-        raise ConfigError(f"data.cache={data.cache.name}: has no effect with a source of your own; set it to none")
+        text = f"{where} has read and no {', '.join(missing)}"
+        raise ConfigError(f"{text}; a source has {', '.join(_MEMBERS)}")
     return OwnSource(part, where)
 
 
-def _as_dataset(part: Any, where: str, classes: tuple[str, ...], data: DataConfig, seed: int) -> OwnDataset:
+def _as_dataset(part: Any, where: str, classes: tuple[str, ...], image_size: int, seed: int) -> OwnDataset:
     """``part`` as a data set, of which a sample has been tried."""
     if not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
-        raise ConfigError(f"{where} is {_kind(part)}; it must be a source, or have __len__ and __getitem__")
-    if data.cache is not DataCache.none:
-        raise ConfigError(f"data.cache={data.cache.name}: has no effect with a Dataset of your own; set it to none")
-    dataset = OwnDataset(part, where, classes, data.image_size, seed)
+        text = f"{where} is {_kind(part)}"
+        raise ConfigError(f"{text}; it must be a source, or have __len__ and __getitem__")
+    dataset = OwnDataset(part, where, classes, image_size, seed)
     if not len(dataset):
         raise ConfigError(f"{where} is empty")
     try:
-        dataset.fill(0, 0, np.empty((3, data.image_size, data.image_size), np.uint8))
+        dataset.fill(0, 0, np.empty((3, image_size, image_size), np.uint8))
     except BadSample as error:
         raise ConfigError(str(error)) from error
     return dataset
 
 
 def _class_names(part: Any) -> tuple[str, ...] | None:
-    """The names in the attribute ``classes`` of ``part``, or of what it is a ``torch.utils.data.Subset`` of."""
+    """The attribute ``classes`` of ``part``, or of what it is a ``torch.utils.data.Subset`` of."""
     while not hasattr(part, "classes") and hasattr(part, "dataset"):
         part = part.dataset
     return tuple(map(str, part.classes)) if hasattr(part, "classes") else None
@@ -175,16 +201,16 @@ def _pixels(image: Any, size: int) -> np.ndarray:
     if isinstance(image, torch.Tensor):
         image = image.detach().numpy()
     if not isinstance(image, np.ndarray) or image.ndim != 3 or image.shape[0] not in (1, 3):
-        raise ValueError(f"it gave {_kind(image)}; it must give an image of PIL's, or a tensor [3, S, S]")
+        text = f"it gave {_kind(image)}"
+        raise ValueError(f"{text}; it must give an image of PIL's, or a tensor [3, S, S]")
     if image.shape[1:] != (size, size):
-        height, width = image.shape[1:]
-        raise ValueError(f"its image has {width}x{height} pixels; set data.image_size to the side that your transforms give")
+        text = f"its image has {image.shape[2]}x{image.shape[1]} pixels"
+        raise ValueError(f"{text}; set data.image_size to the side that your transforms give")
     if np.issubdtype(image.dtype, np.floating):
+        # so that NaN is refused too
         if not (image.min() >= 0 and image.max() <= 1):
-            low, high = float(image.min()), float(image.max())
-            raise ValueError(
-                f"its values go from {low:.3g} to {high:.3g}, not 0 to 1; leave Normalize to data.mean and data.std"
-            )
+            text = f"its values go from {image.min():.3g} to {image.max():.3g}, not 0 to 1"
+            raise ValueError(f"{text}; leave Normalize to data.mean and data.std")
         image = np.rint(255 * image)
     elif image.dtype != np.uint8:
         raise ValueError(f"it gave {_kind(image)}; pixels are uint8, or floats from 0 to 1")

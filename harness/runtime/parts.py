@@ -25,7 +25,7 @@ def is_own(name: str) -> bool:
 
 
 def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
-    """What the user's function ``name`` returns for ``given``, and for those of ``more`` that it takes.
+    """What the user's function ``name`` returns for ``given`` and those of ``more`` that it takes.
 
     Errors that have a line and an exit code of their own pass as they are.
 
@@ -42,7 +42,10 @@ def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
 
 
 def digest(name: str) -> str:
-    """A digest of the file that holds the user's function ``name``, which has been called; other files do not count."""
+    """A digest of the file of the user's function ``name``, which has been called.
+
+    What that file imports does not count.
+    """
     file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
@@ -50,7 +53,8 @@ def digest(name: str) -> str:
 def told(error: Exception) -> str:
     """``error`` in one line, with the last line of the user's own code that it went through."""
     libraries = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    called = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in called if not frame.filename.startswith(libraries)]
     where = f" ({os.path.relpath(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     text = str(error).strip().partition("\n")[0]
     return printable(f"{type(error).__name__}: {text}{where}")
@@ -59,14 +63,15 @@ def told(error: Exception) -> str:
 def _found(setting: str, name: str) -> Callable[..., Any]:
     """The function ``name``, of the environment or the current folder."""
     module, _, path = name.partition(":")
-    # Last, so that a file of the user's hides no library. Worker processes are given the same places.
+    # Last, so that a file of the user's hides no library. Workers are given the same places.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         found: Any = import_module(module)
     except Exception as error:
         missing = getattr(error, "name", None)
-        if isinstance(error, ModuleNotFoundError) and missing and f"{module}.".startswith(f"{missing}."):
+        is_missing = isinstance(error, ModuleNotFoundError)
+        if is_missing and missing and f"{module}.".startswith(f"{missing}."):
             reason = f"no module {missing} in the current folder or the environment"
         else:
             reason = f"importing {module} failed with {told(error)}"
@@ -74,10 +79,12 @@ def _found(setting: str, name: str) -> Callable[..., Any]:
     where = getattr(found, "__file__", module)
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{setting}={name}: no {path or 'function'} in {where}; write {module}:FUNCTION")
+            text = f"{setting}={name}: no {path or 'function'} in {where}"
+            raise ConfigError(f"{text}; write {module}:FUNCTION")
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{setting}={name}: {path} is of type {type(found).__name__}, not a function ({where})")
+        kind = type(found).__name__
+        raise ConfigError(f"{setting}={name}: {path} is of type {kind}, not a function ({where})")
     function: Callable[..., Any] = found
     return function
 

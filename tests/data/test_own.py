@@ -215,5 +215,5 @@ def test_a_mistake_is_one_line(opened: Callable[..., Splits], splits: Any, setti
 @pytest.mark.parametrize("splits", [(Rows(), Rows()), (Drawn(), Drawn())], ids=["source", "dataset"])
 def test_a_cache_has_no_effect(opened: Callable[..., Splits], splits: Any) -> None:
     """It keeps files of folders, and is refused beside anything else."""
-    with pytest.raises(ConfigError, match="^data.cache=ram: has no effect with a .* of your own; set it to none$"):
+    with pytest.raises(ConfigError, match=f"^data.cache=ram: has no effect with {NAME}; set it to none$"):
         opened(splits, cache=DataCache.ram)
