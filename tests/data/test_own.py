@@ -188,7 +188,7 @@ class Half(Rows):
     [
         pytest.param(None, {}, "returned NoneType; it must return two sets, training and validation", id="nothing"),
         pytest.param((Rows(),), {}, "returned 1 values; it must return two sets", id="one set"),
-        pytest.param((Rows(), Drawn()), {}, "one of its sets is a source, the other is not", id="of two kinds"),
+        pytest.param((Rows(), Drawn()), {}, "one set is a source, the other is not", id="of two kinds"),
         pytest.param((Half(), Rows()), {}, "the training set has read and no where; a source has classes, labels", id="half"),
         pytest.param((Rows(), Rows([0.5, 1, 1, 1])), {}, "the validation set: its labels are float64", id="odd labels"),
         pytest.param((Rows([1, 2, 1, 2]), Rows()), {}, "labels from 1 to 2 and 2 classes", id="labels from 1"),
