@@ -9,19 +9,43 @@ The rooms, in the order in which the data walks through them::
 
 Who may import whom, kept by import-linter (a lower line never imports a higher one, neighbours never each other)::
 
-    train.py            composes the settings, starts the jobs, tells every error
+    train.py, wellfed   the names of app: a script in a checkout, a command where it is installed
+    app                 composes the settings, starts the jobs, tells every error
     job                 wires the rooms: main_worker is one rank of a run
-    diagnose | page     runs that tell what bounds training | the page that shows a run, as a file and in TensorBoard
+    diagnose            runs that tell what bounds training
+    page | compare      the page that shows a run, as a file and in TensorBoard | runs side by side, as a table
     tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
     feed                which sample comes next, samples to batches, batches to the device
     data                where samples lie, bytes to pixels, pixels to a training image
     watch               where the time went, the GPU and the host, what is written about it
-    runtime             ranks, randomness, signals, limits, files, the run's folder, the ways to end
-    config              every setting; with answers and train.py the only module that knows Hydra
+    runtime             ranks, randomness, signals, limits, files, the run's folder, a user's own functions,
+                        the ways to end
+    config              every setting; with answers and app the only module that knows Hydra
     answers             what the command line answers to what was mistyped
 
 Tuning knows the step by a protocol (``harness.tuning.figures.Trainee``), which training satisfies and job passes on.
 
-For a loop of your own: ``harness.feed.prefetcher.DataPrefetcher``, ``harness.watch.clock.StepClock`` and
-``harness.tuning.library.tune``.
+For a loop of your own: ``DataPrefetcher``, ``StepClock`` and ``tune``, from here or from the module ``wellfed``. Each is
+imported when it is asked for.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.feed.prefetcher import DataPrefetcher
+    from harness.tuning.library import tune
+    from harness.watch.clock import StepClock
+
+__all__ = ["DataPrefetcher", "StepClock", "tune"]
+__version__ = "0.1.0"
+
+_ROOMS = {"DataPrefetcher": "feed.prefetcher", "StepClock": "watch.clock", "tune": "tuning.library"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    return getattr(import_module(f"harness.{_ROOMS[name]}"), name)

@@ -1,14 +1,14 @@
 """Every setting that a run may have: its type, unit, range and one sentence.
 
-With ``answers`` and ``train.py`` the only module that knows Hydra. The dataclasses below are the schema; the files in
-``conf/`` hold values only. ``load`` turns what Hydra composed into a checked ``Config``, ``explain`` a refusal into one
-line.
+With ``answers`` and ``app`` the only module that knows Hydra. The dataclasses below are the schema; the files in ``conf/``
+hold values only. ``load`` turns what Hydra composed into a checked ``Config``, ``explain`` a refusal into one line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import math
 import operator
 import os
@@ -44,7 +44,8 @@ DistName = Enum("DistName", ["single", "spawn", "torchrun"])
 DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
 
 
-_CONF = Path(__file__).parents[1] / "conf"
+# Inside the package in a wheel, beside it in a checkout.
+CONF = next(path for path in (Path(__file__).with_name("conf"), Path(__file__).parents[1] / "conf") if path.is_dir())
 _Refusal = tuple[bool, str]  # whether settings are at odds, and how to say so
 
 
@@ -89,7 +90,10 @@ class GenerateConfig:
 class DataConfig:
     """The data set."""
 
-    name: str = setting("shapes", "Which data set: a name from harness/data/datasets.py.")
+    name: str = setting(
+        "shapes",
+        "Which data set: a name from harness/data/datasets.py, or a function of your own, such as my_module:open_splits.",
+    )
     root: str | None = setting(None, "Folder of the data; null: a folder of its own in the user's cache.")
     download: bool = setting(True, "Fetch a published archive that is not there yet (cifar10, cifar100).")
     mirror: str | None = setting(None, "Base address to fetch the archive from; null: the publisher's.")
@@ -209,7 +213,9 @@ class TunerConfig:
 class ModelConfig:
     """The network."""
 
-    name: str = setting("small", "small, or any classifier of torchvision by its name.")
+    name: str = setting(
+        "small", "small, any classifier of torchvision by its name, or a function of your own: my_module:build."
+    )
     weights: str | None = setting(None, "null: random; DEFAULT: torchvision's best; else the path of a checkpoint.")
 
 
@@ -353,7 +359,7 @@ def typed(chosen: HydraConf) -> tuple[str, ...]:
     """What the command line asked for: flags that name other folders or files of settings, then the overrides."""
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
     flags = {"path": places.get("main"), "name": chosen.job.config_name, "dir": places.get("command-line")}
-    usual = {"path": str(_CONF), "name": "config", "dir": None}
+    usual = {"path": str(CONF), "name": "config", "dir": None}
     other = (f"--config-{name}={value}" for name, value in flags.items() if value != usual[name])
     return (*other, *chosen.overrides.task)
 
@@ -363,6 +369,20 @@ def to_plain(config: Config) -> dict[str, Any]:
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def saved(text: bytes) -> dict[str, Any]:
+    """The settings that a run left in ``.hydra/config.yaml``, as nested dictionaries; nobody has checked them.
+
+    Raises:
+        ConfigError: it is not YAML.
+    """
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(io.BytesIO(text)))
+    # YAML's own, which has no base that Python has; omegaconf's
+    except Exception as error:
+        raise ConfigError(str(error)) from error
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
 def from_plain(plain: dict[str, Any]) -> Config:
@@ -507,6 +527,8 @@ def _run_refusals(c: Config) -> tuple[_Refusal, ...]:
          f"resume={c.resume}: has no effect with mode=diagnose, which trains nothing; set it to null"),
         (c.mode is Mode.diagnose and c.data.name == "fake",
          "mode=diagnose: data=fake loads nothing that could be diagnosed; name a data set with data=NAME"),
+        (c.data.name == "own",
+         "data=own: name the function that opens your data set: data.name=my_module:open_splits"),
         (c.data.name == "fake" and c.loader.autotune,
          "loader.autotune=true: has no effect with data=fake, which loads nothing; set it to false"),
         (c.resume == "auto" and c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ,
@@ -568,10 +590,12 @@ def check_model(model: ModelConfig, known: Sequence[str]) -> None:
     Raises:
         ConfigError: names the setting and the way out.
     """
-    if model.name not in known:
-        raise ConfigError(f"model.name={model.name}: unknown{answers.nearest(model.name, known)}")
-    if model.name == "small" and model.weights == "DEFAULT":
-        raise ConfigError("model.weights=DEFAULT: there are none for model.name=small; use null or a path")
+    is_own = ":" in model.name
+    if not is_own and model.name not in known:
+        hint = answers.nearest(model.name, known) or "; a network of your own is named module:function"
+        raise ConfigError(f"model.name={model.name}: unknown{hint}")
+    if (is_own or model.name == "small") and model.weights == "DEFAULT":
+        raise ConfigError(f"model.weights=DEFAULT: there are none for model.name={model.name}; use null or a path")
 
 
 def check_names(config: Config) -> None:
@@ -585,13 +609,13 @@ def check_names(config: Config) -> None:
     if torchvisions:
         check_model(config.model, ["small", *torchvisions])
     name, sets = config.data.name, choices("data")
-    if name not in sets:
+    if ":" not in name and name not in sets:
         raise ConfigError(f"data.name={name}: no such data set; choose from {', '.join(sets)}{answers.nearest(name, sets)}")
 
 
 def choices(group_name: str) -> list[str]:
     """The names that ``GROUP=`` takes, without their values."""
-    return sorted(file.stem for file in (_CONF / group_name).glob("*.yaml"))
+    return sorted(file.stem for file in (CONF / group_name).glob("*.yaml"))
 
 
 def help_text(config: Config) -> str:
@@ -602,14 +626,21 @@ def help_text(config: Config) -> str:
         "  python train.py loader.autotune=true                  the generated data set, tuned",
         "  python train.py data=imagefolder data.root=FOLDER     your own images",
         "  python train.py -m loader.num_workers=0,1,2           one run for each value",
+        "  python train.py page multirun/DATE/TIME               one page for all runs of a sweep",
+        "  python train.py compare outputs/first outputs/second  runs side by side, as a table",
         "  python train.py --version                             the versions of wellfed, torch and Python",
+        "",
+        "Where the project is installed, the command wellfed takes the same words, in any folder.",
         "",
         "A run leaves its files in outputs/ in the folder where it is started.",
         "",
         "Choices that bring values of their own:",
     ]
-    for name in sorted(path.name for path in _CONF.iterdir() if path.is_dir()):
-        values, more = choices(name), ", or any classifier of torchvision" if name == "model" else ""
+    for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
+        values, more = (
+            choices(name),
+            ", any classifier of torchvision, or your own (model.name=my_module:build)" if name == "model" else "",
+        )
         if len(values) > 1:
             lines.append(f"  {name}= {', '.join(values)}{more}")
     lines += ["", "Every setting with its value as this command line has it; add data=cifar10 to see what that changes."]
@@ -650,5 +681,5 @@ def register() -> None:
     defaults = [{group: chosen.get(group, name)} for item in HydraConf().defaults for group, name in item.items()]
     run = RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}")
     sweep = SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}")
-    node = HydraConf(defaults=defaults, run=run, sweep=sweep, job=JobConf(chdir=False))
+    node = HydraConf(defaults=defaults, run=run, sweep=sweep, job=JobConf(name="train", chdir=False))
     store.store(group="hydra", name="config", node=node, provider="hydra")

@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import train
-from harness import job
+from harness import app, job
 from harness.runtime import signals
 
 NOTES, STOP = "CHAOS_NOTES", "CHAOS_STOP"
@@ -67,6 +64,5 @@ def main_worker(local_rank: int, job: job.Job) -> None:
 if __name__ == "__main__":
     # a rank's own process finds the function by its name in this file
     job.main_worker = main_worker
-    sys.argv[1:1] = ["--config-path", str(Path(train.__file__).with_name("conf"))]
     with signals.caught(grace_s=0):
-        signals.leave(train.cli())
+        signals.leave(app.cli())

@@ -20,6 +20,7 @@ import psutil
 
 from harness.config import Backend, TunerConfig
 from harness.data import datasets
+from harness.data.images import ImageDataset
 from harness.data.storage import Source
 from harness.feed.forms import Feeds
 from harness.feed.interface import PROCESSES
@@ -151,7 +152,7 @@ def index_readers(root: str, method: str) -> Found:
     """A worker's own memory before and after it has read every sample, as another one did beside it, in random order."""
     config, context = composed(*of_files(root)), _context(method)
     train = datasets.load(config.data, config.augment, config.seed).train
-    assert not isinstance(train, datasets.FakeDataset)
+    assert isinstance(train, ImageDataset)
     answers, together = context.SimpleQueue(), context.Barrier(2)
     readers = [context.Process(target=_read_all, args=(train.source, together, answers), daemon=True) for _ in range(2)]
     for reader in readers:

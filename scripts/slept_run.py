@@ -6,11 +6,9 @@ SLEPT_STEP_MS=40 SLEPT_READ_MS=5,0@20 uv run scripts/slept_run.py data=shapes
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
-import train
+from harness import app
 from harness.data.storage import FolderSource
 from harness.runtime import signals
 from scripts.slept import READ, STEP, sleep
@@ -41,6 +39,5 @@ if __name__ == "__main__":
             self.state.step += part == parts - 1
 
         Step.__call__ = step  # type: ignore[method-assign]
-    sys.argv[1:1] = ["--config-path", str(Path(train.__file__).with_name("conf"))]
     with signals.caught(grace_s=0):
-        signals.leave(train.cli())
+        signals.leave(app.cli())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,3 +89,21 @@ def kept_globals() -> Iterator[None]:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(generator)
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Writes a module into the current folder, as a user does who brings parts of their own, and forgets it afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    written: set[str] = set()
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        written.add(name)
+        sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)

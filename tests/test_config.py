@@ -82,7 +82,10 @@ BAD = [
     ("augment.scale=[0.1,2]", "augment.scale=[0.1,2.0]: must be <= 1.0"),
     ("augment.hflip=1.5", "augment.hflip=1.5: must be <= 1.0"),
     ("augment.pad=2", "augment.pad=2: has an effect with augment.crop=pad alone"),
-    ("data=cifar11", "data=cifar11: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, imagenet, shapes"),
+    (
+        "data=cifar11",
+        "data=cifar11: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes",
+    ),
     ("data.mean=[0.5,0.5]", "data.mean=[0.5,0.5]: takes exactly 3 numbers"),
     ("data.mean=[0.5,0.5,nan]", "data.mean=[0.5,0.5,nan]: must be a finite number"),
     ("data.std=[0,1,1]", "data.std=[0.0,1.0,1.0]: must be > 0.0"),

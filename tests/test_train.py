@@ -27,8 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 from torch import nn
 
-import train
-from harness import job
+from harness import app, job
 from harness.config import Config, ConfigError
 from harness.feed import forms
 from harness.runtime import accelerator
@@ -495,11 +494,11 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
 
 def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
     """A sweeper is given the highest of all evaluations, and None of a run that had none or, as a diagnosis, logged nothing."""
-    assert train._best_top1(tmp_path) is None
+    assert app._best_top1(tmp_path) is None
     logged = ({"step": 1, "val/top1": 0.5}, {"step": 2, "train/loss": 1.0}, {"step": 3, "val/top1": 0.25})
     for windows, best in (logged, 0.5), (logged[1:2], None):
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(window)}\n" for window in windows))
-        assert train._best_top1(tmp_path) == best
+        assert app._best_top1(tmp_path) == best
 
 
 def test_a_sweep_loses_no_job(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """From a name in the config to a training and a validation set.
 
 A new data set is a function from ``DataConfig`` to two sources, a line in ``DATASETS``, a file in ``conf/data/`` and
-a test.
+a test; or a function of the user's, which ``harness.data.own`` opens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from harness.data.cache import PixelCache
 from harness.data.cache_files import Gathered, crop_error, open_caches
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
+from harness.data.own import OwnDataset, open_own
 from harness.data.storage import ArraySource, Source, open_folder_splits, split
 from harness.data.transforms import EvalTransform, TrainTransform
+from harness.runtime import parts
 from harness.runtime.errors import DataError
 from harness.watch.console import say
 
@@ -46,8 +48,8 @@ class FakeDataset:
 class Splits:
     """A training and a validation set."""
 
-    train: ImageDataset | FakeDataset  # a FakeDataset exactly where val is one
-    val: ImageDataset | FakeDataset
+    train: ImageDataset | OwnDataset | FakeDataset  # val is of the same kind
+    val: ImageDataset | OwnDataset | FakeDataset
     classes: tuple[str, ...]
     name: str
     root: str  # empty where the data set has a place of its own
@@ -129,7 +131,11 @@ def load(data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered
         numbers = data.generate
         fake_train, fake_val = (FakeDataset(n, size, numbers.classes) for n in (numbers.train_images, numbers.val_images))
         return Splits(fake_train, fake_val, tuple(map(str, range(numbers.classes))), FAKE, "")
-    sources = DATASETS[data.name](data)
+    first, second = open_own(data, seed, _SPLIT_SEED) if parts.is_own(data.name) else DATASETS[data.name](data)
+    if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
+        assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
+        return Splits(first, second, first.classes, data.name, data.root or "")
+    sources = first, second
     red, green, blue = data.background
     options = DecodeOptions(data.exif_orientation, (red, green, blue), data.max_pixels)
     opened = open_caches(sources, data, options, gathered) if data.cache is not DataCache.none else None
@@ -146,7 +152,7 @@ def load(data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered
 
 def _check(data: DataConfig) -> None:
     names = [*DATASETS, FAKE]
-    if data.name not in names:
+    if data.name not in names and not parts.is_own(data.name):
         near = difflib.get_close_matches(data.name, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"data.name={data.name}: no such data set; choose from {', '.join(names)}{hint}")

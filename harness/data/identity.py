@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.data.datasets import FakeDataset, Splits
+from harness.data.datasets import Splits
+from harness.data.images import ImageDataset
 from harness.data.storage import FolderSource, Source, Subset
 
 # files, and class folders, of a tree: a few milliseconds on a disk
@@ -26,7 +27,7 @@ def identity(splits: Splits) -> dict[str, Any]:
     train = splits.train
     root = os.path.abspath(os.path.expanduser(splits.root)) if splits.root else ""
     found = {"name": splits.name, "root": root, "images": len(train), "classes": len(splits.classes)}
-    return found if isinstance(train, FakeDataset) else {**found, "digest": _digest(train.source)}
+    return {**found, "digest": _digest(train.source)} if isinstance(train, ImageDataset) else found
 
 
 def _digest(source: Source) -> str:

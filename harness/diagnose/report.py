@@ -15,6 +15,7 @@ from harness.config import Config, DistName, Precision
 from harness.diagnose.runs import Runs
 from harness.diagnose.whatif import NO_CEILING, Bound, Facts, WhatIf, rate_in_words
 from harness.feed.interface import FeedSettings
+from harness.runtime import launch
 from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.watch.board import Board, plain
@@ -134,8 +135,8 @@ def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, d
         more += ["trainer.channels_last=true"] if not trainer.channels_last else []
     replaced = {"mode", *map(_setting, more)}
     kept = [word for word in overridden if _setting(word) not in replaced]
-    launcher = ["torchrun", f"--nproc-per-node={ranks}"] if config.dist.name is DistName.torchrun else ["python"]
-    return shlex.join([*launcher, "train.py", *kept, *more])
+    by_torchrun = f"--nproc-per-node={ranks}" if config.dist.name is DistName.torchrun else None
+    return shlex.join([*launch.command(by_torchrun), *kept, *more])
 
 
 def _setting(override: str) -> str:

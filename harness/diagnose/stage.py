@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from harness.config import ConfigError
 from harness.data.images import ImageDataset
 from harness.diagnose.fetch import image_sizes
 from harness.diagnose.report import Diagnosis, command, sentence
@@ -50,13 +51,15 @@ def diagnose(
 
     Raises:
         BadSample: a sample cannot be read.
+        ConfigError: the data set's stages cannot be told apart.
         LoaderError: loading does not work at all.
     """
     begin = time.perf_counter()
     config = feeds.config
     world = feeds.world
     train = feeds.splits.train
-    assert isinstance(train, ImageDataset), "the settings refuse data that is not loaded"
+    if not isinstance(train, ImageDataset):
+        raise ConfigError("mode=diagnose: cannot look into a Dataset of your own; open sources, or add loader.autotune=true")
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     with trainee.kept(), live_table(f"diagnosing (at most {BUDGET_S:g} s, nothing is trained)", COLUMNS, WIDTHS) as rows:
         size, notes = _batch_size(feeds, trainee)

@@ -13,6 +13,7 @@ import torch
 from harness.config import Backend, Config, ConfigError, TunerName, form_asked_for
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.images import ImageDataset
+from harness.data.own import OwnDataset
 from harness.feed.arrays import ARRAYS, ArrayFeed, in_form
 from harness.feed.gauge import Gauge
 from harness.feed.interface import (
@@ -65,6 +66,8 @@ class Feeds:
         named = self.config.loader.backend
         if named not in (None, Backend.auto):
             return (named.name,)
+        if isinstance(self.splits.train, OwnDataset):
+            return (PROCESSES,)
         return tuple(name for name in FORMS if name != ARRAYS or why_not_in_memory(self.splits.train) is None)
 
     @property
@@ -96,6 +99,11 @@ class Feeds:
         """As ``settings``, without a word about what has no effect."""
         derived = train_settings(self.config.loader, limits, accelerator.of(self.world.device).has_streams)
         settings = in_form(derived, self.default_form)
+        if isinstance(self.splits.train, OwnDataset) and settings.backend != PROCESSES:
+            raise ConfigError(
+                f"loader.backend={settings.backend}: {self.splits.name} gives a Dataset, whose random numbers threads would "
+                "share; use loader.backend=processes, or give a source"
+            )
         if settings.backend == ARRAYS:
             self._check_arrays(settings, limits)
         return settings
@@ -207,14 +215,14 @@ class Feeds:
 
     def _make(
         self,
-        dataset: ImageDataset | FakeDataset,
+        dataset: ImageDataset | OwnDataset | FakeDataset,
         order: AnyOrder,
         settings: FeedSettings,
         gauge: Gauge | None = None,
     ) -> Feed:
         if isinstance(dataset, FakeDataset):
             return SyntheticFeed(order, settings, dataset.image_size, dataset.num_classes, self.world.device)
-        if settings.backend == ARRAYS:
+        if settings.backend == ARRAYS and isinstance(dataset, ImageDataset):
             if dataset not in self._pixels:
                 self._pixels[dataset] = InMemoryImages(dataset, self.world.device)
             readers = max(1, int(limits.measure(self.world.local_size).cores))

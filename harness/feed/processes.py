@@ -13,12 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from harness.config import ConfigError
 from harness.feed.fill import Filler
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of, too_slow
@@ -45,6 +47,7 @@ class ProcessFeed(Feed):
     Raises:
         BadSample: from ``next()``, for a sample that cannot be read.
         LoaderError: from ``next()``, for a worker that died or did not answer within ``settings.timeout_s``.
+        ConfigError: from ``next()``, for a data set that cannot be pickled.
     """
 
     def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings, gauge: Gauge | None = None) -> None:
@@ -156,6 +159,11 @@ class ProcessFeed(Feed):
             # workers of an earlier pass that cannot answer at once, on a machine that was asleep
             self._end_workers()
             return self._start(epoch, poll_s)
+        except (PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"num_workers={s.num_workers}: the data set cannot be sent to worker processes ({error}); define its functions "
+                "and classes at the top of a module, or use num_workers=0"
+            ) from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 # torch's raises wherever the trainer happens to be

@@ -1,4 +1,4 @@
-"""``python -m harness.page FOLDER``: one page for a run or for all runs of a sweep."""
+"""``wellfed page FOLDER``: one page for a run or for all runs of a sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.page.report import write_sweep
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and say where it is; the exit code: 0, or 2 where there is no run or no room for it."""
-    parser = argparse.ArgumentParser(prog="python -m harness.page", description="Write report.html of a run or a sweep.")
+    parser = argparse.ArgumentParser(prog="wellfed page", description="Write report.html of a run or a sweep.")
     parser.add_argument("folder", type=Path, help="a run's folder, or one with runs below it, such as multirun/DATE/TIME")
     try:
         path, runs, notes = write_sweep(parser.parse_args(arguments).folder)

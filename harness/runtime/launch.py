@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,6 +46,17 @@ def began_s(stat: Path = Path("/proc/self/stat")) -> float:
     except (OSError, ValueError, IndexError, AttributeError):
         age_s = 0.0
     return time.perf_counter() - age_s
+
+
+def command(ranks: str | None = None) -> list[str]:
+    """The words by which such a run is started again: the script's or the command's; ``ranks``, torchrun's, is its option."""
+    called = Path(sys.argv[0])
+    installed = called.name == "wellfed" or called.parent.name == "harness"
+    if ranks is not None:
+        return ["torchrun", ranks, *(["-m", "harness"] if installed else ["train.py"])]
+    if installed:
+        return ["wellfed"]
+    return ["uv", "run", "train.py"] if "UV" in os.environ else ["python", "train.py"]
 
 
 def run_processes(work: Callable[[int, Any], Any], job: Any, count: int, grace_s: float = 25.0) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -102,6 +104,24 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
+
+
+@contextmanager
+def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """A block in which the host's global random states follow from a sample's key alone; then they are as before.
+
+    For code that draws from them, as torchvision's transforms do. No other thread may draw meanwhile.
+    """
+    former = random_state()
+    key = SampleRng(seed, epoch, index).randrange(2**32)
+    random.seed(key)
+    np.random.seed(key)
+    # not torch.manual_seed, which seeds the GPUs too
+    torch.default_generator.manual_seed(key)
+    try:
+        yield
+    finally:
+        restore_random_state(former)
 
 
 def random_state(device: torch.device | None = None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from torchvision import models as zoo
 
 from harness.config import ConfigError, ModelConfig, check_model
+from harness.runtime import parts
 from harness.runtime.errors import CheckpointError, printable
 from harness.training import checkpoint
 from harness.training.small import small
@@ -28,7 +29,10 @@ def build(config: ModelConfig, num_classes: int, *, image_size: int, filled: boo
         CheckpointError: the file is missing, damaged or of another network.
     """
     check(config, image_size)
-    network = small(num_classes) if config.name == "small" else _random(config, num_classes, image_size)
+    if parts.is_own(config.name):
+        network = _own(config.name, num_classes, image_size)
+    else:
+        network = small(num_classes) if config.name == "small" else _random(config, num_classes, image_size)
     if config.weights is None or filled:
         return network
     weights = published(config.name) if config.weights == "DEFAULT" else checkpoint.read_weights(Path(config.weights))
@@ -63,6 +67,31 @@ def check(config: ModelConfig, image_size: int) -> None:
                 f"data.image_size={image_size}: the published weights of {name} are for {published}; use that, or "
                 "model.weights=null"
             )
+
+
+def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
+    """The network that the user's function returns; two images have been through it, by which lazy layers know their sizes.
+
+    Raises:
+        ConfigError: it is none, failed, or gives anything but a number for each class.
+    """
+    where = f"model.name={name}"
+    network = parts.call("model.name", name, num_classes, image_size=image_size)
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"{where}: returned {type(network).__name__}, not a torch.nn.Module")
+    first = next(network.parameters(), None)
+    if first is None:
+        raise ConfigError(f"{where}: the network has no parameters to train")
+    images = torch.zeros(2, 3, image_size, image_size, device=first.device)
+    try:
+        with torch.no_grad():
+            given = network.eval()(images)
+    except Exception as error:
+        raise ConfigError(f"{where}: the network failed on images {list(images.shape)} with {parts.told(error)}") from error
+    found = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+    if found != [2, num_classes]:
+        raise ConfigError(f"{where}: the network gives {found} for 2 images; it must give [2, {num_classes}], one a class")
+    return network.train()
 
 
 def _random(config: ModelConfig, num_classes: int, image_size: int) -> nn.Module:
@@ -134,5 +163,6 @@ def refuse(problems: list[str], text: str) -> None:
 
 def _head_keys(network: nn.Module) -> set[str]:
     """The parameters of the last layer that has any: the classifier's head in every network here."""
-    last = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)][-1]
-    return {f"{last}.{name}" for name, _ in network.get_submodule(last).named_parameters()}
+    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    # A network of the user's may have none of either.
+    return {f"{last}.{name}" for last in layers[-1:] for name, _ in network.get_submodule(last).named_parameters()}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from harness.config import Config, DistName, Mode, walk
 from harness.data.cache import PixelCache
-from harness.runtime import accelerator
+from harness.runtime import accelerator, launch
 from harness.runtime.distributed import World
 from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
@@ -228,11 +228,10 @@ def _command(config: Config, overridden: tuple[str, ...], folder: str, world: Wo
     named = config.run.name is not None and Path(folder) == Path("outputs", config.run.name)
     left_out = {"resume"} if named else {"resume", "run.name"}
     kept = [text for text in overridden if text.lstrip("+").partition("=")[0] not in left_out]
-    script = "uv run train.py" if "UV" in os.environ else "python train.py"
+    ranks = None
     if config.dist.name is DistName.torchrun:
-        ranks = f"--nproc-per-node {world.local_size}" if world.size == world.local_size else "..."
-        script = f"torchrun {ranks} train.py"
-    return f"{script} {shlex.join([*kept, 'resume=auto' if named else f'resume={folder}'])}"
+        ranks = f"--nproc-per-node={world.local_size}" if world.size == world.local_size else "..."
+    return shlex.join([*launch.command(ranks), *kept, "resume=auto" if named else f"resume={folder}"])
 
 
 def _tuned(tuning: Mapping[str, Any] | None) -> str:

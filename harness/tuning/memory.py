@@ -15,6 +15,7 @@ from typing import Any
 from harness.config import Config, to_plain
 from harness.data.download import exclusive
 from harness.data.storage import cache_root
+from harness.runtime import parts
 from harness.runtime.files import read_json, set_aside, typed, write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
@@ -130,6 +131,7 @@ def fingerprint(
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "packages": {name: metadata.version(name) for name in ("numpy", "pillow", "simplejpeg")},
         "sources": _sources(),
+        "own": [parts.digest(name) for name in (config.data.name, config.model.name) if parts.is_own(name)],
         "ranks": [world_size, local_size],
         "threads": torch.get_num_threads(),
         "data": dict(data_identity),

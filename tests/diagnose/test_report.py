@@ -44,6 +44,12 @@ def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the commands be Python's, as without ``uv run``."""
+    monkeypatch.delenv("UV", raising=False)
+
+
 @pytest.mark.parametrize(
     ("overridden", "bottleneck", "device", "line"),
     [

@@ -160,3 +160,21 @@ def test_where_the_system_does_not_say_it_began_now(tmp_path: Path, text: str | 
     if text is not None:
         stat.write_text(text)
     assert now_s <= launch.began_s(stat) <= time.perf_counter()
+
+
+@pytest.mark.parametrize(
+    ("called", "ranks", "words"),
+    [
+        pytest.param("/a/train.py", None, "python train.py", id="a checkout's script"),
+        pytest.param("/a/bin/wellfed", None, "wellfed", id="the command"),
+        pytest.param("/a/train.py", "--nproc-per-node=2", "torchrun --nproc-per-node=2 train.py", id="ranks"),
+        pytest.param(
+            "/a/harness/__main__.py", "--nproc-per-node=2", "torchrun --nproc-per-node=2 -m harness", id="installed ranks"
+        ),
+    ],
+)
+def test_a_run_is_started_again_as_it_was(monkeypatch: pytest.MonkeyPatch, called: str, ranks: str | None, words: str) -> None:
+    """What to paste names the script in a checkout, and the command where that was typed."""
+    monkeypatch.delenv("UV", raising=False)
+    monkeypatch.setattr(sys, "argv", [called, "data=digits"])
+    assert launch.command(ranks) == words.split()

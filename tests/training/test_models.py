@@ -191,3 +191,73 @@ def test_small_has_no_published_weights() -> None:
     """The error says what to use instead."""
     with pytest.raises(ConfigError, match=r"model\.weights=DEFAULT: there are none for model\.name=small; use null or a path"):
         models.build(ModelConfig(name="small", weights="DEFAULT"), 7, image_size=64)
+
+
+OWN = """
+import torch
+from torch import nn
+
+def build(num_classes, image_size):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(4), nn.Dropout(0.5), nn.Linear(4, num_classes))
+
+def keyed(num_classes):
+    return {"net": 1}
+
+def eight(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(8))
+
+class Two(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = nn.LazyLinear(num_classes)
+
+    def forward(self, images):
+        return self.head(images.flatten(1)), None
+
+def narrow(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(5, num_classes))
+
+def empty(num_classes):
+    return nn.Flatten()
+"""
+
+
+def test_a_network_of_the_users_own(write_module: Callable[[str, str], None]) -> None:
+    """Its lazy layers have their sizes, and it is ready to train."""
+    write_module("mine", OWN)
+    network = models.build(ModelConfig(name="mine:build"), 7, image_size=8)
+    assert [tuple(weight.shape) for weight in network.parameters()] == [(4, 192), (4,), (7, 4), (7,)]
+    assert network.training
+
+
+def test_a_network_of_the_users_own_takes_saved_weights(write_module: Callable[[str, str], None], tmp_path: Path) -> None:
+    """For fine-tuning: all but a head of another number of classes."""
+    write_module("mine", OWN)
+    saved = models.build(ModelConfig(name="mine:build"), 7, image_size=8)
+    torch.save(saved.state_dict(), tmp_path / "w.pt")
+    network = models.build(ModelConfig(name="mine:build", weights=str(tmp_path / "w.pt")), 3, image_size=8)
+    assert torch.equal(network.state_dict()["1.weight"], saved.state_dict()["1.weight"])
+    assert network.state_dict()["3.weight"].shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("keyed", "returned dict, not a torch.nn.Module"),
+        ("eight", r"the network gives \[2, 8\] for 2 images; it must give \[2, 7\], one a class"),
+        ("Two", r"the network gives tuple for 2 images; it must give \[2, 7\], one a class"),
+        ("narrow", r"the network failed on images \[2, 3, 8, 8\] with RuntimeError: .*mat1 and mat2 shapes .*"),
+        ("empty", "the network has no parameters to train"),
+    ],
+)
+def test_a_network_that_cannot_be_trained_is_one_line(write_module: Callable[[str, str], None], name: str, error: str) -> None:
+    """It names the function as typed."""
+    write_module("mine", OWN)
+    with pytest.raises(ConfigError, match=f"^model.name=mine:{name}: {error}$"):
+        models.build(ModelConfig(name=f"mine:{name}"), 7, image_size=8)
+
+
+def test_no_weights_are_published_for_it() -> None:
+    """The line names the network."""
+    with pytest.raises(ConfigError, match="^model.weights=DEFAULT: there are none for model.name=mine:build; use null"):
+        models.check(ModelConfig(name="mine:build", weights="DEFAULT"), 8)

@@ -7,14 +7,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
-
+from harness import config
 from harness.runtime.files import read_inside, read_json
 
 _MOST_NAMES = 3  # of runs in a note
@@ -160,16 +156,16 @@ def _read(folder: Path, name: str) -> Run:
         if not isinstance(report, dict) or not isinstance(report.get("status"), str):
             raise ValueError("holds no status")
         path = folder / _CONFIG
-        settings = OmegaConf.to_container(OmegaConf.load(BytesIO(read_inside(folder, _CONFIG)))) if path.exists() else {}
+        settings = config.saved(read_inside(folder, _CONFIG)) if path.exists() else {}
     except FileNotFoundError:
         return Run(
             name, "unreadable", f"{os.path.relpath(path)}: not there; wait for the run's end, or look into its train.log"
         )
-    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         return Run(name, "unreadable", f"{os.path.relpath(path)}: damaged: {why}; leave the run out")
     tree = {
-        **(settings if isinstance(settings, dict) else {}),
+        **settings,
         "used": group(report, "loader"),
         "world_size": report.get("world_size"),
     }

@@ -15,10 +15,10 @@ import pytest
 from oddities import Plant
 from omegaconf import OmegaConf
 
-from scripts import compare_runs
-from scripts.run_folders import FIGURES
+from harness.compare import __main__ as compare_runs
+from harness.compare.folders import FIGURES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 MakeRun = Callable[..., Path]
 
 
@@ -365,9 +365,8 @@ def test_json_holds_what_programs_need(make_run: MakeRun, capsys: pytest.Capture
 
 def test_it_starts_without_torch(make_run: MakeRun) -> None:
     """As a command it answers before torch would be imported."""
-    code = (
-        f"import sys; from scripts.compare_runs import main; main([{str(make_run('a'))!r}]); sys.exit('torch' in sys.modules)"
-    )
+    begin = "import sys; from harness.compare.__main__ import main"
+    code = f"{begin}; main([{str(make_run('a'))!r}]); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "images/s" in done.stdout

@@ -1,0 +1,219 @@
+"""Data sets of the user's: two sources, or two of torch's data sets with transforms of their own."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from harness.config import AugmentConfig, ConfigError, DataCache, DataConfig
+from harness.data.datasets import Splits, load
+from harness.data.images import ImageDataset
+from harness.data.own import OwnDataset
+from harness.data.storage import ArraySource
+from harness.runtime.errors import BadSample
+from harness.runtime.seeding import seed_everything
+
+NAME = "mine:open_splits"
+
+
+class Rows:
+    """A source of four rows of pixels, or of what it is told to give."""
+
+    classes = ("a", "b")
+
+    def __init__(self, labels: Any = (0, 1, 1, 0), content: Any = None) -> None:
+        self.labels = labels
+        self.content = np.zeros((9, 9, 3), np.uint8) if content is None else content
+
+    def __len__(self) -> int:
+        return 4
+
+    def read(self, i: int) -> tuple[Any, int]:
+        return self.content, self.labels[i]
+
+    def where(self, i: int) -> str:
+        return f"row {i}"
+
+
+class Drawn:
+    """A data set whose image is one drawn number, by each of the three global generators."""
+
+    classes = ("a", "b")
+
+    def __init__(self, image: Any = None, label: Any = 1, length: int = 6) -> None:
+        self.image, self.label, self.length = image, label, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> Any:
+        if isinstance(self.image, Exception):
+            raise self.image
+        if self.image is not None:
+            return self.image, self.label
+        return torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])[:, None, None].expand(
+            3, 8, 8
+        ), self.label
+
+
+class Pair:
+    """Splits as an object."""
+
+    def __init__(self, train: Any, val: Any, **more: Any) -> None:
+        self.train, self.val = train, val
+        self.__dict__.update(more)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Splits]:
+    """Loads what a user's function returns."""
+
+    def load_(splits: Any, **settings: Any) -> Splits:
+        monkeypatch.setattr("harness.data.own.parts.call", lambda *given: splits)
+        return load(DataConfig(name=NAME, image_size=8, **settings), AugmentConfig(), 3)
+
+    return load_
+
+
+def filled(dataset: Any, epoch: int, index: int) -> tuple[np.ndarray, int]:
+    """A sample's pixels and label."""
+    out = np.zeros((3, 8, 8), np.uint8)
+    return out, dataset.fill(epoch, index, out)
+
+
+def test_a_function_gets_the_settings_and_a_seed(write_module: Callable[[str, str], None]) -> None:
+    """It sees data.*, and a seed that is not the run's: a split must not move with that."""
+    write_module("mine", "def open_splits(data, seed):\n    raise ValueError(f'{data.root} {seed}')\n")
+    with pytest.raises(ConfigError, match=f"^data.name={NAME}: failed with ValueError: /r 0 "):
+        load(DataConfig(name=NAME, root="/r"), AugmentConfig(), 3)
+
+
+@pytest.mark.parametrize("make", [Pair, lambda *both: both, lambda *both: list(both)], ids=["object", "tuple", "list"])
+def test_sources_are_decoded_and_augmented_as_ours(opened: Callable[..., Splits], make: Any) -> None:
+    """Two sources become two of our data sets, with labels as an array."""
+    splits = opened(make(Rows(), Rows([1, 1, 1, 0])))
+    assert isinstance(splits.train, ImageDataset)
+    assert (splits.classes, splits.name, len(splits.val)) == (("a", "b"), NAME, 4)
+    assert splits.train.labels.tolist() == [0, 1, 1, 0]
+    assert filled(splits.val, 0, 0)[1] == 1
+    assert isinstance(pickle.loads(pickle.dumps(splits.train)), ImageDataset)
+
+
+def test_a_source_of_ours_stays_what_it_is(opened: Callable[..., Splits]) -> None:
+    """Those are known to the arrays and the cache."""
+    source = ArraySource(np.zeros((4, 9, 9, 3), np.uint8), np.zeros(4, int), ["a"], "x")
+    train = opened((source, source)).train
+    assert isinstance(train, ImageDataset)
+    assert train.source is source
+
+
+@pytest.mark.parametrize(
+    "content", [np.zeros((9, 9), np.uint8), np.zeros((9, 9, 3)), None, "x"], ids=["grey", "float", "ok", "text"]
+)
+def test_what_a_source_reads_is_checked(opened: Callable[..., Splits], content: Any) -> None:
+    """Anything but bytes and uint8 pixels is a bad sample, by the name that the source gives it."""
+    train = opened((Rows(content=content), Rows())).train
+    if content is None:
+        assert filled(train, 0, 1)[1] == 1
+        return
+    with pytest.raises(BadSample, match=r"^row 1: read\(1\) gave .*; it must give bytes, or uint8 pixels \[H, W, 3\]$"):
+        filled(train, 0, 1)
+
+
+def test_a_sample_follows_from_its_key_alone(opened: Callable[..., Splits], kept_globals: None) -> None:
+    """In any order, in any process, and nothing is drawn from the trainer's random states."""
+    train = opened((Drawn(), Drawn())).train
+    assert isinstance(train, OwnDataset)
+    seed_everything(1)
+    expected = random.random(), np.random.random(), float(torch.rand(()))
+    seed_everything(1)
+    first, other, epoch, again = (filled(train, *key)[0] for key in ((0, 2), (0, 3), (1, 2), (0, 2)))
+    assert (random.random(), np.random.random(), float(torch.rand(()))) == expected
+    assert np.array_equal(first, again)
+    assert len({first.tobytes(), other.tobytes(), epoch.tobytes()}) == 3
+    assert np.array_equal(filled(pickle.loads(pickle.dumps(train)), 0, 2)[0], first)
+
+
+@pytest.mark.parametrize(
+    ("image", "value"),
+    [
+        pytest.param(Image.new("L", (8, 8), 7), 7, id="grey of PIL's"),
+        pytest.param(torch.full((3, 8, 8), 7, dtype=torch.uint8), 7, id="uint8"),
+        pytest.param(torch.full((1, 8, 8), 7 / 255), 7, id="grey floats"),
+        pytest.param(np.full((3, 8, 8), 1.0), 255, id="numpy's floats"),
+    ],
+)
+def test_an_image_may_have_many_forms(opened: Callable[..., Splits], image: Any, value: int) -> None:
+    """PIL's, uint8 or floats from 0 to 1, of one channel or three; the label may be a tensor."""
+    out, label = filled(opened((Drawn(image, torch.tensor(0)), Drawn(image))).train, 0, 0)
+    assert (label, np.unique(out).tolist()) == (0, [value])
+
+
+def test_the_classes_may_be_named_in_three_places(opened: Callable[..., Splits]) -> None:
+    """On what is returned, on the training set, or on what that is a part of."""
+    part = torch.utils.data.Subset(Drawn(), [1, 2])  # type: ignore[arg-type]
+    assert opened((part, part)).classes == ("a", "b")
+    assert opened(Pair(part, part, classes=["c", "d"])).classes == ("c", "d")
+    assert len(opened((part, part)).train) == 2
+
+
+class Nameless(Drawn):
+    classes = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "classes":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+class Half(Rows):
+    def __getattribute__(self, name: str) -> Any:
+        if name == "where":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    ("splits", "settings", "error"),
+    [
+        pytest.param(None, {}, "returned NoneType; it must return two sets, training and validation", id="nothing"),
+        pytest.param((Rows(),), {}, "returned 1 values; it must return two sets", id="one set"),
+        pytest.param((Rows(), Drawn()), {}, "one set is a source, the other is not", id="of two kinds"),
+        pytest.param((Half(), Rows()), {}, "the training set has read and no where; a source has classes, labels", id="half"),
+        pytest.param((Rows(), Rows([0.5, 1, 1, 1])), {}, "the validation set: its labels are float64", id="odd labels"),
+        pytest.param((Rows([1, 2, 1, 2]), Rows()), {}, "labels from 1 to 2 and 2 classes", id="labels from 1"),
+        pytest.param((Drawn(), 3), {}, "the validation set is int; it must be a source, or have __len__", id="a number"),
+        pytest.param((Drawn(), Drawn(length=0)), {}, "the validation set is empty", id="empty"),
+        pytest.param((Nameless(), Drawn()), {}, "the training set has no classes; give it an attribute classes", id="nameless"),
+        pytest.param(
+            (Drawn(torch.zeros(3, 9, 8)), Drawn()), {}, "sample 0: its image has 8x9 pixels; set data.image_size", id="size"
+        ),
+        pytest.param(
+            (Drawn(torch.full((3, 8, 8), -2.0)), Drawn()), {}, "from -2 to -2, not 0 to 1; leave Normalize", id="normalised"
+        ),
+        pytest.param((Drawn(torch.zeros(8, 8)), Drawn()), {}, r"sample 0: it gave float32 \[8, 8\]; it must give", id="flat"),
+        pytest.param((Drawn(label=2), Drawn()), {}, "its label is 2, and there are 2 classes; they count from 0", id="label"),
+        pytest.param((Drawn(KeyError("k")), Drawn()), {}, r"sample 0: KeyError: 'k' \(.*test_own.py:", id="raises"),
+    ],
+)
+def test_a_mistake_is_one_line(opened: Callable[..., Splits], splits: Any, settings: dict[str, Any], error: str) -> None:
+    """It names the function as typed, the set and what is wrong with it, before training."""
+    with pytest.raises(ConfigError, match=f"^data.name={NAME}: .*{error}[^\n]*$"):
+        opened(splits, **settings)
+
+
+@pytest.mark.parametrize("splits", [(Rows(), Rows()), (Drawn(), Drawn())], ids=["source", "dataset"])
+def test_a_cache_has_no_effect(opened: Callable[..., Splits], splits: Any) -> None:
+    """It keeps files of folders, and is refused beside anything else."""
+    with pytest.raises(ConfigError, match=f"^data.cache=ram: has no effect with {NAME}; set it to none$"):
+        opened(splits, cache=DataCache.ram)

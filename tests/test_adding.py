@@ -1,0 +1,144 @@
+"""Parts of a user's own: the examples of docs/adding.md run as they stand, and what a run promises holds with them too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from harness import job
+from harness.config import Config, ConfigError
+from harness.data import datasets
+from harness.data.identity import identity
+from harness.runtime.limits import Limits
+from harness.training import checkpoint, models
+from harness.tuning.memory import fingerprint
+
+Composed = Callable[..., Config]
+Write = Callable[[str, str], None]
+PAGE = (Path(__file__).parents[1] / "docs" / "adding.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+COMMANDS = re.findall(r"```sh\npython train.py (.*?)\n```", PAGE, re.S)
+DATASET = ("data=own", "data.name=my_dataset:open_splits", "data.root=photos", "data.image_size=32")
+FEW = ("device=cpu", "loader.batch_size=4", "trainer.max_steps=4", "trainer.epochs=2", "schedule.warmup_epochs=0")
+
+pytestmark = pytest.mark.usefixtures("kept_globals")
+
+
+@pytest.fixture
+def examples(write_module: Write, tmp_path: Path) -> None:
+    """The page's modules in the current folder, and images as its commands name them."""
+    for block in BLOCKS:
+        write_module(re.match(r"# (\w+)\.py", block)[1], block)  # type: ignore[index]
+    rng = np.random.default_rng(0)
+    for part, count in ("train", 8), ("val", 4):
+        lines = []
+        for name in ("cat", "dog"):
+            folder = tmp_path / "photos" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+                lines.append(f"{part}/{name}/{i}.png,{name}\n")
+        (tmp_path / "photos" / f"{part}.csv").write_text("".join(lines))
+
+
+def run(config: Config, folder: Path, *typed: str) -> dict[str, Any]:
+    """A run in this process; its report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job.main_worker(0, job.Job(config, folder, typed))
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def weights(folder: Path) -> str:
+    """A digest of a run's weights."""
+    state = checkpoint.read(folder)[1]["model"]
+    return hashlib.sha256(b"".join(key.encode() + state[key].numpy().tobytes() for key in sorted(state))).hexdigest()
+
+
+def test_the_examples_are_short() -> None:
+    """Each has about 20 lines."""
+    assert [len(block.splitlines()) <= 30 for block in BLOCKS] == [True] * 3
+    assert len(COMMANDS) == 3
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("command", COMMANDS, ids=["model", "source", "dataset"])
+def test_every_example_trains(composed: Composed, tmp_path: Path, command: str) -> None:
+    """As it stands on the page, two epochs of few steps."""
+    report = run(composed(*shlex.split(command), *FEW), tmp_path / "run")
+    assert (report["status"], report["steps"]) == ("completed", 4)
+
+
+@pytest.mark.usefixtures("examples")
+def test_a_run_goes_on_and_is_evaluated(composed: Composed, tmp_path: Path) -> None:
+    """With a network and a data set of the user's, from the checkpoint alone; only the run's folder is named."""
+    typed = (*DATASET, *FEW[:2], "model.name=my_model:build", "trainer.epochs=1", "schedule.warmup_epochs=0")
+    first = run(composed(*typed), tmp_path / "run", *typed)
+    again = ("mode=evaluate", "resume=run", *FEW[:2])
+    evaluated = run(composed(*again), tmp_path / "evaluated", *again)
+    assert (evaluated["top1"], evaluated["val_images"]) == (first["top1"], 8)
+    on = (*typed, "trainer.epochs=2", "resume=run")
+    assert run(composed(*on), tmp_path / "on", *on)["steps"] == 8
+
+
+@pytest.mark.usefixtures("examples")
+def test_no_setting_changes_what_is_trained_on(composed: Composed, tmp_path: Path) -> None:
+    """Random transforms give the same weights, bit for bit, with workers and without."""
+    digests = set()
+    for workers in 0, 2:
+        config = composed(*DATASET, *FEW, "trainer.max_steps=null", f"loader.num_workers={workers}")
+        run(config, tmp_path / f"{workers}")
+        digests.add(weights(tmp_path / f"{workers}"))
+    assert len(digests) == 1
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("file", ["my_dataset", "my_model"])
+def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
+    composed: Composed, tmp_path: Path, write_module: Write, file: str
+) -> None:
+    """A run with the same files is the same to the tuner's memory; after a change in either it is another."""
+    config = composed(*DATASET, "model.name=my_model:build")
+    limits = Limits(cores=2.0, memory_bytes=2**30, shm_bytes=2**30, open_files=1024)
+
+    def facts() -> dict[str, Any]:
+        splits = datasets.load(config.data, config.augment, config.seed)
+        models.build(config.model, 2, image_size=32)
+        return fingerprint(config, identity(splits), limits, 1, 1, "cpu")
+
+    before = facts()
+    assert facts() == before
+    write_module(file, (tmp_path / f"{file}.py").read_text() + "# changed\n")
+    assert facts() != before
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (("loader.backend=threads",), "^loader.backend=threads: my_dataset:open_splits gives a Dataset, whose random numbers"),
+        (("mode=diagnose",), "^mode=diagnose: cannot look into a Dataset of your own"),
+    ],
+    ids=["threads", "diagnose"],
+)
+def test_what_a_dataset_cannot_do_is_refused(
+    composed: Composed, tmp_path: Path, overrides: tuple[str, ...], error: str
+) -> None:
+    """In one line with the way out."""
+    with pytest.raises(ConfigError, match=error):
+        run(composed(*DATASET, *FEW, *overrides), tmp_path / "run")
+
+
+def test_data_own_asks_for_a_name(composed: Composed) -> None:
+    """Where the function is not named, the line says how to."""
+    with pytest.raises(ConfigError, match="^data=own: name the function .*: data.name=my_module:open_splits$"):
+        composed("data=own")
