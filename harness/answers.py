@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from harness import __version__
+
 _LONG_FLAGS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
     "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
@@ -65,13 +67,11 @@ def version() -> str:
     """Returns the versions of wellfed, torch and Python, without importing torch."""
     from importlib import metadata  # takes 30 ms
 
-    found = []
-    for name in ("wellfed", "torch"):
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"{name} (not installed)")
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "(not installed)"
+    return f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}"
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:

@@ -53,6 +53,7 @@ def cli() -> int:
     Called where signals are caught.
     """
     tell_crashes()
+    _settings.clear()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what is wrong with the settings
     schema.register()
     OmegaConf.register_new_resolver("wellfed.run_dir", _run_folder)
