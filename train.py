@@ -17,7 +17,7 @@ from harness import config as schema
 from harness import job
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import printable, tell, tell_crashes, told
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 
 _failed: list[BaseException] = []  # of the jobs in this process
 

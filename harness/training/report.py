@@ -19,11 +19,10 @@ from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.engine import Engine
 from harness.watch.console import say
-from harness.watch.figures import Spread, Window
+from harness.watch.figures import Spread, Tag, Window, by_name
 from harness.watch.goodput import Goodput
 from harness.watch.host import environment
 from harness.watch.stages import GROUPS, StageTotals
-from harness.watch.tags import Tag
 from harness.watch.verdict import Evidence, Verdict, judge
 
 _log = logging.getLogger(LOGGER)
@@ -114,23 +113,10 @@ class Reporter:
             "steps": engine.state.step,
             "world_size": world.size,
             "global_batch_size": self.config.loader.batch_size * world.size * self.config.trainer.accumulate_steps,
-            "images_per_s": total.images_per_s * world.size if total.images_per_s is not None else None,
-            "step_ms": total.step_ms,
-            "data_wait_ms": total.data_wait_ms,
-            "copy_ms": total.copy_ms,
-            "compute_ms": total.compute_ms,
-            "gap_ms": total.gap_ms,
-            "exposed_copy_ms": total.exposed_copy_ms,
-            "prepare_ms": total.prepare_ms,
-            "starved_ms": total.starved_ms,
-            "host_ms": total.host_ms,
-            "launch_ms": total.launch_ms,
+            **by_name(total.of_ranks(world.size)),
             "shares": dict(total.shares) or None,
             "wait_parts": dict(total.wait_parts) or None,
             "host_parts_s": dict(total.host_parts_s) or None,
-            "data_wait_fraction": total.data_wait_fraction,
-            "device_full_fraction": total.device_full_fraction,
-            "stall_fraction": total.stall_fraction,
             "stall_basis": total.stall_basis,
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
             "gpu_memory": engine.memory.peaks,

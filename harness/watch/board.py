@@ -16,13 +16,11 @@ from typing import Any, Self
 
 from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
 from harness.runtime.folder import LOGGER
-from harness.watch.figures import Spread, Window
+from harness.watch.figures import Spread, Tag
 from harness.watch.stages import StageTotals
-from harness.watch.tags import Tag
 from harness.watch.tfrecord import framed
 
-Figure = float | Spread | None
-_TIMINGS = [(tag, tag.name.lower()) for tag in Tag if tag.name.lower() in Window.__slots__]
+Value = float | Spread | None
 
 _log = logging.getLogger(LOGGER)
 
@@ -52,7 +50,7 @@ class Board:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def scalars(self, step: int, figures: Mapping[str, Figure], *, epoch: int | None = None) -> None:
+    def scalars(self, step: int, figures: Mapping[str, Value], *, epoch: int | None = None) -> None:
         """Log figures by tag after ``step`` optimizer updates.
 
         A ``Spread`` becomes ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max``, because TensorBoard keeps 1,000 random points of
@@ -191,12 +189,7 @@ class _EventFile(_Records):
         return framed(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def timings(window: Window) -> dict[str, Figure]:
-    """The figures of a window under their tags, whose names are those of its fields."""
-    return {tag: getattr(window, name) for tag, name in _TIMINGS}
-
-
-def stages(totals: StageTotals, worker_s: float) -> dict[str, Figure]:
+def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
     """Wall milliseconds per sample of each stage, and how busy the workers were in ``worker_s`` seconds of them together."""
     if not totals.samples or worker_s <= 0:
         return {}

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.watch.block import Block
 from harness.watch.collector import Collections
-from harness.watch.figures import Ledger, Window, add_all
+from harness.watch.figures import Window
+from harness.watch.ledger import HOST_STEP, Ledger, add_all
 from harness.watch.stages import Stamps, wait_parts
 from harness.watch.timeline import Copy, Events, Timeline, TimingEvent
 
@@ -267,8 +268,9 @@ class StepClock:
         ledger.wait_s += self._wait_s
         ledger.full_s += self._full_s
         ledger.gc_s += self._gc.seconds - self._gc_mark_s
-        ledger.host_step.add(1e3 * took_s)
-        ledger.wait.add(1e3 * self._wait_s)
+        sketches = ledger.sketches
+        sketches[HOST_STEP].add(1e3 * took_s)
+        sketches["data_wait_ms"].add(1e3 * self._wait_s)
         if self._wait_parts_s:
             add_all(ledger.wait_parts_s, self._wait_parts_s)
         if self._host_parts_s:
@@ -276,14 +278,14 @@ class StepClock:
         if not self._compute_s:
             return
         if self._timeline:
-            ledger.launch.add(1e3 * self._compute_s)
+            sketches["launch_ms"].add(1e3 * self._compute_s)
         elif self._times_compute:
             ledger.compute_s += self._compute_s
-            ledger.compute.add(1e3 * self._compute_s)
+            sketches["compute_ms"].add(1e3 * self._compute_s)
             if self._prepare_s:
                 ledger.prepare_s += self._prepare_s
-                ledger.prepare.add(1e3 * self._prepare_s)
-            ledger.host.add(1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s))
+                sketches["prepare_ms"].add(1e3 * self._prepare_s)
+            sketches["host_ms"].add(1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s))
 
     def _begin_wait(self) -> bool:
         if self._in_wait or self._pause_since is not None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from harness.runtime.folder import LOGGER
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
 Figures = Sequence[float | None]  # one for each tag, or none at all this time

@@ -18,7 +18,7 @@ import psutil
 from harness.runtime import limits
 from harness.watch import pressure
 from harness.watch.device import Figures, Source, nvml_sees_gpu
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
 _LAST_LOOK_S = 5.0  # that the end of a run waits for

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from harness.watch.figures import Tag
 from harness.watch.host import HostSource
-from harness.watch.tags import Tag
 
 # of what the run could have used, twice what counts as harm: the kernel's own threads work for the run and count as others
 SPOILT = 0.2

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from harness.runtime.accelerator import Accelerator, Memory
 from harness.runtime.folder import LOGGER
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 
 _WINDOWS = 10  # fewer may rise by chance
 _LEAST_RISE = 0.01  # of the first peak

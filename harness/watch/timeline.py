@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from harness.watch.figures import Ledger, add_all
+from harness.watch.ledger import Ledger, add_all
 
 Span = tuple[float, float]  # from when to when, in seconds of the host's clock
 
@@ -181,7 +181,8 @@ class Timeline:
 
         The host is then ahead of the device, which runs the block's kernels without a pause: so long they take by themselves.
         """
-        launch, compute = ledger.launch.spread(), ledger.compute.spread()
+        launch = ledger.sketches["launch_ms"].spread()
+        compute = ledger.sketches["compute_ms"].spread()
         if launch and compute and launch.median >= _FOLLOWS * compute.median:
             self._hold_s = min(_LONGEST_S, 1.5e-3 * launch.median)
 
@@ -247,7 +248,7 @@ def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> 
     for copy in slot.copies:
         copied_s = 0.0 if copy.end is copy.start else copy.start.elapsed_time(copy.end) / 1e3
         if copied_s and not slot.first:
-            ledger.copy.add(1e3 * copied_s)
+            ledger.sketches["copy_ms"].add(1e3 * copied_s)
         if previous is None or (ready_s := previous.end.elapsed_time(copy.ready) / 1e3) <= 0:
             continue
         began_s = gap[0] + previous.end.elapsed_time(copy.start) / 1e3
@@ -269,11 +270,7 @@ def _overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
 
 
 def _count_step(step_s: Mapping[str, float], ledger: Ledger) -> None:
-    compute_s = step_s["compute"]
-    gap_s = sum(step_s.values()) - compute_s
-    for sketch, seconds in (
-        (ledger.compute, compute_s), (ledger.gap, gap_s), (ledger.device_step, compute_s + gap_s),
-        (ledger.starved, step_s["starved"]), (ledger.exposed_copy, step_s["exposed_copy"]),
-        (ledger.prepare, step_s["prepare"]), (ledger.host, step_s["host"]),
-    ):  # fmt: skip
-        sketch.add(1e3 * seconds)
+    whole_s = sum(step_s.values())
+    times_s = {**step_s, "gap": whole_s - step_s["compute"], "step": whole_s}
+    for name, seconds in times_s.items():
+        ledger.sketches[f"{name}_ms"].add(1e3 * seconds)

@@ -10,9 +10,9 @@ from typing import Literal
 from harness.watch.evidence import THROTTLED, Reckoning
 from harness.watch.evidence import Evidence as Evidence
 from harness.watch.evidence import RankFigures as RankFigures
+from harness.watch.figures import Tag
 from harness.watch.neighbours import SPOILT, taken
 from harness.watch.supply import DOING, Kind, Supply
-from harness.watch.tags import Tag
 
 Bottleneck = Literal[
     "storage", "decode", "augment", "collate", "transport", "copy", "workers", "compute", "launch", "quota", "memory", "host",
