@@ -42,7 +42,7 @@ class Untimed(StageTimer):
     def __init__(self) -> None:
         self._stamps = Stamps(0.0, 0.0, 0.0, 0.0)
 
-    def begin(self, samples: int) -> None:
+    def begin(self) -> None:
         """Nothing is to be timed."""
 
     def fill(self) -> None:
@@ -66,12 +66,12 @@ class Worker:
     def make(self, batches: int) -> None:
         """Make so many batches."""
         for _ in range(batches):
-            self._filler.begin(BATCH)
+            self._filler.begin()
             self._filler.fill(0, self._indices, self._pixels, self._labels)
 
     def clocks(self) -> Hashable:
-        """By which clocks samples of the last batch were timed; most batches time none."""
-        return frozenset(map(id, self._filler._timers or ()))
+        """Whether the last batch was split; most are not."""
+        return self._filler._lap is not None
 
 
 def timers_cost(work: int, runs: int) -> Cost:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import repeat
-
 import numpy as np
 
 from harness.feed.gauge import Gauge, Gauged
 from harness.feed.interface import FillableDataset, StagedDataset, stages_of
 from harness.runtime.errors import BadSample
-from harness.watch.stages import SAMPLE, START, Laps, StageMeter, Stamps
+from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
 
 Errors = list[tuple[str, str]]  # where and why
 
@@ -29,11 +26,11 @@ class Filler:
         self._dataset = dataset if gauge is None else Gauged(dataset, gauge, slot)
         self._staged = self._dataset if isinstance(self._dataset, StagedDataset) else None
         self._timer = StageMeter(stages_of(dataset), 0).timer(0) if meter is None else meter.timer(slot)
-        self._timers: Sequence[Laps | None] | None = None
+        self._lap: Lap | None = None
 
-    def begin(self, samples: int) -> None:
-        """A run of so many samples begins; what happens until ``fill`` is the batch's, not a sample's."""
-        self._timers = self._timer.begin(samples)
+    def begin(self) -> None:
+        """A run of samples begins; what happens until ``fill`` is the batch's, not a sample's."""
+        self._lap = self._timer.begin()
 
     def share(self) -> None:
         """The batch gets memory that another process can map: that is handing it over."""
@@ -55,12 +52,12 @@ class Filler:
             MemoryError: which is no sample's fault.
         """
         fill, errors = self._dataset.fill, Errors()
-        timers = repeat(None) if self._timers is None else self._timers
+        lap = self._lap
         self._timer.fill()
-        for row, (index, laps) in enumerate(zip(indices.tolist(), timers, strict=False)):  # repeat() has no end
+        for row, index in enumerate(indices.tolist()):
             try:
                 out = pixels[row]
-                labels[row] = fill(epoch, index, out) if laps is None else self._timed(laps, epoch, index, out)
+                labels[row] = fill(epoch, index, out) if lap is None else self._timed(lap, epoch, index, out)
             except BadSample as error:
                 errors.append((error.where, error.reason))
             except MemoryError:
@@ -69,15 +66,15 @@ class Filler:
                 errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
         return errors, self._timer.end(len(indices), batches)
 
-    def _timed(self, laps: Laps, epoch: int, index: int, out: np.ndarray) -> int:
-        """As the data set's ``fill``, told to ``laps``."""
-        laps.lap(START)
+    def _timed(self, lap: Lap, epoch: int, index: int, out: np.ndarray) -> int:
+        """As the data set's ``fill``, told to ``lap``."""
+        self._timer.sample()
         try:
             if self._staged is not None:
-                return self._staged.fill(epoch, index, out, laps.lap)
+                return self._staged.fill(epoch, index, out, lap)
             label = self._dataset.fill(epoch, index, out)
-            laps.lap(SAMPLE)
+            lap(SAMPLE)
             return label
         except Exception:
-            laps.fail()
+            self._timer.fail()
             raise

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.feed.interface import FillableDataset, StagedDataset
-from harness.watch.rows import Rows
-from harness.watch.stages import Lap
+from harness.watch.stages import Lap, Rows
 
 _FIGURES = 4  # samples, wall seconds, their squares, processor seconds
 _BINS = 128  # of wall times, four to a doubling: from a microsecond to over an hour

@@ -26,8 +26,8 @@ from harness.training.step import Step, device_batches
 from harness.watch.board import Value, stages
 from harness.watch.console import progress, say
 from harness.watch.figures import Tag, by_tag
-from harness.watch.marks import named
 from harness.watch.peaks import MemoryWatch
+from harness.watch.spans import named
 from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
 from harness.watch.verdict import RankFigures

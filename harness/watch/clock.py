@@ -13,10 +13,9 @@ from itertools import pairwise
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.watch.block import Block
-from harness.watch.collector import Collections
 from harness.watch.figures import Window
-from harness.watch.ledger import HOST_STEP, Ledger, add_all
+from harness.watch.ledger import HOST_STEP, Collections, Ledger, add_all
+from harness.watch.spans import Block
 from harness.watch.stages import Stamps, wait_parts
 from harness.watch.timeline import Copy, Events, Timeline, TimingEvent
 

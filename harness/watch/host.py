@@ -1,4 +1,4 @@
-"""The machine: what it is, how busy it is, and the thread that looks at it now and then."""
+"""The machine: what it is, how busy it is, what holds this run up, and the thread that looks now and then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Self
 import psutil
 
 from harness.runtime import limits
-from harness.watch import pressure
 from harness.watch.device import Figures, Source, nvml_sees_gpu
 from harness.watch.figures import Tag
 from harness.watch.tree import Tree
@@ -75,11 +74,11 @@ class HostSource(Source):
         return self._rates("disks", (counters.read_bytes,) if counters else None)
 
     def _throttled(self) -> Figures:
-        shares = (self._growth(group, *counts) for group, counts in pressure.throttled(self._groups).items())
+        shares = (self._growth(group, *counts) for group, counts in throttled(self._groups).items())
         return _share(max((share for share in shares if share is not None), default=None))
 
     def _memory_stall(self) -> Figures:
-        path, stalled_s = pressure.memory_stalled(self._groups, self._root)
+        path, stalled_s = memory_stalled(self._groups, self._root)
         return _share(self._growth(path, self._now(), stalled_s))
 
     def _rates(self, name: str, totals: Sequence[float] | None) -> list[float | None]:
@@ -167,6 +166,32 @@ class Sampler:
         self.look()
         while not self._stop.wait(self._interval_s):
             self.look()
+
+
+def throttled(groups: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """By control group: scheduling periods in which something of it wanted to run, and in how many its quota stopped it."""
+    found = {}
+    for group in groups:
+        stat = limits.words(group / "cpu.stat")
+        counters = dict(zip(stat[::2], stat[1::2], strict=False))
+        if "nr_periods" in counters:  # version 2 leaves it out where the group has no processor controller
+            found[group] = int(counters["nr_periods"]), int(counters["nr_throttled"])
+    return found
+
+
+def memory_stalled(groups: Sequence[Path], root: Path = Path("/")) -> tuple[Path, float]:
+    """The file that says it, and for how many seconds so far at least one task was waiting for memory (PSI).
+
+    It is the innermost of ``groups`` that has such a file, or else the whole machine's.
+
+    Raises:
+        FileNotFoundError: none can be read, as where the kernel was started without PSI.
+    """
+    for path in (*(group / "memory.pressure" for group in groups), root / "proc/pressure/memory"):
+        said = limits.words(path)  # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
+        if said:
+            return path, int(said[4].removeprefix("total=")) / 1e6
+    raise FileNotFoundError(f"{path} cannot be read; the kernel may have been built or started without PSI")
 
 
 def machine_times() -> tuple[float, float]:

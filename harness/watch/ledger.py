@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from threading import get_ident
 from typing import TypeVar
 
 from harness.watch.figures import Spread, Window
@@ -63,6 +64,24 @@ class Sketch:
             found.append(min(math.exp(bucket * _LOG_GROWTH) * (1 - _ERROR), self._max))
         median, p95 = found
         return Spread(median, p95, self._max)
+
+
+class Collections:
+    """Adds up the seconds of Python's garbage collections in ``thread``, where that is not None; one of ``gc.callbacks``."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self.thread: int | None = None
+        self.now = now
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: Mapping[str, int]) -> None:
+        """Take the start or the stop of a collection."""
+        if get_ident() == self.thread:
+            if phase == "start":
+                self._began = self.now()
+            else:
+                self.seconds += self.now() - self._began
 
 
 @dataclass(slots=True)
