@@ -75,6 +75,6 @@ class Worker:
 
 
 def timers_cost(work: int, runs: int) -> Cost:
-    """Of the stages' timers, a batch whose samples are so much ``work``; those that time samples are kinds of their own."""
+    """Of the stages' timers, a batch whose samples are so much ``work``; those that are split are a kind of their own."""
     timed, bare = Worker(work, StageMeter(STAGES, 0)), Worker(work, None)
     return Cost.of(timed.make, bare.make, Plan(runs, now=time.thread_time, kind=timed.clocks))

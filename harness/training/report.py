@@ -72,7 +72,8 @@ class Reporter:
                 self._report(engine, error)
 
     def _report(self, engine: Engine, error: BaseException | None) -> None:
-        board, outcome = engine.watch.board, engine.outcome
+        board = engine.watch.board
+        outcome = engine.outcome
         assert board is not None
         try:
             report = self.figures(engine)
@@ -102,7 +103,9 @@ class Reporter:
 
     def figures(self, engine: Engine) -> dict[str, Any]:
         """``report.json`` as plain values; what this device cannot give is absent."""
-        total, outcome, world = engine.watch.clock.total(), engine.outcome, engine.world
+        total = engine.watch.clock.total()
+        outcome = engine.outcome
+        world = engine.world
         sampled = engine.watch.sampler.means() if engine.watch.sampler else {}
         worked = engine.feed.meter.read() if engine.feed.meter is not None else None
         own = accelerator.of(world.device)
@@ -189,12 +192,14 @@ class Reporter:
         if self.cache is not None:
             say(f"cache          {self.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")
-        page, root = os.path.relpath(folder / "report.html"), os.path.relpath(_root(folder))
+        page = os.path.relpath(folder / "report.html")
+        root = os.path.relpath(_root(folder))
         say(f"look at it     {page}, or tensorboard --logdir {root}")
 
     def _stand(self, engine: Engine) -> None:
         """Say where a run stands that ended too early, and the command that goes on with it."""
-        state, folder = engine.state, os.path.relpath(engine.place.folder)
+        state = engine.state
+        folder = os.path.relpath(engine.place.folder)
         amid = f" and {state.samples} of {engine.order.stop(state.epoch)} images of the next" if state.samples else ""
         say(f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} epochs{amid}")
         if saved := engine.saves.last:

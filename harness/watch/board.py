@@ -38,7 +38,9 @@ class Board:
     ) -> None:
         self.dropped = 0
         self._step = 0  # the last one logged
-        self._folder, self._now, self._began = folder, now, now()
+        self._folder = folder
+        self._now = now
+        self._began = now()
         self._metrics = _Records(folder / "metrics.jsonl")
         self._there: set[tuple[int, str]] = set()  # what the step that the run goes on from has already
         self._guarded(self._metrics.path, lambda: self._go_on(resumed_step))
@@ -60,7 +62,9 @@ class Board:
         flat: dict[str, float] = {}
         for tag, figure in figures.items():
             if isinstance(figure, Spread):
-                flat[f"{tag}/median"], flat[f"{tag}/p95"], flat[f"{tag}/max"] = figure.median, figure.p95, figure.max
+                flat[f"{tag}/median"] = figure.median
+                flat[f"{tag}/p95"] = figure.p95
+                flat[f"{tag}/max"] = figure.max
             elif figure is not None:
                 flat[str(tag)] = figure
         if self._there:
@@ -96,7 +100,8 @@ class Board:
 
     def _go_on(self, step: int | None) -> None:
         """Take out the lines of steps after ``step``, and a last one that was cut off; begin behind the others."""
-        path, kept = self._metrics.path, []
+        path = self._metrics.path
+        kept = []
         make_way(path)
         data = read_regular(path) if path.exists() else b""
         for line in data.splitlines(keepends=True):
@@ -127,7 +132,8 @@ class _Records:
     """A file that is only appended to, one whole record per write, behind ``head``."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.head = path, b""
+        self.path = path
+        self.head = b""
         self._handle: int | None = None
 
     def append(self, data: bytes) -> None:
@@ -157,7 +163,8 @@ class _EventFile(_Records):
         from torch.utils.tensorboard import summary
 
         super().__init__(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}")
-        self._event, self._heads = Event, dict[str, bytes]()
+        self._event = Event
+        self._heads = dict[str, bytes]()
         self._summary: Any = summary
         self.head = self._record(file_version="brain.Event:2")
         if resumed_step is not None:  # TensorBoard hides what the folder's older files have from this step on

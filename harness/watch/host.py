@@ -33,8 +33,10 @@ class HostSource(Source):
     def __init__(self, now: Callable[[], float] = time.monotonic, root: Path = Path("/"), cores: float | None = None) -> None:
         """``cores`` may be used, by these processes alone; None: what others take of the cores is not looked at."""
         super().__init__()
-        self._now, self._root = now, root
-        self._tree, self._groups = Tree(proc=root / "proc"), limits.control_groups(root)
+        self._now = now
+        self._root = root
+        self._tree = Tree(proc=root / "proc")
+        self._groups = limits.control_groups(root)
         self._last: dict[Hashable, tuple[float, float]] = {}
         self._busy: float | None = None  # cores of the machine, in the same sample
         self._used: float | None = None  # of these, by this run
@@ -97,7 +99,8 @@ class Sampler:
     """Looks at all sources every ``interval_s`` seconds, in a thread of its own inside a ``with`` block."""
 
     def __init__(self, sources: Sequence[Source], interval_s: float) -> None:
-        self._sources, self._interval_s = sources, interval_s
+        self._sources = sources
+        self._interval_s = interval_s
         self._recent: dict[str, tuple[float, int]] = {}
         self._whole: dict[str, tuple[float, int]] = {}  # since the restart
         self._before: dict[str, tuple[float, int]] = {}
@@ -131,13 +134,15 @@ class Sampler:
     def read(self) -> dict[str, float]:
         """The mean of each figure since the last call; absent where no sample came."""
         with self._lock:
-            recent, self._recent = self._recent, {}
+            recent = self._recent
+            self._recent = {}
         return {tag: total / count for tag, (total, count) in recent.items()}
 
     def restart(self) -> None:
         """Begin the means of the run anew: what came before, imports and tuning, is not what training is like."""
         with self._lock:
-            self._before, self._whole = self._whole, {}
+            self._before = self._whole
+            self._whole = {}
             self._era += 1
 
     @contextmanager

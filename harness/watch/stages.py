@@ -159,7 +159,8 @@ class StageTotals:
             name: StageCost(max(0.0, cost.wall_s - then.wall_s), max(0.0, cost.cpu_s - then.cpu_s))
             for (name, cost), then in pairs
         }
-        samples, batches = self.samples - before.samples, self.batches - before.batches
+        samples = self.samples - before.samples
+        batches = self.batches - before.batches
         return StageTotals(samples, batches, self.busy_s - before.busy_s, stages)
 
 
