@@ -31,7 +31,8 @@ Lap = Callable[[str], None]  # called by a data set at the end of each of its st
 
 # samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then processor seconds
 _COUNTS = 3
-_BUDGET = 3e-4  # of the work, for splitting batches
+# of the work, for what laps see of their own cost: amid work that fills the caches they cost three times that
+_BUDGET = 1.5e-4
 _UNSEEN = 0.5  # of the part of a lap that its own two looks enclose: what lies before and after them
 _MEMORY = 512  # samples of split batches by which the others are divided
 
