@@ -45,10 +45,10 @@ export function together(values) {
   return (value) => (value > 0 && factor * value < 0.005 ? `<0.01 ${unit}` : `${rounded(factor * value)} ${unit}`);
 }
 
-export const percent = (value) => `${Math.round(100 * value)}%`;
+const percent = (value) => `${Math.round(100 * value)}%`;
 export const perSecond = (value) => `${rounded(value)} images/s`;
-export const bytesPerSecond = (value) => `${bytes(value)}/s`;
-export const cores = (value) => `${rounded(value)} cores`;
+const bytesPerSecond = (value) => `${bytes(value)}/s`;
+const cores = (value) => `${rounded(value)} cores`;
 // How values of a unit are told, and how on an axis.
 const UNITS = {
   ms: { show: ms, tick: ms }, fraction: { show: share, tick: percent }, "images/s": { show: perSecond, tick: rounded },

@@ -8,6 +8,7 @@ the others are divided like the last few hundred samples that were, so that a ra
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ Lap = Callable[[str], None]  # called by a data set at the end of each of its st
 
 # samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then processor seconds
 _COUNTS = 3
-# of the work, for what laps see of their own cost: amid work that fills the caches they cost three times that
-_BUDGET = 1.5e-4
+# of the work, for laps at their least; amid work that fills the caches they cost up to four times that, as measured
+_BUDGET = 1e-4
 _UNSEEN = 0.5  # of the part of a lap that its own two looks enclose: what lies before and after them
 _MEMORY = 512  # samples of split batches by which the others are divided
 
@@ -222,7 +223,8 @@ class StageTimer:
         self._wall_s: dict[str, float] = {}  # of this batch by stage
         self._cpu_s: dict[str, float] = {}  # likewise
         self._ended: str | None = COLLATE  # the stage that ended last; None: none of this sample has
-        self._cost_s = 0.0  # of this batch's laps
+        self._laps = 0  # in this batch
+        self._own_s = math.inf  # what a lap takes between its own looks, undisturbed
         self._busy_s = 0.0  # so far
         self._due_s = 0.0  # of that: another batch is split
         self._undivided_s = 0.0  # of that: since the last one was
@@ -238,7 +240,7 @@ class StageTimer:
         self._wall_s.clear()
         self._cpu_s.clear()
         self._ended = COLLATE
-        self._cost_s = 0.0
+        self._laps = 0
         self._lapped_cpu_s = self._cpu_now()
         self._lapped_s = self._now()
         return self._lap
@@ -296,9 +298,10 @@ class StageTimer:
         self._lapped_cpu_s = cpu_s
         took_s = wall_s - self._lapped_s
         self._lapped_s = self._now()
-        own_s = self._lapped_s - wall_s
-        self._wall_s[stage] = self._wall_s.get(stage, 0.0) + took_s - _UNSEEN * own_s
-        self._cost_s += (1 + _UNSEEN) * own_s
+        self._laps += 1
+        # the least of all: a thread may be held up amid a lap
+        self._own_s = min(self._own_s, self._lapped_s - wall_s)
+        self._wall_s[stage] = self._wall_s.get(stage, 0.0) + took_s - _UNSEEN * self._own_s
 
     def _check(self) -> None:
         for stage in self._wall_s:
@@ -320,7 +323,8 @@ class StageTimer:
         self._add(own, busy_s)
         self._add(self._recent, self._undivided_s)
         self._undivided_s = 0.0
-        self._due_s = self._busy_s - busy_s + self._cost_s / _BUDGET
+        cost_s = self._laps * (1 + _UNSEEN) * self._own_s
+        self._due_s = self._busy_s - busy_s + cost_s / _BUDGET
 
     def _add(self, costs: Sequence[float], seconds: float) -> None:
         """Adds ``seconds`` to the stages in proportion to ``costs``."""

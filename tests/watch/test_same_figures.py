@@ -16,8 +16,9 @@ from harness.feed.interface import FeedSettings
 from harness.training.report import Page, Reporter
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
+from harness.watch.figures import FIGURES, by_tag
 
-SAVED = Path(__file__).with_name("figures_943a066.json")  # {clock: {"metrics": one line, "report": its figures}}
+SAVED = Path(__file__).with_name("figures_943a066.json")  # all tags; by clock one line of metrics and the report
 
 
 def on_a_gpu() -> StepClock:
@@ -58,7 +59,7 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
     )
     window = clock.total()
     with Board(folder, tensorboard=False, now=lambda: 0.0) as board:
-        board.scalars(40, figures_of(window), epoch=1)
+        board.scalars(40, by_tag(window), epoch=1)
         report = Reporter(Config(), (), None, 2.0, Page("", lambda folder: None)).figures(engine)
         for name in ("environment", "verdict", "loader", "run"):  # of the machine, of other rooms
             report.pop(name)
@@ -67,14 +68,13 @@ def written(clock: StepClock, folder: Path) -> dict[str, Any]:
     return {"metrics": metrics, "report": json.loads((folder / "report.json").read_text())}
 
 
-def figures_of(window: Any) -> Any:
-    from harness.watch.figures import by_tag
-
-    return by_tag(window)
-
-
 @pytest.mark.parametrize("make", [on_a_gpu, on_a_cpu])
 def test_a_window_is_written_as_ever(tmp_path: Path, make: Any) -> None:
     """The same steps leave the same tags, keys and values."""
     saved = json.loads(SAVED.read_text())[make.__name__]
     assert written(make(), tmp_path) == saved
+
+
+def test_no_tag_is_lost_and_none_is_new() -> None:
+    """A figure that is added is added to the file beside this one too."""
+    assert sorted(figure.tag for figure in FIGURES) == json.loads(SAVED.read_text())["tags"]

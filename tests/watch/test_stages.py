@@ -278,6 +278,22 @@ def test_batches_count_before_they_are_divided(clocks: Clocks) -> None:
     assert totals.stages["decode"].wall_s == pytest.approx(2 * totals.stages["read"].wall_s)
 
 
+def test_a_thread_that_is_held_up_amid_a_lap_splits_on(clocks: Clocks) -> None:
+    """What a lap lost to other threads is neither its cost nor a stage's: batches are still split, and no stage is short."""
+    meter = StageMeter(STAGES, 0)
+    clocks.look_s = 1e-7
+
+    def held_up() -> float:
+        clocks.wall_s += 5e-3 if clocks.looks % 50 == 0 else 0.0
+        return clocks.cpu_now()
+
+    timer = meter.timer(0, clocks.now, held_up)
+    for _ in range(50):
+        make(timer, clocks, [[(1e-2, 1e-2), (2e-2, 2e-2), (1e-2, 1e-2)]] * 8)
+    assert walls(meter.read())[1] == pytest.approx(2 * walls(meter.read())[0], rel=0.01)
+    assert timer._splits == 50
+
+
 def test_a_window_never_shows_less_than_nothing() -> None:
     """since() of a stage to which an earlier reading gave too much is zero."""
     totals = [StageTotals(2, 1, 1.0, {"read": StageCost(wall_s, wall_s)}) for wall_s in (0.75, 0.5)]
