@@ -71,7 +71,7 @@ def test_tags_may_come_and_go(tmp_path: Path) -> None:
 def test_every_figure_of_a_window_has_a_tag() -> None:
     """The window's rates, times and fractions go under the names that the field reads."""
     figures = by_tag(Ledger(steps=1, images=8, elapsed_s=2.0, wait_s=1.0).window())
-    assert {str(tag) for tag in figures} == {
+    assert {str(tag) for tag in figures} >= {
         "speed/images_per_s", "time/step_ms", "time/data_wait_ms", "time/copy_ms", "time/compute_ms",
         "time/gap_ms", "time/exposed_copy_ms", "time/prepare_ms", "time/starved_ms", "time/host_ms", "time/launch_ms",
         "time/device_full_fraction",
