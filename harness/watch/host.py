@@ -104,8 +104,8 @@ class Sampler:
         self._recent: dict[str, tuple[float, int]] = {}
         self._whole: dict[str, tuple[float, int]] = {}  # since the restart
         self._before: dict[str, tuple[float, int]] = {}
-        self._era = self._settled = 0  # of what is looked at; of the last sample, to which the next one's rates reach back
         self._aside = False
+        self._mixed = False  # since the last look began it was not all training: the next one's rates reach back to that
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-sampler", daemon=True)
@@ -120,16 +120,17 @@ class Sampler:
 
     def look(self) -> None:
         """Take one sample of every source."""
-        era = self._era
+        with self._lock:
+            mixed = self._mixed
+            self._mixed = self._aside
         for source in self._sources:
             found = source.sample()
             with self._lock:
-                is_own = era == self._era == self._settled and not self._aside
-                for sums in (self._recent, self._whole if is_own else self._before):
+                of_training = not (mixed or self._mixed)
+                for sums in (self._recent, self._whole if of_training else self._before):
                     for tag, value in found.items():
                         total, count = sums.get(tag, (0.0, 0))
                         sums[tag] = total + value, count + 1
-        self._settled = era
 
     def read(self) -> dict[str, float]:
         """The mean of each figure since the last call; absent where no sample came."""
@@ -143,19 +144,20 @@ class Sampler:
         with self._lock:
             self._before = self._whole
             self._whole = {}
-            self._era += 1
+            self._mixed = True
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A block, such as an evaluation, that the means of the run leave out."""
         with self._lock:
             self._aside = True
+            self._mixed = True
         try:
             yield
         finally:
             with self._lock:
                 self._aside = False
-                self._era += 1
+                self._mixed = True
 
     def means(self) -> dict[str, float]:
         """The mean of each figure since the last ``restart``, or before it where no sample came since.
