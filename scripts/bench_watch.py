@@ -292,9 +292,8 @@ def page(text: str) -> str:
 
 "Caches cold" is a step after {_COLD_BYTES >> 20} MiB were read: a training has better to do than to watch itself. The events
 cost next to nothing here; CUDA's have a row of their own where there is a GPU. What memory there is more are buckets of
-quantiles, which fill up as rarer times occur: a figure has 1,383 at most. One batch in several is split
-among its stages: the workers' share is the mean over batches that are and that are not, each by its median. Intervals are
-those of order statistics.
+quantiles, which fill up as rarer times occur: a figure has 1,383 at most. One batch in several times some of its samples: the
+workers' share is the mean over batches that do and that do not, each by its median. Intervals are those of order statistics.
 """
 
 

@@ -42,7 +42,7 @@ class Untimed(StageTimer):
     def __init__(self) -> None:
         self._stamps = Stamps(0.0, 0.0, 0.0, 0.0)
 
-    def begin(self) -> None:
+    def begin(self, samples: int) -> None:
         """Nothing is to be timed."""
 
     def fill(self) -> None:
@@ -66,15 +66,15 @@ class Worker:
     def make(self, batches: int) -> None:
         """Make so many batches."""
         for _ in range(batches):
-            self._filler.begin()
+            self._filler.begin(BATCH)
             self._filler.fill(0, self._indices, self._pixels, self._labels)
 
     def clocks(self) -> Hashable:
-        """Whether the last batch was split; most are not."""
-        return self._filler._lap is not None
+        """By which clocks samples of the last batch were timed; most batches time none."""
+        return frozenset(map(id, self._filler._timers or ()))
 
 
 def timers_cost(work: int, runs: int) -> Cost:
-    """Of the stages' timers, a batch whose samples are so much ``work``; those that are split are a kind of their own."""
+    """Of the stages' timers, a batch whose samples are so much ``work``; those that time samples are kinds of their own."""
     timed, bare = Worker(work, StageMeter(STAGES, 0)), Worker(work, None)
     return Cost.of(timed.make, bare.make, Plan(runs, now=time.thread_time, kind=timed.clocks))

@@ -17,7 +17,7 @@ from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatc
 from harness.feed.order import AnyOrder
 from harness.feed.pixels import Pixels
 from harness.runtime import limits
-from harness.watch.stages import StageMeter
+from harness.watch.stages import START, StageMeter
 
 _GATHER = "gather"  # the stage after those of reading
 
@@ -89,14 +89,16 @@ class ArrayFeed(Feed):
 
     def _batch(self, epoch: int, indices: np.ndarray, read: int) -> HostBatch:
         """The batch of ``indices``, of which so many were counted when they were read."""
-        count = len(indices)
-        lap = self._timer.begin()
+        timers, count = self._timer.begin(1), len(indices)  # a batch is timed like a single sample: it has one stage
         self._timer.fill()
+        laps = timers[0] if timers else None
+        if laps is not None:
+            laps.lap(START)
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         images, labels = self.pixels.batch(epoch, indices, self.settings.pin_memory and not self.on_device)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
-        if lap is not None:
-            lap(_GATHER)
+        if laps is not None:
+            laps.lap(_GATHER)
         stamps = self._timer.end(count - read, batches=int(not read))
         if self._gauge is not None:
             self._gauge.add(0, wall_s / count, cpu_s / count, count)

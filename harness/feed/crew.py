@@ -233,7 +233,7 @@ class Crew:
     def _fill(self, filler: Filler, making: _Making, rows: slice) -> None:
         """Fill the samples of ``making`` that are at ``rows``."""
         try:
-            filler.begin()
+            filler.begin(rows.stop - rows.start)
             last = rows.stop == len(making.indices)
             indices, images, labels = making.indices[rows], making.images[rows], making.labels[rows]
             errors, stamps = filler.fill(making.epoch, indices, images, labels, batches=int(last))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+
 import numpy as np
 
 from harness.feed.gauge import Gauge, Gauged
 from harness.feed.interface import FillableDataset, StagedDataset, stages_of
 from harness.runtime.errors import BadSample
-from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
+from harness.watch.stages import SAMPLE, START, Laps, StageMeter, Stamps
 
 Errors = list[tuple[str, str]]  # where and why
 
@@ -26,11 +29,11 @@ class Filler:
         self._dataset = dataset if gauge is None else Gauged(dataset, gauge, slot)
         self._staged = self._dataset if isinstance(self._dataset, StagedDataset) else None
         self._timer = StageMeter(stages_of(dataset), 0).timer(0) if meter is None else meter.timer(slot)
-        self._lap: Lap | None = None
+        self._timers: Sequence[Laps | None] | None = None
 
-    def begin(self) -> None:
-        """A run of samples begins; what happens until ``fill`` is the batch's, not a sample's."""
-        self._lap = self._timer.begin()
+    def begin(self, samples: int) -> None:
+        """A run of so many samples begins; what happens until ``fill`` is the batch's, not a sample's."""
+        self._timers = self._timer.begin(samples)
 
     def share(self) -> None:
         """The batch gets memory that another process can map: that is handing it over."""
@@ -52,12 +55,12 @@ class Filler:
             MemoryError: which is no sample's fault.
         """
         fill, errors = self._dataset.fill, Errors()
-        lap = self._lap
+        timers = repeat(None) if self._timers is None else self._timers
         self._timer.fill()
-        for row, index in enumerate(indices.tolist()):
+        for row, (index, laps) in enumerate(zip(indices.tolist(), timers, strict=False)):  # repeat() has no end
             try:
                 out = pixels[row]
-                labels[row] = fill(epoch, index, out) if lap is None else self._timed(lap, epoch, index, out)
+                labels[row] = fill(epoch, index, out) if laps is None else self._timed(laps, epoch, index, out)
             except BadSample as error:
                 errors.append((error.where, error.reason))
             except MemoryError:
@@ -66,15 +69,15 @@ class Filler:
                 errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
         return errors, self._timer.end(len(indices), batches)
 
-    def _timed(self, lap: Lap, epoch: int, index: int, out: np.ndarray) -> int:
-        """As the data set's ``fill``, told to ``lap``."""
-        self._timer.sample()
+    def _timed(self, laps: Laps, epoch: int, index: int, out: np.ndarray) -> int:
+        """As the data set's ``fill``, told to ``laps``."""
+        laps.lap(START)
         try:
             if self._staged is not None:
-                return self._staged.fill(epoch, index, out, lap)
+                return self._staged.fill(epoch, index, out, laps.lap)
             label = self._dataset.fill(epoch, index, out)
-            lap(SAMPLE)
+            laps.lap(SAMPLE)
             return label
         except Exception:
-            self._timer.fail()
+            laps.fail()
             raise

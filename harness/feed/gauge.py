@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from harness.feed.interface import FillableDataset, StagedDataset
-from harness.watch.stages import Lap, Rows
+from harness.watch.rows import Rows
+from harness.watch.stages import Lap
 
 _FIGURES = 4  # samples, wall seconds, their squares, processor seconds
 _BINS = 128  # of wall times, four to a doubling: from a microsecond to over an hour

@@ -227,7 +227,7 @@ class _Batches(Dataset[HostBatch]):
     def __getitems__(self, key: Key) -> HostBatch:
         epoch, indices = key
         filler, count = self._filler or self._new_filler(), len(indices)
-        filler.begin()  # what the batch takes besides its samples begins here
+        filler.begin(count)  # what the batch takes besides its samples begins here
         size = self.dataset.image_size
         filler.share()
         images = _empty_images(count, size)

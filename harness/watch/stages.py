@@ -1,9 +1,11 @@
 """Where the workers' time goes: what reading, decoding, each transform and the batch around them take.
 
-A worker times every batch by two looks at the clock. Some batches it also splits: a data set that names its ``stages`` is
-given a function to call at the end of each. Splitting pauses until its cost is a small part of the work, so that long batches
-are all split and short ones rarely. What a worker took is exact. How that divides is exact for the batches that were split;
-the others are divided like the last few hundred samples that were, so that a rare slow sample may be missed or count double.
+A worker times every batch, by two looks at the clock, and finds out how that time divides by *laps*: a data set that names
+its ``stages`` is given a function to call at the end of each. It times as many samples as are reckoned to keep the laps' own
+cost well below a thousandth of the work: all of them where a sample takes twenty milliseconds, one in some where it takes one,
+some in one batch of many where it takes microseconds. What a worker took is exact either way. How it divides is exact where all
+samples are timed; else it follows the last few hundred that were, so that a rare slow sample shows in its stage only if it
+is among them, and then counts for those that were not.
 """
 
 from __future__ import annotations
@@ -12,16 +14,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from harness.watch.rows import Rows
 
+START = ""  # told to a lap at the beginning of a sample
 SAMPLE = "sample"  # all of a sample, where a data set names no stages
-# a batch but for its samples; of that, memory that another process can map
-COLLATE = "collate"
-SHARE = "share"
+COLLATE, SHARE = "collate", "share"  # a batch but for its samples; of that, memory that another process can map
 GROUPS: Mapping[str, str] = MappingProxyType(
     {"read": "storage", "decode": "decode", COLLATE: "collate", SHARE: "transport", SAMPLE: "sample"}
 )
@@ -30,56 +31,13 @@ AUGMENT = "augment"  # the group of every stage that is not in GROUPS
 Clock = Callable[[], float]
 Lap = Callable[[str], None]  # called by a data set at the end of each of its stages, with the stage's name
 
-# samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then processor seconds
-_COUNTS = 3
-# of the work, for laps at their least; amid work that fills the caches they cost up to four times that, as measured
-_BUDGET = 1e-4
-_UNSEEN = 0.5  # of the part of a lap that its own two looks enclose: what lies before and after them
-_MEMORY = 512  # samples of split batches by which the others are divided
-
-
-class Rows:
-    """Float64 zeros in memory that processes share: each writes its own row alone, and one reads them all.
-
-    An aligned float64 is stored by one instruction on every 64-bit machine: without a lock a reader finds each figure as it
-    was before or after a write, never half of both. Figures that are written together may be seen apart.
-
-    Pickled for a worker process, the memory itself travels (as torch's batches do, and with the same means); it is gone with
-    its last owner.
-
-    Args:
-        rows: processes that will write.
-        columns: figures of each.
-        shared: whether there are processes to share them with.
-
-    Attributes:
-        cells: the figures, row after row: ten times faster to write than the tensor.
-
-    Raises:
-        RuntimeError, OSError: there is no shared memory to be had.
-    """
-
-    cells: memoryview[float]
-
-    def __init__(self, rows: int, columns: int, shared: bool = True) -> None:
-        import torch  # not above: what imports this file for a type needs no torch
-
-        zeros = torch.zeros(rows, columns, dtype=torch.float64)
-        self._hold(zeros.share_memory_() if shared else zeros)
-
-    def read(self) -> Tensor:
-        """The figures now, ``[rows, columns]``."""
-        return self._rows.clone()
-
-    def __getstate__(self) -> Tensor:
-        return self._rows
-
-    def __setstate__(self, rows: Tensor) -> None:
-        self._hold(rows)
-
-    def _hold(self, rows: Tensor) -> None:
-        self._rows = rows
-        self.cells = memoryview(rows.view(-1).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
+_COUNTS = 3  # samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then processor seconds
+_WALL_BUDGET, _CPU_BUDGET = 2e-4, 5e-5  # of the work, for looks at the wall clock and at the processor clock, a system call
+_COLD = 3.0  # timing a sample amid work that fills the caches costs 1 to 5 times what it does in a loop of its own, as measured
+_FEW = 16  # samples that make timing a batch worth while, where it has so many
+_MEMORY = 512  # timed samples by which a batch is divided where not all of its own are
+_TRIALS = 3  # batches of nothing, the quickest of which tells what timing a sample costs
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, spread evenly however many there are
 
 
 class Stamps(NamedTuple):
@@ -109,17 +67,14 @@ class Stamps(NamedTuple):
 
 def wait_parts(began_s: float, ended_s: float, stamps: Stamps) -> dict[str, float]:
     """Seconds of a wait by where its batch was at the time."""
-    parts = {}
-    at_s = began_s
+    parts, at_s = {}, began_s
     for name, until_s in (
         ("make", stamps.made_s),
         ("transport", stamps.received_s),
         ("pin", stamps.pinned_s),
         ("move", ended_s),
     ):
-        end_s = max(at_s, min(until_s, ended_s))
-        parts[name] = end_s - at_s
-        at_s = end_s
+        parts[name], at_s = max(0.0, min(until_s, ended_s) - at_s), max(at_s, min(until_s, ended_s))
     return parts
 
 
@@ -161,8 +116,7 @@ class StageTotals:
             name: StageCost(max(0.0, cost.wall_s - then.wall_s), max(0.0, cost.cpu_s - then.cpu_s))
             for (name, cost), then in pairs
         }
-        samples = self.samples - before.samples
-        batches = self.batches - before.batches
+        samples, batches = self.samples - before.samples, self.batches - before.batches
         return StageTotals(samples, batches, self.busy_s - before.busy_s, stages)
 
 
@@ -185,14 +139,14 @@ class StageMeter:
         shared = shared and workers > 0
         self.stages = (*stages, COLLATE, SHARE) if shared else (*stages, COLLATE)
         self._of_samples = tuple(stages)
-        if len({"", COLLATE, SHARE, *stages}) < len(stages) + 3:
+        if len({START, COLLATE, SHARE, *stages}) < len(stages) + 3:
             own = f"{COLLATE!r} and {SHARE!r} are the batch's"
             raise ValueError(f"stages {self._of_samples} of a data set: give each a name of its own ({own})")
         self._columns = _COUNTS + 2 * len(self.stages)
         self._rows = Rows(max(1, workers), self._columns, shared=shared)
 
     def read(self) -> StageTotals:
-        """Returns the totals over all slots; batches that are not divided yet are divided like those before them."""
+        """The totals over all slots, now; batches whose time is not divided yet are divided like those before them."""
         counts, wall_s, cpu_s = self._rows.read().split((_COUNTS, len(self.stages), len(self.stages)), dim=1)
         scale = (counts[:, 2] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0).unsqueeze(1)
         samples, batches, busy_s = counts.sum(dim=0).tolist()
@@ -200,79 +154,147 @@ class StageMeter:
         return StageTotals(int(samples), int(batches), busy_s, dict(zip(self.stages, costs, strict=True)))
 
     def timer(self, slot: int, now: Clock = time.perf_counter, cpu_now: Clock = time.thread_time) -> StageTimer:
-        """Returns what writes the row of worker ``slot``; used in its process, and in one thread at a time."""
+        """What writes the row of worker ``slot``; used in its process, and in one thread at a time."""
         row = self._rows.cells[slot * self._columns : (slot + 1) * self._columns]
-        return StageTimer(row, self._of_samples, self.stages, now, cpu_now)
+        return StageTimer(row, self._of_samples, SHARE in self.stages, now, cpu_now)
 
 
-class StageTimer:
-    """Times the batches of one worker: for each ``begin``, ``share`` if it is shared, ``fill``, its samples, and ``end``."""
+class Laps:
+    """Times single samples, as many as may cost ``budget`` of the work.
 
-    def __init__(
-        self, row: memoryview[float], of_samples: Sequence[str], stages: Sequence[str], now: Clock, cpu_now: Clock
-    ) -> None:
-        self._row = row
-        self._of_samples = tuple(of_samples)
-        self._stages = tuple(stages)
-        self._now = now
-        self._cpu_now = cpu_now
-        self._splitting = False  # whether this batch is split
-        self._begun_s = 0.0  # this batch
-        self._lapped_s = 0.0  # the last lap of this batch, by the wall clock and of a processor
-        self._lapped_cpu_s = 0.0
-        self._wall_s: dict[str, float] = {}  # of this batch by stage
-        self._cpu_s: dict[str, float] = {}  # likewise
-        self._ended: str | None = COLLATE  # the stage that ended last; None: none of this sample has
-        self._laps = 0  # in this batch
-        self._own_s = math.inf  # what a lap takes between its own looks, undisturbed
-        self._busy_s = 0.0  # so far
-        self._due_s = 0.0  # of that: another batch is split
-        self._undivided_s = 0.0  # of that: since the last one was
-        self._splits = 0
-        self._recent = [0.0] * (2 * len(stages))  # wall and processor seconds by stage of batches that were split
+    Attributes:
+        lap: called with a stage's name at its end, and with ``START`` at the beginning of each sample.
+        due_s: after so many seconds of work samples may be timed again.
+    """
 
-    def begin(self) -> Lap | None:
-        """Starts a batch. Returns what its samples tell the ends of their stages; None where it is not split."""
-        self._splitting = self._busy_s >= self._due_s
-        self._begun_s = self._now()
-        if not self._splitting:
-            return None
-        self._wall_s.clear()
-        self._cpu_s.clear()
-        self._ended = COLLATE
-        self._laps = 0
-        self._lapped_cpu_s = self._cpu_now()
-        self._lapped_s = self._now()
-        return self._lap
+    def __init__(self, stages: Sequence[str], budget: float, now: Clock, cpu_now: Clock | None = None) -> None:
+        self.due_s = 0.0
+        self._stages, self._budget, self._offset, self._spent_s = tuple(stages), budget, 0.0, 0.0
+        self._marks: list[tuple[str, float, float]] = []
+        self.lap: Lap = _marker(self._marks.append, now, cpu_now)
+        self._own_s = 0.0
+        cost_s, self._own_s = min(self._trial(now) for _ in range(_TRIALS))
+        self._cost_s = cost_s * _COLD
 
-    def share(self) -> None:
-        """What is left to do until ``fill`` is to get memory that another process can map."""
-        if self._splitting:
-            self._lap(COLLATE)
-
-    def fill(self) -> None:
-        """All is ready for the batch's first sample."""
-        if self._splitting:
-            self._lap(SHARE if SHARE in self._stages else COLLATE)
-
-    def sample(self) -> None:
-        """Starts a sample of a batch that is split."""
-        self._ended = None
+    def rows(self, samples: int, work_s: float) -> list[int]:
+        """Which of a batch's samples to time, after ``work_s`` seconds of work: evenly spread, from another place each time."""
+        if work_s < self.due_s:
+            return []
+        few, spare_s = min(samples, _FEW), self._budget * work_s - self._spent_s
+        count = samples if samples * self._cost_s <= spare_s else max(few, int(spare_s / self._cost_s))
+        self._spent_s += count * self._cost_s
+        self.due_s = (self._spent_s + few * self._cost_s) / self._budget
+        self._offset = (self._offset + _GOLDEN) % 1.0
+        return [int((i + self._offset) * samples / count) for i in range(count)]
 
     def fail(self) -> None:
-        """Ends a sample with an error, in the stage after the one that ended last."""
-        last = len(self._of_samples) - 1
-        done = -1 if self._ended is None else self._of_samples.index(self._ended)
-        self._lap(self._of_samples[min(done + 1, last)])
+        """The sample ends with an error, in the stage after the one that ended last."""
+        ended = self._marks[-1][0]
+        done = self._stages.index(ended) + 1 if ended in self._stages else 0
+        self.lap(self._stages[min(done, len(self._stages) - 1)])
 
-    def end(self, samples: int, batches: int = 1) -> Stamps:
-        """Ends the batch and adds what it took to the totals.
-
-        If several workers fill one batch, each times its part and exactly one passes ``batches=1``; so it is with
-        ``samples`` where two of them see to the same one.
+    def take(self) -> tuple[int, list[float], list[float]]:
+        """The samples timed since the last call, and their wall and processor seconds by stage, less what timing took.
 
         Raises:
             ValueError: the data set told the end of a stage that it does not name, or of none.
+        """
+        wall_s, cpu_s = dict.fromkeys(self._stages, 0.0), dict.fromkeys(self._stages, 0.0)
+        timed, wall_then, cpu_then = 0, 0.0, 0.0
+        try:
+            for stage, wall, cpu in self._marks:
+                if stage == START:
+                    timed += 1
+                else:
+                    wall_s[stage] += wall - wall_then
+                    cpu_s[stage] += cpu - cpu_then
+                wall_then, cpu_then = wall, cpu
+        except KeyError:
+            raise ValueError(f"stage {stage!r} is not among the data set's stages {self._stages}") from None
+        if timed and timed == len(self._marks):
+            raise ValueError(f"the data set names the stages {self._stages} and never tells the end of one: call lap(stage)")
+        self._marks.clear()
+        own_s = timed * self._own_s
+        return timed, [max(0.0, s - own_s) for s in wall_s.values()], [max(0.0, s - own_s) for s in cpu_s.values()]
+
+    def _trial(self, now: Clock) -> tuple[float, float]:
+        """Seconds that it took to time a sample of nothing, and what of that is in each of its stages."""
+        begin_s = now()
+        for _ in range(_FEW):
+            for stage in (START, *self._stages):
+                self.lap(stage)
+        _, wall_s, _ = self.take()
+        return (now() - begin_s) / _FEW, sum(wall_s) / (_FEW * len(wall_s))
+
+
+def _marker(mark: Callable[[tuple[str, float, float]], None], now: Clock, cpu_now: Clock | None) -> Lap:
+    """Gives ``mark`` each stage with the clocks; as little as can be, for it runs amid work that fills the caches."""
+
+    def lap(stage: str) -> None:
+        mark((stage, now(), 0.0))
+
+    def cpu_lap(stage: str) -> None:
+        mark((stage, now(), cpu_now()))  # type: ignore[misc]  # not used without it
+
+    return lap if cpu_now is None else cpu_lap
+
+
+class _Recent:
+    """Sums over the last few hundred timed samples; what a worker's first ones paid for warming up is soon forgotten."""
+
+    def __init__(self, figures: int) -> None:
+        self._sums, self._times = [0.0] * figures, 0
+
+    def add(self, figures: Sequence[float], samples: int) -> Sequence[float]:
+        """The sums, with those of another batch in which so many samples were timed."""
+        if samples:
+            keep = 0.0 if self._times < 2 else max(0.0, 1.0 - samples / _MEMORY)
+            self._times += 1
+            self._sums = [old * keep + new for old, new in zip(self._sums, figures, strict=True)]
+        return self._sums
+
+
+class StageTimer:
+    """Times the batches of one worker: for each batch ``begin``, ``share`` where it is shared, ``fill`` and ``end``."""
+
+    def __init__(self, row: memoryview[float], stages: Sequence[str], shares: bool, now: Clock, cpu_now: Clock) -> None:
+        self._row, self._shares, self._now, self._cpu_now = row, shares, now, cpu_now
+        self._laps, self._cpu_laps = Laps(stages, _WALL_BUDGET, now), Laps(stages, _CPU_BUDGET, now, cpu_now)
+        columns = len(stages) + 1 + shares
+        self._wall, self._both = _Recent(columns), _Recent(2 * columns)
+        self._timing = False  # whether samples of this batch are timed
+        self._begun_s = self._sharing_s = self._filling_s = 0.0
+        self._begun_cpu_s = self._sharing_cpu_s = self._filling_cpu_s = 0.0
+        self._busy_s = self._undivided_s = 0.0  # so far, and as much of it as is not divided among the stages
+
+    def begin(self, samples: int) -> Sequence[Laps | None] | None:
+        """A batch of so many samples begins; gives what is to time each, None where that is none of them."""
+        self._timing = self._busy_s >= self._laps.due_s
+        if not self._timing:
+            self._begun_s = self._now()
+            return None
+        timers: list[Laps | None] = [None] * samples
+        for laps in (self._laps, self._cpu_laps):
+            for row in laps.rows(samples, self._busy_s):
+                timers[row] = laps
+        self._begun_s, self._begun_cpu_s = self._now(), self._cpu_now()
+        return timers
+
+    def share(self) -> None:
+        """What is left to do until ``fill`` is to get memory that another process can map."""
+        if self._timing:
+            self._sharing_s, self._sharing_cpu_s = self._now(), self._cpu_now()
+
+    def fill(self) -> None:
+        """All is ready for the batch's first sample."""
+        if self._timing:
+            self._filling_s, self._filling_cpu_s = self._now(), self._cpu_now()
+
+    def end(self, samples: int, batches: int = 1) -> Stamps:
+        """The batch's last sample is there; adds what the batch took to the totals.
+
+        Where workers share a batch each of them times its part, and ``batches`` is 1 for one of these and 0 for the others;
+        so it is with ``samples`` where two of them see to the same one.
         """
         made_s = self._now()
         busy_s = made_s - self._begun_s
@@ -281,54 +303,33 @@ class StageTimer:
         row[1] += batches
         row[2] += busy_s
         self._busy_s += busy_s
-        if self._splitting:
-            self._check()
-            self._divide(max(1, samples), busy_s)
-        else:
-            self._undivided_s += busy_s
+        self._undivided_s += busy_s
+        if self._timing:
+            self._divide(max(1, samples), alone=self._undivided_s == busy_s)
         return Stamps(self._begun_s, made_s, made_s, made_s)
 
-    def _lap(self, stage: str) -> None:
-        """Ends a stage. What the lap takes itself belongs to none."""
-        wall_s = self._now()
-        cpu_s = self._cpu_now()
-        self._ended = stage
-        took_cpu_s = cpu_s - self._lapped_cpu_s
-        self._cpu_s[stage] = self._cpu_s.get(stage, 0.0) + took_cpu_s
-        self._lapped_cpu_s = cpu_s
-        took_s = wall_s - self._lapped_s
-        self._lapped_s = self._now()
-        self._laps += 1
-        # the least of all: a thread may be held up amid a lap
-        self._own_s = min(self._own_s, self._lapped_s - wall_s)
-        self._wall_s[stage] = self._wall_s.get(stage, 0.0) + took_s - _UNSEEN * self._own_s
-
-    def _check(self) -> None:
-        for stage in self._wall_s:
-            if stage not in self._stages:
-                raise ValueError(f"stage {stage!r} is not among the data set's stages {self._of_samples}")
-        if self._ended is None:
-            named = f"the data set names the stages {self._of_samples}"
-            raise ValueError(f"{named} and never tells the end of one: call lap(stage)")
-
-    def _divide(self, samples: int, busy_s: float) -> None:
-        """Divides what this batch took by its own laps, and those before it that were not split by recent ones."""
-        wall_s = [max(0.0, self._wall_s.get(stage, 0.0)) for stage in self._stages]
-        cpu_s = [self._cpu_s.get(stage, 0.0) for stage in self._stages]
-        own = [*wall_s, *map(min, wall_s, cpu_s)]
-        # what the first batch paid for warming up is no rule for the others
-        keep = 0.0 if self._splits < 2 else max(0.0, 1 - samples / _MEMORY)
-        self._splits += 1
-        self._recent = [old * keep + new for old, new in zip(self._recent, own, strict=True)]
-        self._add(own, busy_s)
-        self._add(self._recent, self._undivided_s)
+    def _divide(self, samples: int, alone: bool) -> None:
+        """Divide among the stages what this batch took, and unless it is ``alone`` those before it that timed no sample."""
+        timed, wall_s, _ = self._laps.take()
+        both, both_wall_s, both_cpu_s = self._cpu_laps.take()
+        timed += both
+        marks = [(self._begun_s, self._begun_cpu_s), (self._filling_s, self._filling_cpu_s)]
+        if self._shares:
+            marks.insert(1, (self._sharing_s, self._sharing_cpu_s))
+        around = [(end_s - begin_s) / samples for (begin_s, _), (end_s, _) in pairwise(marks)]
+        around_cpu = [(end_s - begin_s) / samples for (_, begin_s), (_, end_s) in pairwise(marks)]
+        own = [*(a + b for a, b in zip(wall_s, both_wall_s, strict=True)), *(timed * each_s for each_s in around)]
+        own_both = [*both_wall_s, *(both * each_s for each_s in around), *both_cpu_s, *(both * each_s for each_s in around_cpu)]
+        recent, recent_both = self._wall.add(own, timed), self._both.add(own_both, both)
+        shares = own if alone and timed == samples else recent
+        both_sums = own_both if both == samples else recent_both
+        total_s, stages = sum(shares), len(shares)
+        for place, (share, both_s, cpu_s) in enumerate(zip(shares, both_sums[:stages], both_sums[stages:], strict=True)):
+            cost_s = self._undivided_s * _ratio(share, total_s)
+            self._row[_COUNTS + place] += cost_s
+            self._row[_COUNTS + stages + place] += cost_s * min(1.0, _ratio(cpu_s, both_s))
         self._undivided_s = 0.0
-        cost_s = self._laps * (1 + _UNSEEN) * self._own_s
-        self._due_s = self._busy_s - busy_s + cost_s / _BUDGET
 
-    def _add(self, costs: Sequence[float], seconds: float) -> None:
-        """Adds ``seconds`` to the stages in proportion to ``costs``."""
-        whole_s = sum(costs[: len(self._stages)])
-        if whole_s > 0:
-            for place, cost_s in enumerate(costs):
-                self._row[_COUNTS + place] += seconds * cost_s / whole_s
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -7,7 +7,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
-from harness.watch.stages import Rows
+from harness.watch.rows import Rows
 
 
 def test_cells_are_the_rows_one_after_the_other() -> None:
