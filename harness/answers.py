@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from harness import __version__
-
 _LONG_FLAGS = (
     "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
     "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
@@ -63,15 +61,15 @@ _ANSWERS = {
 }
 
 
-def version() -> str:
-    """Returns the versions of wellfed, torch and Python, without importing torch."""
+def version(own: str) -> str:
+    """Returns the versions of wellfed, which is ``own``, of torch and Python, without importing torch."""
     from importlib import metadata  # takes 30 ms
 
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "(not installed)"
-    return f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}"
+    return f"wellfed {own}, torch {torch}, Python {platform.python_version()}"
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:

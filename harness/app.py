@@ -16,11 +16,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from harness import answers, job
+from harness import __version__, answers, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import printable, tell, tell_crashes, told
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 
 _failed: list[BaseException] = []  # of the jobs in this process
 _settings: list[schema.Config] = []  # of this process' only run, once they are checked
@@ -33,7 +33,7 @@ def command() -> NoReturn:
     """
     first = sys.argv[1] if len(sys.argv) > 1 else None
     if "--version" in sys.argv:
-        print(answers.version())
+        print(answers.version(__version__))
         sys.exit()
     if first == "page":
         from harness.page import __main__ as page

@@ -637,10 +637,8 @@ def help_text(config: Config) -> str:
         "Choices that bring values of their own:",
     ]
     for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
-        values, more = (
-            choices(name),
-            ", any classifier of torchvision, or your own (model.name=my_module:build)" if name == "model" else "",
-        )
+        values = choices(name)
+        more = ", any classifier of torchvision, or model.name=my_module:build" if name == "model" else ""
         if len(values) > 1:
             lines.append(f"  {name}= {', '.join(values)}{more}")
     lines += ["", "Every setting with its value as this command line has it; add data=cifar10 to see what that changes."]

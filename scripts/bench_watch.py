@@ -28,8 +28,9 @@ import numpy as np
 import torch
 
 from harness.config import WatchConfig
-from harness.watch.board import Board, Figure, stages, timings
+from harness.watch.board import Board, Value, stages
 from harness.watch.clock import StepClock
+from harness.watch.figures import by_tag
 from harness.watch.host import HostSource, Sampler
 from harness.watch.stages import StageMeter, Stamps
 from harness.watch.timeline import Events
@@ -122,8 +123,8 @@ def window_cost(folder: Path, runs: int) -> Cost:
     window = clock.total()
     with Board(folder, tensorboard=True) as board, Sampler([HostSource()], _SETTINGS.sample_s) as sampler:
 
-        def figures() -> dict[str, Figure]:
-            return {**timings(window), **stages(meter.read(), 8.0), **sampler.read()}
+        def figures() -> dict[str, Value]:
+            return {**by_tag(window), **stages(meter.read(), 8.0), **sampler.read()}
 
         return Cost.of(lambda _: board.scalars(1, figures(), epoch=1), lambda _: None, Plan(runs))
 

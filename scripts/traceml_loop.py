@@ -170,7 +170,7 @@ def _clocked(
     from harness.config import Config
     from harness.runtime.distributed import World
     from harness.watch import station
-    from harness.watch.board import timings
+    from harness.watch.figures import by_tag
 
     world = World(0, 1, 0, 1, torch.device("cpu"))
     watch = stack.enter_context(station.watched(Config(), world, folder, time.perf_counter()))
@@ -179,7 +179,7 @@ def _clocked(
         if number % WINDOW == 0 and (window := watch.clock.close_window()) is not None:
             assert watch.board is not None
             with watch.clock.noted("logging"):
-                watch.board.scalars(number, timings(window), epoch=1)
+                watch.board.scalars(number, by_tag(window), epoch=1)
         return after(number)
 
     return watch.clock.watch(loader), logged

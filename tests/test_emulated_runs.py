@@ -22,8 +22,8 @@ from harness.training.evaluate import Evaluation
 from harness.training.evaluate import evaluate as engine_evaluate
 from harness.tuning.follow import Follow
 from harness.watch import verdict
+from harness.watch.figures import Tag
 from harness.watch.host import HostSource
-from harness.watch.tags import Tag
 
 Composed = Callable[..., Config]
 BATCH, SIDE, STEP_S, LAUNCH_S, KERNELS = 64, 16, 50e-3, 5e-3, 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.feed.normalise import Normalise
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
-from harness.watch.marks import named
+from harness.watch.spans import named
 from harness.watch.stages import Stamps
 
 Augment = Callable[[Tensor, Any], Tensor]

@@ -20,7 +20,7 @@ from harness.feed.normalise import Normalise
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
-from harness.watch.marks import named
+from harness.watch.spans import named
 
 Batches = Generator[tuple[Tensor, Tensor], None, None]
 

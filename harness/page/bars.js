@@ -1,6 +1,6 @@
 // Bars: one whole in parts (a step, the wall time), and what each stage of the workers costs.
 import { fitted, h, label, s, steered, table } from "./dom.js";
-import { ms, share } from "./format.js";
+import { share, together } from "./format.js";
 import { paint, swatch } from "./marks.js";
 
 const HEIGHT = 44;
@@ -47,7 +47,8 @@ function drawn({ spoken, segments, shares, columns }, width) {
 }
 
 // What a sample costs in each stage: processor time solid, the rest of the wall time (waiting) hatched.
-export function stageBars(stages) {
+export function stageBars(stages, caption) {
+  const show = together(stages.map((stage) => stage.wall_ms));
   const most = Math.max(...stages.map((stage) => stage.wall_ms)) || 1;
   const rows = stages.map(({ name, group, wall_ms: wall, cpu_ms }) => {
     const cpu = Math.min(cpu_ms, wall); // two clocks may differ by a trifle
@@ -56,10 +57,10 @@ export function stageBars(stages) {
         s("rect", { width: (cpu / most) * width, height: 18, fill: paint("compute") }),
         s("rect", { x: (cpu / most) * width, width: ((wall - cpu) / most) * width, height: 18, fill: paint("waiting") }));
     const told = [name, name !== group && h("span", { class: "note" }, ` ${group}`)];
-    return [told, fitted(bar, { "aria-hidden": "true" }), ms(wall), ms(cpu), ms(wall - cpu)];
+    return [told, fitted(bar, { "aria-hidden": "true" }), show(wall), show(cpu), show(wall - cpu)];
   });
   const columns = [
     "stage", h("span", { class: "unseen" }, "bar"), "time", [swatch("compute"), "computing"], [swatch("waiting"), "waiting"],
   ];
-  return table({ kind: "stages", caption: "per sample, mean over all workers", columns, rows });
+  return table({ kind: "stages", caption, columns, rows });
 }

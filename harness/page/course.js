@@ -1,6 +1,6 @@
 // The course of a run: charts above each other on one axis of steps, with one cursor.
 import { absent, fitted, h, label, note, path, s, steered, tableOf } from "./dom.js";
-import { bytes, bytesPerSecond, cores, count, known, many, ms, percent, perSecond, rounded, share, ticks } from "./format.js";
+import { count, known, many, ms, ticks, unitOf } from "./format.js";
 import { keys, LABELS, paint, partKeys, PARTS, stroke, swatch } from "./marks.js";
 import { areaPath, axis, epochLines, grid, heightOf, LEFT, linePath, TOP } from "./plot.js";
 
@@ -32,11 +32,14 @@ export function usualHeight(course, whole) {
   return ROOM * Math.max(usual, longest, largest(mean(course, "time/step_ms/median")), largest(sums)) || 1;
 }
 
-function stepShapes(course, ax, y) {
-  const areas = layers(course).map(({ part, lower, upper }) =>
+function partShapes(course, ax, y) {
+  return layers(course).map(({ part, lower, upper }) =>
     s("path", { d: areaPath(lower, upper, ax, y), fill: paint(part), class: "area" }));
+}
+
+function stepShapes(course, ax, y) {
   const p95 = most(course, "time/step_ms/p95");
-  return [areas, p95 && path(linePath(p95, ax, y), "line p95"), path(linePath(mean(course, "time/step_ms/median"), ax, y), "line median")];
+  return [partShapes(course, ax, y), p95 && path(linePath(p95, ax, y), "line p95"), path(linePath(mean(course, "time/step_ms/median"), ax, y), "line median")];
 }
 
 function told(spike) {
@@ -48,10 +51,14 @@ function told(spike) {
 // Each step that stands out: a bar to its height or through the top edge, a triangle, and its length where there is room.
 function spikeMarks(course, ax, y, height, rows) {
   const taken = Array.from({ length: rows }, () => []);
+  const longer = []; // the bars so far: the longest spike comes first
   return course.spikes.map((spike) => {
-    const [x, top] = [Math.round(ax.middle(spike.at)), y(spike.ms)]; // whole pixels: a sharp line
-    const row = taken.findIndex((others) => others.every((other) => Math.abs(other - x) > LABEL_PX));
+    const x = Math.round(ax.middle(spike.at)); // whole pixels: a sharp line
+    const top = y(spike.ms);
+    const free = longer.every((bar) => Math.abs(bar - x) > LABEL_PX / 2);
+    const row = free ? taken.findIndex((others) => others.every((other) => Math.abs(other - x) > LABEL_PX)) : -1;
     taken[row]?.push(x);
+    longer.push(x);
     const side = x > ax.right - LABEL_PX ? "end" : x < ax.left + LABEL_PX ? "start" : "middle";
     return s("g", { class: "spike", "data-step": spike.step, "data-ms": spike.ms },
       s("title", {}, told(spike)),
@@ -159,61 +166,22 @@ function spikeList(course, toggle) {
     h("ul", {}, listed.map((spike) => h("li", {}, told(spike)))));
 }
 
-// The charts below the first; `why` is told where a run has none of the series, `axis` shows ticks where `show` is too long.
-const COMPANIONS = [
-  {
-    title: "Stalled share of the time", show: share, axis: percent, end: 1, why: "no window gave a stall share",
-    series: [{ tag: "stall/data_fraction", name: "stalled", kind: "strong" }],
-  },
-  {
-    title: "Throughput", show: perSecond, axis: rounded, why: "no window gave a rate",
-    series: [{ tag: "speed/images_per_s", name: "images/s", kind: "plain" }],
-  },
-  {
-    title: "GPU utilisation", show: share, axis: percent, end: 1, why: "no NVIDIA GPU gave one",
-    series: [
-      { tag: "gpu/utilization", name: "some kernel ran", kind: "plain" },
-      { tag: "gpu/sm_utilization", name: "its processors in use", kind: "strong" },
-    ],
-  },
-  {
-    title: "Workers making batches", show: share, axis: percent, end: 1, why: "no worker said when it was busy",
-    series: [{ tag: "stages/busy_fraction", name: "share of their time", kind: "plain" }],
-  },
-  {
-    title: "Workers", show: rounded, axis: rounded, why: "no worker made batches",
-    series: [{ tag: "loader/num_workers", name: "processes or threads", kind: "plain" }],
-  },
-  {
-    title: "Processors in use", show: cores, axis: rounded, why: "the processes could not be looked at",
-    series: [
-      { tag: "host/machine_cpu_cores", name: "the whole machine", kind: "plain" },
-      { tag: "host/own_cpu_cores", name: "this run", kind: "strong" },
-    ],
-  },
-  {
-    title: "Held back by the system", show: share, axis: percent, end: 1, why: "the system does not say",
-    series: [
-      { tag: "host/throttled_fraction", name: "throttled by a processor quota", kind: "plain" },
-      { tag: "host/memory_stall_fraction", name: "waiting for memory", kind: "strong" },
-    ],
-  },
-  {
-    title: "Reads by this run", show: bytesPerSecond, axis: bytes, why: "the system does not say what these processes read",
-    series: [
-      { tag: "host/own_read_bytes_per_s", name: "asked for", kind: "plain" },
-      { tag: "host/own_storage_bytes_per_s", name: "came from storage (not from the page cache)", kind: "strong" },
-    ],
-  },
-];
+const WHY = { // by where a figure comes from
+  gpu: "no NVIDIA GPU gave it", host: "the system does not say", stages: "no worker said", loader: "no worker made batches",
+};
 
-function companion(course, chart, join) {
-  const series = chart.series.filter(({ tag }) => mean(course, tag));
-  if (!series.length) return h("div", { class: "chart" }, head(chart.title), absent(chart.why));
-  const end = chart.end ?? (ROOM * largest(series.flatMap(({ tag }) => most(course, tag))) || 1);
+const paintOf = (tag, place, count) => (tag.startsWith("stall/") || (count > 1 && place === count - 1) ? "strong" : "plain");
+
+// A chart of figures over the run, as `declared` by the harness; none where the run has none of them.
+function companion(course, { title, unit, series: all }, join) {
+  const series = all.map((one, place) => ({ ...one, kind: paintOf(one.tag, place, all.length) })).filter(({ tag }) => mean(course, tag));
+  if (!series.length) return null;
+  const { show, tick } = unitOf(unit);
+  const top = unit === "fraction" ? 1 : ROOM * largest(series.flatMap(({ tag }) => most(course, tag)));
+  const end = top || 1;
   const height = 92;
-  const name = `${chart.title}: ${series.map((one) => rangeOf(mean(course, one.tag), one.name, chart.show)).join("; ")}`;
-  const rows = series.map((one) => rowOf(mean(course, one.tag), one.name, chart.show, stroke(one.kind)));
+  const name = `${title}: ${series.map((one) => rangeOf(mean(course, one.tag), one.name, show)).join("; ")}`;
+  const rows = series.map((one) => rowOf(mean(course, one.tag), one.name, show, stroke(one.kind)));
   const draw = (width) => {
     const ax = axis(course, width);
     const y = heightOf(ax, height, end);
@@ -221,14 +189,20 @@ function companion(course, chart, join) {
       const { low, high, mean: middle } = course.columns[tag];
       return [high && path(areaPath(low, high, ax, y), `band ${kind}`), path(linePath(middle, ax, y), `line ${kind}`)];
     });
-    const svg = s("svg", { width, height: height + 6 }, grid(ax, y, end, chart.axis), epochLines(course, ax, height), shapes);
+    const svg = s("svg", { width, height: height + 6 }, grid(ax, y, end, tick), epochLines(course, ax, height), shapes);
     return join(svg, { ax, height, name, rows });
   };
   const legend = series.map((one) => [stroke(one.kind), one.name]);
-  return h("div", { class: "chart" }, head(chart.title, keys(legend)), fitted(draw));
+  return h("div", { class: "chart" }, head(title, keys(legend)), fitted(draw));
 }
 
-export function courseSection(run) {
+function missing(course, charts) {
+  const without = charts.filter(({ series }) => !series.some(({ tag }) => mean(course, tag)));
+  const told = without.map(({ title, series }) => `${title} (${WHY[series[0].tag.split("/")[0]] ?? "no window gave it"})`);
+  return told.length > 0 && note(`Not available in this run: ${told.join(", ")}.`);
+}
+
+export function courseSection(run, charts) {
   const course = run.course;
   if (!course) return absent("metrics.jsonl has no window of steps");
   const join = cursorOf(course);
@@ -240,7 +214,8 @@ export function courseSection(run) {
   return h("div", { class: "course" },
     note(many(course.windows, "window"), " of steps", grouped, ". Parts are medians of each window, which need not add up."),
     stepChart(course, run.report.stall_basis, join),
-    COMPANIONS.map((chart) => companion(course, chart, join)),
+    charts.map((chart) => companion(course, chart, join)),
+    missing(course, charts),
     tableOf("Course of the run", ["up to step", ...tags], rows));
 }
 
@@ -250,7 +225,9 @@ export function smallCourse(course, end) {
   const draw = (width) => {
     const ax = axis(course, width, { left: 0, right: 0 });
     const y = heightOf(ax, height, end);
-    const shapes = [stepShapes(course, ax, y), spikeMarks(course, ax, y, height, 0)];
+    const parts = partShapes(course, ax, y);
+    const drawn = parts.length ? parts : stepShapes(course, ax, y); // lines would cover thin parts
+    const shapes = [drawn, spikeMarks(course, ax, y, height, 0)];
     return s("svg", { width, height }, path(`M0,${height}H${width}`, "axis"), shapes);
   };
   return fitted(draw, { "aria-hidden": "true" });

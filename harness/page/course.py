@@ -12,16 +12,24 @@ from typing import Any
 
 from harness.page.shape import number
 from harness.runtime.files import open_regular, parsed
+from harness.watch.figures import FIGURES, STEP_FIGURES, Figure, Tag
 
 SPREAD = ("median", "p95", "max")
 PARTS = ("compute", "prepare", "starved", "exposed_copy", "host")  # of a step
-TAGS = (
-    *(f"time/{name}_ms/{of}" for name in ("step", *PARTS) for of in SPREAD),
-    "speed/images_per_s", "stall/data_fraction", "stages/busy_fraction", "loader/num_workers", "gpu/utilization",
-    "gpu/sm_utilization", "host/machine_cpu_cores", "host/own_cpu_cores", "host/throttled_fraction",
-    "host/memory_stall_fraction", "host/own_read_bytes_per_s", "host/own_storage_bytes_per_s",
-)  # fmt: skip
-_TOLD = frozenset(f"time/{part}_ms/{of}" for part in PARTS for of in ("p95", "max"))  # in words, and not drawn
+CHARTED = tuple(figure for figure in FIGURES if figure.chart)
+
+
+def _columns(figure: Figure) -> list[str]:
+    """Returns the tags of a figure in ``metrics.jsonl``, the one that a chart draws first."""
+    return [f"{figure.tag}/{of}" for of in SPREAD] if figure.unit == "ms" else [figure.tag]
+
+
+TAGS = tuple(dict.fromkeys(tag for figure in (*STEP_FIGURES.values(), *CHARTED) for tag in _columns(figure)))
+_DRAWN = {
+    *(f"time/step_ms/{of}" for of in SPREAD),
+    *(f"time/{part}_ms/median" for part in PARTS),
+    *(_columns(figure)[0] for figure in CHARTED),
+}
 
 _OF_TYPICAL = 3.0  # a spike is a step that is so many times the typical one
 _OF_USUAL = 2.0  # and so many times the longest that windows usually have
@@ -87,7 +95,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     columns = {
         tag: _column(figures, edges)
         for tag, figures in windows.figures.items()
-        if tag not in _TOLD and any(figure is not None for figure in figures)
+        if tag in _DRAWN and any(figure is not None for figure in figures)
     }
     found = spikes(windows)
     longest: dict[int, int] = {}
@@ -108,15 +116,34 @@ def latest(windows: Windows) -> dict[str, Any]:
     if not windows.steps:
         return {}
     last = {tag: figures[-1] for tag, figures in windows.figures.items()}
+    spreads = {name: figure.tag for name, figure in STEP_FIGURES.items() if figure.unit == "ms"}
+    numbers = {name: figure.tag for name, figure in STEP_FIGURES.items() if figure.unit != "ms"}
     known = {part: ms for part in PARTS if (ms := last[f"time/{part}_ms/median"]) is not None}
     whole = sum(known.values())
     return {
         "steps": windows.steps[-1],
-        "images_per_s": last["speed/images_per_s"],
-        "stall_fraction": last["stall/data_fraction"],
-        "gpu_utilization": last["gpu/utilization"],
-        **{f"{name}_ms": {of: last[f"time/{name}_ms/{of}"] for of in SPREAD} for name in ("step", *PARTS)},
+        "gpu_utilization": last[Tag.GPU_UTILIZATION],
+        **{name: last[tag] for name, tag in numbers.items()},
+        **{name: {of: last[f"{tag}/{of}"] for of in SPREAD} for name, tag in spreads.items()},
         "shares": {part: ms / whole for part, ms in known.items()} if whole > 0 else None,
+    }
+
+
+def declared() -> dict[str, Any]:
+    """Returns what the page shows of the figures: the charts of their courses, and a row for each of the steps."""
+    charts: dict[str, list[Figure]] = {}
+    for figure in CHARTED:
+        charts.setdefault(figure.chart, []).append(figure)
+    return {
+        "charts": [
+            {
+                "title": title,
+                "unit": drawn[0].unit,
+                "series": [{"tag": _columns(figure)[0], "name": figure.label or figure.text} for figure in drawn],
+            }
+            for title, drawn in charts.items()
+        ],
+        "figures": [{"name": name, "unit": figure.unit, "text": figure.text} for name, figure in STEP_FIGURES.items()],
     }
 
 

@@ -38,10 +38,23 @@ export function times(value) {
   return `${digits(value, 2)}x`;
 }
 
-export const percent = (value) => `${Math.round(100 * value)}%`;
+// One unit for a column of milliseconds, by the longest of them, so that rows can be compared.
+export function together(values) {
+  const most = Math.max(0, ...values.filter((value) => Number.isFinite(value)));
+  const [factor, unit] = most >= 1000 ? [1e-3, "s"] : most < 0.1 ? [1e3, "µs"] : [1, "ms"];
+  return (value) => (value > 0 && factor * value < 0.005 ? `<0.01 ${unit}` : `${rounded(factor * value)} ${unit}`);
+}
+
+const percent = (value) => `${Math.round(100 * value)}%`;
 export const perSecond = (value) => `${rounded(value)} images/s`;
-export const bytesPerSecond = (value) => `${bytes(value)}/s`;
-export const cores = (value) => `${rounded(value)} cores`;
+const bytesPerSecond = (value) => `${bytes(value)}/s`;
+const cores = (value) => `${rounded(value)} cores`;
+// How values of a unit are told, and how on an axis.
+const UNITS = {
+  ms: { show: ms, tick: ms }, fraction: { show: share, tick: percent }, "images/s": { show: perSecond, tick: rounded },
+  cores: { show: cores, tick: rounded }, bytes: { show: bytes, tick: bytes }, "bytes/s": { show: bytesPerSecond, tick: bytesPerSecond },
+};
+export const unitOf = (unit) => UNITS[unit] ?? { show: (value) => `${rounded(value)} ${unit}`.trim(), tick: rounded };
 export const known = (value, show) => (value === undefined || value === null ? "not available" : show(value));
 
 // So many of a thing, whose plural has an s.

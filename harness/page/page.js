@@ -7,7 +7,7 @@ import { newest, sweepView } from "./sweep.js";
 let opened = null; // the run that is looked at, also after a reload
 
 // Fills the document. `load(name)` gives the whole of one of `runs`; `reload`, where there is one, gets everything anew.
-export function start({ runs, notes = [], load, reload }) {
+export function start({ runs, notes = [], declared, load, reload }) {
   const main = h("main", { id: "main", tabindex: "-1" });
   const again = reload && h("p", { class: "reload" }, h("button", { type: "button", click: reload }, "Reload"));
   const link = h("a", { class: "skip", href: "#main", click: skip }, "Skip to the run");
@@ -22,7 +22,7 @@ export function start({ runs, notes = [], load, reload }) {
   const detail = h("div", { class: "detail", tabindex: "-1" });
   const show = async (name) => {
     opened = name;
-    const view = await load(name).then((run) => runView(run, runs.length > 1 ? "h2" : "h1"))
+    const view = await load(name).then((run) => runView(run, declared, runs.length > 1 ? "h2" : "h1"))
       .catch((error) => h("ul", { class: "notes", role: "alert" }, h("li", {}, `run ${name}: ${error.message}`)));
     if (opened !== name) return; // another one was asked for since
     detail.replaceChildren(view);
@@ -51,6 +51,6 @@ function skip(event) {
 
 const embedded = document.getElementById("data");
 if (embedded) {
-  const { runs, notes } = JSON.parse(embedded.textContent);
-  start({ runs, notes, load: async (name) => runs.find((run) => run.name === name) });
+  const { runs, notes, declared } = JSON.parse(embedded.textContent);
+  start({ runs, notes, declared, load: async (name) => runs.find((run) => run.name === name) });
 }

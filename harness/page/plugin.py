@@ -26,7 +26,9 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def __init__(self, context: base_plugin.TBContext, now: Callable[[], float] = time.monotonic) -> None:
         self._where = context.logdir, getattr(context.flags, "logdir_spec", None)
-        self._now, self._has_run, self._looked_s = now, False, -_RECALL_S
+        self._now = now
+        self._has_run = False
+        self._looked_s = -_RECALL_S
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """The tab's name and its script."""
@@ -47,7 +49,8 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             from harness.page import serve
 
             if not self._has_run and self._now() - self._looked_s >= _RECALL_S:
-                self._has_run, self._looked_s = serve.has_run(serve.logdirs(*self._where)), self._now()
+                self._has_run = serve.has_run(serve.logdirs(*self._where))
+                self._looked_s = self._now()
             return self._has_run
         except Exception:
             return True

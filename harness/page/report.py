@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from harness.page.course import declared
 from harness.page.runs import BUCKETS, find_runs, run_json, told
 from harness.runtime.files import write_whole
 
@@ -28,7 +29,8 @@ _log = logging.getLogger("wellfed")  # the run's own, whose name stands in a roo
 def write_report(folder: Path) -> None:
     """Write ``report.html`` of the run in ``folder``, whole or not at all; a page that cannot be made costs a warning alone."""
     try:
-        write_page(folder / "report.html", [run_json(folder, folder.resolve().name)], ())
+        name = run_name(folder)
+        write_page(folder / "report.html", [run_json(folder, name)], (), name)
     except Exception as error:  # the run is over and has its report.json: nothing here may change how it ends
         _log.warning("%s: %s; the run goes on without it", folder / "report.html", error)
 
@@ -47,17 +49,24 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
     buckets = max(_FEWEST_BUCKETS, min(BUCKETS, 3 * BUCKETS // len(folders)))  # the page stays below a megabyte
     path = root / "report.html"
     runs = told(folders, partial(run_json, buckets=buckets), notes)
-    write_page(path, runs, notes)
+    write_page(path, runs, notes, run_name(root))
     return path, len(runs), notes
 
 
-def write_page(path: Path, runs: Sequence[str], notes: Sequence[str]) -> None:
-    """Write the page of ``runs``, as ``run_json`` gives them, with ``notes`` on top, whole or not at all.
+def run_name(folder: Path) -> str:
+    """Returns the name of a run as ``tensorboard --logdir outputs`` shows it, such as ``2026-11-22/05-51-05``."""
+    parts = folder.resolve().parts
+    roots = [place for place, part in enumerate(parts[:-1]) if part in ("outputs", "multirun")]
+    return "/".join(parts[roots[-1] + 1 :]) if roots else parts[-1]
+
+
+def write_page(path: Path, runs: Sequence[str], notes: Sequence[str], name: str) -> None:
+    """Writes the page of ``runs``, as ``run_json`` gives them, with ``notes`` on top, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_whole(path, page(runs, notes, title=f"Data stalls: {path.parent.resolve().name}").encode())
+    write_whole(path, page(runs, notes, title=f"Data stalls: {name}").encode())
 
 
 def page(runs: Sequence[str], notes: Sequence[str], title: str) -> str:
@@ -76,7 +85,8 @@ def page(runs: Sequence[str], notes: Sequence[str], title: str) -> str:
 
 def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
     """The JSON that the page starts from: ``runs``, as ``run_json`` gives them, and ``notes`` on all of them."""
-    return f'{{"notes":{json.dumps([*notes])},"runs":[{",".join(runs)}]}}'
+    head = json.dumps({"notes": [*notes], "declared": declared()})
+    return f'{head[:-1]}, "runs": [{",".join(runs)}]}}'
 
 
 def bundle() -> str:

@@ -1,8 +1,8 @@
 // One run: what bound it, its step, its wall time, its course, its workers, its tuner, its settings.
 import { wholeBar, stageBars } from "./bars.js";
 import { courseSection } from "./course.js";
-import { absent, h, note, scrolled, table } from "./dom.js";
-import { bytes, known, many, ms, perSecond, quoted, seconds, share, times, words } from "./format.js";
+import { absent, h, note, scrolled, table, tableOf } from "./dom.js";
+import { bytes, known, many, ms, perSecond, quoted, seconds, share, times, together, unitOf, words } from "./format.js";
 import { LABELS, MEANINGS, other, PARTS, SELDOM } from "./marks.js";
 import { supplySection } from "./supply.js";
 
@@ -25,17 +25,17 @@ const REST = {
 };
 const WELL = ["balanced", "compute"];
 
-// The whole of one run; `heading` is the level of its title.
-export function runView(run, heading) {
+// The whole of one run, with figures and charts as the harness has `declared` them; `heading` is the level of its title.
+export function runView(run, declared, heading) {
   const { report } = run;
   const ended = !run.latest;
   const sections = [
-    ["One step", stepSection(report, ended)],
+    ["One step", stepSection(report, declared.figures, ended)],
     ["The whole wall time", goodputSection(report, ended)],
-    ["Course of the run", courseSection(run)],
-    ["Inside the workers", stagesSection(report)],
-    ...(report.ranks ? [["Ranks", ranksSection(report.ranks)]] : []),
     ["What the tuner measured", supplySection(run.tuning)],
+    ["Course of the run", courseSection(run, declared.charts)],
+    ["What loading a sample takes", stagesSection(report)],
+    ...(report.ranks ? [["Ranks", ranksSection(report.ranks)]] : []),
     ["Settings and environment", settingsSection(run)],
   ];
   return h("article", { class: "run" },
@@ -43,7 +43,20 @@ export function runView(run, heading) {
     run.notes.length > 0 && h("ul", { class: "notes" }, run.notes.map((text) => h("li", {}, text))),
     verdictCard(report, ended),
     figures(report, ended),
-    sections.map(([title, body]) => h("section", {}, h("h2", {}, title), body)));
+    contents(sections.map(([title]) => title)),
+    sections.map(([title, body]) => h("section", {}, h("h2", { tabindex: "-1" }, title), body)));
+}
+
+// Buttons and no links: the address of the tab belongs to TensorBoard.
+function contents(titles) {
+  const go = (title) => (event) => {
+    const all = [...event.target.closest(".run").querySelectorAll("h2")];
+    const found = all.find((one) => one.textContent === title);
+    found.scrollIntoView();
+    found.focus({ preventScroll: true });
+  };
+  return h("nav", { class: "contents", "aria-label": "Contents" },
+    titles.map((title) => h("button", { type: "button", click: go(title) }, title)));
 }
 
 function facts({ status, steps, epochs, world_size: ranks, goodput, environment, error }, ended) {
@@ -119,14 +132,19 @@ function withUnit(text) {
   return [number, unit && h("span", { class: "unit" }, ` ${unit}`)];
 }
 
-function stepSection(report, ended) {
+function stepSection(report, declared, ended) {
   const { shares, stall_basis: basis } = report;
   if (!shares || !PARTS.some((part) => shares[part] > 0)) return absent("no step was timed");
   const { clock, says } = BASIS[basis] ?? LAST;
-  const of = (part, which) => known(report[`${part}_ms`]?.[which], ms);
+  const column = (which) => {
+    const show = together(PARTS.map((part) => report[`${part}_ms`]?.[which]));
+    return (part) => known(report[`${part}_ms`]?.[which], show);
+  };
+  const median = column("median");
+  const longest = column("max");
   const segments = PARTS.filter((part) => part in shares).map((part) => ({
     name: LABELS[part], value: shares[part], fill: part, meaning: MEANINGS[part],
-    cells: [share(shares[part]), of(part, "median"), of(part, "max")],
+    cells: [share(shares[part]), median(part), longest(part)],
   }));
   const missing = PARTS.filter((part) => !(part in shares) && !SELDOM.includes(part)).map((part) => LABELS[part]);
   const reason = basis === "host" ? "it needs device events, which a CUDA device has" : "this device gave no figure for it";
@@ -137,7 +155,18 @@ function stepSection(report, ended) {
     missing.length > 0 && note(`Not available: ${missing.join(", ")} (${why}).`),
     waitBar(Object.entries(report.wait_parts ?? {})),
     hostParts(Object.entries(report.host_parts_s ?? {})),
+    tableOf("All figures of the steps", ["figure", "median", "95 of 100 below", "longest", "what it says"], () => allFigures(report, declared)),
   ];
+}
+
+// Every figure that the report has, so that a new one is shown as soon as it is declared.
+function allFigures(report, declared) {
+  return declared.filter(({ name }) => report[name] !== undefined).map(({ name, unit, text }) => {
+    const value = report[name];
+    const { show } = unitOf(unit);
+    const cells = typeof value === "number" ? [show(value), "", ""] : [value.median, value.p95, value.max].map(show);
+    return [words(name), ...cells, text];
+  });
 }
 
 function waitBar(parts) {
@@ -152,7 +181,7 @@ function hostParts(parts) {
   return told.length > 0 && note(`Host work between steps, in all: ${told.join(", ")}.`);
 }
 
-function goodputSection({ goodput }, ended) {
+function goodputSection({ goodput, turns_ms: turns = [] }, ended) {
   if (!goodput || goodput.wall_s <= 0) return absent(ended ? "the device's own time is not known" : "it is known when the run ends");
   const { fraction, busy_s: busy, wall_s: wall } = goodput;
   const rest = goodput.rest.filter((part) => part.s > 0);
@@ -164,14 +193,25 @@ function goodputSection({ goodput }, ended) {
     note(`${share(fraction)} of ${seconds(wall)}, from the command to the exit, went into steps on the device.`),
     wholeBar({ title: "Wall time", columns: ["share", "time"], segments: segments.map((part) => (
       { ...part, value: part.s, cells: [share(part.s / wall), seconds(part.s)] })) }),
+    turns.length > 0 && note(turnsTold(turns)),
   ];
 }
 
-function stagesSection({ stages, workers }) {
-  if (!stages?.length) return absent("no sample was timed in a worker");
+// The pause around an evaluation: the waits for its first batch and for the first one of the epoch after it.
+function turnsTold(turns) {
+  const [val, train] = ["val", "train"].map((name) => Math.max(...turns.map((turn) => turn[name])));
+  return `Around ${many(turns.length, "evaluation")} the loop waited at most ${ms(val)} for the first validation batch `
+    + `and ${ms(train)} for the next epoch's first batch.`;
+}
+
+function stagesSection({ stages, workers, loader }) {
+  if (!stages?.length) return absent("no sample was timed");
+  const alone = loader?.num_workers === 0;
+  const who = alone ? "The training process was" : "Workers were";
   const busy = workers?.busy_fraction;
-  const told = busy !== undefined && `Workers were making batches in ${share(busy)} of the training time. `;
-  return [note(told, workers && `${many(workers.samples, "sample")} in all.`), stageBars(stages)];
+  const told = busy !== undefined && `${who} making batches in ${share(busy)} of the training time. `;
+  const caption = alone ? "per sample, in the training process" : "per sample, mean over all workers";
+  return [note(told, workers && `${many(workers.samples, "sample")} in all.`), stageBars(stages, caption)];
 }
 
 function ranksSection(ranks) {

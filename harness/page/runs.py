@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ from harness.page.shape import REPORT, TUNING, fitted
 from harness.runtime.files import read_inside, read_json
 
 BUCKETS = 400  # points of a chart that has the page's width
-REPORT_JSON, METRICS_JSONL, TUNING_JSON = "report.json", "metrics.jsonl", "tuning.json"
+REPORT_JSON = "report.json"
+METRICS_JSONL = "metrics.jsonl"
+TUNING_JSON = "tuning.json"
 FILES = (REPORT_JSON, METRICS_JSONL, TUNING_JSON)
 _CONFIG = ".hydra/config.yaml"
 
-_MOST_RUNS, _MOST_FOLDERS = 1000, 50_000  # looked at below one folder
+# looked at below one folder
+_MOST_RUNS = 1000
+_MOST_FOLDERS = 50_000
 _CONFIG_CHARACTERS = 32_000
 _OF_A_RUN = ("checkpoints", "trace")  # folders in which there are no runs
 
@@ -54,16 +59,18 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
         folders[:] = sorted(looked_into, key=_natural, reverse=True)
 
 
-def changed_s(folder: Path) -> float:
-    """When the run in ``folder`` last wrote what it did, in seconds of the wall clock; 0 where it has not."""
-    return max(map(_changed_s, (folder / REPORT_JSON, folder / METRICS_JSONL)))
-
-
-def _changed_s(path: Path) -> float:
+def stamp(path: Path) -> tuple[int, int]:
+    """Returns what changes when a file does: nanoseconds of the wall clock and bytes; zeros if it cannot be looked at."""
     try:
-        return path.stat().st_mtime
+        found = path.stat()
     except OSError:
-        return 0.0
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def changed_s(folder: Path) -> float:
+    """Returns when the run in ``folder`` last wrote what it did, in seconds of the wall clock; 0 if it has not."""
+    return max(stamp(folder / name)[0] for name in (REPORT_JSON, METRICS_JSONL)) / 1e9
 
 
 def told(runs: Mapping[str, Path], make: Callable[[Path, str], str], notes: list[str]) -> list[str]:
@@ -93,7 +100,7 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
     Where there is no report yet, ``report`` has the figures of the ``latest`` window.
     """
     notes: list[str] = []
-    windows = _windows(folder / METRICS_JSONL, notes)
+    windows = _windows(folder / METRICS_JSONL, notes) or Windows()
     report = fitted(_json(folder / REPORT_JSON, notes), REPORT)
     if report is None and not os.path.exists(folder / REPORT_JSON):
         notes.append(f"{REPORT_JSON} is missing: the run has not ended or was killed; what is shown is what it wrote so far")
@@ -115,43 +122,45 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
     }
 
 
-def _json(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
-    """The object in a file; None, with a note unless it is just not there, where there is none."""
+@contextmanager
+def _noting(name: str, notes: list[str], missing: str = "") -> Iterator[None]:
+    """A block that reads the file ``name``; where that fails it ends early, and ``notes`` are told why.
+
+    A file that is not there is worth a note only where ``missing`` says what that costs.
+    """
     try:
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds no object but {type(value).__name__}")
-        return value
+        yield
     except FileNotFoundError:
-        pass
+        if missing:
+            notes.append(f"{name} is missing: {missing}")
     except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+        notes.append(f"{name} cannot be read: {error.strerror or error}")
     except ValueError as error:
-        notes.append(f"{path.name} is damaged: {error}")
+        notes.append(f"{name} is damaged: {error}")
+
+
+def _json(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
+    """Returns the object in a file; None, with a note unless it is just not there, if there is none."""
+    with _noting(path.name, notes):
+        value = read_json(path)
+        if isinstance(value, dict):
+            return value
+        raise ValueError(f"it holds no object but {type(value).__name__}")
     return None
 
 
-def _windows(path: Path, notes: list[str]) -> Windows:
-    try:
+def _windows(path: Path, notes: list[str]) -> Windows | None:
+    with _noting(path.name, notes, missing="there is no course over time"):
         windows = read_windows(path)
-    except FileNotFoundError:
-        notes.append(f"{path.name} is missing: there is no course over time")
-        return Windows()
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
-        return Windows()
-    if windows.damaged:
-        notes.append(f"{path.name} has {windows.damaged} damaged lines, which are left out")
-    if not windows.steps:
-        notes.append(f"{path.name} has no window of steps yet")
-    return windows
+        if windows.damaged:
+            notes.append(f"{path.name} has {windows.damaged} damaged lines, which are left out")
+        if not windows.steps:
+            notes.append(f"{path.name} has no window of steps yet")
+        return windows
+    return None
 
 
 def _config(folder: Path, notes: list[str]) -> str | None:
-    try:
+    with _noting(_CONFIG, notes):
         return read_inside(folder, _CONFIG).decode(errors="replace")[:_CONFIG_CHARACTERS]
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        notes.append(f"{_CONFIG} is not shown: {error.strerror or error}")
     return None

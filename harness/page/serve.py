@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from harness.page.report import ASSETS, SCRIPTS, STYLE, listed
-from harness.page.runs import BUCKETS, FILES, each_run, find_runs, run_json, told
+from harness.page.runs import BUCKETS, FILES, each_run, find_runs, run_json, stamp, told
 
 _FEW_BUCKETS = 60  # points of a small chart beside others
 _GLANCED_AT = 2000  # folders, to see whether there is a run at all
@@ -77,20 +77,7 @@ def _one(folders: Mapping[str, str], query: Query) -> str:
 
 def _run(folder: Path, name: str, buckets: int) -> str:
     """One run as JSON, read anew if one of its files has changed."""
-    return _unchanged(folder, name, buckets, _stamps(folder))
-
-
-def _stamps(folder: Path) -> tuple[tuple[int, int] | None, ...]:
-    """What changes when one of the run's files does."""
-    return tuple(_stamp(folder / name) for name in FILES)
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
+    return _unchanged(folder, name, buckets, tuple(stamp(folder / file) for file in FILES))
 
 
 @lru_cache(maxsize=1024)
@@ -108,11 +95,14 @@ def _answer(make: Callable[[Query], str]) -> App:
 
     def app(environ: Mapping[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         try:
-            status, text = "200 OK", make(parse_qs(environ.get("QUERY_STRING", "")))
+            status = "200 OK"
+            text = make(parse_qs(environ.get("QUERY_STRING", "")))
         except KeyError as error:
-            status, text = "404 Not Found", json.dumps({"error": f"there is no run {error}"})
+            status = "404 Not Found"
+            text = json.dumps({"error": f"there is no run {error}"})
         except Exception as error:
-            status, text = "500 Internal Server Error", json.dumps({"error": f"{type(error).__name__}: {error}"})
+            status = "500 Internal Server Error"
+            text = json.dumps({"error": f"{type(error).__name__}: {error}"})
         return _reply(start, status, "application/json", text.encode())
 
     return app

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from harness.watch.figures import STEP_FIGURES
+
 _LONGEST = 4000  # characters of one text
 _LARGEST = 1e300  # what is beyond is no figure, and an integer of JSON may be too long for a float
 
@@ -17,15 +19,12 @@ REPORT: Mapping[Any, Any] = {
     **{
         f"{name}?": float
         for name in (
-            "epochs", "steps", "world_size", "global_batch_size", "images_per_s", "data_wait_fraction", "stall_fraction",
-            "gpu_utilization", "top1", "top5", "loss", "val_images", "skipped_updates",
+            "epochs", "steps", "world_size", "gpu_utilization", "top1", "val_images",
         )
     },
-    **{
-        f"{name}_ms?": _SPREAD
-        for name in ("step", "data_wait", "copy", "compute", "gap", "exposed_copy", "prepare", "starved", "host", "launch")
-    },
-    **{f"{name}?": {str: float} for name in ("shares", "wait_parts", "host_parts_s", "pauses_s", "sampled")},
+    **{f"{name}?": _SPREAD if figure.unit == "ms" else float for name, figure in STEP_FIGURES.items()},
+    **{f"{name}?": {str: float} for name in ("shares", "wait_parts", "host_parts_s")},
+    "turns_ms?": [{"val": float, "train": float}],
     "verdict?": {"sentence": str, "bottleneck": str, "ceiling?": float, "next_step?": str, "evidence?": [str]},
     "stages?": [{"name": str, "group": str, "wall_ms": float, "cpu_ms": float}],
     "workers?": {"samples": float, "busy_fraction?": float},

@@ -8,15 +8,24 @@ const NEAR = 3; // a demand beyond so many times the fastest rate is told and no
 const KINDS = { supply: "loader alone", steps: "delivered to training steps" };
 const IDENTITY = ["num_workers", "prefetch_factor", "pin_memory", "backend"];
 
+const BACKENDS = { processes: "filled: processes", threads: "hollow: threads", arrays: "pale: arrays" };
+
 const setting = (of) =>
-  `${of.num_workers} workers, prefetch ${of.prefetch_factor ?? "none"}, ${of.pin_memory ? "pinned" : "not pinned"}`;
+  `${of.num_workers} workers${of.backend ? ` (${of.backend})` : ""}, prefetch ${of.prefetch_factor ?? "none"}, `
+  + `${of.pin_memory ? "pinned" : "not pinned"}`;
 const interval = ({ images_per_s: rate, low, high }) =>
   `${perSecond(rate)} (${rounded(low)} to ${high === undefined ? "any" : rounded(high)})`;
 const measured = (trial) => KINDS[trial.kind] ?? trial.kind;
 
-function dot(x, y, kind) {
-  if (kind === "steps") return path(`M${x},${y - 5}l5,5l-5,5l-5,-5z`, "steps");
-  return s("circle", { cx: x, cy: y, r: 4, class: "supply" });
+// A circle for the loader alone, a diamond for steps; filled, hollow or pale by the backend.
+function dot(x, y, kind, backend = "processes") {
+  if (kind === "steps") return path(`M${x},${y - 5}l5,5l-5,5l-5,-5z`, `steps ${backend}`);
+  return s("circle", { cx: x, cy: y, r: 4, class: `supply ${backend}` });
+}
+
+function backendsOf(trials) {
+  const seen = Object.keys(BACKENDS).filter((backend) => trials.some(({ settings }) => settings.backend === backend));
+  return seen.length > 1 ? seen.map((backend) => [sample(dot(7, 7, "supply", backend)), BACKENDS[backend]]) : [];
 }
 
 function cross(x, y) {
@@ -35,6 +44,7 @@ export function supplySection(tuning) {
   const legend = [
     [sample(dot(7, 7, "supply")), "loader alone"], [sample(dot(7, 7, "steps")), "delivered to steps"], [sample(cross(7, 7)), "refused"],
     [sample(path("M0,7h14", "demand")), "the step can take"], [sample(ring(7, 7, 5.5, "ring")), "chosen"],
+    ...backendsOf(trials),
   ];
   const rows = () => trials.map((trial) => [setting(trial.settings), measured(trial), known(trial.rate, interval), trial.refused]);
   return h("div", { class: "supply" },
@@ -77,7 +87,7 @@ function demandLine({ y, near }, demand, width) {
 function trialMark({ y, at, end }, trial) {
   const [x, height] = at(trial);
   if (!trial.rate) return cross(x, height);
-  return [path(`M${x},${y(trial.rate.low)}V${y(trial.rate.high ?? end)}`, "interval"), dot(x, height, trial.kind)];
+  return [path(`M${x},${y(trial.rate.low)}V${y(trial.rate.high ?? end)}`, "interval"), dot(x, height, trial.kind, trial.settings.backend)];
 }
 
 function drawn(tuning, trials, width) {

@@ -82,7 +82,7 @@ export function sweepView(runs, open) {
   body.append(...rows.values());
   redraw();
   const view = h("section", { class: "sweep" }, h("h1", {}, `${runs.length} runs`),
-    note("A click on a heading sorts, one on a run shows it below."),
+    note("A click on a heading sorts, one on a run shows it below; at first that is the run that was written to last."),
     scrolled("Runs", h("table", {}, h("thead", {}, head), body)),
     h("h2", {}, "Step time side by side"),
     keys([...partKeys(), [h("span", { class: "spike-key" }, "▼"), "a step that stands out"]], "All charts have one scale."),

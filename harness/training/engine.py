@@ -24,13 +24,13 @@ from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
 from harness.training.saving import Boundary, Place, Saves
 from harness.training.step import Step, device_batches
-from harness.watch.board import Figure, stages, timings
+from harness.watch.board import Value, stages
 from harness.watch.console import progress, say
-from harness.watch.marks import named
+from harness.watch.figures import Tag, by_tag
 from harness.watch.peaks import MemoryWatch
+from harness.watch.spans import named
 from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
-from harness.watch.tags import Tag
 from harness.watch.verdict import RankFigures
 
 _AS_IT_IS = nullcontext()
@@ -149,7 +149,7 @@ class Engine:
         self.state.pending = False
         self.state.best_top1 = max(result.top1, self.state.best_top1 or 0.0)
         self.outcome.evaluation = result
-        values: dict[str, Figure] = {Tag.VAL_TOP1: result.top1, Tag.VAL_TOP5: result.top5, Tag.VAL_LOSS: result.loss}
+        values: dict[str, Value] = {Tag.VAL_TOP1: result.top1, Tag.VAL_TOP5: result.top5, Tag.VAL_LOSS: result.loss}
         self._write(epoch, {**values, **self.memory.evaluated()})
         accuracy = f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f}"
         trained = f"; training: {self._epoch}" if self._epoch.steps else ""
@@ -275,13 +275,11 @@ class Engine:
         for shown in (latest, self._epoch):
             shown.add(steps, figures.loss, lr, window, self.world.size)
         self._told = str(latest)
-        values: dict[str, Figure] = {Tag.LOSS: figures.loss, Tag.LR: lr}
+        values: dict[str, Value] = {Tag.LOSS: figures.loss, Tag.LR: lr}
         if window is not None:
-            values |= timings(window) | self._stages()
+            values |= by_tag(window.of_ranks(self.world.size)) | self._stages()
             for look in self.watch.on_window:
                 look(self.watch.clock, window)
-            if window.images_per_s is not None:
-                values[Tag.IMAGES_PER_S] = window.images_per_s * self.world.size
         with self.watch.clock.noted("logging"):
             self._write(epoch, {**values, **self.memory.trained(self.state.step)})
         if figures.skipped:
@@ -293,12 +291,12 @@ class Engine:
                 "optim.clip_norm=1 or use trainer.precision=fp32"
             )
 
-    def _write(self, epoch: int, figures: dict[str, Figure]) -> None:
+    def _write(self, epoch: int, figures: dict[str, Value]) -> None:
         if self.watch.board is not None:
             sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
             self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
 
-    def _stages(self) -> dict[str, Figure]:
+    def _stages(self) -> dict[str, Value]:
         """What the training feed's workers did since the last call."""
         since_s, self._looked_s = self._looked_s, time.perf_counter()
         workers = self.feed.settings.num_workers

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from harness.runtime import accelerator
 from harness.runtime.files import replacing
 from harness.runtime.folder import LOGGER
-from harness.watch import marks
+from harness.watch import spans
 from harness.watch.console import say
 
 _NOTHING = nullcontext()
@@ -25,7 +25,7 @@ _log = logging.getLogger(LOGGER)
 
 
 class Trace:
-    """Records the steps that ``profile.steps`` names into ``trace/`` of the run's folder, with the names of ``watch.marks``.
+    """Records the steps that ``profile.steps`` names into ``trace/`` of the run's folder, with the names of ``watch.spans``.
 
     What the run does between two of these steps is recorded too. Every Python thread is, so that what a prefetcher's thread
     does can be seen beside the step. The file is named after the steps that are in it: a run may begin or end among those
@@ -53,7 +53,7 @@ class Trace:
         if self._profiler is not None:
             profiler = self._profiler
             self._profiler = None
-            marks.record(None)
+            spans.record(None)
             self._write(profiler)
         elif self._first <= self._last and not self._began:
             _log.warning("profile.steps=%d-%d: none of these steps was trained, there is no trace", self._first, self._last)
@@ -65,7 +65,7 @@ class Trace:
             with self._pause("profile"):
                 self._begin(number)
         self._ended = number
-        with marks.named(f"step {number}"):
+        with spans.named(f"step {number}"):
             yield
         if number == self._last:
             with self._pause("profile"):
@@ -88,7 +88,7 @@ class Trace:
             _log.warning("profile.steps: no trace: %s", error)
         else:
             self._profiler = profiler
-            marks.record(record_function)
+            spans.record(record_function)
 
     def _write(self, profiler: profile) -> None:
         """End and write the trace, whole or not at all; a full disk, or a profiler that fails, costs it and not the run."""

@@ -19,11 +19,10 @@ from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.engine import Engine
 from harness.watch.console import say
-from harness.watch.figures import Spread, Window
+from harness.watch.figures import Spread, Tag, Window, by_name
 from harness.watch.goodput import Goodput
 from harness.watch.host import environment
 from harness.watch.stages import GROUPS, StageTotals
-from harness.watch.tags import Tag
 from harness.watch.verdict import Evidence, Verdict, judge
 
 _log = logging.getLogger(LOGGER)
@@ -74,7 +73,8 @@ class Reporter:
                 self._report(engine, error)
 
     def _report(self, engine: Engine, error: BaseException | None) -> None:
-        board, outcome = engine.watch.board, engine.outcome
+        board = engine.watch.board
+        outcome = engine.outcome
         assert board is not None
         try:
             report = self.figures(engine)
@@ -104,7 +104,9 @@ class Reporter:
 
     def figures(self, engine: Engine) -> dict[str, Any]:
         """``report.json`` as plain values; what this device cannot give is absent."""
-        total, outcome, world = engine.watch.clock.total(), engine.outcome, engine.world
+        total = engine.watch.clock.total()
+        outcome = engine.outcome
+        world = engine.world
         sampled = engine.watch.sampler.means() if engine.watch.sampler else {}
         worked = engine.feed.meter.read() if engine.feed.meter is not None else None
         own = accelerator.of(world.device)
@@ -115,23 +117,10 @@ class Reporter:
             "steps": engine.state.step,
             "world_size": world.size,
             "global_batch_size": self.config.loader.batch_size * world.size * self.config.trainer.accumulate_steps,
-            "images_per_s": total.images_per_s * world.size if total.images_per_s is not None else None,
-            "step_ms": total.step_ms,
-            "data_wait_ms": total.data_wait_ms,
-            "copy_ms": total.copy_ms,
-            "compute_ms": total.compute_ms,
-            "gap_ms": total.gap_ms,
-            "exposed_copy_ms": total.exposed_copy_ms,
-            "prepare_ms": total.prepare_ms,
-            "starved_ms": total.starved_ms,
-            "host_ms": total.host_ms,
-            "launch_ms": total.launch_ms,
+            **by_name(total.of_ranks(world.size)),
             "shares": dict(total.shares) or None,
             "wait_parts": dict(total.wait_parts) or None,
             "host_parts_s": dict(total.host_parts_s) or None,
-            "data_wait_fraction": total.data_wait_fraction,
-            "device_full_fraction": total.device_full_fraction,
-            "stall_fraction": total.stall_fraction,
             "stall_basis": total.stall_basis,
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
             "gpu_memory": engine.memory.peaks,
@@ -204,12 +193,14 @@ class Reporter:
         if self.cache is not None:
             say(f"cache          {self.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")
-        page, root = os.path.relpath(folder / "report.html"), os.path.relpath(_root(folder))
+        page = os.path.relpath(folder / "report.html")
+        root = os.path.relpath(_root(folder))
         say(f"look at it     {page}, or tensorboard --logdir {root}")
 
     def _stand(self, engine: Engine) -> None:
         """Say where a run stands that ended too early, and the command that goes on with it."""
-        state, folder = engine.state, os.path.relpath(engine.place.folder)
+        state = engine.state
+        folder = os.path.relpath(engine.place.folder)
         amid = f" and {state.samples} of {engine.order.stop(state.epoch)} images of the next" if state.samples else ""
         say(f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} epochs{amid}")
         if saved := engine.saves.last:

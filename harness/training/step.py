@@ -25,7 +25,7 @@ from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.training.state import TrainState
 from harness.watch.clock import StepClock
-from harness.watch.marks import named
+from harness.watch.spans import named
 
 DTYPES = {Precision.fp32: torch.float32, Precision.fp16: torch.float16, Precision.bf16: torch.bfloat16}
 _AS_IT_IS = contextlib.nullcontext()

@@ -17,13 +17,11 @@ from typing import Any, Self
 from harness.runtime.errors import printable
 from harness.runtime.files import make_way, open_regular, parsed, read_regular, typed, write_whole
 from harness.runtime.folder import LOGGER
-from harness.watch.figures import Spread, Window
+from harness.watch.figures import Spread, Tag
 from harness.watch.stages import StageTotals
-from harness.watch.tags import Tag
 from harness.watch.tfrecord import framed
 
-Figure = float | Spread | None
-_TIMINGS = [(tag, tag.name.lower()) for tag in Tag if tag.name.lower() in Window.__slots__]
+Value = float | Spread | None
 
 _log = logging.getLogger(LOGGER)
 
@@ -41,7 +39,9 @@ class Board:
     ) -> None:
         self.dropped = 0
         self._step = 0  # the last one logged
-        self._folder, self._now, self._began = folder, now, now()
+        self._folder = folder
+        self._now = now
+        self._began = now()
         self._metrics = _Records(folder / "metrics.jsonl")
         self._there: set[tuple[int, str]] = set()  # what the step that the run goes on from has already
         self._guarded(self._metrics.path, lambda: self._go_on(resumed_step))
@@ -53,7 +53,7 @@ class Board:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def scalars(self, step: int, figures: Mapping[str, Figure], *, epoch: int | None = None) -> None:
+    def scalars(self, step: int, figures: Mapping[str, Value], *, epoch: int | None = None) -> None:
         """Log figures by tag after ``step`` optimizer updates.
 
         A ``Spread`` becomes ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max``, because TensorBoard keeps 1,000 random points of
@@ -63,7 +63,9 @@ class Board:
         flat: dict[str, float] = {}
         for tag, figure in figures.items():
             if isinstance(figure, Spread):
-                flat[f"{tag}/median"], flat[f"{tag}/p95"], flat[f"{tag}/max"] = figure.median, figure.p95, figure.max
+                flat[f"{tag}/median"] = figure.median
+                flat[f"{tag}/p95"] = figure.p95
+                flat[f"{tag}/max"] = figure.max
             elif figure is not None:
                 flat[str(tag)] = figure
         if self._there:
@@ -100,7 +102,8 @@ class Board:
 
     def _go_on(self, step: int | None) -> None:
         """Take out the lines of steps after ``step``, and a last one that was cut off; begin behind the others."""
-        path, kept = self._metrics.path, []
+        path = self._metrics.path
+        kept = []
         make_way(path)
         data = read_regular(path) if path.exists() else b""
         for line in data.splitlines(keepends=True):
@@ -131,7 +134,8 @@ class _Records:
     """A file that is only appended to, one whole record per write, behind ``head``."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.head = path, b""
+        self.path = path
+        self.head = b""
         self._handle: int | None = None
 
     def append(self, data: bytes) -> None:
@@ -161,7 +165,8 @@ class _EventFile(_Records):
         from torch.utils.tensorboard import summary
 
         super().__init__(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}")
-        self._event, self._heads = Event, dict[str, bytes]()
+        self._event = Event
+        self._heads = dict[str, bytes]()
         self._summary: Any = summary
         self.head = self._record(file_version="brain.Event:2")
         if resumed_step is not None:  # TensorBoard hides what the folder's older files have from this step on
@@ -193,12 +198,7 @@ class _EventFile(_Records):
         return framed(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def timings(window: Window) -> dict[str, Figure]:
-    """The figures of a window under their tags, whose names are those of its fields."""
-    return {tag: getattr(window, name) for tag, name in _TIMINGS}
-
-
-def stages(totals: StageTotals, worker_s: float) -> dict[str, Figure]:
+def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
     """Wall milliseconds per sample of each stage, and how busy the workers were in ``worker_s`` seconds of them together."""
     if not totals.samples or worker_s <= 0:
         return {}

@@ -13,15 +13,14 @@ from itertools import pairwise
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.watch.block import Block
-from harness.watch.collector import Collections
-from harness.watch.figures import Ledger, Window, add_all
+from harness.watch.figures import Window
+from harness.watch.ledger import HOST_STEP, Collections, Ledger, add_all
+from harness.watch.spans import Block
 from harness.watch.stages import Stamps, wait_parts
 from harness.watch.timeline import Copy, Events, Timeline, TimingEvent
 
 if TYPE_CHECKING:
     import torch
-
 
 Batch = TypeVar("Batch")
 _END: Any = object()
@@ -49,12 +48,9 @@ class StepClock:
     Args:
         device: where the network runs.
         slots: the number of ``computing()`` blocks that the host may be ahead of the device.
-        now: a monotonic clock in seconds; None: the device's own.
+        now: a monotonic clock in seconds, kept as an attribute; None: the device's own.
         events: where timing events come from; None: the device's own, if it has streams.
         keep_steps: keep what ``device_steps`` tells, which takes memory for every step.
-
-    Attributes:
-        now: the clock.
     """
 
     def __init__(
@@ -71,11 +67,11 @@ class StepClock:
         own = accelerator.of(device)
         if events is None and own.has_streams:
             events = Events(lambda: own.event(timed=True), own.stream, own.idle_stream(), own.delay)
-        now = now or own.now
-        self.now = now
-        self._timeline = Timeline(slots, events, now, keep_steps) if events else None
+        self.now = now or own.now
+        self._timeline = Timeline(slots, events, self.now, keep_steps) if events else None
         self._times_compute = own.kind == "cpu" and not events  # when a call returns, a CPU has done its work; MPS has not
-        self._ledger, self._closed = Ledger(), Ledger()
+        self._ledger = Ledger()
+        self._closed = Ledger()
         self._mark: float | None = None  # when the running step began; None outside
         self._first = True  # the running step is an epoch's first
         self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0  # in this step
@@ -88,7 +84,7 @@ class StepClock:
         self._in_wait = self._in_compute = self._in_work = False
         self._pause_since: float | None = None
         self._paused_s = 0.0
-        self._gc = Collections(now)
+        self._gc = Collections(self.now)
         self._gc_mark_s = 0.0  # of its seconds, those before the running step
         gc.callbacks.append(self._gc)
         weakref.finalize(self, gc.callbacks.remove, self._gc)
@@ -108,7 +104,8 @@ class StepClock:
             there_s: when it was there, by the clock ``now``: what is left of the block is no waiting for data.
         """
         if self._in_wait:
-            self._stamps, self._there_s = stamps, there_s
+            self._stamps = stamps
+            self._there_s = there_s
 
     def held(self, began_s: float) -> None:
         """Take the time since ``began_s`` out of the running wait: the host waited for a device that had steps in store."""
@@ -142,7 +139,8 @@ class StepClock:
         if self._in_work or self._mark is None or self._pause_since is not None:
             yield
             return
-        self._in_work, began = True, self._active() - self._gc.seconds
+        self._in_work = True
+        began = self._active() - self._gc.seconds
         try:
             yield
         finally:
@@ -160,13 +158,15 @@ class StepClock:
         if self._pause_since is not None:
             return
         now = self.now() - self._paused_s
-        took, self._mark = now - (now if self._mark is None else self._mark), now
+        took = now - (now if self._mark is None else self._mark)
+        self._mark = now
         if self._first:
             self._ledger.first_steps += 1
             self._ledger.first_s += took
         else:
             self._count(took, images)
-        self._first, self._gc_mark_s = False, self._gc.seconds
+        self._first = False
+        self._gc_mark_s = self._gc.seconds
         self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
         self._wait_parts_s.clear()
         self._host_parts_s.clear()
@@ -186,11 +186,13 @@ class StepClock:
         if self._timeline:
             self._timeline.forget()
         self._pause_since = self.now()
-        collecting, self._gc.thread = self._gc.thread, None
+        collecting = self._gc.thread
+        self._gc.thread = None
         try:
             yield
         finally:
-            took, self._pause_since = self.now() - self._pause_since, None
+            took = self.now() - self._pause_since
+            self._pause_since = None
             self._paused_s += took
             self._gc.thread = collecting
             add_all(self._ledger.pauses_s, {name: took})
@@ -245,7 +247,8 @@ class StepClock:
             self._timeline.read(self._ledger)
         if not (self._ledger.steps or self._ledger.first_steps):
             return None
-        ended, self._ledger = self._ledger, Ledger()
+        ended = self._ledger
+        self._ledger = Ledger()
         self._closed.merge(ended)
         return ended.window()
 
@@ -267,36 +270,36 @@ class StepClock:
         ledger.wait_s += self._wait_s
         ledger.full_s += self._full_s
         ledger.gc_s += self._gc.seconds - self._gc_mark_s
-        ledger.host_step.add(1e3 * took_s)
-        ledger.wait.add(1e3 * self._wait_s)
-        if self._wait_parts_s:
-            add_all(ledger.wait_parts_s, self._wait_parts_s)
-        if self._host_parts_s:
-            add_all(ledger.host_parts_s, self._host_parts_s)
-        if not self._compute_s:
-            return
-        if self._timeline:
-            ledger.launch.add(1e3 * self._compute_s)
-        elif self._times_compute:
+        sketches = ledger.sketches
+        sketches[HOST_STEP].add(1e3 * took_s)
+        sketches["data_wait_ms"].add(1e3 * self._wait_s)
+        add_all(ledger.wait_parts_s, self._wait_parts_s)
+        add_all(ledger.host_parts_s, self._host_parts_s)
+        if self._compute_s and self._timeline:
+            sketches["launch_ms"].add(1e3 * self._compute_s)
+        elif self._compute_s and self._times_compute:
             ledger.compute_s += self._compute_s
-            ledger.compute.add(1e3 * self._compute_s)
+            sketches["compute_ms"].add(1e3 * self._compute_s)
             if self._prepare_s:
                 ledger.prepare_s += self._prepare_s
-                ledger.prepare.add(1e3 * self._prepare_s)
-            ledger.host.add(1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s))
+                sketches["prepare_ms"].add(1e3 * self._prepare_s)
+            sketches["host_ms"].add(1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s))
 
     def _begin_wait(self) -> bool:
         if self._in_wait or self._pause_since is not None:
             return False
         self._in_wait = True
         self._stamps = self._there_s = None
-        self._began_s, self._began_paused_s = self._begin(), self._paused_s
+        self._began_s = self._begin()
+        self._began_paused_s = self._paused_s
         return True
 
     def _end_wait(self, whole: bool) -> None:
         self._in_wait = False
-        began, ended = self._began_s, self._active()
-        paused_s, there = self._began_paused_s, ended
+        began = self._began_s
+        ended = self._active()
+        paused_s = self._began_paused_s
+        there = ended
         if self._there_s is not None:
             there = min(max(self._there_s - paused_s, began), ended)
         self._wait_s += there - began
@@ -334,7 +337,9 @@ class StepClock:
         """The active clock, outside of pauses; the running step began now, if none ran."""
         now = self.now() - self._paused_s
         if self._mark is None:
-            self._mark, self._gc_mark_s, self._gc.thread = now, self._gc.seconds, get_ident()
+            self._mark = now
+            self._gc_mark_s = self._gc.seconds
+            self._gc.thread = get_ident()
         return now
 
 

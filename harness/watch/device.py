@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from harness.runtime.folder import LOGGER
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
 Figures = Sequence[float | None]  # one for each tag, or none at all this time
@@ -115,8 +115,10 @@ class _SmUtilization:
             self._take = partial(nvml.nvmlGpmMigSampleGet, device, nvml.nvmlDeviceGetGpuInstanceId(handle))
         else:
             self._take = partial(nvml.nvmlGpmSampleGet, device)
-        self._nvml, self._taken = nvml, False
-        self._before, self._after = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
+        self._nvml = nvml
+        self._taken = False
+        self._before = nvml.nvmlGpmSampleAlloc()
+        self._after = nvml.nvmlGpmSampleAlloc()
 
     def read(self) -> Figures:
         """The mean since the read before, which NVML wants to be at least 0.1 s ago; none on the first."""
@@ -138,7 +140,10 @@ class _Others:
     """Other processes on a GPU, by NVML's figures of each process. MIG and older drivers have none."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle, self._tree, self._seen_us = nvml, handle, Tree(), 0
+        self._nvml = nvml
+        self._handle = handle
+        self._tree = Tree()
+        self._seen_us = 0
 
     def read(self) -> Figures:
         """The share of the time since the read before in which they ran kernels, added up."""

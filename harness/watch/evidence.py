@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.watch.figures import Window
+from harness.watch.figures import Tag, Window
 from harness.watch.stages import StageTotals
 from harness.watch.supply import reckon
-from harness.watch.tags import Tag
 
 _LARGEST_CEILING = 1000.0
 _FULL = 0.9  # of the processors' time: so much in use, some work waits for a processor

@@ -1,23 +1,109 @@
-"""What a clock counts, in fixed memory, and the figures that come of it. Light: the standard library alone."""
+"""Every figure that a run logs, declared once.
+
+A figure of the steps is a field of ``Window``, any other a member of ``Tag``: each with its tag, its unit, what it says, and
+the page's chart that draws it. Tags, the keys of ``report.json`` and what the page shows follow. A new time of the steps is a
+field here and, where it is measured, the line that adds it to ``Ledger.sketches``.
+
+Light: the standard library alone.
+"""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple, Self
 
-Key = TypeVar("Key", bound=Hashable)
-Number = TypeVar("Number", int, float)
-
-_ERROR = 0.01  # relative error of a quantile
-_LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))  # of the buckets' bounds
-_SMALLEST_MS, _LARGEST_MS = 1e-3, 1e9  # values outside are counted as these: at most 1,383 buckets
 _GROUP_S = 0.025  # a group's only wait for the device is small beside it
 _LEAST_STEPS = 3
+_STALLED = "Stalled share of the time"
+_PROCESSORS = "Processors in use"
+_HELD_BACK = "Held back by the system"
+_READS = "Reads by this run"
+_UTILIZATION = "GPU utilisation"
+
+
+class Figure(NamedTuple):
+    """How a figure is logged and shown.
+
+    Attributes:
+        tag: its name in TensorBoard and ``metrics.jsonl``; a ``Spread`` has ``<tag>/median``, ``/p95`` and ``/max``.
+        unit: of its values; ``ms`` is a ``Spread``, ``fraction`` lies in 0..1, nothing is a plain number.
+        text: what it says.
+        chart: the title of the page's chart that draws its course; nothing: none does.
+        label: its name in that chart.
+    """
+
+    tag: str
+    unit: str
+    text: str
+    chart: str = ""
+    label: str = ""
+
+
+class Tag(StrEnum):
+    """A figure that is no window's; what a device cannot give is left out."""
+
+    __hash__ = str.__hash__  # an enum's own is a function of Python's
+
+    figure: Figure
+
+    def __new__(cls, tag: str, unit: str, text: str, chart: str = "", label: str = "") -> Self:
+        """Makes a member out of what declares it; the arguments are those of ``Figure``."""
+        member = str.__new__(cls, tag)
+        member._value_ = tag
+        member.figure = Figure(tag, unit, text, chart, label)
+        return member
+
+    LOSS = "train/loss", "", "mean training loss of the window"
+    LR = "train/lr", "", "learning rate of the first parameter group"
+    VAL_TOP1 = "val/top1", "fraction", "validation images whose label is the first guess"
+    VAL_TOP5 = "val/top5", "fraction", "validation images whose label is among the first five guesses"
+    VAL_LOSS = "val/loss", "", "mean validation loss"
+    VAL_MEMORY_PEAK_BYTES = "val/memory_peak_allocated_bytes", "bytes", "most that torch had allocated in the evaluation"
+    GPU_UTILIZATION = "gpu/utilization", "fraction", "of the time some kernel ran", _UTILIZATION, "some kernel ran"
+    GPU_SM_UTILIZATION = (
+        "gpu/sm_utilization", "fraction", "of the multiprocessors at work", _UTILIZATION, "its processors in use",
+    )  # fmt: skip
+    GPU_OTHERS_UTILIZATION = "gpu/others_utilization", "fraction", "of the time kernels of other programs ran"
+    GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes", "bytes", "memory of the whole GPU in use"
+    GPU_MEMORY_PEAK_ALLOCATED_BYTES = (
+        "gpu/memory_peak_allocated_bytes", "bytes", "most that torch had allocated in the window",
+    )  # fmt: skip
+    GPU_MEMORY_PEAK_RESERVED_BYTES = (
+        "gpu/memory_peak_reserved_bytes", "bytes", "most that torch had taken from the driver in the window",
+    )  # fmt: skip
+    GPU_POWER_W = "gpu/power_w", "W", "power that the whole GPU draws"
+    BUSY_FRACTION = (
+        "stages/busy_fraction", "fraction", "of the workers' time they made batches",
+        "Workers making batches", "share of their time",
+    )  # fmt: skip
+    NUM_WORKERS = "loader/num_workers", "", "workers that load", "Workers", "processes or threads"
+    CPU_FRACTION = "host/cpu_fraction", "fraction", "of the machine's processor time in use, by all programs"
+    MACHINE_CPU_CORES = (
+        "host/machine_cpu_cores", "cores", "cores that all programs use", _PROCESSORS, "the whole machine",
+    )  # fmt: skip
+    CPU_CORES = "host/own_cpu_cores", "cores", "cores that this run uses", _PROCESSORS, "this run"
+    OTHERS_CPU_CORES = "host/others_cpu_cores", "cores", "cores that others take of those this run may use"
+    QUEUED_THREADS = "host/own_queued_threads", "", "threads of this run that wait for a core, on average"
+    RAM_USED_BYTES = "host/ram_used_bytes", "bytes", "memory of the machine that is neither free nor cache"
+    THROTTLED_FRACTION = (
+        "host/throttled_fraction", "fraction", "of the periods a processor quota stopped this run",
+        _HELD_BACK, "throttled by a processor quota",
+    )  # fmt: skip
+    MEMORY_STALL_FRACTION = (
+        "host/memory_stall_fraction", "fraction", "of the time some task waited for memory",
+        _HELD_BACK, "waiting for memory",
+    )  # fmt: skip
+    DISK_READ_BYTES_PER_S = "host/disk_read_bytes_per_s", "bytes/s", "read from local disks, by all programs"
+    READ_BYTES_PER_S = (
+        "host/own_read_bytes_per_s", "bytes/s", "returned to this run by read calls", _READS, "asked for",
+    )  # fmt: skip
+    STORAGE_BYTES_PER_S = (
+        "host/own_storage_bytes_per_s", "bytes/s", "fetched from storage for this run",
+        _READS, "came from storage (not from the page cache)",
+    )  # fmt: skip
+    MAJOR_FAULTS_PER_S = "host/major_faults_per_s", "", "page faults of this run that waited for storage, per second"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,86 +115,106 @@ class Spread:
     max: float
 
 
-class Sketch:
-    """Quantiles of any number of times in milliseconds, in fixed memory.
-
-    A quantile is within 1 % of the value of its rank (below a microsecond: within a microsecond), the maximum is exact.
-    The buckets' bounds grow by a constant factor (DDSketch; Masson, Rim and Lee, VLDB 2019).
-    """
-
-    __slots__ = ("_counts", "_max")
-
-    def __init__(self) -> None:
-        self._counts: defaultdict[int, int] = defaultdict(int)
-        self._max = 0.0
-
-    def add(self, value_ms: float) -> None:
-        """Count one value."""
-        clipped = min(max(value_ms, _SMALLEST_MS), _LARGEST_MS)
-        bucket = math.ceil(math.log(clipped) / _LOG_GROWTH)
-        self._counts[bucket] += 1
-        if value_ms > self._max:
-            self._max = value_ms
-
-    def merge(self, other: Sketch) -> None:
-        """Count all values of ``other``."""
-        add_all(self._counts, other._counts)
-        self._max = max(self._max, other._max)
-
-    def spread(self) -> Spread | None:
-        """What the values look like; None where there are none."""
-        if not self._counts:
-            return None
-        buckets = sorted(self._counts)
-        up_to = list(accumulate(map(self._counts.__getitem__, buckets)))
-        found = []
-        for share in (0.5, 0.95):
-            bucket = buckets[bisect_left(up_to, share * up_to[-1])]
-            # relatively as far from one bound of the bucket as from the other
-            found.append(min(math.exp(bucket * _LOG_GROWTH) * (1 - _ERROR), self._max))
-        median, p95 = found
-        return Spread(median, p95, self._max)
+def _figure(tag: str, unit: str, text: str, chart: str = "", label: str = "") -> Any:
+    """Declares a field of ``Window``; the arguments are those of ``Figure``."""
+    return field(default=None, metadata={"figure": Figure(tag, unit, text, chart, label)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """The figures of a stretch of steps: of one logged window, or of a whole run.
 
     The first step of every epoch is kept apart, because in it workers start, kernels are chosen and networks compiled.
     ``elapsed_s + first_step_s + sum(pauses_s.values())`` is the wall time. A figure that this device cannot give, or that
     no step has given yet, is None, and absent from a mapping. ``StepClock`` says what the words mean.
+
+    Attributes:
+        steps: that ended, without first ones.
+        images: in these steps.
+        elapsed_s: wall time of these steps, without pauses.
+        shares: of the time, by part: ``compute``, ``launch`` (between kernels, where that was looked into), ``prepare``,
+            ``starved``, ``exposed_copy`` and ``host``. They sum to 1. Where computing has no clock: ``starved`` alone.
+        wait_parts: of the data wait, until its batch was made (``make``), received (``transport``), pinned (``pin``) and
+            here (``move``). They sum to 1; empty where no batch told.
+        host_parts_s: wall time inside the steps by the name of the work, and ``gc``.
+        gc_s: host time of garbage collections inside the steps.
+        stall_basis: the clock of ``shares`` and what comes of them: the host's, or device events.
+        first_steps: that ended.
+        first_step_s: wall time of the first steps together, with what lay between two epochs.
+        pauses_s: wall time by name.
+        dropped: ``computing()`` blocks without device figures because no slot was free.
     """
 
-    steps: int  # that ended, without first ones
-    images: int  # in these steps
-    elapsed_s: float  # wall time of these steps, without pauses
-    images_per_s: float | None
-    step_ms: Spread | None  # from one end of computing to the next on the device, where the host runs ahead; else host time
-    data_wait_ms: Spread | None  # host time blocked on the feed, per step: harmless while the device has queued work
-    copy_ms: Spread | None  # one batch to the device (CUDA only)
-    compute_ms: Spread | None  # within ``computing()``, per step: device time on CUDA, host time on CPU, None elsewhere
-    gap_ms: Spread | None  # between two blocks of computing on the device, per step (CUDA only), and its parts:
-    exposed_copy_ms: Spread | None  # a batch's copy ran that the host had asked for (CUDA only)
-    prepare_ms: Spread | None  # batches were augmented and normalised: between two blocks on the device, on a CPU in ``next()``
-    starved_ms: Spread | None  # the host was blocked on the feed; without device events all of the data wait
-    host_ms: Spread | None  # the rest; on a CPU what is none of the other three
-    launch_ms: Spread | None  # host time within ``computing()``, per step, where the device has a time line of its own
-    # of the time by "compute", "launch" (between kernels, where that was looked into), "starved", "exposed_copy", "prepare"
-    # and "host", on the clock of stall_basis: they sum to 1, but on a device whose computing has no clock it is "starved" alone
+    steps: int
+    images: int
+    elapsed_s: float
+    stall_fraction: float | None = _figure(
+        "stall/data_fraction", "fraction", "of the time the device had nothing to run for want of data", _STALLED, "stalled"
+    )
+    images_per_s: float | None = _figure("speed/images_per_s", "images/s", "images trained on", "Throughput", "images/s")
+    step_ms: Spread | None = _figure(
+        "time/step_ms", "ms", "one step: end to end of computing on the device, where the host runs ahead; else host time"
+    )
+    data_wait_ms: Spread | None = _figure(
+        "time/data_wait_ms", "ms", "host time blocked on the feed: harmless while the device has queued work"
+    )
+    copy_ms: Spread | None = _figure("time/copy_ms", "ms", "one batch to the device, by CUDA events")
+    compute_ms: Spread | None = _figure(
+        "time/compute_ms", "ms", "forward, backward and update: device time on CUDA, host time on a CPU"
+    )
+    gap_ms: Spread | None = _figure("time/gap_ms", "ms", "between two blocks of computing on the device")
+    exposed_copy_ms: Spread | None = _figure(
+        "time/exposed_copy_ms", "ms", "of the gap: a copy ran of a batch that the host had asked for"
+    )
+    prepare_ms: Spread | None = _figure("time/prepare_ms", "ms", "batches were augmented and normalised")
+    starved_ms: Spread | None = _figure(
+        "time/starved_ms", "ms", "of the gap: no batch was ready; without device events all of the data wait"
+    )
+    host_ms: Spread | None = _figure("time/host_ms", "ms", "the rest: launches, logging, garbage collection")
+    launch_ms: Spread | None = _figure(
+        "time/launch_ms", "ms", "host time within computing, where the device has a time line of its own"
+    )
+    data_wait_fraction: float | None = _figure(
+        "stall/data_wait_fraction", "fraction", "of the time the host was blocked on the feed: an upper bound on the harm"
+    )
+    device_full_fraction: float | None = _figure(
+        "time/device_full_fraction", "fraction", "of the time the host waited, two steps ahead of the device: no harm"
+    )
+    compute_fraction: float | None = None  # of the time, by the clock that ``stall_basis`` names
     shares: Mapping[str, float]
-    wait_parts: Mapping[str, float]  # of the data wait, until its batch was made ("make"), received ("transport"), pinned
-    # ("pin") and here ("move"): they sum to 1; empty where no batch told
-    host_parts_s: Mapping[str, float]  # wall time inside the steps by the name of the work, and "gc"
-    gc_s: float  # host time of garbage collections inside the steps
-    data_wait_fraction: float | None  # of ``elapsed_s``: an upper bound on the harm
-    device_full_fraction: float | None  # of ``elapsed_s``: the host waited, two steps ahead of the device; no harm
-    stall_fraction: float | None  # of the time, starved and exposed copy: the device had nothing to run for want of data
-    compute_fraction: float | None  # of the time, on the clock that ``stall_basis`` names
-    stall_basis: Literal["host", "device"]  # whether shares, and what comes of them, are by the host's clock or device events
-    first_steps: int  # that ended
-    first_step_s: float | None  # wall time of the first steps together, with what lay between two epochs
-    pauses_s: Mapping[str, float]  # wall time by name
-    dropped: int  # ``computing()`` blocks without device figures because no slot was free
+    wait_parts: Mapping[str, float]
+    host_parts_s: Mapping[str, float]
+    gc_s: float
+    stall_basis: Literal["host", "device"]
+    first_steps: int
+    first_step_s: float | None
+    pauses_s: Mapping[str, float]
+    dropped: int
+
+    def of_ranks(self, ranks: int) -> Window:
+        """Returns the same with the images of so many ranks at this rank's rate."""
+        rate = self.images_per_s
+        return self if rate is None else replace(self, images_per_s=ranks * rate)
+
+
+STEP_FIGURES: Mapping[str, Figure] = {
+    each.name: each.metadata["figure"] for each in fields(Window) if "figure" in each.metadata
+}
+"""The figures of ``Window`` by their names, which are also their keys in ``report.json``."""
+
+
+FIGURES: Sequence[Figure] = (*STEP_FIGURES.values(), *(tag.figure for tag in Tag))
+"""All figures, in the order in which the page draws their charts."""
+
+
+def by_tag(window: Window) -> dict[str, float | Spread | None]:
+    """Returns the figures of ``window`` by tag."""
+    return {figure.tag: getattr(window, name) for name, figure in STEP_FIGURES.items()}
+
+
+def by_name(window: Window) -> dict[str, float | Spread | None]:
+    """Returns the figures of ``window`` by name."""
+    return {name: getattr(window, name) for name in STEP_FIGURES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,112 +237,3 @@ def steps_of_group(step_s: float, limit_s: float, has_streams: bool) -> int:
     """
     least = _LEAST_STEPS if has_streams and _LEAST_STEPS * step_s <= limit_s else 1
     return max(least, int(_GROUP_S / step_s))
-
-
-@dataclass(slots=True)
-class Ledger:
-    """The sums behind a ``Window``; the clock and the device's timeline add to it."""
-
-    steps: int = 0
-    images: int = 0
-    elapsed_s: float = 0.0
-    wait_s: float = 0.0
-    compute_s: float = 0.0  # by the host's clock
-    gc_s: float = 0.0
-    full_s: float = 0.0
-    blocks: int = 0  # behind ``device_s``
-    kernels_s: float = 0.0  # of ``kernel_blocks``, whose kernels ran without waiting to be launched
-    kernel_blocks: int = 0
-    prepare_s: float = 0.0  # by the host's clock
-    first_steps: int = 0
-    first_s: float = 0.0
-    dropped: int = 0
-    device_s: dict[str, float] = field(default_factory=dict)  # by the same names as ``Window.shares``
-    wait_parts_s: dict[str, float] = field(default_factory=dict)
-    host_parts_s: dict[str, float] = field(default_factory=dict)
-    pauses_s: dict[str, float] = field(default_factory=dict)
-    host_step: Sketch = field(default_factory=Sketch)
-    device_step: Sketch = field(default_factory=Sketch)
-    wait: Sketch = field(default_factory=Sketch)
-    copy: Sketch = field(default_factory=Sketch)
-    compute: Sketch = field(default_factory=Sketch)
-    gap: Sketch = field(default_factory=Sketch)
-    exposed_copy: Sketch = field(default_factory=Sketch)
-    prepare: Sketch = field(default_factory=Sketch)
-    starved: Sketch = field(default_factory=Sketch)
-    host: Sketch = field(default_factory=Sketch)
-    launch: Sketch = field(default_factory=Sketch)
-
-    def merge(self, other: Ledger) -> None:
-        """Add all that ``other`` holds."""
-        for name in self.__slots__:
-            theirs = getattr(other, name)
-            if isinstance(theirs, Sketch):
-                getattr(self, name).merge(theirs)
-            elif isinstance(theirs, dict):
-                add_all(getattr(self, name), theirs)
-            elif theirs:
-                setattr(self, name, getattr(self, name) + theirs)
-
-    def window(self) -> Window:
-        """The figures that these sums make."""
-        on_device = sum(self.device_s.values()) > 0
-        shares = _shares(self._device_s()) if on_device else _shares(self._host_s(), self.elapsed_s)
-        wait = self.wait.spread()
-        return Window(
-            steps=self.steps,
-            images=self.images,
-            elapsed_s=self.elapsed_s,
-            images_per_s=self.images / self.elapsed_s if self.elapsed_s > 0 else None,
-            step_ms=self.device_step.spread() or self.host_step.spread(),
-            data_wait_ms=wait,
-            copy_ms=self.copy.spread(),
-            compute_ms=self.compute.spread(),
-            gap_ms=self.gap.spread(),
-            exposed_copy_ms=self.exposed_copy.spread(),
-            prepare_ms=self.prepare.spread() if self.prepare_s or self.device_s.get("prepare") else None,
-            starved_ms=self.starved.spread() if on_device else wait,
-            host_ms=self.host.spread(),
-            launch_ms=self.launch.spread(),
-            shares=shares,
-            wait_parts=_shares(self.wait_parts_s),
-            host_parts_s={**self.host_parts_s, "gc": self.gc_s},
-            gc_s=self.gc_s,
-            data_wait_fraction=min(1.0, self.wait_s / self.elapsed_s) if self.elapsed_s > 0 else None,
-            device_full_fraction=min(1.0, self.full_s / self.elapsed_s) if self.elapsed_s > 0 and self.full_s else None,
-            stall_fraction=shares["starved"] + shares.get("exposed_copy", 0.0) if shares else None,
-            compute_fraction=shares.get("compute"),
-            stall_basis="device" if on_device else "host",
-            first_steps=self.first_steps,
-            first_step_s=self.first_s if self.first_steps else None,
-            pauses_s=dict(self.pauses_s),
-            dropped=self.dropped,
-        )
-
-    def _device_s(self) -> dict[str, float]:
-        """Seconds of the steps by the device's clock; of computing, what it waited for launches has a name of its own."""
-        found = {name: part for name, part in self.device_s.items() if part or name != "prepare"}
-        if self.kernel_blocks and self.blocks:
-            kernels_s = min(found["compute"], self.blocks * self.kernels_s / self.kernel_blocks)
-            found |= {"compute": kernels_s, "launch": found["compute"] - kernels_s}
-        return found
-
-    def _host_s(self) -> dict[str, float]:
-        """Seconds of the steps by the host's clock, under the names of ``Window.shares``."""
-        if not self.compute_s:
-            return {"starved": self.wait_s}
-        found = {"compute": self.compute_s, "starved": self.wait_s}
-        found |= {"prepare": self.prepare_s} if self.prepare_s else {}
-        return {**found, "host": max(0.0, self.elapsed_s - sum(found.values()))}
-
-
-def add_all(sums: dict[Key, Number], more: Mapping[Key, Number]) -> None:
-    """Add the numbers of ``more`` to those of ``sums`` under the same keys."""
-    for key, number in more.items():
-        sums[key] = sums.get(key, 0) + number
-
-
-def _shares(parts: Mapping[str, float], whole: float | None = None) -> dict[str, float]:
-    """Each part of ``whole``, or of their sum, at most 1; empty where that is nothing."""
-    whole = sum(parts.values()) if whole is None else whole
-    return {name: min(1.0, part / whole) for name, part in parts.items()} if whole > 0 else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.watch.figures import Window
@@ -38,13 +38,15 @@ class Course:
     """Wall time since ``began_s``, a time of the clock ``now``, by what it went to."""
 
     def __init__(self, began_s: float, now: Callable[[], float] = time.perf_counter) -> None:
-        self._began_s, self._now = began_s, now
+        self._began_s = began_s
+        self._now = now
         self._marked_s = began_s
         self._spent_s: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
         """Book the time since the last mark, or since the beginning, under ``name``."""
-        marked_s, self._marked_s = self._marked_s, self._now()
+        marked_s = self._marked_s
+        self._marked_s = self._now()
         self._spent_s[name] = self._spent_s.get(name, 0.0) + self._marked_s - marked_s
 
     def goodput(self, figures: Window) -> Goodput | None:
@@ -54,13 +56,8 @@ class Course:
         if busy is None or wall_s <= 0:
             return None
         busy_s = min(busy * figures.elapsed_s, wall_s)
-        spent = {**self._spent_s, **_steps(figures)}
+        shares_s = {name: share * figures.elapsed_s for name, share in figures.shares.items() if name != "compute"}
+        spent = {**self._spent_s, **shares_s, "first_steps": figures.first_step_s or 0.0, **figures.pauses_s}
         spent["other"] = wall_s - busy_s - sum(spent.values())  # making feeds, printing, closing
         parts = sorted((Part(name, s) for name, s in spent.items() if s > 0), key=lambda part: -part.s)
         return Goodput(busy_s / wall_s, busy_s, wall_s, tuple(parts))
-
-
-def _steps(figures: Window) -> Mapping[str, float]:
-    """Seconds of the training loop in which no step computed."""
-    shares = {name: share * figures.elapsed_s for name, share in figures.shares.items() if name != "compute"}
-    return {**shares, "first_steps": figures.first_step_s or 0.0, **figures.pauses_s}

@@ -1,4 +1,4 @@
-"""The machine: what it is, how busy it is, and the thread that looks at it now and then."""
+"""The machine: what it is, how busy it is, what holds this run up, and the thread that looks now and then."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from typing import Self
 import psutil
 
 from harness.runtime import limits
-from harness.watch import pressure
 from harness.watch.device import Figures, Source, nvml_sees_gpu
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
 _LAST_LOOK_S = 5.0  # that the end of a run waits for
@@ -34,8 +33,10 @@ class HostSource(Source):
     def __init__(self, now: Callable[[], float] = time.monotonic, root: Path = Path("/"), cores: float | None = None) -> None:
         """``cores`` may be used, by these processes alone; None: what others take of the cores is not looked at."""
         super().__init__()
-        self._now, self._root = now, root
-        self._tree, self._groups = Tree(proc=root / "proc"), limits.control_groups(root)
+        self._now = now
+        self._root = root
+        self._tree = Tree(proc=root / "proc")
+        self._groups = limits.control_groups(root)
         self._last: dict[Hashable, tuple[float, float]] = {}
         self._busy: float | None = None  # cores of the machine, in the same sample
         self._used: float | None = None  # of these, by this run
@@ -75,11 +76,11 @@ class HostSource(Source):
         return self._rates("disks", (counters.read_bytes,) if counters else None)
 
     def _throttled(self) -> Figures:
-        shares = (self._growth(group, *counts) for group, counts in pressure.throttled(self._groups).items())
+        shares = (self._growth(group, *counts) for group, counts in throttled(self._groups).items())
         return _share(max((share for share in shares if share is not None), default=None))
 
     def _memory_stall(self) -> Figures:
-        path, stalled_s = pressure.memory_stalled(self._groups, self._root)
+        path, stalled_s = memory_stalled(self._groups, self._root)
         return _share(self._growth(path, self._now(), stalled_s))
 
     def _rates(self, name: str, totals: Sequence[float] | None) -> list[float | None]:
@@ -98,12 +99,13 @@ class Sampler:
     """Looks at all sources every ``interval_s`` seconds, in a thread of its own inside a ``with`` block."""
 
     def __init__(self, sources: Sequence[Source], interval_s: float) -> None:
-        self._sources, self._interval_s = sources, interval_s
+        self._sources = sources
+        self._interval_s = interval_s
         self._recent: dict[str, tuple[float, int]] = {}
         self._whole: dict[str, tuple[float, int]] = {}  # since the restart
         self._before: dict[str, tuple[float, int]] = {}
-        self._era = self._settled = 0  # of what is looked at; of the last sample, to which the next one's rates reach back
         self._aside = False
+        self._mixed = False  # since the last look began it was not all training: the next one's rates reach back to that
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-sampler", daemon=True)
@@ -118,40 +120,44 @@ class Sampler:
 
     def look(self) -> None:
         """Take one sample of every source."""
-        era = self._era
+        with self._lock:
+            mixed = self._mixed
+            self._mixed = self._aside
         for source in self._sources:
             found = source.sample()
             with self._lock:
-                is_own = era == self._era == self._settled and not self._aside
-                for sums in (self._recent, self._whole if is_own else self._before):
+                of_training = not (mixed or self._mixed)
+                for sums in (self._recent, self._whole if of_training else self._before):
                     for tag, value in found.items():
                         total, count = sums.get(tag, (0.0, 0))
                         sums[tag] = total + value, count + 1
-        self._settled = era
 
     def read(self) -> dict[str, float]:
         """The mean of each figure since the last call; absent where no sample came."""
         with self._lock:
-            recent, self._recent = self._recent, {}
+            recent = self._recent
+            self._recent = {}
         return {tag: total / count for tag, (total, count) in recent.items()}
 
     def restart(self) -> None:
         """Begin the means of the run anew: what came before, imports and tuning, is not what training is like."""
         with self._lock:
-            self._before, self._whole = self._whole, {}
-            self._era += 1
+            self._before = self._whole
+            self._whole = {}
+            self._mixed = True
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A block, such as an evaluation, that the means of the run leave out."""
         with self._lock:
             self._aside = True
+            self._mixed = True
         try:
             yield
         finally:
             with self._lock:
                 self._aside = False
-                self._era += 1
+                self._mixed = True
 
     def means(self) -> dict[str, float]:
         """The mean of each figure since the last ``restart``, or before it where no sample came since.
@@ -167,6 +173,32 @@ class Sampler:
         self.look()
         while not self._stop.wait(self._interval_s):
             self.look()
+
+
+def throttled(groups: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """By control group: scheduling periods in which something of it wanted to run, and in how many its quota stopped it."""
+    found = {}
+    for group in groups:
+        stat = limits.words(group / "cpu.stat")
+        counters = dict(zip(stat[::2], stat[1::2], strict=False))
+        if "nr_periods" in counters:  # version 2 leaves it out where the group has no processor controller
+            found[group] = int(counters["nr_periods"]), int(counters["nr_throttled"])
+    return found
+
+
+def memory_stalled(groups: Sequence[Path], root: Path = Path("/")) -> tuple[Path, float]:
+    """The file that says it, and for how many seconds so far at least one task was waiting for memory (PSI).
+
+    It is the innermost of ``groups`` that has such a file, or else the whole machine's.
+
+    Raises:
+        FileNotFoundError: none can be read, as where the kernel was started without PSI.
+    """
+    for path in (*(group / "memory.pressure" for group in groups), root / "proc/pressure/memory"):
+        said = limits.words(path)  # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
+        if said:
+            return path, int(said[4].removeprefix("total=")) / 1e6
+    raise FileNotFoundError(f"{path} cannot be read; the kernel may have been built or started without PSI")
 
 
 def machine_times() -> tuple[float, float]:

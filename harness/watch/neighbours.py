@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from harness.watch.figures import Tag
 from harness.watch.host import HostSource
-from harness.watch.tags import Tag
 
 # of what the run could have used, twice what counts as harm: the kernel's own threads work for the run and count as others
 SPOILT = 0.2
@@ -32,7 +32,9 @@ class Neighbours:
 
     def __init__(self, cores: float | None, now: Callable[[], float] = time.monotonic) -> None:
         """``cores`` may be used; None, as where ranks share the machine: nothing is known of others."""
-        self._cores, self._source, self._now = cores, HostSource(now, cores=cores), now
+        self._cores = cores
+        self._source = HostSource(now, cores=cores)
+        self._now = now
         self._source.sample()
         self._looked_s = now()
 
@@ -42,7 +44,8 @@ class Neighbours:
             return None
         self._looked_s = self._now()
         sampled = self._source.sample()
-        others, busy = sampled.get(Tag.OTHERS_CPU_CORES), sampled.get(Tag.CPU_FRACTION)
+        others = sampled.get(Tag.OTHERS_CPU_CORES)
+        busy = sampled.get(Tag.CPU_FRACTION)
         # what is measured by turns shows no threads that wait all the time: full processors are enough
         if self._cores and others is not None and busy is not None and busy >= _FULL and others >= SPOILT * self._cores:
             return others

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from harness.runtime.accelerator import Accelerator, Memory
 from harness.runtime.folder import LOGGER
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 
 _WINDOWS = 10  # fewer may rise by chance
 _LEAST_RISE = 0.01  # of the first peak
@@ -106,7 +106,8 @@ def steady_rise(windows: Sequence[tuple[int, int]]) -> float | None:
     """
     if len(windows) < _WINDOWS:
         return None
-    (first_step, first), (last_step, last) = windows[0], windows[-1]
+    (first_step, first) = windows[0]
+    (last_step, last) = windows[-1]
     rises = [after - before for (_, before), (_, after) in pairwise(windows)]
     whole = last - first
     steady = min(rises) > 0 and max(rises) <= _LARGEST_JUMP * whole and whole >= _LEAST_RISE * first

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from harness.watch.figures import Ledger, add_all
+from harness.watch.ledger import Ledger, add_all
 
 Span = tuple[float, float]  # from when to when, in seconds of the host's clock
 
@@ -23,7 +23,9 @@ _LAG = 8  # blocks between an event's recording and the first look at it: by the
 _SLOWEST = 1 - 1e-4  # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
 _FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device may be waiting for launches
 _LOOK_STEPS = 10  # how often that is looked at
-_HELD_BACK, _LONGEST_S = 3, 1.0  # steps that a device is held back for, and by how much at most
+# steps that a device is held back for, and by how much at most
+_HELD_BACK = 3
+_LONGEST_S = 1.0
 _JUMP_S = 1e-3  # beyond the drift: so far from each other the two clocks got as a machine slept, or was set right
 
 
@@ -98,7 +100,8 @@ class Timeline:
     """
 
     def __init__(self, slots: int, events: Events, now: Callable[[], float], keep_steps: bool = False) -> None:
-        self._events, self._now = events, now
+        self._events = events
+        self._now = now
         self._free = [_Slot(events.make(), events.make(), events.make()) for _ in range(slots)]
         self._pending: deque[_Slot] = deque()
         self._running: _Slot | None = None  # of the block that has begun, if it is measured
@@ -109,8 +112,11 @@ class Timeline:
         self._fresh = True  # the running block will not be measured; between blocks: the next one's gap will not be known
         self._unended = 0  # measured blocks of the running step
         self._steps = 0
-        self._hold_s, self._held = 0.0, 0  # by which the next block is held back; how many were
-        self.ends_s, self._keep_steps = list[float](), keep_steps
+        # by which the next block is held back; how many were
+        self._hold_s = 0.0
+        self._held = 0
+        self.ends_s = list[float]()
+        self._keep_steps = keep_steps
         self._late_s = 0.0  # after the host, the device ended epochs' first steps
         self._known = True  # all gaps of the step that is being read, so far
         self._step_s: dict[str, float] = {}  # of that step
@@ -125,7 +131,8 @@ class Timeline:
 
     def begin(self, ledger: Ledger, *, first: bool) -> None:
         """Begin a block; one for which the device is too far behind is dropped."""
-        waits, copies = tuple(self._waits), tuple(self._copies)
+        waits = tuple(self._waits)
+        copies = tuple(self._copies)
         self._waits.clear()
         self._copies.clear()
         if not self._free:
@@ -135,11 +142,16 @@ class Timeline:
             self._fresh = True
             return
         slot = self._running = self._free.pop()
-        slot.waits, slot.copies, slot.first, slot.fresh, slot.ends_step = waits, copies, first, self._fresh, False
+        slot.waits = waits
+        slot.copies = copies
+        slot.first = first
+        slot.fresh = self._fresh
+        slot.ends_step = False
         self._fresh = False
         slot.whole = bool(self._hold_s) and not first
         if slot.whole and self._events.delay:
-            slot.fresh, self._held = True, self._held + 1
+            slot.fresh = True
+            self._held += 1
             self._events.delay(self._hold_s)
             self._hold_s = 0.0
         slot.mark_s = self._now()
@@ -148,7 +160,8 @@ class Timeline:
 
     def end(self, *, whole: bool) -> None:
         """End the block; one that is not ``whole`` is left out."""
-        slot, self._running = self._running, None
+        slot = self._running
+        self._running = None
         self._fresh |= not whole
         if slot is None:
             return
@@ -181,7 +194,8 @@ class Timeline:
 
         The host is then ahead of the device, which runs the block's kernels without a pause: so long they take by themselves.
         """
-        launch, compute = ledger.launch.spread(), ledger.compute.spread()
+        launch = ledger.sketches["launch_ms"].spread()
+        compute = ledger.sketches["compute_ms"].spread()
         if launch and compute and launch.median >= _FOLLOWS * compute.median:
             self._hold_s = min(_LONGEST_S, 1.5e-3 * launch.median)
 
@@ -194,13 +208,15 @@ class Timeline:
         end.record(self._events.stream())
         end.synchronize()  # the host waits for the device
         self.read(ledger)
-        late_s, self._late_s = self._late_s, 0.0
+        late_s = self._late_s
+        self._late_s = 0.0
         return late_s
 
     def read(self, ledger: Ledger, keep: int = 0) -> None:
         """Count the blocks that the device has done, but not the newest ``keep``, nor those of the running step."""
         while len(self._pending) > max(keep, self._unended) and self._pending[0].passed():
-            slot, read = self._pending.popleft(), self._previous
+            slot = self._pending.popleft()
+            read = self._previous
             self._count(slot, read, ledger)
             self._previous = slot
             if read is not None:
@@ -227,7 +243,8 @@ class Timeline:
                 self.ends_s.append(self._passed_s)
             if self._known and not slot.first:
                 _count_step(self._step_s, ledger)
-            self._known, self._step_s = True, {}
+            self._known = True
+            self._step_s = {}
 
     def _place(self, slot: _Slot, gap_s: float, compute_s: float) -> float:
         """When the device began the block of ``slot``, by the host's clock."""
@@ -242,12 +259,13 @@ class Timeline:
 def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> dict[str, float]:
     """Seconds of the ``gap`` between two blocks by what the device had to wait for, or did in between."""
     asked_s = slot.waits[0][0] if slot.waits else -math.inf  # a copy before that is ahead of its time, and delays nothing
-    free_s, spent_s = max(gap[0], asked_s), {"exposed_copy": 0.0, "prepare": 0.0}
+    free_s = max(gap[0], asked_s)
+    spent_s = {"exposed_copy": 0.0, "prepare": 0.0}
     exposed: list[Span] = []
     for copy in slot.copies:
         copied_s = 0.0 if copy.end is copy.start else copy.start.elapsed_time(copy.end) / 1e3
         if copied_s and not slot.first:
-            ledger.copy.add(1e3 * copied_s)
+            ledger.sketches["copy_ms"].add(1e3 * copied_s)
         if previous is None or (ready_s := previous.end.elapsed_time(copy.ready) / 1e3) <= 0:
             continue
         began_s = gap[0] + previous.end.elapsed_time(copy.start) / 1e3
@@ -269,11 +287,7 @@ def _overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
 
 
 def _count_step(step_s: Mapping[str, float], ledger: Ledger) -> None:
-    compute_s = step_s["compute"]
-    gap_s = sum(step_s.values()) - compute_s
-    for sketch, seconds in (
-        (ledger.compute, compute_s), (ledger.gap, gap_s), (ledger.device_step, compute_s + gap_s),
-        (ledger.starved, step_s["starved"]), (ledger.exposed_copy, step_s["exposed_copy"]),
-        (ledger.prepare, step_s["prepare"]), (ledger.host, step_s["host"]),
-    ):  # fmt: skip
-        sketch.add(1e3 * seconds)
+    whole_s = sum(step_s.values())
+    times_s = {**step_s, "gap": whole_s - step_s["compute"], "step": whole_s}
+    for name, seconds in times_s.items():
+        ledger.sketches[f"{name}_ms"].add(1e3 * seconds)

@@ -19,7 +19,8 @@ class Tree:
     """
 
     def __init__(self, pid: int | None = None, proc: Path = Path("/proc")) -> None:
-        self._pid, self._proc = pid or os.getpid(), str(proc)
+        self._pid = pid or os.getpid()
+        self._proc = str(proc)
         self._members: dict[int, None] = {self._pid: None}  # every process after its parent
         self._strangers: set[int] = set()
         self._queued_ns: dict[str, int] = {}  # by thread

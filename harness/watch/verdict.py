@@ -10,9 +10,9 @@ from harness.watch.bottleneck import CHEAPER, FED, HARM, Bottleneck, harmful, he
 from harness.watch.evidence import THROTTLED, Reckoning
 from harness.watch.evidence import Evidence as Evidence
 from harness.watch.evidence import RankFigures as RankFigures
+from harness.watch.figures import Tag
 from harness.watch.neighbours import SPOILT, taken
 from harness.watch.supply import DOING, Supply
-from harness.watch.tags import Tag
 
 _MIN_STEPS = 10  # fewer say nothing about a run
 _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise where steps are short

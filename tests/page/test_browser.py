@@ -126,6 +126,47 @@ def test_every_spike_of_a_long_run_is_drawn(show: Callable[..., webdriver.Chrome
     )
 
 
+def test_no_label_lies_across_a_longer_spike(show: Callable[..., webdriver.Chrome]) -> None:
+    """The spike of 400 ms beside the one of 2.60 s is told below the chart; the others have their labels."""
+    page = show("long_run")
+    assert set(texts(page, ".run .spike-text")) == {"2.60 s", "900 ms", "650 ms"}
+
+
+def test_contents_lead_to_each_section(show: Callable[..., webdriver.Chrome]) -> None:
+    """A button for each section brings its heading into view, and the keyboard with it."""
+    page = show("long_run")
+    assert texts(page, ".contents button") == texts(page, ".run section > h2")
+    page.find_elements(By.CSS_SELECTOR, ".contents button")[-1].click()
+    assert page.switch_to.active_element.text == "Settings and environment"
+
+
+def test_every_figure_of_the_steps_is_listed(show: Callable[..., webdriver.Chrome]) -> None:
+    """The table under the step has each figure that the report holds, with what it says."""
+    page = show("long_run")
+    page.execute_script("document.querySelector('.run section details').open = true")
+    rows = until(page, lambda: texts(page, ".run section details tbody tr"))
+    assert any(row.startswith("data wait ms ") and row.endswith("has queued work") for row in rows)
+    assert any(row.startswith("stall fraction 38.7%") for row in rows)
+
+
+def test_the_pause_around_an_evaluation_is_told(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """The longest waits for a first batch, of the evaluation and of the epoch after it."""
+    turns = [{"val": 3.1, "train": 220.0}, {"val": 12.0, "train": 180.0}]
+    write_report(runs.cpu_run(tmp_path, turns_ms=turns))
+    browser.get((tmp_path / "report.html").as_uri())
+    until(browser, lambda: one(browser, ".chart svg"))
+    told = "Around 2 evaluations the loop waited at most 12.0 ms for the first validation batch and 220 ms for the next"
+    assert any(text.startswith(told) for text in texts(browser, ".run section .note"))
+
+
+def test_without_workers_none_is_spoken_of(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    """Where the training process loads, its stages are its own."""
+    write_report(runs.cpu_run(tmp_path, loader={"num_workers": 0}))
+    browser.get((tmp_path / "report.html").as_uri())
+    until(browser, lambda: one(browser, ".chart svg"))
+    assert texts(browser, ".stages caption") == ["per sample, in the training process"]
+
+
 def test_windows_that_hold_spikes_are_counted(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """Two in each group of ten windows: both are counted, one is marked, and the twelve longest of those are told."""
     lines = [runs.window(step, {"compute": 5.0}, 90.0 if step % 50 == 0 else None) for step in range(10, 40_001, 10)]

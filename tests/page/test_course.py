@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from page.runs import SPIKES, long_run, window
 
-from harness import page
-from harness.page.course import TAGS, Windows, course, latest, read_windows, spikes
+from harness.page.course import TAGS, Windows, course, declared, latest, read_windows, spikes
 
 
 def windows_of(longest_ms: list[float], usual_ms: float = 10.0) -> Windows:
@@ -57,10 +55,9 @@ def test_groups_keep_lowest_and_highest(buckets: int) -> None:
 
 def test_every_line_of_a_chart_is_read() -> None:
     """What the page draws is among the tags that are read for it; the machine's cores lie beside the run's own."""
-    drawn = re.findall(r'tag: "([^"]+)"', (Path(page.__file__).parent / "course.js").read_text())
-    assert set(drawn) <= set(TAGS)
-    own = drawn.index("host/own_cpu_cores")
-    assert drawn[own - 1] == "host/machine_cpu_cores"
+    charts = {chart["title"]: [line["tag"] for line in chart["series"]] for chart in declared()["charts"]}
+    assert {tag for tags in charts.values() for tag in tags} <= set(TAGS)
+    assert charts["Processors in use"] == ["host/machine_cpu_cores", "host/own_cpu_cores"]
 
 
 def test_few_windows_are_told_one_by_one() -> None:

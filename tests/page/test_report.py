@@ -15,7 +15,7 @@ import pytest
 from page import runs
 
 from harness.page.__main__ import main
-from harness.page.report import ASSETS, SCRIPTS, bundle, write_report, write_sweep
+from harness.page.report import ASSETS, SCRIPTS, bundle, run_name, write_report, write_sweep
 from harness.page.runs import read_run
 
 
@@ -148,3 +148,17 @@ def test_importing_it_loads_nothing_heavy(module: str) -> None:
     """A page is written, and TensorBoard starts with the tab, without torch, numpy or Hydra."""
     code = f"import sys, harness.page.{module}; print({{'torch', 'numpy', 'hydra'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("outputs/2026-11-22/05-51-05", "2026-11-22/05-51-05"),
+        ("multirun/2026-11-22/05-51-05/3", "2026-11-22/05-51-05/3"),
+        ("outputs/first", "first"),
+        ("elsewhere/05-51-05", "05-51-05"),
+    ],
+)
+def test_a_run_is_named_as_tensorboard_names_it(tmp_path: Path, folder: str, name: str) -> None:
+    """The date of a run without a name of its own is in its title."""
+    assert run_name(tmp_path / folder) == name

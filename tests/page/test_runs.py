@@ -150,7 +150,7 @@ def test_a_configuration_that_is_no_file_is_told(tmp_path: Path, plant: Plant) -
     oddities.put(plant, tmp_path / ".hydra" / "config.yaml")
     run = read_run(tmp_path, "run")
     assert run["config"] is None
-    assert any(note.startswith(".hydra/config.yaml is not shown: ") for note in run["notes"])
+    assert any(note.startswith(".hydra/config.yaml cannot be read: ") for note in run["notes"])
 
 
 def test_a_configuration_below_a_link_is_not_shown(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from harness import job
 from harness.config import Config
 from harness.training.profile import Trace
-from harness.watch import marks
+from harness.watch import spans
 
 
 class Pauses:
@@ -34,21 +34,21 @@ def go(trace: Trace, first: int, last: int) -> None:
     """Steps as a run makes them, with a batch that another thread moves, and an evaluation after step 3."""
     for number in range(first, last + 1):
         with trace.step(number):
-            with marks.named("wait for data"):
+            with spans.named("wait for data"):
                 mover = threading.Thread(target=move)
                 mover.start()
                 mover.join()
-            with marks.named("forward"):
+            with spans.named("forward"):
                 torch.ones(8, 8) @ torch.ones(8, 8)
         if number == 3:
-            with marks.named("evaluate"):
+            with spans.named("evaluate"):
                 torch.ones(8).sum()
     trace.close()
 
 
 def move() -> None:
     """The prefetcher's part."""
-    with marks.named("copy"):
+    with spans.named("copy"):
         torch.ones(8).add(1)
 
 
@@ -89,7 +89,7 @@ def test_the_file_says_which_steps_it_holds(tmp_path: Path, first: int, last: in
 def test_a_step_that_fails_is_written_too(tmp_path: Path) -> None:
     """The steps before an error, and the one that raised it, can be looked at."""
     trace = Trace("1-5", tmp_path, Pauses())
-    with pytest.raises(RuntimeError, match="no more"), trace.step(1), marks.named("forward"):
+    with pytest.raises(RuntimeError, match="no more"), trace.step(1), spans.named("forward"):
         raise RuntimeError("no more")
     trace.close()
     trace.close()
@@ -157,7 +157,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 def names_are_made() -> bool:
     """Whether a recording is still told of names."""
-    return marks.named("a") is not marks.named("b")
+    return spans.named("a") is not spans.named("b")
 
 
 @pytest.mark.parametrize("failing", ["start", "stop", "export_chrome_trace"])

@@ -14,7 +14,7 @@ from harness.feed.interface import THREADS, FeedSettings
 from harness.feed.threads import ThreadFeed
 from harness.tuning.live import Live, Period, Policy
 from harness.watch.clock import StepClock
-from harness.watch.figures import Ledger
+from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
 
 MOST = 8

@@ -29,7 +29,7 @@ from harness.tuning.live import Change
 from harness.tuning.report import TuningReport
 from harness.tuning.stage import Tuned, tuned
 from harness.watch.clock import StepClock
-from harness.watch.figures import Ledger
+from harness.watch.ledger import Ledger
 from harness.watch.station import Watch
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))

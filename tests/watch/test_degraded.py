@@ -17,8 +17,8 @@ from harness import job
 from harness.config import Config
 from harness.watch import station
 from harness.watch.device import GpuSource, Source
+from harness.watch.figures import Tag
 from harness.watch.host import Sampler
-from harness.watch.tags import Tag
 from harness.watch.tree import Tree
 
 Composed = Callable[..., Config]

@@ -15,7 +15,7 @@ import torch
 
 from harness.runtime.folder import LOGGER
 from harness.watch.device import GpuSource, nvml_sees_gpu
-from harness.watch.tags import Tag
+from harness.watch.figures import Tag
 
 UUID = "8f6c1c1e-0000-4000-8000-000000000001"
 

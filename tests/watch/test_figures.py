@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from harness.watch.figures import Ledger, Sketch, Spread
+from harness.watch.figures import Spread
+from harness.watch.ledger import Ledger, Sketch
 
 
 @pytest.mark.parametrize("scale_ms", [0.01, 1.0, 5e4], ids=["microseconds", "milliseconds", "minutes"])
@@ -81,7 +82,7 @@ def test_an_empty_ledger_has_no_figures() -> None:
 def test_device_sums_come_before_the_hosts() -> None:
     """Where a device told of its time, shares are of that; the host's clock keeps its own figures."""
     ledger = Ledger(steps=1, elapsed_s=10.0, wait_s=9.0)
-    ledger.wait.add(9000.0)
+    ledger.sketches["data_wait_ms"].add(9000.0)
     window = ledger.window()
     assert (window.stall_basis, window.shares, window.stall_fraction) == ("host", {"starved": 0.9}, 0.9)
     assert window.starved_ms == window.data_wait_ms
@@ -100,9 +101,9 @@ def test_merged_ledgers_count_everything() -> None:
     one.device_s, two.device_s = {"compute": 1.0}, {"compute": 2.0, "starved": 1.0}
     one.wait_parts_s, two.wait_parts_s = {}, {"make": 3.0, "move": 1.0}
     one.host_parts_s, two.gc_s = {"logging": 0.2}, 0.1
-    one.wait.add(1.0)
+    one.sketches["data_wait_ms"].add(1.0)
     for _ in range(3):
-        two.wait.add(9.0)
+        two.sketches["data_wait_ms"].add(9.0)
     one.merge(two)
     window = one.window()
     assert (window.steps, window.images, window.elapsed_s, window.images_per_s) == (4, 32, 2.0, 16.0)

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from harness.watch.figures import Ledger, Window
+from harness.watch.figures import Window
 from harness.watch.goodput import Course, Part
+from harness.watch.ledger import Ledger
 
 
 class Clock:

@@ -17,8 +17,8 @@ import pytest
 
 from harness.watch import host
 from harness.watch.device import Figures, Source
+from harness.watch.figures import Tag
 from harness.watch.host import HostSource, Sampler, environment
-from harness.watch.tags import Tag
 
 Times = namedtuple("Times", "user system idle iowait guest guest_nice")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.watch import neighbours
+from harness.watch.figures import Tag
 from harness.watch.neighbours import Neighbours, taken
-from harness.watch.tags import Tag
 
 look = Neighbours.look  # which the tests' own machine leaves alone
 

@@ -9,8 +9,8 @@ import torch
 from emulated import GB, Gpu
 
 from harness.runtime.accelerator import Accelerator
+from harness.watch.figures import Tag
 from harness.watch.peaks import MemoryPeaks, MemoryWatch, steady_rise
-from harness.watch.tags import Tag
 
 STEADY = [10 * GB + k * GB // 10 for k in range(12)]
 

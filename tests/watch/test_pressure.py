@@ -9,7 +9,7 @@ from pathlib import Path
 import control_groups
 import pytest
 
-from harness.watch import pressure
+from harness.watch import host
 
 PRESSURE = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n"
 
@@ -27,7 +27,7 @@ def test_both_versions_count_throttled_periods(tmp_path: Path, stat: str | None,
     """Periods and throttled periods are read under the same names; a group that does not count them is left out."""
     if stat is not None:
         (tmp_path / "cpu.stat").write_text(stat)
-    assert pressure.throttled([tmp_path]) == ({} if counts is None else {tmp_path: counts})
+    assert host.throttled([tmp_path]) == ({} if counts is None else {tmp_path: counts})
 
 
 def test_the_innermost_group_says_how_long_memory_was_waited_for(tmp_path: Path) -> None:
@@ -38,13 +38,13 @@ def test_the_innermost_group_says_how_long_memory_was_waited_for(tmp_path: Path)
         folder.mkdir(parents=True)
     for path, total in ((machine, 1_000_000), (outer / "memory.pressure", 2_000_000), (inner / "memory.pressure", 3_500_000)):
         path.write_text(PRESSURE.format(total))
-        assert pressure.memory_stalled(groups, tmp_path) == (path, total / 1e6)
+        assert host.memory_stalled(groups, tmp_path) == (path, total / 1e6)
 
 
 def test_a_kernel_without_pressure_figures_is_named(tmp_path: Path) -> None:
     """The error says what is missing, for the one line in the log."""
     with pytest.raises(FileNotFoundError, match="proc/pressure/memory cannot be read.* PSI"):
-        pressure.memory_stalled([tmp_path], tmp_path)
+        host.memory_stalled([tmp_path], tmp_path)
 
 
 def test_a_real_quota_throttles() -> None:
@@ -52,6 +52,6 @@ def test_a_real_quota_throttles() -> None:
     burn = "import os\nwhile sum(os.times()[:2]) < 0.03: pass"
     with control_groups.quota(0.02) as group:
         subprocess.run(control_groups.within(group, sys.executable, "-IS", "-c", burn), check=True, timeout=60)
-        periods, stopped = pressure.throttled([group])[group]
+        periods, stopped = host.throttled([group])[group]
     assert periods >= 10
     assert stopped / periods > 0.5

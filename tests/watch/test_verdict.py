@@ -15,9 +15,9 @@ from harness.config import Config, walk
 from harness.feed.arrays import in_form
 from harness.watch.bottleneck import Bottleneck
 from harness.watch.evidence import Evidence, RankFigures
-from harness.watch.figures import Ledger, Spread
+from harness.watch.figures import Spread, Tag
+from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.tags import Tag
 from harness.watch.verdict import Verdict, judge
 
 DECODING = {"read": (0.2, 0.1), "decode": (3.0, 3.0), "crop": (0.5, 0.5), "collate": (0.3, 0.3)}  # ms of wall, of processor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from harness.watch import marks
+from harness.watch import spans
 
 
 def test_a_recording_is_told_every_name() -> None:
@@ -18,17 +18,17 @@ def test_a_recording_is_told_every_name() -> None:
         yield
         told.append(f"{name} ends")
 
-    marks.record(mark)
+    spans.record(mark)
     try:
-        with marks.named("step 1"), marks.named("forward"):
+        with spans.named("step 1"), spans.named("forward"):
             pass
     finally:
-        marks.record(None)
+        spans.record(None)
     assert told == ["step 1 begins", "forward begins", "forward ends", "step 1 ends"]
 
 
 def test_nothing_is_made_where_nothing_records() -> None:
     """All names share one context that does nothing, also inside itself."""
-    with marks.named("step 1") as first, marks.named("forward") as second:
+    with spans.named("step 1") as first, spans.named("forward") as second:
         assert first is second is None
-    assert marks.named("step 1") is marks.named("forward")
+    assert spans.named("step 1") is spans.named("forward")
