@@ -608,7 +608,9 @@ def check_names(config: Config) -> None:
     # empty where torchvision is laid out in another way: the network's room then refuses the name
     if torchvisions:
         check_model(config.model, ["small", *torchvisions])
-    name, sets = config.data.name, choices("data")
+    name = config.data.name
+    # data=own only says that a function of the user's is to be named
+    sets = [known for known in choices("data") if known != "own"]
     if ":" not in name and name not in sets:
         raise ConfigError(f"data.name={name}: no such data set; choose from {', '.join(sets)}{answers.nearest(name, sets)}")
 

@@ -42,9 +42,9 @@ GUESSES = [
     ("optim.name=adam", "optim.name: Invalid value 'adam', expected one of [sgd, adamw]; did you mean adamw?"),
     ("optim.name=adamw", "optim.nesterov=true: has an effect with sgd alone; write optim=adamw, which brings its own"),
     ("loader.num_workers=auto", "loader.num_workers: Value 'auto' of type 'str' could not be converted to Integer; to have it"),
-    ("data=mnist", "data=mnist: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, imagenet, shapes"),
+    ("data=mnist", "data=mnist: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, imagenet, own, "),
     ("data=ImageFolder", "data=ImageFolder: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, "
-     "imagenet, shapes; for your own images write data=imagefolder data.root=FOLDER; did you mean imagefolder"),
+     "imagenet, own, shapes; for your own images write data=imagefolder data.root=FOLDER; did you mean imagefolder, imagenet?"),
     ("data.name=cifar-10", "data.name=cifar-10: no such data set; choose from cifar10, cifar100, digits, fake, imagefolder, "
      "imagenet, shapes; did you mean cifar10"),
     ("wandb=true", "wandb: unknown setting; there is no such logger; a run writes TensorBoard's event file"),
@@ -106,7 +106,7 @@ def test_torchvisions_names_are_known_without_importing_it() -> None:
 
 def test_every_data_set_has_its_values_in_conf() -> None:
     """The names that are checked early are those that can be opened."""
-    assert schema.choices("data") == sorted([*DATASETS, FAKE])
+    assert schema.choices("data") == sorted([*DATASETS, FAKE, "own"])
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert answers.version().startswith("wellfed (not installed), torch (not installed), Python 3")
+    assert answers.version("1.2").startswith("wellfed 1.2, torch (not installed), Python 3")
 
 
 def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
     assert (plain.returncode, plain.stderr) == (cifar.returncode, cifar.stderr) == (0, "")
     for text in (
         "  trainer.epochs=5\n", "  optim.weight_decay=0.0005\n", "  optim.nesterov=true\n", "  augment.scale=[0.5,1.0]\n",
-        "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, shapes\n",
-        "  model= resnet18, resnet50, small, or any classifier of torchvision\n",
+        "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes\n",
+        "  model= resnet18, resnet50, small, any classifier of torchvision, or model.name=my_module:build\n",
         "A run leaves its files in outputs/ in the folder where it is started.\n",
     ):  # fmt: skip
         assert text in plain.stdout

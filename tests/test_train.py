@@ -169,9 +169,9 @@ def test_images_take_of_a_gpu_what_a_step_leaves(
 ) -> None:
     """Before the images of both sets are put there, a step takes what the network needs."""
     made: list[str] = []
-    demand, pixels = StepTrials.demand, forms.Pixels
+    demand, pixels = StepTrials.demand, forms.InMemoryImages
     monkeypatch.setattr(StepTrials, "demand", lambda *args: (made.append("steps"), demand(*args))[1])
-    monkeypatch.setattr(forms, "Pixels", lambda *args: (made.append("images"), pixels(*args))[1])
+    monkeypatch.setattr(forms, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1])
     given = (f"loader.backend={backend}", "loader.num_workers=0", "loader.pin_memory=false")
     config = composed("data=digits", "trainer.max_steps=1", *given)
     with accelerator.emulate(Gpu()) if gpu else nullcontext():
@@ -195,7 +195,6 @@ def test_tuning_that_made_steps_needs_no_other(
         "harness.tuning.stage.tuned",
         lambda *given: SimpleNamespace(
             told=lambda *_: answer(*given),
-            entry=None,
             follow=lambda *_: None,
             report=SimpleNamespace(reused=reused),
             summary=lambda _: {"seconds": 1.0, "reused": reused},
@@ -206,8 +205,8 @@ def test_tuning_that_made_steps_needs_no_other(
         train = feeds.settings(limits)
         return train, feeds.val_settings(train)
 
-    pixels = forms.Pixels
-    monkeypatch.setattr(forms, "Pixels", lambda *args: (made.append("images"), pixels(*args))[1])
+    pixels = forms.InMemoryImages
+    monkeypatch.setattr(forms, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1])
     config = composed(
         "data=digits", "loader.autotune=true", "loader.backend=arrays", "loader.pin_memory=false", "trainer.max_steps=1"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.training.epoch import Shown
-from harness.watch.figures import Ledger
+from harness.watch.ledger import Ledger
 
 
 def test_an_epoch_is_the_mean_of_its_windows() -> None:
