@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -658,6 +659,9 @@ def help_text(config: Config) -> str:
 
 def _composed_help(*, _root_: DictConfig) -> str:
     """The help page of the settings that Hydra composed, as the template that Hydra fills in."""
+    # Hydra resolves this for every run, which would cost each 15 ms
+    if not {"--help", "-h"}.intersection(sys.argv):
+        return ""
     return help_text(_typed(_own(_root_))).replace("$", "$$")
 
 
