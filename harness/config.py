@@ -660,7 +660,7 @@ def help_text(config: Config) -> str:
 def _composed_help(*, _root_: DictConfig) -> str:
     """The help page of the settings that Hydra composed, as the template that Hydra fills in."""
     # Hydra resolves this for every run, which would cost each 15 ms
-    if not {"--help", "-h"}.intersection(sys.argv):
+    if not any(text == "-h" or (len(text) > 2 and "--help".startswith(text)) for text in sys.argv):
         return ""
     return help_text(_typed(_own(_root_))).replace("$", "$$")
 
