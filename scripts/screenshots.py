@@ -1,7 +1,7 @@
-"""The pictures of the README: the page of a run that waits for data beside the page of the same run, tuned.
+"""Draws the pictures of the README: a run that waits for data beside the same run, tuned.
 
-Both runs are real; their step sleeps for 50 ms in place of a GPU's, and every file comes 5 ms late. Needs chromium and
-chromium-driver.
+Both runs are real. Their step sleeps for 50 ms in place of a GPU's, and every file comes 5 ms late. Needs chromium
+and chromium-driver.
 
     uv run scripts/screenshots.py
     uv run scripts/screenshots.py --folder outputs/pictures    # draws runs that are there already
@@ -39,10 +39,11 @@ WIDTH, HEIGHT = 540, 1600  # of each page, in CSS pixels
 SCALE = 1.5  # picture's pixels to one of these
 GAP = 24  # between the two pages, in the picture's pixels
 QUALITY = 70  # of WebP, 0..100
-# from where to where each part reaches: the heading and the verdict; the bar of a step's time and its table
+# the top and the bottom of each part: heading and verdict; the bar of a step's time and its table
 BOUNDS = """
     const box = (element) => element.getBoundingClientRect();
-    const bar = [...document.querySelectorAll("section")].find((section) => /^One step/.test(section.innerText));
+    const isBar = (section) => /^One step/.test(section.innerText);
+    const bar = [...document.querySelectorAll("section")].find(isBar);
     return [[0, box(document.querySelector(".verdict")).bottom + 24],
             [box(bar).top, box(bar.querySelector("table")).bottom + 2]];
 """
@@ -50,7 +51,7 @@ WAIT_S = 30
 
 
 def train(folder: Path) -> None:
-    """Run both, each in a folder of its own below ``folder``; they remember nothing but the data."""
+    """Runs both, each in a folder of its own below ``folder``."""
     env = os.environ | {STEP: "50", READ: "5", "WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     for name, settings in RUNS.items():
         place = f"hydra.run.dir={folder / name}"
@@ -60,7 +61,7 @@ def train(folder: Path) -> None:
 
 @contextmanager
 def browser() -> Iterator[webdriver.Chrome]:
-    """A Chromium that no one sees."""
+    """Gives a headless Chromium."""
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     for flag in FLAGS:
@@ -73,7 +74,10 @@ def browser() -> Iterator[webdriver.Chrome]:
 
 
 def parts(driver: webdriver.Chrome, page: Path, scheme: str) -> list[Image.Image]:
-    """Returns the verdict of ``page`` and where a step's time went, in the colours of ``scheme``: light or dark."""
+    """Returns two pictures of ``page``: its verdict, and where a step's time went.
+
+    ``scheme`` is light or dark.
+    """
     size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": SCALE, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -97,7 +101,7 @@ def beside(left: Sequence[Image.Image], right: Sequence[Image.Image]) -> Image.I
 
 
 def draw(folder: Path) -> None:
-    """Write a picture for each scheme to ``docs/pictures``."""
+    """Writes a picture for each scheme to ``docs/pictures``."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     with browser() as driver:
         for scheme in ("light", "dark"):
@@ -108,7 +112,7 @@ def draw(folder: Path) -> None:
 
 
 def main() -> int:
-    """Train both runs where they are not there yet, and draw them."""
+    """Trains both runs where they are not there yet, and draws them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, help="where the runs are, or go; by default a temporary folder")
     options = parser.parse_args()

@@ -24,8 +24,8 @@ CONF = ROOT / "conf"
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting, its value in a plain `python train.py`, and what it is. On the command line a setting is `name=value`, a list is
-`[1,2]`, and no value is `null`. `scripts/settings_page.py` makes this page.
+Every setting, its value in a plain `python train.py`, and what it is. On the command line a setting is
+`name=value`, a list is `[1,2]`, and no value is `null`. `scripts/settings_page.py` makes this page.
 
 ## Choices
 
@@ -36,7 +36,7 @@ SIGNS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"
 
 
 def composed() -> tuple[schema.Config, Mapping[str, str | None]]:
-    """Returns the settings of a run for which nothing is typed, and the choice of each group by its name."""
+    """Returns the settings where nothing is typed, and the choice of each group by its name."""
     schema.register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
@@ -46,7 +46,7 @@ def composed() -> tuple[schema.Config, Mapping[str, str | None]]:
 
 
 def choices(chosen: Mapping[str, str | None]) -> Iterator[str]:
-    """Yields the row of each group in ``conf/`` that has more than one choice; its file's comment stands beside a choice."""
+    """Yields a row for each group in ``conf/`` with more than one choice, and its files' comments."""
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
         names = [f"`{path.stem}`{_comment(path)}" for path in sorted(folder.glob("*.yaml"))]
         if len(names) > 1:
@@ -71,7 +71,7 @@ def _shown(value: Any) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     config, chosen = composed()
     lines = [HEAD, "| group | value | choices |", "|---|---|---|", *choices(chosen)]
     for section, settings in groupby(schema.walk(config), key=lambda found: found[0].rpartition(".")[0]):

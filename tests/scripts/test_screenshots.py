@@ -15,7 +15,7 @@ def picture(height: int, colour: str) -> Image.Image:
 
 
 def test_parts_of_two_pages_stand_beside_each_other() -> None:
-    """Each page is a column, each part a row as high as its higher picture; the rest has the left corner's colour."""
+    """Each page is a column. Each part is a row, as high as its higher picture."""
     left, right = [picture(5, "white"), picture(3, "red")], [picture(2, "green"), picture(4, "blue")]
     whole = screenshots.beside(left, right)
     second = 10 + screenshots.GAP
