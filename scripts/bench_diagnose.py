@@ -29,7 +29,7 @@ from harness.config import CheckpointConfig, Config, DataConfig, LoaderConfig, M
 from harness.runtime import folder, workers
 from harness.runtime.launch import run_processes
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "bench_diagnose.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "bench_diagnose.md"
 CLAIM = 0.10  # the ceiling may be so far from the measured speed-up
 _KINDS = ("diagnose", "real", "cached")
 _WIDTH, _HEIGHT = 1400, 1000
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="torch's threads, as trainer.num_threads; else as many as cores")
     parser.add_argument("--photos", type=Path, default=Path(tempfile.gettempdir()) / "wellfed-photos", help="their folder")
     parser.add_argument("--only", help="one workload, by the beginning of its name")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[1])}")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
     a = parser.parse_args(argv)
     make_photos(a.photos, a.images)
     rows, load = [], [os.getloadavg()[0]]

@@ -41,7 +41,7 @@ from scripts.measured import listed, machine, write
 from scripts.tuner_workloads import WORKLOADS, cifar_like
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "bench_loader.md"
+PAGE = ROOT / "docs" / "benchmarks" / "bench_loader.md"
 _SMALL = 48  # side of the crops on which a small network is trained, in pixels
 _MOUNT = 'mount -t tmpfs -o size="$0"m tmpfs /dev/shm && exec "$@"'
 

@@ -40,7 +40,7 @@ from scripts.measured import Sample, machine, machine_line, markdown, write
 from scripts.traceml_loop import BATCH, GO, PLANTS, Plant
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "traceml.md"
+PAGE = ROOT / "docs" / "benchmarks" / "traceml.md"
 LOOP = ROOT / "scripts" / "traceml_loop.py"
 STEP_MS = 20.0  # a step that the costs are set against
 COSTS = {"bare": "control: bare again", "traceml": "TraceML", "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl"}

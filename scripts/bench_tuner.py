@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # the rest is imported where it is used: each worker imports 
 
 TIMEOUT_S = 8.0  # the longest wait for a batch; one that found no room in shared memory never comes
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "bench_tuner.md"
+PAGE = ROOT / "docs" / "benchmarks" / "bench_tuner.md"
 _INSIDE = "WELLFED_BENCH_SHM"  # set where /dev/shm is the workload's own
 _MOUNT = 'mount -t tmpfs -o size="$0"m tmpfs /dev/shm && exec "$@"'
 

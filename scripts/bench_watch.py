@@ -39,7 +39,7 @@ from scripts.paired import Cost, Estimate, Plan, Work
 from scripts.watched_worker import BATCH, STAGES, Worker, timers_cost
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "bench_watch.md"
+PAGE = ROOT / "docs" / "benchmarks" / "bench_watch.md"
 STEP_S = 0.020  # the step that costs are held against
 CEILING = 0.01  # the most that watching may take of it
 WORKERS_CEILING = 1e-3  # the most that the workers' timers may take of a worker's time
@@ -280,7 +280,7 @@ def _shown(share: Estimate) -> str:
 
 
 def page(text: str) -> str:
-    """The page for docs/: what was run, when, and its output."""
+    """The page for docs/benchmarks/: what was run, when, and its output."""
     day = f"{datetime.now(UTC).date():%d %B %Y}"
     return f"""# What watching costs
 

@@ -29,7 +29,7 @@ from scripts.chaos_left import batches, digest, lines, logged, updates, wrong_li
 from scripts.chaos_start import NOTED, POLL_S, ROOT, TRAIN, Plan, Run, ended
 from scripts.measured import listed, machine, machine_line, markdown, write
 
-PAGE = ROOT / "docs" / "chaos.md"
+PAGE = ROOT / "docs" / "benchmarks" / "chaos.md"
 _COMMON = ("device=cpu", "trainer.num_threads=1", "augment.hflip=0.5", "augment.crop=pad", "run.name=x")
 _DIGITS, _DIGITS_IMAGES = ("data=digits", *_COMMON), 1438
 _SHAPES = (

@@ -2,7 +2,7 @@
 
     python tests/planted.py --runs 3 --write
 
-plants each of them so many times, in sizes drawn anew, and writes what the runs said to docs/planted.md.
+plants each of them so many times, in sizes drawn anew, and writes what the runs said to docs/benchmarks/planted.md.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", help="the plants whose names hold this; all if not given")
     parser.add_argument("--runs", type=int, default=1, help="runs of each")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="of the sizes")
-    parser.add_argument("--write", action="store_true", help="write docs/planted.md")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/planted.md")
     parser.add_argument("--size", type=float, help="of the plant, instead of one that is drawn")
     parser.add_argument("--folder", type=Path, help="of the one run, which is started right here")
     a = parser.parse_args(argv)
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{' | '.join(rows[-1].values())}", flush=True)
     text = f"# Planted bottlenecks\n\n{machine_line(machine())}\n\n{a.runs} runs of each, sizes drawn with seed {a.seed}.\n\n"
     if a.write:
-        write(ROOT / "docs" / "planted.md", f"{text}{markdown(rows)}\n")
+        write(ROOT / "docs" / "benchmarks" / "planted.md", f"{text}{markdown(rows)}\n")
 
 
 def row(plant: Plant, sizes: list[float]) -> dict[str, str]:

@@ -1,47 +1,137 @@
-"""What the README says works."""
+"""What README and docs say works."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
+from hydra import compose
 
 from harness.config import Config
+from harness.watch.bottleneck import Bottleneck
+from harness.watch.figures import Tag
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
-COMMANDS = re.findall(r"`((?:python|torchrun) .*?train\.py[^`]*)`", README)
+ROOT = Path(__file__).parents[1]
+README, CONTRIBUTING, OWN_LOOP = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/own_loop.md"))
+# messages.md holds texts of the source, as they are
+PAGES = [README, CONTRIBUTING, *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "messages.md")]
+RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+
+
+def spans(page: Path) -> list[str]:
+    """What stands between backticks, and each line of a block for the shell."""
+    text = page.read_text(encoding="utf-8")
+    outside = re.sub(r"```.*?```", "", text, flags=re.S)
+    return re.findall(r"`([^`]+)`", outside) + [line for block in blocks(page, "sh") for line in block.splitlines()]
+
+
+SPANS = [(page, span) for page in PAGES for span in spans(page)]
+COMMANDS = sorted({span for _, span in SPANS if re.search(r"(?:python|torchrun|uv run) .*train\.py|uv run train\.py", span)})
+NO_SETTINGS = {"name=value", "data.root=~/images"}
+OVERRIDES = sorted({span for _, span in SPANS if re.fullmatch(r"[a-z_.]+=\S+(?: [a-z_.]+=\S+)*", span)} - NO_SETTINGS)
+
+
+def test_readme_is_short() -> None:
+    """At most 150 lines."""
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", [README, OWN_LOOP], ids=lambda page: page.name)
+def test_a_clock_around_ones_own_loader(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first Python block runs where there are a loader and a step, and prints its figures."""
+    loader = [(torch.zeros(4, 3, 8, 8), torch.zeros(4))] * 3
+    exec(compile(blocks(page, "python")[0], page.name, "exec"), {"device": "cpu", "loader": loader, "train_step": max_of})
+    assert re.search(r"\d+ images/s, waiting for data \d+% of the time", capsys.readouterr().out)
+
+
+def max_of(images: torch.Tensor, labels: torch.Tensor) -> None:
+    """A step."""
+    torch.maximum(images.amax(), labels.amax())
 
 
 def test_the_example_for_a_loop_of_ones_own_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The Python block runs as it stands and prints its figures."""
-    exec(compile(BLOCKS[0], "README.md", "exec"), {})
+    """The second Python block runs as it stands and prints its figures."""
+    exec(compile(blocks(OWN_LOOP, "python")[1], "own_loop.md", "exec"), {})
     assert re.search(r"\d+ images/s, waiting for data \d+% of the time", capsys.readouterr().out)
 
 
 def test_the_example_that_tunes_runs(capsys: pytest.CaptureFixture[str], kept_globals: None) -> None:
     """As it stands, and ends with a sentence about what the model takes."""
-    exec(compile(BLOCKS[1], "README.md", "exec"), {})
+    exec(compile(blocks(OWN_LOOP, "python")[2], "own_loop.md", "exec"), {})
     assert "the model takes" in capsys.readouterr().out.splitlines()[-1].lower()
 
 
-@pytest.mark.parametrize(("block", "ours"), [(0, "harness|clock|DataPrefetcher|batches"), (1, "harness|report|train_step")])
+@pytest.mark.parametrize(("block", "ours"), [(1, "wellfed|clock|DataPrefetcher|batches"), (2, "wellfed|report|train_step")])
 def test_the_examples_change_few_lines(block: int, ours: str) -> None:
     """At most ten lines of each are ours."""
-    assert 0 < len(re.findall(rf"^.*(?:{ours}).*$", BLOCKS[block], re.M)) <= 10
+    assert 0 < len(re.findall(rf"^.*(?:{ours}).*$", blocks(OWN_LOOP, "python")[block], re.M)) <= 10
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes(composed: Callable[..., Config], command: str) -> None:
     """Each command's settings exist and fit together."""
     arguments = shlex.split(command.split("train.py", 1)[1])
-    overrides = [argument.split(",")[0] for argument in arguments if not argument.startswith("-") and argument != "job"]
-    composed(*overrides)
+    if arguments[:1] in (["page"], ["compare"]):
+        # they take folders, and no settings
+        return
+    overrides = [re.sub(r",(?![^[]*\]).*", "", text) for text in arguments if not text.startswith("-") and text != "job"]
+    # the launchers are no part of the tools that tests need
+    composed(*(text for text in overrides if not text.startswith("hydra/")))
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES)
+def test_every_setting_composes(composed: Callable[..., Config], overrides: str) -> None:
+    """Each setting in backticks exists, and takes its value."""
+    compose("config", overrides=overrides.split())
 
 
 def test_commands_are_found() -> None:
-    """The pattern above finds the table."""
-    assert len(COMMANDS) >= 15
+    """The patterns above find the tables."""
+    assert len(COMMANDS) >= 20
+    assert len(OVERRIDES) >= 60
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """Links, pictures and the sources of ``<picture>`` are files of the repository."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert [link for link in found if not link.startswith("http") and not (page.parent / link).exists()] == []
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    """Paths of our folders in backticks, and the scripts of commands."""
+    named = {path for _, span in SPANS for path in re.findall(r"\b(?:harness|scripts|tests|conf|docs)/[\w./]*\w", span)}
+    made = {"conf/data/NAME.yaml"}
+    assert len(named) >= 20
+    assert [path for path in sorted(named - made) if not (ROOT / path).exists()] == []
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    """Else: ``uv run scripts/settings_page.py``."""
+    source = "from scripts import settings_page; print(settings_page.page(), end='')"
+    made = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert made.stdout == (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", get_args(Bottleneck))
+def test_every_verdict_is_explained(name: str) -> None:
+    """With its name in ``report.json``."""
+    assert f"(`{name}`) |" in (ROOT / "docs" / "stalls.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("tag", list(Tag), ids=str)
+def test_every_tag_is_explained(tag: Tag) -> None:
+    """In the table of tags."""
+    assert f"`{tag}`" in (ROOT / "docs" / "tensorboard.md").read_text(encoding="utf-8")

@@ -23,7 +23,8 @@ from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
 
-TEXT = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8")
+TEXT = PAGE[PAGE.index("## The way of one image") : PAGE.index("## The way of a setting")]
 THREADS, PROCESSES = TEXT[TEXT.index("### By threads") :].split("### By processes")
 # needs a GPU, a worker process or a whole run
 ELSEWHERE = {"Mover._moved", "Engine._one_step", "Step.__call__", "HostBatch.pin_memory"}
