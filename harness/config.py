@@ -477,6 +477,10 @@ def _loader_refusals(c: Config) -> tuple[_Refusal, ...]:
          "loader.backend=auto: is what the tuner finds; add loader.autotune=true, or choose processes, threads or arrays"),
         (load_.backend is Backend.auto and c.tuner.name is TunerName.grid,
          "loader.backend=auto: tuner=grid looks at processes alone; use tuner=auto, or set it to null"),
+        (c.tuner.live is True and not load_.autotune,
+         "tuner.live=true: has no effect without loader.autotune=true; add it, or set it to null"),
+        (c.tuner.live is True and c.tuner.name is TunerName.grid,
+         "tuner.live=true: has no effect with tuner=grid; use tuner=auto, or set it to null"),
         *(
             (load_.backend is Backend.arrays and bool(value),
              f"loader.{name}={shown(value)}: has no effect with loader.backend=arrays, which has no workers; set it "

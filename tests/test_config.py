@@ -52,6 +52,8 @@ BAD = [
     ("loader.backend=carrier_pigeon", "loader.backend: Invalid value 'carrier_pigeon', expected"),
     ("loader.backend=auto", "loader.backend=auto: is what the tuner finds; add loader.autotune=true"),
     ("loader.backend=auto loader.autotune=true tuner=grid", "loader.backend=auto: tuner=grid looks at processes alone"),
+    ("tuner.live=true", "tuner.live=true: has no effect without loader.autotune=true"),
+    ("loader.autotune=true tuner=grid tuner.live=true", "tuner.live=true: has no effect with tuner=grid"),
     ("loader.backend=arrays loader.num_workers=2", "loader.num_workers=2: has no effect with loader.backend=arrays"),
     ("loader.backend=arrays loader.prefetch_factor=2", "loader.prefetch_factor=2: has no effect with loader.backend=arrays"),
     ("loader.backend=arrays loader.persistent_workers=true", "loader.persistent_workers=true: has no effect with loader.back"),

@@ -38,7 +38,7 @@ def spans(page: Path) -> list[str]:
 
 SPANS = [(page, span) for page in PAGES for span in spans(page)]
 COMMANDS = sorted({span for _, span in SPANS if re.search(r"(?:python|torchrun|uv run) .*train\.py|uv run train\.py", span)})
-NO_SETTINGS = {"name=value", "data.root=~/images"}
+NO_SETTINGS = {"name=value"}
 OVERRIDES = sorted({span for _, span in SPANS if re.fullmatch(r"[a-z_.]+=\S+(?: [a-z_.]+=\S+)*", span)} - NO_SETTINGS)
 
 
