@@ -18,6 +18,8 @@ _LONG_FLAGS = (
 _SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i")
 _MOST_CHOICES = 12  # that are all listed
 
+# Settings that are paths.
+_PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
 # Names of other programs, and what they are called here.
 _OTHER_NAMES = {
     "a": "model.name",
@@ -73,12 +75,14 @@ def version(own: str) -> str:
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:
-    """Returns ``arguments`` with the home folder for ``~`` after ``NAME=``, where no shell writes it."""
+    """Returns ``arguments`` with the home folder for ``~`` in the settings that are paths, where no shell writes it."""
     found = []
     for text in arguments:
         name, equals, value = text.partition("=")
-        tilde = equals and value.startswith("~")
-        found.append(f"{name}={os.path.expanduser(value)}" if tilde else text)
+        if equals and name.lstrip("+") in _PATHS:
+            # a sweep lists several
+            value = ",".join(map(os.path.expanduser, value.split(",")))
+        found.append(f"{name}{equals}{value}")
     return found
 
 

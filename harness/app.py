@@ -79,15 +79,14 @@ def _with_whole_path(arguments: list[str]) -> list[str]:
     It is in the current folder, or else where ``conf/`` is.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-path", "-cp", type=Path)
+    parser.add_argument("--config-path", "-cp")
     known, rest = parser.parse_known_args(arguments)
-    if known.config_path is None:
+    # pkg://... is Hydra's
+    if known.config_path is None or "://" in known.config_path:
         return arguments
     here = Path.cwd() / known.config_path
-    return [
-        f"--config-path={here if here.is_dir() else schema.CONF.parent / known.config_path}",
-        *rest,
-    ]
+    beside = schema.CONF.parent / known.config_path
+    return [f"--config-path={beside if beside.is_dir() and not here.is_dir() else here}", *rest]
 
 
 def main(composed: DictConfig) -> float | None:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.config import Backend, Config, Mode, StartMethod, check_names, form_asked_for
+from harness.config import Backend, Config, Mode, StartMethod, TunerName, check_names, form_asked_for
 from harness.runtime import folder, signals, workers
 from harness.runtime.errors import CheckpointError, printable
 
@@ -37,13 +37,21 @@ def check(config: Config) -> None:
         raise CheckpointError(f"model.weights={printable(weights)}: no such file; use null, DEFAULT or a path")
 
 
+def _needs_processes(config: Config) -> bool:
+    """Whether worker processes are likely to start; with the data sets here, threads and tuner=auto may do without any."""
+    is_own = ":" in config.data.name
+    searched = config.loader.autotune and config.tuner.name is TunerName.grid
+    return is_own or searched or form_asked_for(config.loader) is Backend.processes
+
+
 def main_worker(local_rank: int, job: Job) -> None:
     """One rank of a run, from the data on disk to the report."""
-    loader = job.config.loader
-    may_start = form_asked_for(loader) is Backend.processes or loader.autotune or job.config.mode is Mode.diagnose
-    if may_start and loader.start_method is StartMethod.forkserver:
-        # while torch is imported here
-        workers.start_server(["hydra", "harness.feed.processes", "harness.data.datasets"])
+    config = job.config
+    if config.loader.start_method is StartMethod.forkserver:
+        workers.plan_server(["hydra", "harness.feed.processes", "harness.data.datasets"])
+        if _needs_processes(config):
+            # while torch is imported here
+            workers.start_server()
     from harness.data import datasets
     from harness.diagnose.stage import diagnose
     from harness.feed.forms import Feeds
@@ -60,14 +68,14 @@ def main_worker(local_rank: int, job: Job) -> None:
     from harness.watch import station
 
     with (
-        distributed.joined(local_rank, job.config) as world,
+        distributed.joined(local_rank, config) as world,
         folder.logging_to(job.folder, world.rank),
         station.quiet_ranks(world),
     ):
-        signals.set_grace(job.config.checkpoint.grace_s)
-        station.refuse_hidden_gpu(job.config, world)
-        saved = resume.find(job.config, job.folder)
-        config = resume.settings(job.config, saved, job.overridden)
+        signals.set_grace(config.checkpoint.grace_s)
+        station.refuse_hidden_gpu(config, world)
+        saved = resume.find(config, job.folder)
+        config = resume.settings(config, saved, job.overridden)
         seeding.seed_everything(config.seed, config.trainer.deterministic)
         splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
         config, rest = resume.rest(config, saved, world, len(splits.train))

@@ -18,6 +18,7 @@ from harness import job
 from harness.config import Config, ConfigError
 from harness.data import datasets
 from harness.data.identity import identity
+from harness.runtime.errors import CheckpointError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint, models
 from harness.tuning.memory import fingerprint
@@ -80,10 +81,16 @@ def test_every_example_trains(composed: Composed, tmp_path: Path, command: str) 
 
 @pytest.mark.usefixtures("examples")
 def test_a_run_goes_on_and_is_evaluated(composed: Composed, tmp_path: Path) -> None:
-    """With a network and a data set of the user's, from the checkpoint alone; only the run's folder is named."""
+    """With a network and a data set of the user's: evaluation asks for their names, and takes all else from the checkpoint."""
     typed = (*DATASET, *FEW[:2], "model.name=my_model:build", "trainer.epochs=1", "schedule.warmup_epochs=0")
     first = run(composed(*typed), tmp_path / "run", *typed)
     again = ("mode=evaluate", "resume=run", *FEW[:2])
+    named = ("data.name=my_dataset:open_splits", "model.name=my_model:build")
+    for left_out in (0, 1):
+        given = (*again, named[1 - left_out])
+        with pytest.raises(CheckpointError, match=f"needs code of yours; add {named[left_out]} if you trust it"):
+            run(composed(*given), tmp_path / "refused", *given)
+    again = (*again, *named)
     evaluated = run(composed(*again), tmp_path / "evaluated", *again)
     assert (evaluated["top1"], evaluated["val_images"]) == (first["top1"], 8)
     on = (*typed, "trainer.epochs=2", "resume=run")

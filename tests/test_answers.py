@@ -112,8 +112,8 @@ def test_every_data_set_has_its_values_in_conf() -> None:
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell leaves the tilde after an equals sign alone; a deletion of Hydra's is left alone here."""
     monkeypatch.setenv("HOME", "/home/me")
-    assert schema.prepared(["data.root=~/x", "resume=~", "~experiment", "a=b~c"]) == [
-        "data.root=/home/me/x", "resume=/home/me", "~experiment", "a=b~c",
+    assert schema.prepared(["data.root=~/x,~/y", "resume=~", "~experiment", "a=b~c", "run.name=~"]) == [
+        "data.root=/home/me/x,/home/me/y", "resume=/home/me", "~experiment", "a=b~c", "run.name=~",
     ]  # fmt: skip
 
 

@@ -617,3 +617,22 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert second.returncode == 9
     assert f"in use by process {process.pid}" in second.stderr
     assert (tmp_path / "outputs/x/.hydra/overrides.yaml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ((), False),
+        (("loader.autotune=true",), False),
+        (("loader.num_workers=2",), True),
+        (("loader.autotune=true", "tuner=grid"), True),
+        (("data=own", "data.name=mine:open_splits"), True),
+        (("mode=diagnose",), False),
+    ],
+    ids=["default", "tuned", "workers", "grid", "own data", "diagnosed"],
+)
+def test_the_fork_server_starts_early_where_processes_will_load(
+    composed: Composed, typed: tuple[str, ...], expected: bool
+) -> None:
+    """Elsewhere its imports would take a processor from what is measured: threads looked half as fast."""
+    assert job._needs_processes(composed(*typed)) is expected

@@ -56,9 +56,14 @@ class OwnSource:
         """What the user's source gives.
 
         Raises:
-            BadSample: it is neither bytes nor pixels.
+            BadSample: it failed, or gave neither bytes nor pixels.
         """
-        content, label = self._given.read(i)
+        try:
+            content, label = self._given.read(i)
+        except (BadSample, MemoryError):
+            raise
+        except Exception as error:
+            raise BadSample(self.where(i), parts.told(error)) from error
         if isinstance(content, np.ndarray):
             is_good = content.dtype == np.uint8 and content.shape[2:] == (3,)
         else:

@@ -59,7 +59,7 @@ def diagnose(
     world = feeds.world
     train = feeds.splits.train
     if not isinstance(train, ImageDataset):
-        raise ConfigError("mode=diagnose: cannot look into a Dataset of your own; open sources, or add loader.autotune=true")
+        raise ConfigError("mode=diagnose: cannot look into a Dataset of your own; open sources, or train with mode=train")
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     with trainee.kept(), live_table(f"diagnosing (at most {BUDGET_S:g} s, nothing is trained)", COLUMNS, WIDTHS) as rows:
         size, notes = _batch_size(feeds, trainee)

@@ -139,6 +139,8 @@ class ProcessFeed(Feed):
         if self._loader is None:
             # for the workers' sockets: a killed one would leave its own folder behind
             multiprocessing.util.get_temp_dir()
+            if s.num_workers and s.start_method == "forkserver":
+                workers.start_server()
             self._loader = Loader(
                 **self._parts(),
                 num_workers=s.num_workers,

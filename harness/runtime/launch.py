@@ -51,7 +51,7 @@ def began_s(stat: Path = Path("/proc/self/stat")) -> float:
 def command(ranks: str | None = None) -> list[str]:
     """The words by which such a run is started again: the script's or the command's; ``ranks``, torchrun's, is its option."""
     called = Path(sys.argv[0])
-    installed = called.name == "wellfed" or called.parent.name == "harness"
+    installed = called.name == "wellfed" or called.parts[-2:] == ("harness", "__main__.py")
     if ranks is not None:
         return ["torchrun", ranks, *(["-m", "harness"] if installed else ["train.py"])]
     if installed:

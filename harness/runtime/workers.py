@@ -18,13 +18,30 @@ _NICE = 10
 _LOOK_S = 0.5
 
 
-def start_server(preload: Sequence[str]) -> None:
-    """Start the fork server early, with ``preload`` imported while the trainer imports its own modules.
+_planned = False  # whether a fork server of ours is to serve
+
+
+def plan_server(preload: Sequence[str]) -> None:
+    """Have the fork server import ``preload`` when it starts: with the first worker, or by ``start_server``.
 
     A worker is then a fork of a process that has these modules and no threads: 0.1 s for the first batch instead of
     seconds, and none of the locks that a forked trainer's threads may hold.
     """
+    global _planned
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    _planned = True
+
+
+def start_server(preload: Sequence[str] | None = None) -> None:
+    """Start the fork server, if one is planned or ``preload`` is given: it imports beside what the trainer does.
+
+    Importing takes a processor for some seconds. That is for nothing where no worker follows, and spoils what is measured
+    meanwhile.
+    """
+    if preload is not None:
+        plan_server(preload)
+    if not _planned:
+        return
     # it lives as long as the trainer, whatever its process group is sent, and so does Python's tracker of shared memory
     with signals.unheard():
         resource_tracker.ensure_running()

@@ -93,6 +93,9 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
         if own == theirs[path] or not (shows or (not evaluating and path.startswith(_TRAINS))):
             continue
         if evaluating and path not in kept:
+            if path in ("model.name", "data.name") and ":" in theirs[path]:
+                # a file that somebody gave away must not name what is imported and called here
+                raise CheckpointError(f"{saved.where}: needs code of yours; add {path}={theirs[path]} if you trust it")
             group, _, name = path.rpartition(".")
             setattr(attrgetter(group)(used), name, theirs[path])
             taken.append(f"{path}={shown(theirs[path])}")

@@ -49,7 +49,7 @@ _SECOND: dict[Bottleneck, str] = {
     "collate": "putting batches together",
     "transport": "handing batches over",
     "copy": "copies",
-    "workers": "too few workers",
+    "workers": "waiting for workers",
     "launch": "launching",
     "host": "Python",
 }

@@ -127,6 +127,21 @@ def test_what_a_source_reads_is_checked(opened: Callable[..., Splits], content: 
         filled(train, 0, 1)
 
 
+class Broken(Rows):
+    """A source that fails in its own way."""
+
+    def read(self, i: int) -> Any:
+        raise KeyError("no such row")
+
+
+def test_a_source_that_fails_is_a_bad_sample(opened: Callable[..., Splits]) -> None:
+    """Its error is told in one line, whoever reads: the feed, or who looks at the set as a whole."""
+    train = opened((Broken(), Rows())).train
+    assert isinstance(train, ImageDataset)
+    with pytest.raises(BadSample, match=r"^row 1: KeyError: 'no such row'"):
+        train.source.read(1)
+
+
 def test_a_sample_follows_from_its_key_alone(opened: Callable[..., Splits], kept_globals: None) -> None:
     """In any order, in any process, and nothing is drawn from the trainer's random states."""
     train = opened((Drawn(), Drawn())).train

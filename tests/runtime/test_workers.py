@@ -47,6 +47,24 @@ def test_a_worker_of_the_server() -> None:
     assert "watchdog" in worker["threads"]
 
 
+PLANNED = """
+from multiprocessing import forkserver
+from harness.runtime import workers
+workers.start_server()
+print(forkserver._forkserver._forkserver_pid is not None)
+workers.plan_server(["wave"])
+print(forkserver._forkserver._forkserver_pid is not None)
+workers.start_server()
+print(forkserver._forkserver._forkserver_pid is not None)
+"""
+
+
+def test_a_server_starts_where_it_is_wanted() -> None:
+    """Planning starts none, for importing takes a processor; without a plan there is none to start."""
+    ended = subprocess.run([sys.executable, "-c", PLANNED], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split() == ["False", "False", "True"]
+
+
 def test_a_process_that_nobody_started_watches_nobody() -> None:
     """The main process has no parent to leave with."""
     before = threading.active_count()
