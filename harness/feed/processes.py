@@ -245,12 +245,12 @@ class _Batches(Dataset[HostBatch]):
     def __getitems__(self, key: Key) -> HostBatch:
         epoch, indices = key
         count = len(indices)
-        size = self.dataset.image_size
         worker = get_worker_info()
         if self._filler is None:
             self._filler = Filler(self.dataset, worker.id if worker else 0, self.meter, self.gauge)
         # what the batch takes besides its samples begins here
         self._filler.begin(count)
+        size = self.dataset.image_size
         self._filler.share()
         shape = (count, 3, size, size)
         strides = (3 * size * size, 1, 3 * size, 3)
