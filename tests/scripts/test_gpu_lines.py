@@ -120,7 +120,7 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
             "peers",
             lambda: list(gpu_loaders.LOADERS)[3:],
         ),
-        (gpu_loaders.workers, "start_server", lambda preload: None),
+        (gpu_loaders.workers, "start_server", lambda *_: None),
         (gpu_loaders.seeding, "seed_everything", lambda seed: None),
         (gpu_loaders, "_WARM", 1),
         (gpu_loaders, "_READ_STEPS", 1),

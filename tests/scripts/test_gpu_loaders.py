@@ -113,7 +113,7 @@ def test_a_network_is_trained_on_every_loader(name: str, photos: Path, monkeypat
 def test_the_rate_is_the_last_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As JSON, with what decoded where that is not the loader's own."""
     monkeypatch.setattr(gpu_loaders, "_WARM", 1)
-    monkeypatch.setattr(gpu_loaders.workers, "start_server", lambda preload: None)
+    monkeypatch.setattr(gpu_loaders.workers, "start_server", lambda *_: None)
     monkeypatch.setattr(gpu_loaders.seeding, "seed_everything", lambda seed: None)
     small = [str(photos), "0", "--seconds=0", "--batch-size=4", "--model=small", "--device=cpu"]
     assert gpu_loaders.main([NVJPEG, *small]) == 0
