@@ -52,7 +52,9 @@ def members_ever(group: Path, run: subprocess.Popen[str], limit_s: float) -> set
 
 def test_a_run_is_tuned_under_a_real_quota(tmp_path: Path) -> None:
     """It chooses in time, the report has what the quota did, and neither process nor segment is left."""
-    command = [sys.executable, str(ROOT / "train.py"), *OVERRIDES, "watch.sample_s=0.2", "run.name=half"]
+    # workers, of which none may be left
+    more = ("loader.num_workers=1", "watch.sample_s=0.2", "run.name=half")
+    command = [sys.executable, str(ROOT / "train.py"), *OVERRIDES, *more]
     env = {**os.environ, "WELLFED_CACHE": str(tmp_path / "cache")}
     with control_groups.quota(0.5) as group, open(tmp_path / "said", "w+", encoding="utf-8") as said:
         run = subprocess.Popen(
