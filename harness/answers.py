@@ -159,23 +159,31 @@ def explain(error: BaseException, settings: Sequence[str]) -> str:
     """
     text = str(error).strip()
     name = getattr(error, "full_key", None) or _first(r"full_key: (\S+)", text) or ""
-    unknown = _first(r"Could not override '([^']+)'", text) or _first(r"Key '([^']+)' (?:is )?not in", text)
+    unknown = _first(r"Could not override '([^']+)'", text) or _first(
+        r"Key '([^']+)' (?:is )?not in", text
+    )
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override, settings)
     if isinstance(error, HydraException) and error.__cause__ is not None and unknown is None:
-        return explain(error.__cause__, settings) if isinstance(error.__cause__, Exception) else text
+        return (
+            explain(error.__cause__, settings) if isinstance(error.__cause__, Exception) else text
+        )
     if unknown:
         full = name if name.endswith(unknown) else unknown
         return f"{full}: unknown setting{_hint(full, settings)}"
     if required := _first(r"field '([^']+)' is not Optional", text):
         return f"{required}=null: needs a value"
     choice = re.search(
-        r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?(?:Config search path|$)", text, re.S
+        r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?(?:Config search path|$)",
+        text,
+        re.S,
     )
     if choice:
         return _no_choice(choice[1], choice[2], (choice[3] or "").split())
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " ".join(line for line in lines if not re.match(r"(full_key|object_type|reference_type)\b", line))
+    said = " ".join(
+        line for line in lines if not re.match(r"(full_key|object_type|reference_type)\b", line)
+    )
     said += _better_value(name, said)
     return f"{name}: {said}" if name and name not in said else said
 

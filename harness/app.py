@@ -54,13 +54,17 @@ def cli() -> int:
     """
     tell_crashes()
     _settings.clear()
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises what is wrong with the settings
+    os.environ.setdefault(
+        "HYDRA_FULL_ERROR", "1"
+    )  # Hydra then raises what is wrong with the settings
     schema.register()
     OmegaConf.register_new_resolver("wellfed.run_dir", _run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", folder.sweep_folder, use_cache=True)
     if not folder.is_first_rank():
         sys.argv.append("hydra.output_subdir=null")  # the first rank writes it for all
-    if "hydra/sweeper=optuna" in sys.argv and not any(text.startswith("hydra.sweeper.direction=") for text in sys.argv):
+    if "hydra/sweeper=optuna" in sys.argv and not any(
+        text.startswith("hydra.sweeper.direction=") for text in sys.argv
+    ):
         sys.argv.append("hydra.sweeper.direction=maximize")  # what a job returns is its best top-1
     ended: list[BaseException] = []
     # Applied here, and not as a decorator: launchers then send ``main`` by its name.
@@ -119,7 +123,9 @@ def main(composed: DictConfig) -> float | None:
     return _best_top1(place)
 
 
-def _run_folder(name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig) -> str:
+def _run_folder(
+    name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig
+) -> str:
     """Returns the folder of a single run, which is made once the settings are found to be good."""
     _single(_root_)
     return _folder(name, resume, mode)

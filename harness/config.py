@@ -46,7 +46,11 @@ DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
 
 
 # Inside the package in a wheel, beside it in a checkout.
-CONF = next(path for path in (Path(__file__).with_name("conf"), Path(__file__).parents[1] / "conf") if path.is_dir())
+CONF = next(
+    path
+    for path in (Path(__file__).with_name("conf"), Path(__file__).parents[1] / "conf")
+    if path.is_dir()
+)
 _Refusal = tuple[bool, str]  # whether settings are at odds, and how to say so
 
 
@@ -71,7 +75,9 @@ def group(cls: type) -> Any:
 class RunConfig:
     """The run's folder."""
 
-    name: str | None = setting(None, "Folder under outputs/; null: the date and the time of the start.")
+    name: str | None = setting(
+        None, "Folder under outputs/; null: the date and the time of the start."
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,11 +101,19 @@ class DataConfig:
         "shapes",
         "Which data set: a name from harness/data/datasets.py, or a function of your own, such as my_module:open_splits.",
     )
-    root: str | None = setting(None, "Folder of the data; null: a folder of its own in the user's cache.")
-    download: bool = setting(True, "Fetch a published archive that is not there yet (cifar10, cifar100).")
-    mirror: str | None = setting(None, "Base address to fetch the archive from; null: the publisher's.")
+    root: str | None = setting(
+        None, "Folder of the data; null: a folder of its own in the user's cache."
+    )
+    download: bool = setting(
+        True, "Fetch a published archive that is not there yet (cifar10, cifar100)."
+    )
+    mirror: str | None = setting(
+        None, "Base address to fetch the archive from; null: the publisher's."
+    )
     md5: str | None = setting(None, "MD5 that the archive must have; null: the publisher's.")
-    image_size: int = setting(64, "Side of the square that the network sees, in pixels.", ge=8, le=4096)
+    image_size: int = setting(
+        64, "Side of the square that the network sees, in pixels.", ge=8, le=4096
+    )
     eval_resize: int | None = setting(
         None,
         "Shorter side before the centre crop in evaluation; null: image_size * 256 / 224, unless it is image_size already.",
@@ -109,22 +123,37 @@ class DataConfig:
         (0.485, 0.456, 0.406), "Mean of each channel, as fractions of 255.", ge=0.0, le=1.0, each=3
     )
     std: tuple[float, float, float] = setting(
-        (0.229, 0.224, 0.225), "Standard deviation of each channel, as fractions of 255.", gt=0.0, le=1.0, each=3
+        (0.229, 0.224, 0.225),
+        "Standard deviation of each channel, as fractions of 255.",
+        gt=0.0,
+        le=1.0,
+        each=3,
     )
     split_fraction: float | None = setting(
-        None, "Share of the images kept for validation where root has no train and val folders.", gt=0.0, lt=1.0
+        None,
+        "Share of the images kept for validation where root has no train and val folders.",
+        gt=0.0,
+        lt=1.0,
     )
     exif_orientation: bool = setting(False, "Turn images as their EXIF orientation says.")
     background: tuple[int, int, int] = setting(
         (255, 255, 255), "Colour under transparent pixels, red, green, blue.", ge=0, le=255, each=3
     )
     max_pixels: int = setting(
-        50_000_000, "Largest image that is decoded, in pixels; a larger one ends the run: shrink it or raise this.", ge=1
+        50_000_000,
+        "Largest image that is decoded, in pixels; a larger one ends the run: shrink it or raise this.",
+        ge=1,
     )
-    cache: DataCache = setting(DataCache.none, "Keep decoded pixels: none, in ram (this run) or on disk (next ones too).")
-    cache_gb: float | None = setting(None, "Most that the cache takes, in GB; null: half of what is free.", gt=0.0)
+    cache: DataCache = setting(
+        DataCache.none, "Keep decoded pixels: none, in ram (this run) or on disk (next ones too)."
+    )
+    cache_gb: float | None = setting(
+        None, "Most that the cache takes, in GB; null: half of what is free.", gt=0.0
+    )
     cache_max_side: int | None = setting(
-        None, "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; null: as they are.", ge=32
+        None,
+        "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; null: as they are.",
+        ge=32,
     )
     generate: GenerateConfig = group(GenerateConfig)
 
@@ -133,24 +162,43 @@ class DataConfig:
 class AugmentConfig:
     """What happens to a training image before it is a batch; a function of (seed, epoch, index) alone."""
 
-    crop: Crop = setting(Crop.random_resized, "Crop: random_resized (ImageNet), pad (CIFAR) or center (as in evaluation).")
+    crop: Crop = setting(
+        Crop.random_resized,
+        "Crop: random_resized (ImageNet), pad (CIFAR) or center (as in evaluation).",
+    )
     scale: tuple[float, float] = setting(
-        (0.08, 1.0), "Share of the image's area that a random_resized crop takes.", gt=0.0, le=1.0, each=2, increasing=True
+        (0.08, 1.0),
+        "Share of the image's area that a random_resized crop takes.",
+        gt=0.0,
+        le=1.0,
+        each=2,
+        increasing=True,
     )
     ratio: tuple[float, float] = setting(
-        (3 / 4, 4 / 3), "Width over height of a random_resized crop.", gt=0.0, each=2, increasing=True
+        (3 / 4, 4 / 3),
+        "Width over height of a random_resized crop.",
+        gt=0.0,
+        each=2,
+        increasing=True,
     )
     pad: int = setting(4, "Zero pixels added to each side before a pad crop.", ge=0)
     hflip: float = setting(0.5, "Probability of a horizontal flip.", ge=0.0, le=1.0)
     color_jitter: tuple[float, float, float, float] = setting(
-        (0.0, 0.0, 0.0, 0.0), "Most change of brightness, contrast, saturation and hue; hue at most 0.5.", ge=0.0, each=4
+        (0.0, 0.0, 0.0, 0.0),
+        "Most change of brightness, contrast, saturation and hue; hue at most 0.5.",
+        ge=0.0,
+        each=4,
     )
     rand_augment: int = setting(0, "RandAugment: operations on each image; 0: none.", ge=0, le=10)
     rand_augment_magnitude: int = setting(9, "RandAugment: strength, of 31 bins.", ge=0, le=30)
-    random_erasing: float = setting(0.0, "Probability that a rectangle of an image is erased.", ge=0.0, le=1.0)
+    random_erasing: float = setting(
+        0.0, "Probability that a rectangle of an image is erased.", ge=0.0, le=1.0
+    )
     mixup: float = setting(0.0, "Mixup: alpha of the beta distribution; 0: none.", ge=0.0)
     cutmix: float = setting(
-        0.0, "CutMix: alpha of the beta distribution; 0: none; with mixup each batch gets one of them.", ge=0.0
+        0.0,
+        "CutMix: alpha of the beta distribution; 0: none; with mixup each batch gets one of them.",
+        ge=0.0,
     )
 
 
@@ -158,9 +206,15 @@ class AugmentConfig:
 class ValLoaderConfig:
     """The validation feed's own settings."""
 
-    batch_size: int | None = setting(None, "Images per batch and rank; null: loader.batch_size.", ge=1)
-    num_workers: int | None = setting(None, "Worker processes per rank; null: as the training feed.", ge=0, le=512)
-    prefetch_factor: int | None = setting(None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1)
+    batch_size: int | None = setting(
+        None, "Images per batch and rank; null: loader.batch_size.", ge=1
+    )
+    num_workers: int | None = setting(
+        None, "Worker processes per rank; null: as the training feed.", ge=0, le=512
+    )
+    prefetch_factor: int | None = setting(
+        None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,13 +232,25 @@ class LoaderConfig:
         None, "Workers (processes or threads) per rank, 0 loads in the trainer; null: one a usable core, at most 16.",
         ge=0, le=512,
     )  # fmt: skip
-    pin_memory: bool | None = setting(None, "Page-locked batches; null: where there is a CUDA device.")
-    prefetch_factor: int | None = setting(None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1)
-    persistent_workers: bool | None = setting(None, "Keep the workers between epochs; null: where there are workers.")
-    drop_last: bool = setting(True, "Leave out the last images of an epoch that do not fill an update.")
-    timeout_s: float = setting(120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", ge=0.0)
+    pin_memory: bool | None = setting(
+        None, "Page-locked batches; null: where there is a CUDA device."
+    )
+    prefetch_factor: int | None = setting(
+        None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1
+    )
+    persistent_workers: bool | None = setting(
+        None, "Keep the workers between epochs; null: where there are workers."
+    )
+    drop_last: bool = setting(
+        True, "Leave out the last images of an epoch that do not fill an update."
+    )
+    timeout_s: float = setting(
+        120.0, "Longest wait for a batch from a worker in seconds; 0 waits for ever.", ge=0.0
+    )
     start_method: StartMethod = setting(StartMethod.forkserver, "How worker processes start.")
-    device_prefetch: bool = setting(True, "Copy and normalise one batch ahead on a CUDA stream of its own.")
+    device_prefetch: bool = setting(
+        True, "Copy and normalise one batch ahead on a CUDA stream of its own."
+    )
     val: ValLoaderConfig = group(ValLoaderConfig)
 
 
@@ -200,7 +266,10 @@ class TunerConfig:
         gt=0.0,
     )
     max_workers: int | None = setting(
-        None, "Most workers per rank that auto tries; null: four per usable core, at least 8.", ge=1, le=512
+        None,
+        "Most workers per rank that auto tries; null: four per usable core, at least 8.",
+        ge=1,
+        le=512,
     )
     live: bool | None = setting(
         None,
@@ -215,9 +284,12 @@ class ModelConfig:
     """The network."""
 
     name: str = setting(
-        "small", "small, any classifier of torchvision by its name, or a function of your own: my_module:build."
+        "small",
+        "small, any classifier of torchvision by its name, or a function of your own: my_module:build.",
     )
-    weights: str | None = setting(None, "null: random; DEFAULT: torchvision's best; else the path of a checkpoint.")
+    weights: str | None = setting(
+        None, "null: random; DEFAULT: torchvision's best; else the path of a checkpoint."
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -228,11 +300,17 @@ class OptimConfig:
     lr: float = setting(0.1, "Peak learning rate.", ge=0.0)
     momentum: float = setting(0.9, "Momentum (sgd).", ge=0.0, lt=1.0)
     nesterov: bool = setting(False, "Nesterov momentum (sgd).")
-    betas: tuple[float, float] = setting((0.9, 0.999), "Decay of the two averages (adamw).", ge=0.0, lt=1.0, each=2)
+    betas: tuple[float, float] = setting(
+        (0.9, 0.999), "Decay of the two averages (adamw).", ge=0.0, lt=1.0, each=2
+    )
     eps: float = setting(1e-8, "Term added to the denominator (adamw).", gt=0.0)
     weight_decay: float = setting(1e-4, "Weight decay.", ge=0.0)
-    decay_norm_and_bias: bool = setting(False, "Apply weight decay to norms and biases too, as pytorch/examples does.")
-    clip_norm: float | None = setting(None, "Largest norm of all gradients together; null: no clipping.", gt=0.0)
+    decay_norm_and_bias: bool = setting(
+        False, "Apply weight decay to norms and biases too, as pytorch/examples does."
+    )
+    clip_norm: float | None = setting(
+        None, "Largest norm of all gradients together; null: no clipping.", gt=0.0
+    )
     label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", ge=0.0, lt=1.0)
 
 
@@ -241,10 +319,14 @@ class ScheduleConfig:
     """The learning rate over time."""
 
     name: ScheduleName = setting(ScheduleName.cosine, "Which schedule.")
-    warmup_epochs: float = setting(0.0, "Epochs of linear warm-up from zero; may be a fraction.", ge=0.0)
+    warmup_epochs: float = setting(
+        0.0, "Epochs of linear warm-up from zero; may be a fraction.", ge=0.0
+    )
     step_epochs: int = setting(30, "Epochs between two drops (step).", ge=1)
     gamma: float = setting(0.1, "Factor of each drop (step).", gt=0.0, le=1.0)
-    final_fraction: float = setting(0.0, "Share of the peak that is left at the end (cosine).", ge=0.0, le=1.0)
+    final_fraction: float = setting(
+        0.0, "Share of the peak that is left at the end (cosine).", ge=0.0, le=1.0
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -252,14 +334,26 @@ class TrainerConfig:
     """The training loop."""
 
     epochs: int = setting(10, "Passes over the training set.", ge=1)
-    max_steps: int | None = setting(None, "Stop after so many optimizer updates; null: at the last epoch's end.", ge=1)
-    precision: Precision = setting(Precision.fp32, "fp32, or autocast to fp16 (with a gradient scaler) or bf16.")
+    max_steps: int | None = setting(
+        None, "Stop after so many optimizer updates; null: at the last epoch's end.", ge=1
+    )
+    precision: Precision = setting(
+        Precision.fp32, "fp32, or autocast to fp16 (with a gradient scaler) or bf16."
+    )
     channels_last: bool = setting(False, "Keep activations as NHWC.")
-    compile: bool = setting(False, "Train by torch.compile; short batches and evaluations run eagerly.")
+    compile: bool = setting(
+        False, "Train by torch.compile; short batches and evaluations run eagerly."
+    )
     accumulate_steps: int = setting(1, "Batches whose gradients make one optimizer update.", ge=1)
-    eval_every_epochs: int = setting(1, "Epochs between two evaluations; the last epoch always has one.", ge=1)
-    max_nonfinite_steps: int = setting(20, "Updates skipped in a row for a non-finite loss before the run fails.", ge=0)
-    num_threads: int | None = setting(None, "torch's threads per rank; null: usable cores over ranks.", ge=1, le=1024)
+    eval_every_epochs: int = setting(
+        1, "Epochs between two evaluations; the last epoch always has one.", ge=1
+    )
+    max_nonfinite_steps: int = setting(
+        20, "Updates skipped in a row for a non-finite loss before the run fails.", ge=0
+    )
+    num_threads: int | None = setting(
+        None, "torch's threads per rank; null: usable cores over ranks.", ge=1, le=1024
+    )
     deterministic: bool = setting(False, "Only deterministic kernels, and no cuDNN benchmark.")
 
 
@@ -268,10 +362,18 @@ class CheckpointConfig:
     """What is saved, and when."""
 
     enabled: bool = setting(True, "Save checkpoints.")
-    every_epochs: int = setting(1, "Epochs between two checkpoints; the end of a run always has one.", ge=1)
-    every_steps: int | None = setting(None, "Optimizer updates between two checkpoints within epochs; null: none.", ge=1)
-    every_minutes: float | None = setting(10.0, "Minutes between two checkpoints within epochs; null: none.", gt=0.0)
-    grace_s: float = setting(25.0, "Seconds that a run has after a signal to save and to end by itself.", gt=0.0)
+    every_epochs: int = setting(
+        1, "Epochs between two checkpoints; the end of a run always has one.", ge=1
+    )
+    every_steps: int | None = setting(
+        None, "Optimizer updates between two checkpoints within epochs; null: none.", ge=1
+    )
+    every_minutes: float | None = setting(
+        10.0, "Minutes between two checkpoints within epochs; null: none.", gt=0.0
+    )
+    grace_s: float = setting(
+        25.0, "Seconds that a run has after a signal to save and to end by itself.", gt=0.0
+    )
     keep_last: int = setting(2, "Newest checkpoints that are kept, besides the best.", ge=2)
 
 
@@ -289,7 +391,9 @@ class DistConfig:
     """Processes and devices."""
 
     name: DistName = setting(DistName.single, "One process, spawn on this node, or under torchrun.")
-    nprocs: int | None = setting(None, "Processes that spawn starts; null: one per GPU.", ge=1, le=1024)
+    nprocs: int | None = setting(
+        None, "Processes that spawn starts; null: one per GPU.", ge=1, le=1024
+    )
     backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
     timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0)
 
@@ -298,14 +402,19 @@ class DistConfig:
 class ProfileConfig:
     """torch.profiler."""
 
-    steps: str | None = setting(None, "First and last step of a trace in the run folder, such as 10-20; null: none.")
+    steps: str | None = setting(
+        None, "First and last step of a trace in the run folder, such as 10-20; null: none."
+    )
 
 
 @dataclass(slots=True, kw_only=True)
 class Config:
     """A whole run."""
 
-    mode: Mode = setting(Mode.train, "train, evaluate what model.weights or resume names, or diagnose what bounds training.")
+    mode: Mode = setting(
+        Mode.train,
+        "train, evaluate what model.weights or resume names, or diagnose what bounds training.",
+    )
     seed: int = setting(0, "Seed of everything random.", ge=0, le=2**32 - 1)
     device: str = setting("auto", "auto (cuda, else cpu), cpu, cuda, cuda:N or mps.")
     resume: str | None = setting(
@@ -359,7 +468,11 @@ def _typed(composed: DictConfig) -> Config:
 def typed(chosen: HydraConf) -> tuple[str, ...]:
     """What the command line asked for: flags that name other folders or files of settings, then the overrides."""
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
-    flags = {"path": places.get("main"), "name": chosen.job.config_name, "dir": places.get("command-line")}
+    flags = {
+        "path": places.get("main"),
+        "name": chosen.job.config_name,
+        "dir": places.get("command-line"),
+    }
     usual = {"path": str(CONF), "name": "config", "dir": None}
     other = (f"--config-{name}={value}" for name, value in flags.items() if value != usual[name])
     return (*other, *chosen.overrides.task)
@@ -429,15 +542,26 @@ def _check_range(path: str, value: Any, meta: dict[str, Any]) -> None:
             if name in meta and not holds(number, meta[name]):
                 raise ConfigError(f"{path}={shown(value)}: must be {sign} {meta[name]}")
     if meta.get("increasing") and list(numbers) != sorted(numbers):
-        raise ConfigError(f"{path}={shown(value)}: the first number may not be larger than the second")
+        raise ConfigError(
+            f"{path}={shown(value)}: the first number may not be larger than the second"
+        )
 
 
 def form_asked_for(loader: LoaderConfig) -> Backend | None:
     """The feed's form that is named; else processes, where anything is said about workers; else None."""
     if loader.backend not in (None, Backend.auto):
         return loader.backend
-    numbers = (loader.num_workers, loader.prefetch_factor, loader.val.num_workers, loader.val.prefetch_factor)
-    return Backend.processes if any(value is not None for value in (*numbers, loader.persistent_workers)) else None
+    numbers = (
+        loader.num_workers,
+        loader.prefetch_factor,
+        loader.val.num_workers,
+        loader.val.prefetch_factor,
+    )
+    return (
+        Backend.processes
+        if any(value is not None for value in (*numbers, loader.persistent_workers))
+        else None
+    )
 
 
 def shown(value: Any) -> str:
@@ -586,7 +710,9 @@ def classifiers() -> list[str]:
     folders = found.submodule_search_locations if found else None
     files = sorted(Path(folders[0], "models").glob("*.py")) if folders else []
     builder = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)\(", re.M)
-    return sorted(name for file in files for name in builder.findall(file.read_text(encoding="utf-8")))
+    return sorted(
+        name for file in files for name in builder.findall(file.read_text(encoding="utf-8"))
+    )
 
 
 def check_model(model: ModelConfig, known: Sequence[str]) -> None:
@@ -597,10 +723,14 @@ def check_model(model: ModelConfig, known: Sequence[str]) -> None:
     """
     is_own = ":" in model.name
     if not is_own and model.name not in known:
-        hint = answers.nearest(model.name, known) or "; a network of your own is named module:function"
+        hint = (
+            answers.nearest(model.name, known) or "; a network of your own is named module:function"
+        )
         raise ConfigError(f"model.name={model.name}: unknown{hint}")
     if (is_own or model.name == "small") and model.weights == "DEFAULT":
-        raise ConfigError(f"model.weights=DEFAULT: there are none for model.name={model.name}; use null or a path")
+        raise ConfigError(
+            f"model.weights=DEFAULT: there are none for model.name={model.name}; use null or a path"
+        )
 
 
 def check_names(config: Config) -> None:
@@ -617,7 +747,9 @@ def check_names(config: Config) -> None:
     # data=own only says that a function of the user's is to be named
     sets = [known for known in choices("data") if known != "own"]
     if ":" not in name and name not in sets:
-        raise ConfigError(f"data.name={name}: no such data set; choose from {', '.join(sets)}{answers.nearest(name, sets)}")
+        raise ConfigError(
+            f"data.name={name}: no such data set; choose from {', '.join(sets)}{answers.nearest(name, sets)}"
+        )
 
 
 def choices(group_name: str) -> list[str]:
@@ -645,10 +777,17 @@ def help_text(config: Config) -> str:
     ]
     for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
         values = choices(name)
-        more = ", any classifier of torchvision, or model.name=my_module:build" if name == "model" else ""
+        more = (
+            ", any classifier of torchvision, or model.name=my_module:build"
+            if name == "model"
+            else ""
+        )
         if len(values) > 1:
             lines.append(f"  {name}= {', '.join(values)}{more}")
-    lines += ["", "Every setting with its value as this command line has it; add data=cifar10 to see what that changes."]
+    lines += [
+        "",
+        "Every setting with its value as this command line has it; add data=cifar10 to see what that changes.",
+    ]
     section = None
     for path, value, meta in walk(config):
         here = path.rpartition(".")[0] or "run"
@@ -686,8 +825,14 @@ def register() -> None:
     template = {"app_name": "train.py", "template": "${wellfed.help:}"}
     store.store(group="hydra/help", name="wellfed", node=template)
     chosen = {"help": "wellfed", "job_logging": "none", "hydra_logging": "none"}
-    defaults = [{group: chosen.get(group, name)} for item in HydraConf().defaults for group, name in item.items()]
+    defaults = [
+        {group: chosen.get(group, name)}
+        for item in HydraConf().defaults
+        for group, name in item.items()
+    ]
     run = RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}")
     sweep = SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}")
-    node = HydraConf(defaults=defaults, run=run, sweep=sweep, job=JobConf(name="train", chdir=False))
+    node = HydraConf(
+        defaults=defaults, run=run, sweep=sweep, job=JobConf(name="train", chdir=False)
+    )
     store.store(group="hydra", name="config", node=node, provider="hydra")

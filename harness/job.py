@@ -6,7 +6,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.config import Backend, Config, Mode, StartMethod, TunerName, check_names, form_asked_for
+from harness.config import (
+    Backend,
+    Config,
+    Mode,
+    StartMethod,
+    TunerName,
+    check_names,
+    form_asked_for,
+)
 from harness.runtime import folder, signals, workers
 from harness.runtime.errors import CheckpointError, printable
 
@@ -34,7 +42,9 @@ def check(config: Config) -> None:
         raise CheckpointError(f"{printable(resume)}: no such checkpoint")
     # a run that goes on reads no other weights
     if resume is None and weights not in (None, "DEFAULT") and not Path(weights).exists():
-        raise CheckpointError(f"model.weights={printable(weights)}: no such file; use null, DEFAULT or a path")
+        raise CheckpointError(
+            f"model.weights={printable(weights)}: no such file; use null, DEFAULT or a path"
+        )
 
 
 def _needs_processes(config: Config) -> bool:
@@ -80,7 +90,9 @@ def main_worker(local_rank: int, job: Job) -> None:
         splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
         config, rest = resume.rest(config, saved, world, len(splits.train))
         feeds = Feeds(splits, config, world)
-        state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch(), filled=saved is not None)
+        state = make_state(
+            config, len(splits.classes), world, feeds.steps_per_epoch(), filled=saved is not None
+        )
         resumed_step = resume.take_over(state, saved, config, world, splits.classes)
         with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
             allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
@@ -92,7 +104,11 @@ def main_worker(local_rank: int, job: Job) -> None:
             if config.loader.autotune:
                 found = tuned(feeds, trials, config, allowed, world, resumed_step)
                 train, val = found.told(watch, job.folder)
-            if config.mode is Mode.train and feeds.on_device(train) and not (found and not found.report.reused):
+            if (
+                config.mode is Mode.train
+                and feeds.on_device(train)
+                and not (found and not found.report.reused)
+            ):
                 # a step first takes what the network needs, so that the images get of the rest; tuning has made steps
                 with trials.kept():
                     trials.demand(feeds.noise(train.batch_size), 0.0)
@@ -101,8 +117,13 @@ def main_worker(local_rank: int, job: Job) -> None:
             if found is not None:
                 found.follow(feed, val_feed, watch, state.step)
             engine = Engine(config, world, step, feed, val_feed, watch, place)
-            page, summary = Page(link.pinned_link(), report.write_report), found.summary if found else None
-            with Reporter(config, job.overridden, summary, allowed.cores, page, splits.cache).reporting(engine):
+            page, summary = (
+                Page(link.pinned_link(), report.write_report),
+                found.summary if found else None,
+            )
+            with Reporter(
+                config, job.overridden, summary, allowed.cores, page, splits.cache
+            ).reporting(engine):
                 engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 
 

@@ -30,18 +30,30 @@ MOST_STEPS = 100
 def make_state(megabytes: int) -> dict[str, Any]:
     """A network's and its momentum's tensors, of ``megabytes`` together."""
     each = megabytes * 250_000 // (2 * TENSORS)
-    return {part: {f"layer{i}": torch.randn(each) for i in range(TENSORS)} for part in ("model", "momentum")}
+    return {
+        part: {f"layer{i}": torch.randn(each) for i in range(TENSORS)}
+        for part in ("model", "momentum")
+    }
 
 
 def copied(state: dict[str, dict[str, Tensor]]) -> list[Tensor]:
     """Every tensor, in new memory."""
-    return [torch.empty_like(tensor).copy_(tensor) for part in state.values() for tensor in part.values()]
+    return [
+        torch.empty_like(tensor).copy_(tensor)
+        for part in state.values()
+        for tensor in part.values()
+    ]
 
 
 def make_step() -> Callable[[], None]:
     """A training step of some 30 ms a core."""
     network = nn.Sequential(
-        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)
+        nn.Conv2d(3, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LazyLinear(10),
     )
     images = torch.randn(16, 3, 64, 64)
     network(images)
@@ -66,7 +78,9 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
     """A row of the table: ``pairs`` saves of a state of ``megabytes``."""
     state, step = make_state(megabytes), make_step()
     saver = Saver(folder / str(megabytes), 2)
-    ms: dict[str, list[float]] = {name: [] for name in ("copy", "save", "written", "step", "step beside")}
+    ms: dict[str, list[float]] = {
+        name: [] for name in ("copy", "save", "written", "step", "step beside")
+    }
     for _ in range(5):
         step()
     for pair in range(pairs):
@@ -89,7 +103,9 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
         if not pair % 2:
             ms["copy"].append(timed_ms(lambda: copied(state)))
     saver.close()
-    row: dict[str, Any] = {"MB": megabytes} | {f"{name}, ms": Sample.of(values) for name, values in ms.items()}
+    row: dict[str, Any] = {"MB": megabytes} | {
+        f"{name}, ms": Sample.of(values) for name, values in ms.items()
+    }
     for after, before in (("save", "copy"), ("step beside", "step")):
         ratio = Estimate.of([one / other for one, other in zip(ms[after], ms[before], strict=True)])
         row[f"{after} / {before}"] = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
@@ -101,14 +117,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Measure what saving a checkpoint in the background costs the training step.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 1000], help="sizes of a state")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="+", default=[100, 1000], help="sizes of a state"
+    )
     parser.add_argument("-n", type=int, default=10, help="pairs of each size")
-    parser.add_argument("--folder", type=Path, help="where checkpoints go; by default a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where checkpoints go; by default a temporary folder"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     a = parser.parse_args(argv)
     found = machine()
     print(machine_line(found))
-    print(f"n={a.n} in turns; median (quartiles) of saves, ratio of pairs [95 %]; steps are the mean beside one save\n")
+    print(
+        f"n={a.n} in turns; median (quartiles) of saves, ratio of pairs [95 %]; steps are the mean beside one save\n"
+    )
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         rows = [compare(megabytes, a.n, Path(folder)) for megabytes in a.megabytes]
     print(markdown(rows))

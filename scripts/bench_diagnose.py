@@ -25,7 +25,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from harness.config import CheckpointConfig, Config, DataConfig, LoaderConfig, ModelConfig, TrainerConfig
+from harness.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LoaderConfig,
+    ModelConfig,
+    TrainerConfig,
+)
 from harness.runtime import folder, workers
 from harness.runtime.launch import run_processes
 
@@ -54,8 +61,12 @@ def workloads(photos: Path, threads: int | None) -> dict[str, Config]:
     loader = LoaderConfig(batch_size=32, num_workers=1)
     folder_of = DataConfig(name="imagefolder", root=str(photos), split_fraction=0.1, image_size=64)
     return {
-        "shapes": Config(data=DataConfig(), loader=LoaderConfig(num_workers=1), model=ModelConfig(), **rest),
-        f"{_WIDTH}x{_HEIGHT} JPEGs": Config(data=folder_of, loader=loader, model=ModelConfig(), **rest),
+        "shapes": Config(
+            data=DataConfig(), loader=LoaderConfig(num_workers=1), model=ModelConfig(), **rest
+        ),
+        f"{_WIDTH}x{_HEIGHT} JPEGs": Config(
+            data=folder_of, loader=loader, model=ModelConfig(), **rest
+        ),
     }
 
 
@@ -127,16 +138,24 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
     feed: Any = feeds.train(feeds.settings(limits.measure()))
     if work.kind == "cached":
         batches = [
-            batch._replace(images=batch.images.clone(), labels=batch.labels.clone(), indices=batch.indices.clone())
+            batch._replace(
+                images=batch.images.clone(),
+                labels=batch.labels.clone(),
+                indices=batch.indices.clone(),
+            )
             for batch in islice(feed, _CACHED_BATCHES)
         ]
         feed.close()
-        feed = CachedFeed(batches * max(1, max(_LEAST_STEPS, len(feed)) // len(batches)), feed.settings)
+        feed = CachedFeed(
+            batches * max(1, max(_LEAST_STEPS, len(feed)) // len(batches)), feed.settings
+        )
     val_feed: Any = CachedFeed([], feed.settings)
     images = len(feed) * feed.settings.batch_size  # of an epoch
     with station.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
         engine = Engine(work.config, feeds.world, step, feed, val_feed, watch, Place(place, ()))
-        engine._train_epoch(engine.state.epoch)  # not fit(), which adds evaluations: the claim is about the epochs alone
+        engine._train_epoch(
+            engine.state.epoch
+        )  # not fit(), which adds evaluations: the claim is about the epochs alone
         began, epochs = time.perf_counter(), 0
         while (took := time.perf_counter() - began) < work.seconds:
             engine._train_epoch(engine.state.epoch)
@@ -183,12 +202,18 @@ def row(name: str, config: Config, found: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def show(rows: Sequence[dict[str, object]], seconds: float, load: Sequence[float], threads: int | None) -> str:
+def show(
+    rows: Sequence[dict[str, object]], seconds: float, load: Sequence[float], threads: int | None
+) -> str:
     """The page."""
     from scripts.measured import machine, machine_line, markdown
 
     busy = f"{min(load):.1f} to {max(load):.1f}"
-    step = f"on {threads} of torch's threads" if threads else "on as many of torch's threads as there are cores"
+    step = (
+        f"on {threads} of torch's threads"
+        if threads
+        else "on as many of torch's threads as there are cores"
+    )
     return f"""# Is a diagnosis right?
 
 Made by `uv run scripts/bench_diagnose.py --write`. {machine_line(machine())}.
@@ -209,13 +234,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Compare a diagnosis' ceiling with the speed-up that cached batches give.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of diagnosis, real and cached training")
-    parser.add_argument("--seconds", type=float, default=20.0, help="least length of a training run")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="rounds of diagnosis, real and cached training"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="least length of a training run"
+    )
     parser.add_argument("--images", type=int, default=600, help="photographs in the folder")
-    parser.add_argument("--threads", type=int, help="torch's threads, as trainer.num_threads; else as many as cores")
-    parser.add_argument("--photos", type=Path, default=Path(tempfile.gettempdir()) / "wellfed-photos", help="their folder")
+    parser.add_argument(
+        "--threads", type=int, help="torch's threads, as trainer.num_threads; else as many as cores"
+    )
+    parser.add_argument(
+        "--photos",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "wellfed-photos",
+        help="their folder",
+    )
     parser.add_argument("--only", help="one workload, by the beginning of its name")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}"
+    )
     a = parser.parse_args(argv)
     make_photos(a.photos, a.images)
     rows, load = [], [os.getloadavg()[0]]

@@ -32,7 +32,12 @@ from scripts.slept import BEGAN, READ, STEP
 
 ROOT = Path(__file__).resolve().parents[1]
 _RUN_S = 900.0
-_COMMON = ("data=shapes", "data.generate.train_images=2000", "data.generate.val_images=100", "checkpoint.enabled=false")
+_COMMON = (
+    "data=shapes",
+    "data.generate.train_images=2000",
+    "data.generate.val_images=100",
+    "checkpoint.enabled=false",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +60,64 @@ _LARGE = ("data.generate.width=500", "data.generate.height=400")
 _ALL = (
     Workload("jpeg_224", "JPEG 500x400 at 224, a step of 40 ms", 224, "40", overrides=_LARGE),
     Workload("jpeg_64", "JPEG 80x80 at 64, a step of 150 ms", 64, "150"),
-    Workload("resnet18", "JPEG 80x80 at 64, ResNet-18 on the CPU", 64, overrides=("model=resnet18",)),
+    Workload(
+        "resnet18", "JPEG 80x80 at 64, ResNet-18 on the CPU", 64, overrides=("model=resnet18",)
+    ),
     Workload("jpeg_32", "JPEG 80x80 at 32, a step of 2 ms", 32, "2"),
-    Workload("late_5", "JPEG 80x80 at 64, a step of 40 ms, files that come after 5 ms", 64, "40", "5"),
-    Workload("late_20", "JPEG 80x80 at 64, a step of 40 ms, files that come after 20 ms", 64, "40", "20"),
-    Workload("warms_5", "files that come after 5 ms, from 13 s on at once, a step of 40 ms", 64, "40", "5,0@13", at_s=13),
-    Workload("warms_20", "files that come after 20 ms, from 13 s on at once, a step of 5 ms", 64, "5", "20,0@13", at_s=13),
-    Workload("slows", "files that come at once, from 13 s on after 5 ms, a step of 40 ms", 64, "40", "0,5@13", at_s=13),
-    Workload("step", "files that come after 5 ms, a step of 160 ms, from 13 s on of 40 ms", 64, "160,40@13", "5", at_s=13),
-    Workload("dearer", "JPEG 500x400 at 224, a step of 100 ms, from 13 s on of 20 ms", 224, "100,20@13", "", _LARGE, at_s=13),
-    Workload("cheaper", "JPEG 80x80 at 64, a step of 40 ms, from 13 s on of 150 ms", 64, "40,150@13", at_s=13),
+    Workload(
+        "late_5", "JPEG 80x80 at 64, a step of 40 ms, files that come after 5 ms", 64, "40", "5"
+    ),
+    Workload(
+        "late_20", "JPEG 80x80 at 64, a step of 40 ms, files that come after 20 ms", 64, "40", "20"
+    ),
+    Workload(
+        "warms_5",
+        "files that come after 5 ms, from 13 s on at once, a step of 40 ms",
+        64,
+        "40",
+        "5,0@13",
+        at_s=13,
+    ),
+    Workload(
+        "warms_20",
+        "files that come after 20 ms, from 13 s on at once, a step of 5 ms",
+        64,
+        "5",
+        "20,0@13",
+        at_s=13,
+    ),
+    Workload(
+        "slows",
+        "files that come at once, from 13 s on after 5 ms, a step of 40 ms",
+        64,
+        "40",
+        "0,5@13",
+        at_s=13,
+    ),
+    Workload(
+        "step",
+        "files that come after 5 ms, a step of 160 ms, from 13 s on of 40 ms",
+        64,
+        "160,40@13",
+        "5",
+        at_s=13,
+    ),
+    Workload(
+        "dearer",
+        "JPEG 500x400 at 224, a step of 100 ms, from 13 s on of 20 ms",
+        224,
+        "100,20@13",
+        "",
+        _LARGE,
+        at_s=13,
+    ),
+    Workload(
+        "cheaper",
+        "JPEG 80x80 at 64, a step of 40 ms, from 13 s on of 150 ms",
+        64,
+        "40,150@13",
+        at_s=13,
+    ),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 STRATEGIES = {
@@ -76,43 +129,77 @@ STRATEGIES = {
     "old default": ("loader.num_workers=1",),
     "grid": ("loader.autotune=true", "tuner=grid", "tuner.fresh=true"),
 }
-EXAMPLES = {"examples": ("--workers", str(os.cpu_count())), "loadtune": ("--loadtune",)}  # of examples_run.py
+EXAMPLES = {
+    "examples": ("--workers", str(os.cpu_count())),
+    "loadtune": ("--loadtune",),
+}  # of examples_run.py
 
 
 def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[str, Any]:
     """Seconds from the command to the exit, what tuning took of them, and the settings."""
     place = Path(tempfile.mkdtemp(dir=folder))
     env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-    env |= {name: value for name, value in ((STEP, workload.step_ms), (READ, workload.read_ms)) if value}
+    env |= {
+        name: value for name, value in ((STEP, workload.step_ms), (READ, workload.read_ms)) if value
+    }
     env |= {BEGAN: str(time.time())}
     env["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
     if strategy in EXAMPLES:
-        command = ["examples_run.py", str(files(workload, folder)), f"--side={workload.side}", f"--epochs={epochs}"]
+        command = [
+            "examples_run.py",
+            str(files(workload, folder)),
+            f"--side={workload.side}",
+            f"--epochs={epochs}",
+        ]
         command += EXAMPLES[strategy]
     else:
-        command = ["slept_run.py", *_COMMON, f"data.image_size={workload.side}", f"trainer.epochs={epochs}", "run.name=x"]
+        command = [
+            "slept_run.py",
+            *_COMMON,
+            f"data.image_size={workload.side}",
+            f"trainer.epochs={epochs}",
+            "run.name=x",
+        ]
         command += [*workload.overrides, *STRATEGIES[strategy]]
     command[:1] = [sys.executable, str(ROOT / "scripts" / command[0])]
     begin = time.perf_counter()
-    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=_RUN_S, check=False)
+    done = subprocess.run(
+        command, cwd=place, env=env, capture_output=True, text=True, timeout=_RUN_S, check=False
+    )
     seconds = time.perf_counter() - begin
     if done.returncode:
         raise RuntimeError(
             f"{workload.name}, {strategy}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     if strategy in EXAMPLES:
-        return {"seconds": seconds, "tuning_s": 0.0, "chosen": done.stdout.splitlines()[-1], "changes": [], "windows": []}
+        return {
+            "seconds": seconds,
+            "tuning_s": 0.0,
+            "chosen": done.stdout.splitlines()[-1],
+            "changes": [],
+            "windows": [],
+        }
     report = json.loads((place / "outputs/x/report.json").read_text())
     tuning, metrics = report.get("tuning") or {}, place / "outputs/x/metrics.jsonl"
-    windows = [line for line in map(json.loads, metrics.read_text().splitlines()) if "speed/images_per_s" in line]
-    late_s = metrics.stat().st_mtime - windows[-1]["time_s"] - float(env[BEGAN])  # what a run's clock begins after the command
+    windows = [
+        line
+        for line in map(json.loads, metrics.read_text().splitlines())
+        if "speed/images_per_s" in line
+    ]
+    late_s = (
+        metrics.stat().st_mtime - windows[-1]["time_s"] - float(env[BEGAN])
+    )  # what a run's clock begins after the command
     return {
         "seconds": seconds,
         "tuning_s": tuning.get("seconds", 0.0),
         "chosen": tuning.get("chosen"),
         "changes": tuning.get("changes", []),
         "windows": [
-            [round(line["time_s"] + late_s, 2), round(line["speed/images_per_s"], 1), line["step"] - before]
+            [
+                round(line["time_s"] + late_s, 2),
+                round(line["speed/images_per_s"], 1),
+                line["step"] - before,
+            ]
             for line, before in zip(windows, [0, *(line["step"] for line in windows)], strict=False)
         ],
     }
@@ -127,14 +214,21 @@ def files(workload: Workload, folder: Path) -> Path:
 
 def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float | None:
     """Images/s of the windows that end in these seconds after the command."""
-    found = [(images_per_s, steps) for end_s, images_per_s, steps in line["windows"] if from_s <= end_s < to_s]
+    found = [
+        (images_per_s, steps)
+        for end_s, images_per_s, steps in line["windows"]
+        if from_s <= end_s < to_s
+    ]
     return statistics.harmonic_mean(*zip(*found, strict=True)) if found else None
 
 
 def back_s(line: dict[str, Any], at_s: float, best: float) -> float | None:
     """Seconds from ``at_s`` until two seconds begin that reach 0.95 of ``best`` images/s."""
     ends = (end_s for end_s, _, _ in line["windows"] if end_s >= at_s)
-    return next((end_s - at_s for end_s in ends if (rate(line, end_s, end_s + 2) or 0.0) >= 0.95 * best), None)
+    return next(
+        (end_s - at_s for end_s in ends if (rate(line, end_s, end_s + 2) or 0.0) >= 0.95 * best),
+        None,
+    )
 
 
 def changing(lines: Sequence[dict[str, Any]]) -> str:
@@ -144,10 +238,17 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
         own = [line for line in lines if line["workload"] == name]
         for strategy in dict.fromkeys(line["strategy"] for line in own) if workload.at_s else ():
             mine = [line for line in own if line["strategy"] == strategy]
-            fixed = [rate(line, workload.at_s + 1) for line in own if line["strategy"].endswith("threads")]
+            fixed = [
+                rate(line, workload.at_s + 1)
+                for line in own
+                if line["strategy"].endswith("threads")
+            ]
             best = max(filter(None, fixed), default=math.nan)
             after = [found for line in mine if (found := rate(line, workload.at_s))]
-            back = statistics.median(math.inf if b is None else b for b in (back_s(line, workload.at_s, best) for line in mine))
+            back = statistics.median(
+                math.inf if b is None else b
+                for b in (back_s(line, workload.at_s, best) for line in mine)
+            )
             rows.append({
                 "workload": name, "strategy": strategy, "n": len(mine),
                 "before": f"{statistics.median(rate(line, 9, workload.at_s) or math.nan for line in mine):.0f}",
@@ -162,15 +263,28 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     """A row for each workload, number of epochs and strategy, beside the default of the same round."""
     rows = []
     groups = dict.fromkeys((line["workload"], line["epochs"], line["strategy"]) for line in lines)
-    for name, epochs, strategy in sorted(groups, key=lambda group: (list(WORKLOADS).index(group[0]), *group[1:])):
+    for name, epochs, strategy in sorted(
+        groups, key=lambda group: (list(WORKLOADS).index(group[0]), *group[1:])
+    ):
         if WORKLOADS[name].at_s:
             continue
-        own = {x["round"]: x for x in lines if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, strategy)}
-        base = {x["round"]: x for x in lines if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, "default")}
+        own = {
+            x["round"]: x
+            for x in lines
+            if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, strategy)
+        }
+        base = {
+            x["round"]: x
+            for x in lines
+            if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, "default")
+        }
         paired = [(own[i]["seconds"], base[i]["seconds"]) for i in own.keys() & base.keys()]
         if not paired:  # stopped amid its first round
             continue
-        later, ratio = Estimate.of([a - b for a, b in paired]), Estimate.of([a / b for a, b in paired])
+        later, ratio = (
+            Estimate.of([a - b for a, b in paired]),
+            Estimate.of([a / b for a, b in paired]),
+        )
         rows.append({
             "workload": name, "epochs": epochs, "strategy": strategy, "n": len(paired),
             "seconds": f"{statistics.median(line['seconds'] for line in own.values()):.1f}",
@@ -185,33 +299,51 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure what is missing, and print the table."""
     known = (*STRATEGIES, *EXAMPLES)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help=f"workloads: {','.join(WORKLOADS)}")
-    parser.add_argument("--strategies", help=f"of {','.join(known)}; the default is always among them")
+    parser.add_argument(
+        "--strategies", help=f"of {','.join(known)}; the default is always among them"
+    )
     parser.add_argument("--epochs", default="1,3,10")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--results", type=Path, default=ROOT / "outputs/bench_elastic.jsonl")
-    parser.add_argument("--data", type=Path, default=Path(tempfile.gettempdir()) / "wellfed-elastic")
+    parser.add_argument(
+        "--data", type=Path, default=Path(tempfile.gettempdir()) / "wellfed-elastic"
+    )
     parser.add_argument("--table", action="store_true", help="print what is there, measure nothing")
     chosen = parser.parse_args()
     names = listed(parser, "--only", chosen.only, tuple(WORKLOADS))
-    strategies = dict.fromkeys(("default", *listed(parser, "--strategies", chosen.strategies, known)))
-    lines = [json.loads(line) for line in chosen.results.read_text().splitlines()] if chosen.results.exists() else []
+    strategies = dict.fromkeys(
+        ("default", *listed(parser, "--strategies", chosen.strategies, known))
+    )
+    lines = (
+        [json.loads(line) for line in chosen.results.read_text().splitlines()]
+        if chosen.results.exists()
+        else []
+    )
     wanted = product(range(chosen.rounds), map(int, chosen.epochs.split(",")), names)
     for number, epochs, name in wanted if not chosen.table else ():
         chosen.data.mkdir(parents=True, exist_ok=True)
-        for strategy in random.Random(f"{number} {epochs} {name}").sample(list(strategies), len(strategies)):
+        for strategy in random.Random(f"{number} {epochs} {name}").sample(
+            list(strategies), len(strategies)
+        ):
             facts = {"workload": name, "epochs": epochs, "strategy": strategy, "round": number}
             if any(facts.items() <= line.items() for line in lines):
                 continue
             if not any(line["workload"] == name for line in lines):
-                run(WORKLOADS[name], "default", 1, chosen.data)  # generates the images, and reads them once
+                run(
+                    WORKLOADS[name], "default", 1, chosen.data
+                )  # generates the images, and reads them once
             lines.append(facts | run(WORKLOADS[name], strategy, epochs, chosen.data))
             chosen.results.parent.mkdir(parents=True, exist_ok=True)
             with chosen.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
             print(lines[-1], flush=True)
-    print(f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}\n\n{table(lines)}\n\n{changing(lines)}")
+    print(
+        f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}\n\n{table(lines)}\n\n{changing(lines)}"
+    )
 
 
 if __name__ == "__main__":

@@ -107,24 +107,41 @@ def jpeg(s: Setup) -> Iterator[Row]:
     common = s.jpegs | {"workers": s.workers}
     for name in (DECODE, *PEERS):
         yield Row(name, "peer", common | {"row": name})
-    for name, form in (("processes", "processes"), ("threads", "threads"), ("threads" + AGAIN, "threads")):
+    for name, form in (
+        ("processes", "processes"),
+        ("threads", "threads"),
+        ("threads" + AGAIN, "threads"),
+    ):
         yield Row(name, "form", common | {"form": form})
     yield Row("pixels", "pixels", {"root": common["root"]}, once=True)
 
 
 def arrays(s: Setup) -> Iterator[Row]:
     """Arrays in memory."""
-    for name, workers, pictures in (("per item", 0, True), ("per item, workers", s.workers, True), ("per item, v2", 0, False)):
+    for name, workers, pictures in (
+        ("per item", 0, True),
+        ("per item, workers", s.workers, True),
+        ("per item, v2", 0, False),
+    ):
         yield Row(name, "per_item", s.arrays | {"workers": workers, "pictures": pictures})
     yield Row("processes", "arrays", s.arrays | {"form": "processes", "workers": s.workers})
     for name in ("arrays", NORMALISED, "arrays" + AGAIN):
-        yield Row(name, "arrays", s.arrays | {"form": "arrays", "workers": 0, "normalised": name == NORMALISED})
+        yield Row(
+            name,
+            "arrays",
+            s.arrays | {"form": "arrays", "workers": 0, "normalised": name == NORMALISED},
+        )
     yield Row("equal", "equal", {"folder": str(s.folder), "form": "arrays"}, once=True)
 
 
 def cache(s: Setup) -> Iterator[Row]:
     """Decoded pixels kept."""
-    kept = ((UNCACHED, "none"), ("threads, ram", "ram"), ("threads, disk", "disk"), ("processes, ram", "ram"))
+    kept = (
+        (UNCACHED, "none"),
+        ("threads, ram", "ram"),
+        ("threads, disk", "disk"),
+        ("processes, ram", "ram"),
+    )
     for name, where in (*kept, (UNCACHED + AGAIN, "none")):
         form = name.removesuffix(AGAIN).partition(",")[0]
         yield Row(name, "passes", s.jpegs | {"form": form, "workers": s.workers, "cache": where})
@@ -136,12 +153,19 @@ def train(s: Setup) -> Iterator[Row]:
     yield Row("step alone", "step", common)
     yield Row("feed old", "recipe", common | {"workers": s.workers})
     yield Row("feed new", "form", common | {"form": "threads", "workers": s.workers})
-    for name, counts in ((EXAMPLES, range(2 * s.workers + 1)), ("threads", range(1, s.workers + 1))):
+    for name, counts in (
+        (EXAMPLES, range(2 * s.workers + 1)),
+        ("threads", range(1, s.workers + 1)),
+    ):
         for count in counts:
             yield Row(f"train {name} {count}", "training", common | {"row": name, "workers": count})
     others = [*range(1, 2 * s.workers + 1)]
     for name, share in (("device, fast", 0.95), ("device, slow", 0.2)):
-        yield Row(name, "paced", s.jpegs | {"form": "threads", "workers": s.workers, "share": share, "others": others})
+        yield Row(
+            name,
+            "paced",
+            s.jpegs | {"form": "threads", "workers": s.workers, "share": share, "others": others},
+        )
 
 
 def start(s: Setup) -> Iterator[Row]:
@@ -156,7 +180,12 @@ def start(s: Setup) -> Iterator[Row]:
 
 def index(s: Setup) -> Iterator[Row]:
     """A tree of very many files."""
-    yield Row(f"index of {s.files} files", "many", {"folder": str(s.folder), "files": s.files, "later": 3}, once=True)
+    yield Row(
+        f"index of {s.files} files",
+        "many",
+        {"folder": str(s.folder), "files": s.files, "later": 3},
+        once=True,
+    )
 
 
 def many(folder: str, files: int, later: int) -> dict[str, Any]:
@@ -167,14 +196,22 @@ def many(folder: str, files: int, later: int) -> dict[str, Any]:
     with many_files(Path(folder), files) as tree:
         root, cache = str(tree), str(tree / "cache")
         seconds = [ask("index", cache, root=root)["seconds"] for _ in range(1 + later)]
-        readers = {method: ask("index_readers", cache, root=root, method=method) for method in ("forkserver", "fork")}
+        readers = {
+            method: ask("index_readers", cache, root=root, method=method)
+            for method in ("forkserver", "fork")
+        }
     return {"files": files, "first_s": seconds[0], "later_s": seconds[1:], "readers": readers}
 
 
 def tuner(s: Setup) -> Iterator[Row]:
     """The tuner's choice among forms; one process a workload."""
     for name in s.workloads:
-        told = {"workload": name, "folder": str(s.folder), "rounds": 2, "seconds": min(2.0, s.seconds)}
+        told = {
+            "workload": name,
+            "folder": str(s.folder),
+            "rounds": 2,
+            "seconds": min(2.0, s.seconds),
+        }
         yield Row(name, "tuned", told, once=True, shm_mb=WORKLOADS[name].shm_mb)
 
 
@@ -187,7 +224,9 @@ _ROUNDS = {"jpeg": 4, "train": 2}  # 3 of the others
 def run(part: str, setup: Setup, rounds: int, results: Results, deadline: float) -> bool:
     """Measure what the results lack of ``part``; False where the time is over."""
     rows = [*PARTS[part](setup)]
-    absent = {name: why for name, peer in PEERS.items() if part == "jpeg" and (why := peer.missing())}
+    absent = {
+        name: why for name, peer in PEERS.items() if part == "jpeg" and (why := peer.missing())
+    }
     for name, why in absent.items():
         results.add(kind="missing", part=part, row=name, **setup.key, reason=why)
     for number in range(rounds):
@@ -211,7 +250,9 @@ def _measure(row: Row, there: dict[str, Any], setup: Setup, results: Results) ->
         if row.measure == many.__name__:
             found = many(**told)
         else:
-            found = ask(row.measure, str(setup.folder / "cache"), before=alone, serves=served, **told)
+            found = ask(
+                row.measure, str(setup.folder / "cache"), before=alone, serves=served, **told
+            )
     except (FailedError, OSError) as error:
         results.add(kind="missing", **there, reason=str(error).rstrip("."))
     else:
@@ -223,13 +264,17 @@ def _commit() -> str:
     """Of the working tree, whatever of it is not committed; empty where there is none."""
     with suppress(FileNotFoundError):  # no git
         told = ["git", "rev-parse", "--short", "HEAD"]
-        return subprocess.run(told, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            told, cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     return ""
 
 
 def _versions() -> list[str]:
     own = [f"{name} {metadata.version(name)}" for name in ("numpy", "pillow", "simplejpeg")]
-    return own + sorted({peer.version() for peer in PEERS.values() if peer.module and peer.missing() is None})
+    return own + sorted(
+        {peer.version() for peer in PEERS.values() if peer.module and peer.missing() is None}
+    )
 
 
 def _tell(text: str) -> None:
@@ -244,16 +289,42 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--part", help="which of the parts below, with commas between; all if not given")
-    add("--rounds", type=int, help="rounds of each part (jpeg 4, train 2, others 3); index and tuner have one")
+    add(
+        "--rounds",
+        type=int,
+        help="rounds of each part (jpeg 4, train 2, others 3); index and tuner have one",
+    )
     add("--seconds", type=float, default=3.0, help="least window of one measurement (default 3)")
-    add("--workers", type=int, default=max(1, int(limits.measure().cores)), help="of every loader (default: usable cores)")
+    add(
+        "--workers",
+        type=int,
+        default=max(1, int(limits.measure().cores)),
+        help="of every loader (default: usable cores)",
+    )
     add("--files", type=int, default=1_000_000, help="files of the index (default 1000000)")
-    add("--workloads", help=f"of the tuner's part, with commas between; all if not given: {', '.join(WORKLOADS)}")
-    add("--results", type=Path, default=Path("outputs/bench_loader.jsonl"), help="file of all measurements; it is added to")
-    add("--folder", type=Path, default=Path(tempfile.gettempdir()) / "bench_loader", help="where the data is made")
+    add(
+        "--workloads",
+        help=f"of the tuner's part, with commas between; all if not given: {', '.join(WORKLOADS)}",
+    )
+    add(
+        "--results",
+        type=Path,
+        default=Path("outputs/bench_loader.jsonl"),
+        help="file of all measurements; it is added to",
+    )
+    add(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "bench_loader",
+        help="where the data is made",
+    )
     add("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
     add("--table", action="store_true", help="measure nothing, print what the results say")
-    add("--write", action="store_true", help=f"write it to {PAGE.relative_to(ROOT)} too, and the results beside it")
+    add(
+        "--write",
+        action="store_true",
+        help=f"write it to {PAGE.relative_to(ROOT)} too, and the results beside it",
+    )
     return parser
 
 
@@ -271,7 +342,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         today = datetime.now(UTC).date().isoformat()
         try:
             for part in parts:
-                results.add(kind="machine", date=today, load=os.getloadavg()[0], machine=machine(), versions=_versions())
+                results.add(
+                    kind="machine",
+                    date=today,
+                    load=os.getloadavg()[0],
+                    machine=machine(),
+                    versions=_versions(),
+                )
                 if not run(part, setup, a.rounds or _ROUNDS.get(part, 3), results, deadline):
                     _tell("the time is over; start again to go on")
                     break
@@ -281,7 +358,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(page)
     if a.write:
         write(PAGE, page)
-        write(PAGE.with_suffix(".jsonl"), "".join(json.dumps(line) + "\n" for line in results.lines))
+        write(
+            PAGE.with_suffix(".jsonl"), "".join(json.dumps(line) + "\n" for line in results.lines)
+        )
     return 0
 
 

@@ -74,16 +74,30 @@ class HandWritten:
 
     def __init__(self, config: Config, batches: Sequence[HostBatch], device: torch.device) -> None:
         seeding.seed_everything(config.seed)
-        self.network = models.build(config.model, CLASSES, image_size=config.data.image_size).to(device)
+        self.network = models.build(config.model, CLASSES, image_size=config.data.image_size).to(
+            device
+        )
         weights = [p for p in self.network.parameters() if p.ndim >= 2]
         others = [p for p in self.network.parameters() if p.ndim < 2]
-        groups: list[dict[str, Any]] = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": weights},
+            {"params": others, "weight_decay": 0.0},
+        ]
         o = config.optim
         self.optimizer = torch.optim.SGD(
-            groups, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay, nesterov=o.nesterov, fused=True
+            groups,
+            lr=o.lr,
+            momentum=o.momentum,
+            weight_decay=o.weight_decay,
+            nesterov=o.nesterov,
+            fused=True,
         )
-        self.mean = torch.tensor([255 * m for m in config.data.mean], device=device).view(1, 3, 1, 1)
-        self.scale = torch.tensor([1 / (255 * s) for s in config.data.std], device=device).view(1, 3, 1, 1)
+        self.mean = torch.tensor([255 * m for m in config.data.mean], device=device).view(
+            1, 3, 1, 1
+        )
+        self.scale = torch.tensor([1 / (255 * s) for s in config.data.std], device=device).view(
+            1, 3, 1, 1
+        )
         self.batches, self.device, self.window = batches, device, config.watch.window_steps
 
     def epoch(self) -> None:
@@ -101,25 +115,41 @@ class HandWritten:
 
 
 @contextmanager
-def harness_engine(config: Config, batches: Sequence[HostBatch], world: World, place: Path) -> Iterator[Engine]:
+def harness_engine(
+    config: Config, batches: Sequence[HostBatch], world: World, place: Path
+) -> Iterator[Engine]:
     """An engine on cached batches, made and watched as ``train.py`` does it."""
     with folder.logging_to(place):
         seeding.seed_everything(config.seed)
-        settings = train_settings(config.loader, limits.measure(), pinnable=world.device.type == "cuda")
+        settings = train_settings(
+            config.loader, limits.measure(), pinnable=world.device.type == "cuda"
+        )
         state = make_state(config, CLASSES, world, len(batches))
         with station.watched(config, world, place, time.perf_counter()) as watch:
             feed, val_feed = CachedFeed(batches, settings), CachedFeed(batches[:1], settings)
             step = Step(state, config, world)
-            engine = Engine(config, world, step, feed, val_feed, watch, Place(place, tuple(map(str, range(CLASSES)))))
+            engine = Engine(
+                config,
+                world,
+                step,
+                feed,
+                val_feed,
+                watch,
+                Place(place, tuple(map(str, range(CLASSES)))),
+            )
             try:
                 yield engine
             finally:
                 engine.close()
 
 
-def in_turns(pairs: int, harness: Epoch, loops: Sequence[Epoch], device: torch.device) -> dict[str, list[float]]:
+def in_turns(
+    pairs: int, harness: Epoch, loops: Sequence[Epoch], device: torch.device
+) -> dict[str, list[float]]:
     """Seconds of each epoch of ``harness``, ``hand_written``, ``control_a`` and ``control_b``, run in pairs by turns."""
-    sides = dict(zip(("harness", "hand_written", "control_a", "control_b"), (harness, *loops), strict=True))
+    sides = dict(
+        zip(("harness", "hand_written", "control_a", "control_b"), (harness, *loops), strict=True)
+    )
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for run in sides.values():  # kernels are chosen, memory is reserved
         run()
@@ -149,7 +179,9 @@ class Ratio:
     def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
         """Of ``over[i] / under[i]``; percentile bootstrap of the median over the pairs, seeded (Efron 1979)."""
         ratios = np.asarray(over) / np.asarray(under)
-        drawn = np.random.Generator(np.random.Philox(0)).integers(len(ratios), size=(_RESAMPLES, len(ratios)))
+        drawn = np.random.Generator(np.random.Philox(0)).integers(
+            len(ratios), size=(_RESAMPLES, len(ratios))
+        )
         low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975)).tolist()
         return cls(len(ratios), float(np.median(ratios)), low, high)
 
@@ -166,12 +198,16 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
     """Run the comparison and give all of its figures."""
     with distributed.joined(0, config) as world, tempfile.TemporaryDirectory() as place:
-        batches = make_batches(steps, config.loader.batch_size, config.data.image_size, pin=world.device.type == "cuda")
+        batches = make_batches(
+            steps, config.loader.batch_size, config.data.image_size, pin=world.device.type == "cuda"
+        )
         loops = [HandWritten(config, batches, world.device) for _ in range(3)]
         with harness_engine(config, batches, world, Path(place)) as engine:
             # fit() would add the evaluation and the checkpoint; the claim is about the epoch alone
             epoch = lambda: engine._train_epoch(engine.state.epoch)
-            with redirect_stdout(io.StringIO()):  # its lines of progress are written, but nobody wants to read them
+            with redirect_stdout(
+                io.StringIO()
+            ):  # its lines of progress are written, but nobody wants to read them
                 seconds = in_turns(pairs, epoch, [loop.epoch for loop in loops], world.device)
             difference = largest_difference(engine.state.network, loops[0].network)
         found = machine()
@@ -180,7 +216,9 @@ def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
         "device": str(world.device),
         "ratio": Ratio.of(seconds["hand_written"], seconds["harness"]),
         "control": Ratio.of(seconds["control_b"], seconds["control_a"]),
-        "step_ms": {name: Sample.of([1e3 * s / steps for s in took]) for name, took in seconds.items()},
+        "step_ms": {
+            name: Sample.of([1e3 * s / steps for s in took]) for name, took in seconds.items()
+        },
         "largest_weight_difference": difference,
         "epoch_seconds": seconds,
     }
@@ -191,9 +229,13 @@ def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> lis
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(count):
-        images = torch.randint(256, (batch_size, 3, image_size, image_size), dtype=torch.uint8, generator=generator)
+        images = torch.randint(
+            256, (batch_size, 3, image_size, image_size), dtype=torch.uint8, generator=generator
+        )
         labels = torch.randint(CLASSES, (batch_size,), generator=generator)
-        batches.append(HostBatch(images.pin_memory() if pin else images, labels, torch.arange(batch_size)))
+        batches.append(
+            HostBatch(images.pin_memory() if pin else images, labels, torch.arange(batch_size))
+        )
     return batches
 
 
@@ -201,12 +243,20 @@ def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
     """The comparison as text: two tables, how they were made, and what becomes of the claim."""
     batch_size, same = config.loader.batch_size, found["largest_weight_difference"]
     epochs = [
-        {"epochs of": side.replace("_", " "), "step ms": ms, "images/s": f"{1e3 * batch_size / ms.median:.0f}", "n": ms.n}
+        {
+            "epochs of": side.replace("_", " "),
+            "step ms": ms,
+            "images/s": f"{1e3 * batch_size / ms.median:.0f}",
+            "n": ms.n,
+        }
         for side, ms in found["step_ms"].items()
     ]
     ratios = [
         {"images/s of": what, "paired ratio": found[key], "n": found[key].n}
-        for what, key in (("harness / hand written", "ratio"), ("hand written / itself (control)", "control"))
+        for what, key in (
+            ("harness / hand written", "ratio"),
+            ("hand written / itself (control)", "control"),
+        )
     ]
     return f"""{machine_line(found["machine"])}
 {config.model.name}, {config.data.image_size} px, batch {batch_size}, fp32 on {found["device"]}; epochs of {steps} steps \
@@ -224,7 +274,11 @@ Claim, the interval of harness / hand written does not lie below {FLOOR}: {_verd
 def _verdict(ratio: Ratio) -> str:
     if ratio.low >= FLOOR:
         return "holds, the whole interval is above"
-    return "FAILS, the whole interval is below" if ratio.high < FLOOR else "not refuted, but the interval reaches below"
+    return (
+        "FAILS, the whole interval is below"
+        if ratio.high < FLOOR
+        else "not refuted, but the interval reaches below"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -232,14 +286,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Compare the harness's epoch with a hand-written PyTorch loop on the same cached batches.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--pairs", type=int, default=40, help="pairs of epochs; 30 or more for a figure to quote")
+    parser.add_argument(
+        "--pairs", type=int, default=40, help="pairs of epochs; 30 or more for a figure to quote"
+    )
     parser.add_argument("--steps", type=int, default=50, help="steps in an epoch")
-    parser.add_argument("--window", type=int, default=10, help="steps between two readings of the loss, on both sides")
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=10,
+        help="steps between two readings of the loss, on both sides",
+    )
     parser.add_argument("--model", default="small", help="model.name as in train.py")
     parser.add_argument("--image-size", type=int, default=32, help="side of an image in pixels")
     parser.add_argument("--batch-size", type=int, default=64, help="images in a batch")
     parser.add_argument("--device", default="auto", help="as in train.py: auto, cpu or cuda")
-    parser.add_argument("--json", type=Path, help="write all figures, every epoch's seconds among them, to this file")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="write all figures, every epoch's seconds among them, to this file",
+    )
     a = parser.parse_args(argv)
     config = Config(
         device=a.device,

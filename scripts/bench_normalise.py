@@ -32,17 +32,28 @@ Way = Callable[[Tensor], Tensor]
 def expression(dtype: torch.dtype, channels_last: bool) -> Way:
     """Torch's expression for the same values, which reads and writes whole batches."""
     mean, scale = (
-        torch.tensor(values).view(1, -1, 1, 1) for values in ([255.0 * m for m in MEAN], [1 / (255.0 * s) for s in STD])
+        torch.tensor(values).view(1, -1, 1, 1)
+        for values in ([255.0 * m for m in MEAN], [1 / (255.0 * s) for s in STD])
     )
     laid_out = torch.channels_last if channels_last else torch.contiguous_format
-    return lambda images: torch.sub(images.contiguous(memory_format=laid_out), mean).mul_(scale).to(dtype)
+    return lambda images: (
+        torch.sub(images.contiguous(memory_format=laid_out), mean).mul_(scale).to(dtype)
+    )
 
 
-def compare(size: int, batch_size: int, n: int, dtype: torch.dtype, channels_last: bool) -> dict[str, Any]:
+def compare(
+    size: int, batch_size: int, n: int, dtype: torch.dtype, channels_last: bool
+) -> dict[str, Any]:
     """A row of the table: ``n`` batches of images of ``size`` pixels a side, each way."""
     device = torch.device("cpu")
-    new, reusing = (Normalise(device, MEAN, STD, dtype, channels_last, reuse=reuse) for reuse in (False, True))
-    ways: dict[str, Way] = {"old": expression(dtype, channels_last), "new": new, "new, reuse": reusing}
+    new, reusing = (
+        Normalise(device, MEAN, STD, dtype, channels_last, reuse=reuse) for reuse in (False, True)
+    )
+    ways: dict[str, Way] = {
+        "old": expression(dtype, channels_last),
+        "new": new,
+        "new, reuse": reusing,
+    }
     images = torch.randint(256, (batch_size, size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     expected = ways["old"](images)
     for name, way in ways.items():
@@ -59,7 +70,9 @@ def compare(size: int, batch_size: int, n: int, dtype: torch.dtype, channels_las
     row |= {f"{name}, ms": Sample.of(wall_ms[name]) for name in ways}
     row |= {f"{name}, processor ms": f"{Sample.of(processor_ms[name]).median:.3g}" for name in ways}
     for name in ("new", "new, reuse"):
-        ratio = Estimate.of([after / before for after, before in zip(wall_ms[name], wall_ms["old"], strict=True)])
+        ratio = Estimate.of(
+            [after / before for after, before in zip(wall_ms[name], wall_ms["old"], strict=True)]
+        )
         row[f"{name} / old"] = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
     return row
 
@@ -69,11 +82,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Measure normalising a batch on a CPU, the harness's way beside torch's expression.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 64, 128, 224], help="sides of an image in pixels")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[32, 64, 128, 224],
+        help="sides of an image in pixels",
+    )
     parser.add_argument("--batch-size", type=int, default=64, help="images in a batch")
     parser.add_argument("-n", type=int, default=40, help="batches of each way")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="the network's type")
-    parser.add_argument("--nchw", action="store_true", help="lay results out as NCHW, not channels last")
+    parser.add_argument(
+        "--nchw", action="store_true", help="lay results out as NCHW, not channels last"
+    )
     parser.add_argument("--threads", type=int, help="torch's threads; by default as torch chooses")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     a = parser.parse_args(argv)
@@ -81,11 +102,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(a.threads)
     found = machine()
     print(machine_line(found))
-    print(f"{a.dtype}, {'NCHW' if a.nchw else 'channels last'}; n={a.n} in turns; median (quartiles), ratio of pairs [95 %]\n")
+    print(
+        f"{a.dtype}, {'NCHW' if a.nchw else 'channels last'}; n={a.n} in turns; median (quartiles), ratio of pairs [95 %]\n"
+    )
     rows = [compare(size, a.batch_size, a.n, DTYPES[a.dtype], not a.nchw) for size in a.sizes]
     print(markdown(rows))
     if a.json:
-        write(a.json, {"machine": found, "n": a.n, "arguments": {**vars(a), "json": str(a.json)}, "rows": rows})
+        write(
+            a.json,
+            {
+                "machine": found,
+                "n": a.n,
+                "arguments": {**vars(a), "json": str(a.json)},
+                "rows": rows,
+            },
+        )
     return 0
 
 

@@ -62,7 +62,9 @@ def timed(own: Accelerator, call: Call) -> Timing:
     return Timing(1e3 * (returned - begin), 1e3 * (done - begin), start.elapsed_time(end))
 
 
-def in_turns(calls: Mapping[str, Call], n: int, measure: Callable[[Call], Any]) -> dict[str, list[Any]]:
+def in_turns(
+    calls: Mapping[str, Call], n: int, measure: Callable[[Call], Any]
+) -> dict[str, list[Any]]:
     """``n`` measurements of each call, one of each a round that begins with another each time; two rounds warm up."""
     names = list(calls)
     found: dict[str, list[Any]] = {name: [] for name in names}
@@ -137,7 +139,9 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
         return images, torch.zeros(self.batch_size, dtype=torch.int64)
 
 
-def loop_copies(device: torch.device, batch_size: int, workers: int, work_ms: float, n: int) -> list[dict[str, Any]]:
+def loop_copies(
+    device: torch.device, batch_size: int, workers: int, work_ms: float, n: int
+) -> list[dict[str, Any]]:
     """Part b: milliseconds a batch of a loop over a ``DataLoader`` with work on the GPU, for each way.
 
     Raises:
@@ -146,10 +150,18 @@ def loop_copies(device: torch.device, batch_size: int, workers: int, work_ms: fl
     shm, needed = limits.measure().shm_bytes, (2 * workers + 2) * batch_size * 3 * 224 * 224
     if shm is not None and needed > 0.8 * shm:
         free, want = shm / MIB, needed / MIB
-        raise MemoryError(f"/dev/shm: {free:.0f} MiB free, {want:.0f} MiB needed; lower --batch-size or --workers")
+        raise MemoryError(
+            f"/dev/shm: {free:.0f} MiB free, {want:.0f} MiB needed; lower --batch-size or --workers"
+        )
     own, data, work = accelerator.of(device), Batches(20, batch_size), Work(device, work_ms)
-    made: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "multiprocessing_context": "forkserver"}
-    loaders = {pin: DataLoader(data, batch_size=None, pin_memory=pin, **made) for pin in (False, True)}
+    made: dict[str, Any] = {
+        "num_workers": workers,
+        "persistent_workers": True,
+        "multiprocessing_context": "forkserver",
+    }
+    loaders = {
+        pin: DataLoader(data, batch_size=None, pin_memory=pin, **made) for pin in (False, True)
+    }
 
     def step(images: Tensor) -> Tensor:
         work()
@@ -220,7 +232,10 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
         "pinned, same stream": partial(one_stream, pinned),
         "pinned, side stream": partial(two_streams, pinned, True),
     }
-    totals = {way: Sample.of([t.total_ms for t in timings]) for way, timings in in_turns(ways, n, partial(timed, own)).items()}
+    totals = {
+        way: Sample.of([t.total_ms for t in timings])
+        for way, timings in in_turns(ways, n, partial(timed, own)).items()
+    }
     rows = []
     for way, total in totals.items():
         row: dict[str, Any] = {"way": way, "done after ms": total, "hidden": ""}
@@ -235,14 +250,19 @@ def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
     """What a machine without a GPU can show: pageable memory copied to pageable memory, as the driver's staging does."""
     rows = []
     for mib in sizes_mib:
-        source, target = torch.ones(mib * MIB, dtype=torch.uint8), torch.zeros(mib * MIB, dtype=torch.uint8)
+        source, target = (
+            torch.ones(mib * MIB, dtype=torch.uint8),
+            torch.zeros(mib * MIB, dtype=torch.uint8),
+        )
         taken = []
         for _ in range(n + 2):
             begin = time.perf_counter()
             target.copy_(source)
             taken.append(1e3 * (time.perf_counter() - begin))
         ms = Sample.of(taken[2:])
-        rows.append({"MiB": mib, "host to host ms": ms, "GB/s": f"{mib * MIB / ms.median / 1e6:.1f}"})
+        rows.append(
+            {"MiB": mib, "host to host ms": ms, "GB/s": f"{mib * MIB / ms.median / 1e6:.1f}"}
+        )
     return rows
 
 
@@ -254,8 +274,14 @@ def parts(a: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     device = accelerator.of("cuda").device
     yield "a. The plain benchmark: one copy at a time", plain_copies(device, a.sizes, a.n)
     shape = f"{a.batch_size} x 3 x 224 x 224 uint8, {a.workers} workers, {a.work_ms:g} ms of work a batch"
-    yield f"b. The corrected benchmark: {shape}", loop_copies(device, a.batch_size, a.workers, a.work_ms, max(3, a.n // 4))
-    yield f"c. Work that does not need x beside the copy of x ({max(a.sizes)} MiB)", overlap(device, max(a.sizes), a.n)
+    yield (
+        f"b. The corrected benchmark: {shape}",
+        loop_copies(device, a.batch_size, a.workers, a.work_ms, max(3, a.n // 4)),
+    )
+    yield (
+        f"c. Work that does not need x beside the copy of x ({max(a.sizes)} MiB)",
+        overlap(device, max(a.sizes), a.n),
+    )
 
 
 NOT_SHOWN = """No CUDA device, so this run cannot show
@@ -270,11 +296,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Measure pinned and pageable copies to the GPU: alone, in a loop with work, and beside unrelated work.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="sizes of a tensor in MiB")
-    parser.add_argument("-n", type=int, default=30, help="measurements of each row (part b: a quarter of it, of 20 batches)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="sizes of a tensor in MiB"
+    )
+    parser.add_argument(
+        "-n",
+        type=int,
+        default=30,
+        help="measurements of each row (part b: a quarter of it, of 20 batches)",
+    )
     parser.add_argument("--batch-size", type=int, default=256, help="images in a batch of part b")
     parser.add_argument("--workers", type=int, default=4, help="DataLoader workers of part b")
-    parser.add_argument("--work-ms", type=float, default=20.0, help="GPU work for a batch of part b, in milliseconds")
+    parser.add_argument(
+        "--work-ms",
+        type=float,
+        default=20.0,
+        help="GPU work for a batch of part b, in milliseconds",
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     a = parser.parse_args(argv)
     tables = {}

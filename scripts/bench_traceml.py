@@ -43,7 +43,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "traceml.md"
 LOOP = ROOT / "scripts" / "traceml_loop.py"
 STEP_MS = 20.0  # a step that the costs are set against
-COSTS = {"bare": "control: bare again", "traceml": "TraceML", "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl"}
+COSTS = {
+    "bare": "control: bare again",
+    "traceml": "TraceML",
+    "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl",
+}
 _RESAMPLES = 10_000
 _PATIENCE_S = 300.0  # for a loop to begin, to take its turn, or to end
 
@@ -75,7 +79,17 @@ def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
     if not side.startswith("traceml"):
         return [sys.executable, str(LOOP), *own]
     traceml = shutil.which("traceml", path=str(Path(sys.executable).parent)) or "traceml"
-    return [traceml, "run", str(LOOP), "--logs-dir", str(folder / "logs"), "--run-name", "run", "--args", *own]
+    return [
+        traceml,
+        "run",
+        str(LOOP),
+        "--logs-dir",
+        str(folder / "logs"),
+        "--run-name",
+        "run",
+        "--args",
+        *own,
+    ]
 
 
 def environment() -> dict[str, str]:
@@ -112,29 +126,44 @@ def listen_to(side: str, plant: str, steps: int) -> Said:
         )  # fmt: skip
         command_s = time.perf_counter() - begin_s
         if done.returncode != 0:
-            raise RunFailed(f"{side}, {plant}: exit code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
+            raise RunFailed(
+                f"{side}, {plant}: exit code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}"
+            )
         loop_s = json.loads((folder / "loop.json").read_text())["loop_s"]
         words, figures = _ours(folder) if side == "harness" else _theirs(folder)
-    tool = {"harness": "ours", "traceml": "TraceML", "traceml_log_inside": "TraceML, the log line inside `trace_step`"}[side]
+    tool = {
+        "harness": "ours",
+        "traceml": "TraceML",
+        "traceml_log_inside": "TraceML, the log line inside `trace_step`",
+    }[side]
     return Said(tool, plant, words, figures, loop_s, command_s)
 
 
 def _ours(folder: Path) -> tuple[str, str]:
     report = json.loads((folder / "report.json").read_text())
-    shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in report["shares"].items())
-    return f"{report['verdict']['bottleneck']}: {report['verdict']['sentence']}", f"{shares} of the time"
+    shares = ", ".join(
+        f"{name.replace('_', ' ')} {share:.0%}" for name, share in report["shares"].items()
+    )
+    return (
+        f"{report['verdict']['bottleneck']}: {report['verdict']['sentence']}",
+        f"{shares} of the time",
+    )
 
 
 def _theirs(folder: Path) -> tuple[str, str]:
     summary = json.loads((folder / "logs" / "run" / "final_summary.json").read_text())
     text = summary["text"]
     words = [
-        found[1].strip() for name in ("Verdict", "Why", "Next") if (found := re.search(rf"{name}: (.*?)\s*\|?$", text, re.M))
+        found[1].strip()
+        for name in ("Verdict", "Why", "Next")
+        if (found := re.search(rf"{name}: (.*?)\s*\|?$", text, re.M))
     ]
     evidence = summary["primary_diagnosis"]["evidence"]
     wanted = ("step_time_ms", "input_wait_ms", "compute_ms", "residual_ms")
     figures = [
-        f"{key.removesuffix('_ms').replace('_', ' ')} {evidence[key]:.1f}" for key in wanted if evidence.get(key) is not None
+        f"{key.removesuffix('_ms').replace('_', ' ')} {evidence[key]:.1f}"
+        for key in wanted
+        if evidence.get(key) is not None
     ]
     return " ".join(re.sub(r"\s+", " ", word) for word in words), f"{', '.join(figures)} ms a step"
 
@@ -154,7 +183,14 @@ class Side:
         self._server.bind(str(folder / f"{name}.socket"))
         self._server.listen()
         self._server.settimeout(_PATIENCE_S)
-        more = ("--turns", str(folder / f"{name}.socket"), "--block", str(block), "--steps", str(10**9 // BATCH))
+        more = (
+            "--turns",
+            str(folder / f"{name}.socket"),
+            "--block",
+            str(block),
+            "--steps",
+            str(10**9 // BATCH),
+        )
         with (folder / f"{name}.txt").open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 command("bare" if name == "control" else name, "nothing", folder / name, *more),
@@ -204,7 +240,10 @@ class Side:
                 process.suspend() if stopped else process.resume()
 
     def _cpu_s(self) -> float:
-        return sum(times.user + times.system for times in (process.cpu_times() for process in self._processes()))
+        return sum(
+            times.user + times.system
+            for times in (process.cpu_times() for process in self._processes())
+        )
 
     def _processes(self) -> list[psutil.Process]:
         try:
@@ -255,7 +294,9 @@ class Difference:
     def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
         """Of ``values[i] - others[i]``."""
         differences = np.asarray(values) - np.asarray(others)
-        drawn = np.random.Generator(np.random.Philox(0)).integers(len(differences), size=(_RESAMPLES, len(differences)))
+        drawn = np.random.Generator(np.random.Philox(0)).integers(
+            len(differences), size=(_RESAMPLES, len(differences))
+        )
         low, high = np.quantile(np.median(differences[drawn], axis=1), (0.025, 0.975)).tolist()
         return cls(len(differences), float(np.median(differences)), low, high)
 
@@ -269,7 +310,10 @@ def cost_rows(turns: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[s
     for name, about in COSTS.items():
         side = "control" if name == "bare" else name
         wall, cpu = (
-            Difference.of([1e6 * turn[part] for turn in turns[side]], [1e6 * turn[part] for turn in turns["bare"]])
+            Difference.of(
+                [1e6 * turn[part] for turn in turns[side]],
+                [1e6 * turn[part] for turn in turns["bare"]],
+            )
             for part in (0, 1)
         )
         found.append({
@@ -288,7 +332,9 @@ def said_rows(said: Sequence[Said]) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def show(said: Sequence[Said], turns: Mapping[str, Sequence[tuple[float, float]]], steps: int, block: int) -> str:
+def show(
+    said: Sequence[Said], turns: Mapping[str, Sequence[tuple[float, float]]], steps: int, block: int
+) -> str:
     """The page."""
     bare = Sample.of([1e6 * wall_s for wall_s, _ in turns["bare"]])
     found = machine() | {"torch_threads": 1}  # the loops', not this process's
@@ -323,10 +369,18 @@ To repeat: `uv run --with traceml-ai scripts/bench_traceml.py --write`.
 
 
 def _plants() -> str:
-    parts = {"read_s": "a sample's read", "forward_s": "the forward pass", "log_s": "a log line after each step"}
+    parts = {
+        "read_s": "a sample's read",
+        "forward_s": "the forward pass",
+        "log_s": "a log line after each step",
+    }
     told = []
     for name, plant in PLANTS.items():
-        sleeps = [f"{1e3 * getattr(plant, key):g} ms in {part}" for key, part in parts.items() if getattr(plant, key)]
+        sleeps = [
+            f"{1e3 * getattr(plant, key):g} ms in {part}"
+            for key, part in parts.items()
+            if getattr(plant, key)
+        ]
         if plant != Plant():
             told.append(f"{name.replace('_', ' ')}: {' and '.join(sleeps)}")
     return "; ".join(told)
@@ -337,8 +391,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Compare what TraceML and this project say of planted bottlenecks, and what they cost a step.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=300, help="steps of each run that is to be judged")
-    parser.add_argument("--rounds", type=int, default=60, help="turns of each loop whose cost is measured")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="steps of each run that is to be judged"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=60, help="turns of each loop whose cost is measured"
+    )
     parser.add_argument("--block", type=int, default=500, help="steps in a turn")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args(argv)
@@ -350,7 +408,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     said = []
     for plant in ("slow_read", "slow_step", "slow_logging"):
-        for side in ("traceml", *(["traceml_log_inside"] if plant == "slow_logging" else []), "harness"):
+        for side in (
+            "traceml",
+            *(["traceml_log_inside"] if plant == "slow_logging" else []),
+            "harness",
+        ):
             print(f"{plant}, {side}", file=sys.stderr)
             said.append(heard(side, plant, options.steps))
     page = show(said, take_turns(options.rounds, options.block), options.steps, options.block)

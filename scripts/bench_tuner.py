@@ -104,12 +104,16 @@ class Plan:
             raise StoppedError
 
 
-def run_workload(workload: Workload, folder: Path, results: Results, plan: Plan, world: World) -> None:
+def run_workload(
+    workload: Workload, folder: Path, results: Results, plan: Plan, world: World
+) -> None:
     """Everything of one workload that the results lack."""
     from scripts.tuner_strategies import Rig, candidates
 
     rig = Rig(workload, workload.make(folder), world)
-    for file in folder.rglob("*"):  # into the page cache: no strategy is to pay for having been the first
+    for file in folder.rglob(
+        "*"
+    ):  # into the page cache: no strategy is to pay for having been the first
         file.read_bytes() if file.is_file() else None
     if not results.has(kind="demand", workload=workload.name):
         results.add(kind="demand", workload=workload.name, images_per_s=rig.demand())
@@ -120,7 +124,9 @@ def run_workload(workload: Workload, folder: Path, results: Results, plan: Plan,
     for number in range(plan.choosing):
         earlier = results.found(workload.name).earlier(number)
         settings = choosing(candidates(rig), chosen, earlier)
-        measure_round(rig, "choose", number, [(setting, False) for setting in settings], results, plan)
+        measure_round(
+            rig, "choose", number, [(setting, False) for setting in settings], results, plan
+        )
     oracle = results.found(workload.name).oracle()
     assert oracle is not None
     for number in range(plan.scoring):
@@ -136,7 +142,9 @@ def choose(rig: Rig, folder: Path, results: Results, plan: Plan) -> None:
     for repeat in range(plan.repeats):
         for strategy in plan.strategies:
             unwanted = strategy != REPEATED and (repeat > 0 or rig.workload.changes is not None)
-            if unwanted or results.has(kind="choice", workload=name, strategy=strategy, repeat=repeat):
+            if unwanted or results.has(
+                kind="choice", workload=name, strategy=strategy, repeat=repeat
+            ):
                 continue
             plan.check()
             _tell(f"{name}: {strategy} chooses")
@@ -153,7 +161,12 @@ def choose(rig: Rig, folder: Path, results: Results, plan: Plan) -> None:
 
 
 def measure_round(
-    rig: Rig, phase: str, number: int, entries: Sequence[tuple[Setting, bool]], results: Results, plan: Plan
+    rig: Rig,
+    phase: str,
+    number: int,
+    entries: Sequence[tuple[Setting, bool]],
+    results: Results,
+    plan: Plan,
 ) -> None:
     """Measure what round ``number`` lacks, in random order; all settings of a round load the same samples."""
     name = rig.workload.name
@@ -161,11 +174,20 @@ def measure_round(
     random.Random(f"{name} {phase} {number}").shuffle(order)
     seed = number if phase == "choose" else 1000 + number
     for setting, twin in order:
-        key = {"kind": "rate", "workload": name, "phase": phase, "round": number, "setting": str(setting), "twin": twin}
+        key = {
+            "kind": "rate",
+            "workload": name,
+            "phase": phase,
+            "round": number,
+            "setting": str(setting),
+            "twin": twin,
+        }
         if results.has(**key):
             continue
         plan.check()
-        images, seconds, refused = deliver(rig, setting, seed, max(plan.seconds, rig.workload.seconds))
+        images, seconds, refused = deliver(
+            rig, setting, seed, max(plan.seconds, rig.workload.seconds)
+        )
         rate = images / seconds if images else 0.0
         _tell(f"{name}: {phase} {number}: {setting} {refused or f'{rate:.0f} images/s'}")
         results.add(**key, images_per_s=rate, images=images, seconds=seconds, refused=refused)
@@ -176,7 +198,10 @@ def deliver(rig: Rig, setting: Setting, seed: int, seconds: float) -> tuple[int,
     from scripts.tuner_strategies import measured_feed
 
     try:
-        with measured_feed(rig, setting, seed, TIMEOUT_S) as feed, closing(cast(Any, rig.steps(feed))) as steps:
+        with (
+            measured_feed(rig, setting, seed, TIMEOUT_S) as feed,
+            closing(cast(Any, rig.steps(feed))) as steps,
+        ):
             return *steady(steps, setting, seconds), None
     except LoaderError as error:
         return 0, 0.0, str(error)
@@ -184,7 +209,14 @@ def deliver(rig: Rig, setting: Setting, seed: int, seconds: float) -> tuple[int,
 
 def run_apart(workload: Workload, arguments: Sequence[str]) -> bool:
     """Run this script for one workload with a /dev/shm of its own; False, and a word, where that is not permitted."""
-    alone = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", _MOUNT, str(workload.shm_mb)]
+    alone = [
+        "unshare",
+        "-m" if os.geteuid() == 0 else "-rm",
+        "sh",
+        "-c",
+        _MOUNT,
+        str(workload.shm_mb),
+    ]
     try:
         tried = subprocess.run([*alone, "true"], capture_output=True, text=True, check=False)
         reason = tried.stderr.strip() if tried.returncode else None
@@ -193,14 +225,25 @@ def run_apart(workload: Workload, arguments: Sequence[str]) -> bool:
     if reason is not None:
         _tell(f"{workload.name} skipped: {reason}")
         return False
-    command = [*alone, sys.executable, str(Path(__file__).resolve()), *arguments, "--only", workload.name]
+    command = [
+        *alone,
+        sys.executable,
+        str(Path(__file__).resolve()),
+        *arguments,
+        "--only",
+        workload.name,
+    ]
     subprocess.run(command, env={**os.environ, _INSIDE: "1"}, check=True)
     return True
 
 
-def run(names: Sequence[str], arguments: Sequence[str], folder: Path, results: Results, plan: Plan) -> None:
+def run(
+    names: Sequence[str], arguments: Sequence[str], folder: Path, results: Results, plan: Plan
+) -> None:
     """All workloads in turn."""
-    workers.start_server(["hydra", "harness.feed.processes", "harness.data.datasets", "scripts.tuner_workloads"])
+    workers.start_server(
+        ["hydra", "harness.feed.processes", "harness.data.datasets", "scripts.tuner_workloads"]
+    )
     from harness.runtime import distributed
     from scripts.measured import machine
 
@@ -228,27 +271,54 @@ def _tell(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Compare the tuner's choices and costs with those of others, on real loaders.",
-        epilog="\n".join(f"{name:14} {workload.about}" for name, workload in (WORKLOADS | VARIANTS).items()),
+        epilog="\n".join(
+            f"{name:14} {workload.about}" for name, workload in (WORKLOADS | VARIANTS).items()
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--results", type=Path, default=Path("outputs/bench_tuner.jsonl"), help="file of all measurements; it is added to")
-    add("--folder", type=Path, default=Path(tempfile.gettempdir()) / "bench_tuner", help="where the data sets are made")
+    add(
+        "--results",
+        type=Path,
+        default=Path("outputs/bench_tuner.jsonl"),
+        help="file of all measurements; it is added to",
+    )
+    add(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "bench_tuner",
+        help="where the data sets are made",
+    )
     add("--only", help="which of the workloads below, with commas between; all if not given")
     add("--strategies", help="which strategies, with commas between; all if not given")
     add("--auto-repeats", type=int, default=2, help="how often auto chooses (default 2)")
-    add("--choosing-rounds", type=int, default=2, help="rounds from which the oracle picks (default 2)")
+    add(
+        "--choosing-rounds",
+        type=int,
+        default=2,
+        help="rounds from which the oracle picks (default 2)",
+    )
     add("--rounds", type=int, default=8, help="scoring rounds (default 8)")
     add("--seconds", type=float, default=2.0, help="least window of one measurement (default 2)")
     add("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
     add("--table", action="store_true", help="measure nothing, print what the results say")
-    add("--write", action="store_true", help=f"as --table, and write it to {PAGE.relative_to(ROOT)}")
+    add(
+        "--write", action="store_true", help=f"as --table, and write it to {PAGE.relative_to(ROOT)}"
+    )
     return parser
 
 
 def _passed_on(a: argparse.Namespace) -> Iterator[str]:
     """The options that a run of this script in another namespace needs."""
-    for name in ("results", "folder", "strategies", "auto_repeats", "choosing_rounds", "rounds", "seconds"):
+    for name in (
+        "results",
+        "folder",
+        "strategies",
+        "auto_repeats",
+        "choosing_rounds",
+        "rounds",
+        "seconds",
+    ):
         if (value := getattr(a, name)) is not None:
             yield from (f"--{name.replace('_', '-')}", str(value))
 

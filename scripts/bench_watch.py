@@ -49,7 +49,9 @@ _WORK = (50, 500, 15_000)  # a sample of microseconds, one of tens of them, one 
 _CHILDREN = 16
 _SAMPLED_TURNS = 5
 _BYTES_A_STEP = 1.0  # of growth; the smallest thing that could be kept has 16
-_BUCKETS_BYTES = 1 << 20  # of growth that a clock's buckets of quantiles may be, over however many steps
+_BUCKETS_BYTES = (
+    1 << 20
+)  # of growth that a clock's buckets of quantiles may be, over however many steps
 _SETTINGS = WatchConfig()
 
 Row = dict[str, Any]
@@ -108,7 +110,10 @@ def clocks() -> dict[str, tuple[StepClock, bool]]:
     """Clocks to be measured, and whether they are told of copies: by the host, on events that are free, on CUDA's if there."""
     found = {
         "step clock, host clock": (StepClock(), False),
-        "step clock, events that cost nothing": (StepClock(events=Events(HostEvent, lambda: None, None)), True),
+        "step clock, events that cost nothing": (
+            StepClock(events=Events(HostEvent, lambda: None, None)),
+            True,
+        ),
     }
     if torch.cuda.is_available():
         found["step clock, CUDA events"] = (StepClock("cuda"), False)
@@ -121,7 +126,10 @@ def window_cost(folder: Path, runs: int) -> Cost:
     stepping(clock, copies=True)(_SETTINGS.window_steps)
     Worker(1, meter).make(1)
     window = clock.total()
-    with Board(folder, tensorboard=True) as board, Sampler([HostSource()], _SETTINGS.sample_s) as sampler:
+    with (
+        Board(folder, tensorboard=True) as board,
+        Sampler([HostSource()], _SETTINGS.sample_s) as sampler,
+    ):
 
         def figures() -> dict[str, Value]:
             return {**by_tag(window), **stages(meter.read(), 8.0), **sampler.read()}
@@ -199,7 +207,9 @@ def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, 
 
 def per_step_us(found: Mapping[str, Any]) -> dict[str, Estimate]:
     """Microseconds a step of each clock with all else that watching does beside a step of 20 ms."""
-    rest = found["window"].mean_us * (1 / found["window_steps"]) + found["sampler_fraction"] * (1e6 * STEP_S)
+    rest = found["window"].mean_us * (1 / found["window_steps"]) + found["sampler_fraction"] * (
+        1e6 * STEP_S
+    )
     return {name: cost.mean_us + rest for name, cost in found["clocks"].items()}
 
 
@@ -207,10 +217,15 @@ def claims(found: Mapping[str, Any]) -> list[str]:
     """What is claimed of all this, with the figure, its 95 % interval, and whether it holds; a line each."""
     dearest = max(per_step_us(found).values(), key=lambda us: us.high) * (1e-6 / STEP_S)
     longest: Cost = found["stages"][-1]
-    timers, sample_us = longest.mean_us * (1 / longest.bare_us.median), longest.bare_us.median / BATCH
+    timers, sample_us = (
+        longest.mean_us * (1 / longest.bare_us.median),
+        longest.bare_us.median / BATCH,
+    )
     grown = max(found["memory_growth_bytes"].values())
     a_step, most = grown / (0.9 * found["steps"]), _BYTES_A_STEP
-    flat = "holds" if a_step <= most else "does not hold" if grown > _BUCKETS_BYTES else "not resolved"
+    flat = (
+        "holds" if a_step <= most else "does not hold" if grown > _BUCKETS_BYTES else "not resolved"
+    )
     return [
         f"all watching takes at most {CEILING:.0%} of a step of 20 ms: {_shown(dearest)}: {dearest.judged(CEILING)}",
         f"the workers' timers take at most {WORKERS_CEILING:.1%} of their time, samples of {sample_us:.0f} us: "
@@ -221,9 +236,16 @@ def claims(found: Mapping[str, Any]) -> list[str]:
 
 def show(found: Mapping[str, Any]) -> str:
     """The figures as text: what each thing costs, what all of them do to a step, the workers' timers, memory, the claims."""
-    memory = [{"memory of": name, "bytes more": size} for name, size in found["memory_growth_bytes"].items()]
+    memory = [
+        {"memory of": name, "bytes more": size}
+        for name, size in found["memory_growth_bytes"].items()
+    ]
     sums = [
-        {"all of it, with": name, "us a step": f"{us.value:.1f}", "of 20 ms [95 %]": _shown(us * (1e-6 / STEP_S))}
+        {
+            "all of it, with": name,
+            "us a step": f"{us.value:.1f}",
+            "of 20 ms [95 %]": _shown(us * (1e-6 / STEP_S)),
+        }
         for name, us in per_step_us(found).items()
     ]
     workers = [
@@ -257,7 +279,13 @@ def _costs(found: Mapping[str, Any]) -> list[Row]:
     """A row for everything that is done in the process that trains."""
     window, fraction = found["window"], found["sampler_fraction"]
     costs = [(name, cost, cost.us.median) for name, cost in found["clocks"].items()]
-    costs.append((f"end of a window, every {found['window_steps']} steps", window, window.us.median / found["window_steps"]))
+    costs.append(
+        (
+            f"end of a window, every {found['window_steps']} steps",
+            window,
+            window.us.median / found["window_steps"],
+        )
+    )
     rows = [
         {"what": name, "us each": cost.us, "control us": cost.control_us, "n": cost.us.n, "us a step": f"{us:.2f}",
          "of 20 ms": _of_step(us)}
@@ -303,14 +331,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=100_000, help="steps of each clock")
-    parser.add_argument("--runs", type=int, default=500, help="of everything else, with and without it in turns")
-    parser.add_argument("--sampled-s", type=float, default=20.0, help="seconds over which the sampler's thread is measured")
-    parser.add_argument("--batches", type=int, default=2400, help="with the workers' timers and without, in turns")
+    parser.add_argument(
+        "--runs", type=int, default=500, help="of everything else, with and without it in turns"
+    )
+    parser.add_argument(
+        "--sampled-s",
+        type=float,
+        default=20.0,
+        help="seconds over which the sampler's thread is measured",
+    )
+    parser.add_argument(
+        "--batches", type=int, default=2400, help="with the workers' timers and without, in turns"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     a = parser.parse_args(argv)
     if a.steps < 10 or min(a.runs, a.batches) < 2 or a.sampled_s <= 0:
-        parser.error("--steps: at least 10; --runs and --batches: at least 2; --sampled-s: more than 0")
+        parser.error(
+            "--steps: at least 10; --runs and --batches: at least 2; --sampled-s: more than 0"
+        )
     found = measure(a.steps, a.runs, a.sampled_s, a.batches)
     print(show(found))
     if a.json:

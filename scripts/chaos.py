@@ -30,7 +30,13 @@ from scripts.chaos_start import NOTED, POLL_S, ROOT, TRAIN, Plan, Run, ended
 from scripts.measured import listed, machine, machine_line, markdown, write
 
 PAGE = ROOT / "docs" / "benchmarks" / "chaos.md"
-_COMMON = ("device=cpu", "trainer.num_threads=1", "augment.hflip=0.5", "augment.crop=pad", "run.name=x")
+_COMMON = (
+    "device=cpu",
+    "trainer.num_threads=1",
+    "augment.hflip=0.5",
+    "augment.crop=pad",
+    "run.name=x",
+)
 _DIGITS, _DIGITS_IMAGES = ("data=digits", *_COMMON), 1438
 _SHAPES = (
     "data=shapes", *_COMMON, "data.image_size=32", "data.generate.train_images=400", "data.generate.val_images=100",
@@ -46,15 +52,32 @@ def row(part: str, n: int, required: str, wrong: Sequence[str], *told: str) -> R
     """A row of the table; ``wrong`` is what was not as ``required``, and ``told`` figures."""
     more = [f"{len(wrong) - 3} more"] if len(wrong) > 3 else []
     found = "; ".join([*told, *wrong[:3], *more] if wrong else [*told, "as required"])
-    return {"part": part, "n": n, "required": required, "found": found, "passed": "no" if wrong else "yes"}
+    return {
+        "part": part,
+        "n": n,
+        "required": required,
+        "found": found,
+        "passed": "no" if wrong else "yes",
+    }
 
 
 def kills(plan: Plan) -> list[Row]:
     """SIGKILL of the process group at random moments, again and again until the run ends."""
     rows = []
-    for name, workers, backend in ("no workers", 0, "processes"), ("2 processes", 2, "processes"), ("2 threads", 2, "threads"):
-        overrides = (*_DIGITS, f"loader.num_workers={workers}", f"loader.backend={backend}", "loader.drop_last=false")
-        rows.append(_killed(plan, name, (*overrides, "trainer.epochs=4", "checkpoint.every_steps=5")))
+    for name, workers, backend in (
+        ("no workers", 0, "processes"),
+        ("2 processes", 2, "processes"),
+        ("2 threads", 2, "threads"),
+    ):
+        overrides = (
+            *_DIGITS,
+            f"loader.num_workers={workers}",
+            f"loader.backend={backend}",
+            "loader.drop_last=false",
+        )
+        rows.append(
+            _killed(plan, name, (*overrides, "trainer.epochs=4", "checkpoint.every_steps=5"))
+        )
     return rows
 
 
@@ -68,14 +91,20 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
         while goes_on:
             saved = checkpoint.records(place / "outputs/x/checkpoints")
             with Run(plan, place, [*NOTED, *overrides, "resume=auto"]) as life:
-                goes_on = life.trains() and killed < plan.n and life.goes_on(draw.uniform(0, most_s))
+                goes_on = (
+                    life.trains() and killed < plan.n and life.goes_on(draw.uniform(0, most_s))
+                )
                 if goes_on:
                     life.signal(SIGKILL)
                     goes_on = life.code() != 0  # or it has ended by itself meanwhile
                     killed += goes_on
                 if (code := life.code()) != (128 + SIGKILL if goes_on else 0):
                     wrong.append(f"run {runs}: exit code {code}")
-            begun = f" {saved[-1].step} steps are done" if saved else "no checkpoint yet, starting at epoch 1"
+            begun = (
+                f" {saved[-1].step} steps are done"
+                if saved
+                else "no checkpoint yet, starting at epoch 1"
+            )
             if begun not in life.said:
                 wrong.append(f"run {runs}: did not say {begun!r}")
         wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
@@ -91,7 +120,9 @@ def _differences(last: Run, whole: Path) -> list[str]:
     folder, wrong = last.folder, wrong_lines(last.folder)
     wrong += ["another state"] if digest(folder) != digest(whole) else []
     wrong += ["other lines"] if logged(folder) != logged(whole) else []
-    wrong += ["a checkpoint was damaged"] if "falling back" in (folder / "train.log").read_text() else []
+    wrong += (
+        ["a checkpoint was damaged"] if "falling back" in (folder / "train.log").read_text() else []
+    )
     return wrong + wrong_samples(updates(last.notes), _DIGITS_IMAGES, 1)
 
 
@@ -102,19 +133,35 @@ def terms(plan: Plan) -> list[Row]:
     kinds: dict[tuple[Signals, int], list[_End]] = {}
     for i in range(plan.n):
         ranks, tuned, sign = 1 + i % 2, i % 3 == 2, SIGUSR1 if i % 12 in (4, 9) else SIGTERM
-        tuner = ("loader.autotune=true", "tuner.budget_s=3", "tuner.max_workers=2", "tuner.fresh=true")
-        ways = (*_RANKS[ranks], *(tuner if tuned else ("loader.num_workers=1",)), f"loader.batch_size={64 // ranks}")
+        tuner = (
+            "loader.autotune=true",
+            "tuner.budget_s=3",
+            "tuner.max_workers=2",
+            "tuner.fresh=true",
+        )
+        ways = (
+            *_RANKS[ranks],
+            *(tuner if tuned else ("loader.num_workers=1",)),
+            f"loader.batch_size={64 // ranks}",
+        )
         overrides = (*_DIGITS, "trainer.epochs=3", "checkpoint.every_steps=10", *ways)
         if (ranks, tuned) not in wholes:
             wholes[ranks, tuned] = ended(plan, f"whole-{ranks}-{tuned}", *overrides)
         whole, trained = wholes[ranks, tuned], i % 4 > 1
         after_s = draw.uniform(0, lines(whole.folder)[-1]["time_s"] if trained else whole.lasted_s)
-        kinds.setdefault((sign, ranks), []).append(_signalled(plan, str(i), overrides, sign, after_s, trained))
+        kinds.setdefault((sign, ranks), []).append(
+            _signalled(plan, str(i), overrides, sign, after_s, trained)
+        )
     for (sign, ranks), ends in sorted(kinds.items()):
-        wrong, exits_s = [text for end in ends for text in end.wrong], sorted(end.exit_s for end in ends)
+        wrong, exits_s = (
+            [text for end in ends for text in end.wrong],
+            sorted(end.exit_s for end in ends),
+        )
         stopped = [end.run for end in ends if "\ngo on with " in end.run.said]
         if stopped:
-            wrong += _continued(plan, stopped[-1], next(run for key, run in wholes.items() if key[0] == ranks))
+            wrong += _continued(
+                plan, stopped[-1], next(run for key, run in wholes.items() if key[0] == ranks)
+            )
         p95_s = exits_s[math.ceil(0.95 * len(ends)) - 1]
         told = f"gone after {statistics.median(exits_s):.1f} s (p95 {p95_s:.1f}, max {exits_s[-1]:.1f}), {len(stopped)} saved"
         required = (
@@ -133,7 +180,9 @@ class _End(NamedTuple):
     wrong: list[str]
 
 
-def _signalled(plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals, after_s: float, trained: bool) -> _End:
+def _signalled(
+    plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals, after_s: float, trained: bool
+) -> _End:
     with Run(plan, plan.place(name), [*(NOTED if trained else TRAIN), *overrides]) as life:
         if (trained and not life.trains()) or not life.goes_on(after_s):
             # quicker than the one that was timed
@@ -151,7 +200,9 @@ def _signalled(plan: Plan, name: str, overrides: tuple[str, ...], sign: Signals,
     wrong += [f"{len(left)} processes after {exit_s:.1f} s"] if left or exit_s > plan.exit_s else []
     wrong += ["a traceback"] if "Traceback" in said else []
     # what torch's compiler keeps is a cache
-    temporary = [path for path in (life.place / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    temporary = [
+        path for path in (life.place / "tmp").iterdir() if not path.name.startswith("torchinductor")
+    ]
     wrong += [f"{path.name} left" for path in (*temporary, *life.place.rglob("checkpoints/.*"))]
     for folder in life.place.glob("outputs/x"):
         wrong += wrong_lines(folder) + ([] if complete else _untold(folder, said))
@@ -163,8 +214,14 @@ def _untold(folder: Path, said: str) -> list[str]:
     made = [line["step"] for line in lines(folder) if "train/lr" in line]
     saved = [record.step for record in checkpoint.records(folder / "checkpoints")]
     ends = [*made[-1:], *saved[-1:], *map(int, re.findall(r"\nstopped after step (\d+)", said))]
-    is_told = len(ends) == 3 and len(set(ends)) == 1 and "\nsaved  " in said and "\ngo on with " in said
-    return [] if is_told or not (made or saved) else [f"the last steps logged, saved and told are {ends}"]
+    is_told = (
+        len(ends) == 3 and len(set(ends)) == 1 and "\nsaved  " in said and "\ngo on with " in said
+    )
+    return (
+        []
+        if is_told or not (made or saved)
+        else [f"the last steps logged, saved and told are {ends}"]
+    )
 
 
 def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:
@@ -190,8 +247,13 @@ def forms(plan: Plan) -> list[Row]:
             before, after, stop = _form(draw), _form(draw), draw.randrange(1, _SHAPES_STEPS)
             ended(plan, f"{ranks}/{i}", *overrides, *before, stop=stop)
             last = ended(plan, f"{ranks}/{i}", *overrides, *after, "resume=auto")
-            if (digest(last.folder), updates(last.notes)) != (digest(whole.folder), updates(whole.notes)):
-                wrong.append(f"{shlex.join(before)}, then {shlex.join(after)} at step {stop}: another run")
+            if (digest(last.folder), updates(last.notes)) != (
+                digest(whole.folder),
+                updates(whole.notes),
+            ):
+                wrong.append(
+                    f"{shlex.join(before)}, then {shlex.join(after)} at step {stop}: another run"
+                )
         rows.append(row(f"forms, {ranks} ranks", plan.n, required, wrong))
     return rows
 
@@ -200,7 +262,12 @@ def _form(draw: random.Random) -> tuple[str, ...]:
     backend = draw.choice(("processes", "threads", "arrays"))
     workers = "null" if backend == "arrays" else draw.choice("012")
     cache, tuned = draw.choice(("none", "ram", "disk")), draw.choice(("true", "false"))
-    return (f"loader.backend={backend}", f"loader.num_workers={workers}", f"data.cache={cache}", f"loader.autotune={tuned}")
+    return (
+        f"loader.backend={backend}",
+        f"loader.num_workers={workers}",
+        f"data.cache={cache}",
+        f"loader.autotune={tuned}",
+    )
 
 
 def ranks(plan: Plan) -> list[Row]:
@@ -209,20 +276,34 @@ def ranks(plan: Plan) -> list[Row]:
     # an epoch of 2 x 64 leaves too few samples for another batch of one rank
     for before, after, batch in ((2, 1, 48), (1, 2, 96), (2, 3, 48), (2, 3, 32)):
         name, draw, wrong = f"{before} ranks of {batch} to {after}", random.Random(plan.seed), []
-        overrides = (*_DIGITS, "trainer.epochs=2", "loader.num_workers=0", f"loader.batch_size={batch}")
+        overrides = (
+            *_DIGITS,
+            "trainer.epochs=2",
+            "loader.num_workers=0",
+            f"loader.batch_size={batch}",
+        )
         shared = batch * before % after == 0
         whole = updates(ended(plan, f"{name}/whole", *overrides, *_RANKS[before]).notes)
         for i in range(plan.n):
             stop = draw.randrange(2, _DIGITS_IMAGES // (batch * before) - 1)
             ended(plan, f"{name}/{i}", *overrides, *_RANKS[before], stop=stop)
-            found = updates(ended(plan, f"{name}/{i}", *overrides, *_RANKS[after], "resume=auto").notes)
+            found = updates(
+                ended(plan, f"{name}/{i}", *overrides, *_RANKS[after], "resume=auto").notes
+            )
             texts = wrong_samples(found, _DIGITS_IMAGES, batch * (before if shared else after))
             if shared and batches(found) != batches(whole):
                 texts.append("other global batches")
             if {len(by_rank) for step, (_, by_rank) in found.items() if step > stop} != {after}:
                 texts.append("a rank trained nothing")
             wrong += [f"stopped at step {stop}: {text}" for text in texts]
-        rows.append(row(name, plan.n, "every sample once an epoch" + "; the same global batches" * shared, wrong))
+        rows.append(
+            row(
+                name,
+                plan.n,
+                "every sample once an epoch" + "; the same global batches" * shared,
+                wrong,
+            )
+        )
     return rows
 
 
@@ -241,7 +322,9 @@ def user(plan: Plan) -> list[Row]:
                 wrong.append(f"exit code {code}: {life.said[-300:]!r}")
             else:
                 wrong += _continued(plan, life, whole)
-        required = "Ctrl-C in epoch 1 of 5: exit code 130; the printed command goes on to the same state"
+        required = (
+            "Ctrl-C in epoch 1 of 5: exit code 130; the printed command goes on to the same state"
+        )
         rows.append(row(f"new user, {how}", plan.n, required, wrong))
     return rows
 
@@ -258,11 +341,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--parts", help=f"some of {','.join(PARTS)}; by default all")
-    parser.add_argument("--n", type=int, help=f"how often each part does what it does; by default {usual}")
+    parser.add_argument(
+        "--n", type=int, help=f"how often each part does what it does; by default {usual}"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments, steps and forms")
-    parser.add_argument("--exit-s", type=float, default=10.0, help="longest time from a signal to the end of the last process")
-    parser.add_argument("--run-s", type=float, default=300.0, help="longest time that one start of a run may take")
-    parser.add_argument("--keep", type=Path, help="leave the runs in this folder, which must be new")
+    parser.add_argument(
+        "--exit-s",
+        type=float,
+        default=10.0,
+        help="longest time from a signal to the end of the last process",
+    )
+    parser.add_argument(
+        "--run-s", type=float, default=300.0, help="longest time that one start of a run may take"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="leave the runs in this folder, which must be new"
+    )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     a = parser.parse_args(argv)
     names = listed(parser, "--parts", a.parts, tuple(PARTS))
@@ -279,8 +373,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 rows += part(plan)
             except Exception as error:  # the other parts go on
-                rows.append(row(name, plan.n, "every run starts and ends", [f"{type(error).__name__}: {error}"]))
-    command = shlex.join(["uv", "run", "scripts/chaos.py", *(sys.argv[1:] if argv is None else argv)])
+                rows.append(
+                    row(
+                        name,
+                        plan.n,
+                        "every run starts and ends",
+                        [f"{type(error).__name__}: {error}"],
+                    )
+                )
+    command = shlex.join(
+        ["uv", "run", "scripts/chaos.py", *(sys.argv[1:] if argv is None else argv)]
+    )
     told = f"{machine_line(machine())}\n\n`{command}`, {datetime.now(UTC):%d %B %Y}."
     text = f"# Runs that were stopped\n\n{told}\n\n{markdown(rows)}\n"
     print(text)

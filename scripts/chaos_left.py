@@ -31,7 +31,9 @@ def digest(folder: Path) -> str:
     state = checkpoint.read(folder)[1]
     found = hashlib.sha256()
     for part in _leaves({key: state[key] for key in _STATE}):
-        found.update(part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode())
+        found.update(
+            part.numpy().tobytes() if isinstance(part, torch.Tensor) else repr(part).encode()
+        )
     return found.hexdigest()
 
 
@@ -60,7 +62,11 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 def wrong_lines(folder: Path) -> list[str]:
     """What is wrong with the lines of a run and their events."""
-    wrong = [f"{path.name} is torn" for path in folder.glob("events.*") if not _is_whole(path.read_bytes())]
+    wrong = [
+        f"{path.name} is torn"
+        for path in folder.glob("events.*")
+        if not _is_whole(path.read_bytes())
+    ]
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     told = defaultdict(list)
     for line in lines(folder):
@@ -92,14 +98,20 @@ def updates(notes: Path) -> Updates:
     found: Updates = {}
     for line in map(json.loads, notes.read_text().splitlines()):
         epoch, ranks = found.setdefault(line["step"], (line["epoch"], {}))
-        if epoch != line["epoch"] or ranks.setdefault(line["rank"], line["indices"]) != line["indices"]:
+        if (
+            epoch != line["epoch"]
+            or ranks.setdefault(line["rank"], line["indices"]) != line["indices"]
+        ):
             raise ValueError(f"step {line['step']} was made again with other samples")
     return found
 
 
 def batches(found: Updates) -> dict[int, tuple[int, list[int]]]:
     """By step the epoch and the samples of all ranks, in ascending order."""
-    return {step: (epoch, sorted(chain(*ranks.values()))) for step, (epoch, ranks) in sorted(found.items())}
+    return {
+        step: (epoch, sorted(chain(*ranks.values())))
+        for step, (epoch, ranks) in sorted(found.items())
+    }
 
 
 def wrong_samples(found: Updates, length: int, batch: int) -> list[str]:
@@ -111,5 +123,7 @@ def wrong_samples(found: Updates, length: int, batch: int) -> list[str]:
     for epoch, indices in epochs.items():
         expected = Order(length, 1).indices(epoch)[: len(indices)].tolist()
         if sorted(indices) != sorted(expected) or len(indices) <= length - batch:
-            wrong.append(f"epoch {epoch + 1}: {len(indices)} samples, {len(set(indices))} different, of {length}")
+            wrong.append(
+                f"epoch {epoch + 1}: {len(indices)} samples, {len(set(indices))} different, of {length}"
+            )
     return wrong

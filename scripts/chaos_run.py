@@ -48,7 +48,12 @@ def main_worker(local_rank: int, job: job.Job) -> None:
         one_step(self, batches, parts)
         taken = [self.train_batches.loader.given.popleft() for _ in range(parts)]  # type: ignore[attr-defined]
         indices = [index for _, part in taken for index in part]
-        line = {"rank": self.world.rank, "step": self.state.step, "epoch": taken[0][0], "indices": indices}
+        line = {
+            "rank": self.world.rank,
+            "step": self.state.step,
+            "epoch": taken[0][0],
+            "indices": indices,
+        }
         # one write a line: a kill leaves whole lines
         handle = os.open(os.environ[NOTES], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(handle, f"{json.dumps(line)}\n".encode())

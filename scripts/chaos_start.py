@@ -45,20 +45,31 @@ class Plan(NamedTuple):
 class Run:
     """A run in a session of its own; a context manager that leaves none of its processes."""
 
-    def __init__(self, plan: Plan, place: Path, command: list[str], stop: int | None = None) -> None:
+    def __init__(
+        self, plan: Plan, place: Path, command: list[str], stop: int | None = None
+    ) -> None:
         self.place, self.notes, self.lasted_s = place, place / "notes.jsonl", 0.0
         self._plan, self._noted = plan, self._size()
         self._said = place / f"said-{len(list(place.glob('said-*')))}"
         # uv's own variable decides which command a run prints
         env = {key: value for key, value in os.environ.items() if key != "UV"}
-        env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        env |= {
+            "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
         env |= {"PYTHONFAULTHANDLER": "1", "TMPDIR": str(place / "tmp")}
         env |= {"WELLFED_CACHE": str(plan.base.with_name("cache"))}
         env |= {NOTES: str(self.notes), STOP: str(stop)}
         self._began_s = time.monotonic()
         with open(self._said, "wb") as said:
             self._process = subprocess.Popen(
-                command, cwd=place, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=place,
+                env=env,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def __enter__(self) -> Self:
@@ -84,7 +95,10 @@ class Run:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, ProcessLookupError):
-                if os.getsid(process.pid) == self._process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    os.getsid(process.pid) == self._process.pid
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process.pid)
         return found
 
@@ -102,7 +116,9 @@ class Run:
         until_s = time.monotonic() + seconds
         while self._process.poll() is None and time.monotonic() < until_s:
             if time.monotonic() - self._began_s > self._plan.run_s:
-                raise TimeoutError(f"{self.place}: no end within --run-s={self._plan.run_s:g}\n{self.said[-1000:]}")
+                raise TimeoutError(
+                    f"{self.place}: no end within --run-s={self._plan.run_s:g}\n{self.said[-1000:]}"
+                )
             time.sleep(POLL_S)
         self.lasted_s = time.monotonic() - self._began_s
         return self._process.poll() is None

@@ -89,11 +89,17 @@ def compare(rig: Rig, steps: int, tolerance: float) -> Generator[Row, None, str]
     for load, work in LOADS:
         epochs = [_both(rig, load * step_s, work * step_s, steps) for _ in range(_ROUNDS)]
         found = {name: median(epoch[name] for epoch in epochs) for name in epochs[0]}
-        yield {"loader / step": load, "loop / step": work, **{name: f"{value:.3f}" for name, value in found.items()}}
+        yield {
+            "loader / step": load,
+            "loop / step": work,
+            **{name: f"{value:.3f}" for name, value in found.items()},
+        }
         apart = median(abs(epoch["stall"] - epoch["differential"]) for epoch in epochs)
         worst = max(worst, apart)
         if apart > tolerance:
-            yield {"wrong": f"loader / step {load:g}, loop / step {work:g}: they differ by more than {tolerance:g}"}
+            yield {
+                "wrong": f"loader / step {load:g}, loop / step {work:g}: they differ by more than {tolerance:g}"
+            }
     return f"step {1e3 * step_s:.2f} ms; clock and differential method differ by up to {worst:.3f}"
 
 
@@ -101,7 +107,11 @@ def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float
     """What the clock says of an epoch with loading, and what an epoch without says of it."""
     cached_s, _ = timed_epoch(rig, 0.0, work_s, steps)
     real_s, window = timed_epoch(rig, load_s, work_s, steps)
-    assert window.stall_basis == "device" and window.stall_fraction is not None and window.data_wait_fraction is not None
+    assert (
+        window.stall_basis == "device"
+        and window.stall_fraction is not None
+        and window.data_wait_fraction is not None
+    )
     return {
         "step ms": 1e3 * real_s, "data wait": window.data_wait_fraction, **window.shares,
         "stall": window.stall_fraction, "differential": max(0.0, 1 - cached_s / real_s),
@@ -188,7 +198,9 @@ def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
 
     A batch that takes no loading lies on the device and is not copied.
     """
-    compute, copy, idle = (EmulatedStream(f"emulated-{name}") for name in ("compute", "copy", "idle"))
+    compute, copy, idle = (
+        EmulatedStream(f"emulated-{name}") for name in ("compute", "copy", "idle")
+    )
 
     def made(load_s: float) -> tuple[EmulatedEvent, EmulatedEvent] | None:
         if not load_s:

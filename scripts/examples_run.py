@@ -43,7 +43,11 @@ def folder(root: Path, split: str, side: int) -> ImageFolder:
         if split == "train"
         else [transforms.Resize(side * 256 // 224), transforms.CenterCrop(side)]
     )
-    return ImageFolder(str(root / split), transforms.Compose([*how, transforms.ToTensor(), _NORMALISE]), loader=read)
+    return ImageFolder(
+        str(root / split),
+        transforms.Compose([*how, transforms.ToTensor(), _NORMALISE]),
+        loader=read,
+    )
 
 
 def model() -> nn.Module:
@@ -56,7 +60,9 @@ def optimizer(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
 
 
-def step(network: nn.Module, optim: torch.optim.Optimizer, batch: list[Tensor], _device: Any = None) -> Tensor:
+def step(
+    network: nn.Module, optim: torch.optim.Optimizer, batch: list[Tensor], _device: Any = None
+) -> Tensor:
     """One step of training."""
     images, labels = batch
     if STEP in os.environ:
@@ -86,20 +92,29 @@ def chosen(root: Path, side: int) -> dict[str, Any]:
         torch.set_num_threads(knobs.num_threads)
     found = {"num_workers": knobs.num_workers, "pin_memory": knobs.pin_memory}
     if knobs.num_workers:
-        found |= {"prefetch_factor": knobs.prefetch_factor, "persistent_workers": knobs.persistent_workers}
+        found |= {
+            "prefetch_factor": knobs.prefetch_factor,
+            "persistent_workers": knobs.persistent_workers,
+        }
     return found
 
 
 def main() -> None:
     """Train and evaluate, and print the settings of the loader."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root", type=Path)
     parser.add_argument("--side", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--loadtune", action="store_true")
     args = parser.parse_args()
-    how = chosen(args.root, args.side) if args.loadtune else {"num_workers": args.workers, "pin_memory": True}
+    how = (
+        chosen(args.root, args.side)
+        if args.loadtune
+        else {"num_workers": args.workers, "pin_memory": True}
+    )
     train = DataLoader(folder(args.root, "train", args.side), _BATCH, shuffle=True, **how)
     val = DataLoader(folder(args.root, "val", args.side), _BATCH, shuffle=False, **how)
     network = model()

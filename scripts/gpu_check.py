@@ -38,7 +38,14 @@ NEEDED = {
 """Modules, and the distributions that they come with."""
 GROUPS = {
     "conformance": {"conformance": 90},
-    "unsettled": {"elapsed": 60, "reserved": 70, "events": 60, "finish": 60, "staging": 70, "pinning": 140},
+    "unsettled": {
+        "elapsed": 60,
+        "reserved": 70,
+        "events": 60,
+        "finish": 60,
+        "staging": 70,
+        "pinning": 140,
+    },
     "stall": {"stall": 200, "stall_compiled": 200, "prefetcher": 60},
     "tests": {"pytest": 360, "copies": 90},
     "demand": {"demand": 460},
@@ -98,7 +105,11 @@ class Findings:
 
     def __init__(self, path: Path, groups: dict[str, dict[str, int]], quick: bool) -> None:
         self._path = path
-        parts = [{"part": part, "group": group, "status": "not run"} for group in groups for part in groups[group]]
+        parts = [
+            {"part": part, "group": group, "status": "not run"}
+            for group in groups
+            for part in groups[group]
+        ]
         self.parts: dict[str, Row] = {row["part"]: row for row in parts}
         date = time.strftime("%Y-%m-%d", time.gmtime())
         self._whole: Row = {"date": date, "machine": {}, "quick": quick, "parts": parts}
@@ -106,7 +117,13 @@ class Findings:
 
     def begin(self, name: str) -> None:
         """A part has begun: the file says so until it has ended."""
-        self.parts[name] |= {"status": "cut short", "seconds": 0.0, "found": "", "rows": [], "problems": []}
+        self.parts[name] |= {
+            "status": "cut short",
+            "seconds": 0.0,
+            "found": "",
+            "rows": [],
+            "problems": [],
+        }
         self.write()
 
     def add(self, name: str, said: Row, seconds: float) -> None:
@@ -137,7 +154,15 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     The last one says how it ended: ``ok``, ``skipped``, ``failed`` or ``cut short``.
     """
     limit = str(max(1.0, limit_s - _PUT_AWAY_S))
-    command = [sys.executable, "-m", PARTS, name, limit, str(scratch), *(["--quick"] if quick else [])]
+    command = [
+        sys.executable,
+        "-m",
+        PARTS,
+        name,
+        limit,
+        str(scratch),
+        *(["--quick"] if quick else []),
+    ]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     log, until = scratch / f"{name}.log", time.monotonic() + limit_s
     with log.open("wb") as errors:
@@ -160,7 +185,9 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot be killed
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # one that hangs in the driver cannot be killed
             child.wait(_PUT_AWAY_S)
             listener.join()
             for pipe in (child.stdin, child.stdout):
@@ -189,11 +216,15 @@ def _last_words(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace").strip()[-600:]
 
 
-def run(groups: dict[str, dict[str, int]], findings: Findings, quick: bool, deadline_s: float) -> None:
+def run(
+    groups: dict[str, dict[str, int]], findings: Findings, quick: bool, deadline_s: float
+) -> None:
     """Run the parts of ``groups`` one after the other, as many as there is time for."""
     deadline = time.monotonic() + deadline_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        for name, limit_s in ((part, limit) for group in groups.values() for part, limit in group.items()):
+        for name, limit_s in (
+            (part, limit) for group in groups.values() for part, limit in group.items()
+        ):
             begin = time.monotonic()
             if deadline - begin < min(_LEAST_S, limit_s):
                 break
@@ -202,7 +233,10 @@ def run(groups: dict[str, dict[str, int]], findings: Findings, quick: bool, dead
             for said in said_by(name, min(limit_s, deadline - begin), quick, Path(scratch)):
                 findings.add(name, said, time.monotonic() - begin)
             part = findings.parts[name]
-            print(f"{part['status']}, {part['seconds']} s: {'; '.join((part['found'], *part['problems']))}", flush=True)
+            print(
+                f"{part['status']}, {part['seconds']} s: {'; '.join((part['found'], *part['problems']))}",
+                flush=True,
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -211,9 +245,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="\n".join(f"{group:15} {', '.join(parts)}" for group, parts in GROUPS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--group", choices=GROUPS, help="run this group of parts; all, until the time is over, if not given")
+    parser.add_argument(
+        "--group",
+        choices=GROUPS,
+        help="run this group of parts; all, until the time is over, if not given",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and images")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for gpu_check.json, or gpu_check-GROUP.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(),
+        help="folder for gpu_check.json, or gpu_check-GROUP.json",
+    )
     a = parser.parse_args(argv)
     if absent := missing():
         print(absent, file=sys.stderr)
@@ -224,8 +267,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = Findings(path, groups, a.quick)
     run(groups, findings, a.quick, DEADLINE_S)
     left = [name for name, part in findings.parts.items() if part["status"] == "not run"]
-    print(f"{path}" + (f"; no time was left for {', '.join(left)}: name their group with --group" if left else ""))
-    return 1 if any(part["status"] in ("failed", "wrong", "cut short") for part in findings.parts.values()) else 0
+    print(
+        f"{path}"
+        + (
+            f"; no time was left for {', '.join(left)}: name their group with --group"
+            if left
+            else ""
+        )
+    )
+    return (
+        1
+        if any(
+            part["status"] in ("failed", "wrong", "cut short") for part in findings.parts.values()
+        )
+        else 0
+    )
 
 
 if __name__ == "__main__":

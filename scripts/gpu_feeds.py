@@ -54,7 +54,9 @@ Run = Callable[[str, int], Row]  # a loader, cores
 def shapes(scratch: Path, images: int) -> DataConfig:
     """So many JPEGs as large as ImageNet's, in a folder of their own."""
     classes, val_images = min(100, images // 8), min(256, images // 4)
-    numbers = GenerateConfig(classes=classes, train_images=images, val_images=val_images, width=500, height=375)
+    numbers = GenerateConfig(
+        classes=classes, train_images=images, val_images=val_images, width=500, height=375
+    )
     return DataConfig(root=str(scratch / f"shapes-{images}"), image_size=224, generate=numbers)
 
 
@@ -87,11 +89,22 @@ def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterat
         for feed in feeds:
             if left_s() < LEAST_S:
                 return
-            row: Row = {"cores": count, "feed": feed, "images/s": 0, "of no loading": 0.0, "by": "", "failed": ""}
+            row: Row = {
+                "cores": count,
+                "feed": feed,
+                "images/s": 0,
+                "of no loading": 0.0,
+                "by": "",
+                "failed": "",
+            }
             try:
                 found = run(feed, count)
                 rate = found["images_per_s"]
-                row |= {"images/s": round(rate), "of no loading": rate / ready, "by": found["decoder"]}
+                row |= {
+                    "images/s": round(rate),
+                    "of no loading": rate / ready,
+                    "by": found["decoder"],
+                }
             except subprocess.TimeoutExpired:
                 row["failed"] = f"took more than {LIMIT_S} s"
             except RuntimeError as error:
@@ -103,7 +116,9 @@ def fewest(rows: Sequence[Row]) -> str:
     """For each feed the fewest cores that keep the network fed, in words."""
     said = []
     for feed in dict.fromkeys(row["feed"] for row in rows):
-        enough = [row["cores"] for row in rows if row["feed"] == feed and row["of no loading"] >= FED]
+        enough = [
+            row["cores"] for row in rows if row["feed"] == feed and row["of no loading"] >= FED
+        ]
         said.append(f"{feed}: {f'{min(enough)} cores' if enough else 'none of these'} reach {FED}")
     return "; ".join(said)
 
@@ -120,14 +135,20 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
     )
     step = Step(make_state(config, 10, world, 1000), config, world)
     images, labels = make_batches(1, size, side, pin=False)[0][:2]
-    batch = images.to(o.device, torch.bfloat16, memory_format=torch.channels_last), labels.to(o.device)
+    batch = (
+        images.to(o.device, torch.bfloat16, memory_format=torch.channels_last),
+        labels.to(o.device),
+    )
     feeds = Feeds(datasets.load(config.data, config.augment, config.seed), config, world)
     _step_ms(step, batch, o.device, 1)  # compiles and chooses kernels
     with Decoding(feeds.train(feeds.settings(limits.measure()))) as decoding:
         allowed = os.sched_getaffinity(0)
         for count in (n for n in CORES[::-1] if n <= len(allowed)):
             _confine(sorted(allowed)[:count])
-            turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}  # beside decoding: ms of a step, images/s
+            turns: dict[bool, list[tuple[float, float]]] = {
+                False: [],
+                True: [],
+            }  # beside decoding: ms of a step, images/s
             for turn in range(o.turns + 1):
                 for busy in (False, True) if turn % 2 else (True, False):
                     found = decoding.beside(lambda: _step_ms(step, batch, o.device, steps), busy)
@@ -178,7 +199,9 @@ class Decoding:
         found = measured()
         images, seconds = self._images - before, time.perf_counter() - begin
         if self._error or (busy and not images):
-            raise RuntimeError(f"the feed beside the network gave {images} images: {self._error or 'it is too slow'}")
+            raise RuntimeError(
+                f"the feed beside the network gave {images} images: {self._error or 'it is too slow'}"
+            )
         return found, images / seconds
 
     def _drain(self) -> None:
@@ -194,7 +217,9 @@ class Decoding:
             self._error = f"{type(error).__name__}: {error}"
 
 
-def _step_ms(step: Step, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device, steps: int) -> float:
+def _step_ms(
+    step: Step, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device, steps: int
+) -> float:
     accelerator.of(device).synchronize()
     begin = time.perf_counter()
     for _ in range(steps):

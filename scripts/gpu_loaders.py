@@ -29,7 +29,16 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from harness.config import AugmentConfig, Backend, Config, DataConfig, LoaderConfig, ModelConfig, Precision, TrainerConfig
+from harness.config import (
+    AugmentConfig,
+    Backend,
+    Config,
+    DataConfig,
+    LoaderConfig,
+    ModelConfig,
+    Precision,
+    TrainerConfig,
+)
 from harness.data import datasets
 from harness.feed.forms import Feeds
 from harness.feed.prefetcher import DataPrefetcher
@@ -68,7 +77,9 @@ Make = Callable[[Job], AbstractContextManager[Iterable[Any]]]
 
 @contextmanager
 def _none(job: Job) -> Iterator[Iterable[Batch]]:
-    images = torch.randint(256, (job.batch_size, 3, _SIDE, _SIDE), dtype=torch.uint8, device=job.device)
+    images = torch.randint(
+        256, (job.batch_size, 3, _SIDE, _SIDE), dtype=torch.uint8, device=job.device
+    )
     yield itertools.repeat((images, torch.randint(_CLASSES, (job.batch_size,), device=job.device)))
 
 
@@ -76,7 +87,9 @@ def _none(job: Job) -> Iterator[Iterable[Batch]]:
 def _ours(backend: str, job: Job) -> Iterator[Iterable[Any]]:
     config = Config(
         data=DataConfig(name="imagefolder", root=str(job.root), image_size=_SIDE),
-        loader=LoaderConfig(backend=Backend[backend], batch_size=job.batch_size, num_workers=job.num_workers),
+        loader=LoaderConfig(
+            backend=Backend[backend], batch_size=job.batch_size, num_workers=job.num_workers
+        ),
         model=ModelConfig(),
     )
     splits = datasets.load(config.data, AugmentConfig(), config.seed)
@@ -92,13 +105,18 @@ def _examples(job: Job) -> Iterator[Iterable[Batch]]:
 
 @contextmanager
 def _dali(job: Job) -> Iterator[Iterable[Batch]]:
-    with closing(_labelled(map(np.array, dali(job.root, job.num_workers, job.batch_size)), job.pinned)) as batches:
+    with closing(
+        _labelled(map(np.array, dali(job.root, job.num_workers, job.batch_size)), job.pinned)
+    ) as batches:
         yield batches  # copies: DALI uses its tensors' memory again
 
 
 @contextmanager
 def _spdl(job: Job) -> Iterator[Iterable[Batch]]:
-    with closing(spdl(job.root, job.num_workers, job.batch_size)) as made, closing(_labelled(made, job.pinned)) as batches:
+    with (
+        closing(spdl(job.root, job.num_workers, job.batch_size)) as made,
+        closing(_labelled(made, job.pinned)) as batches,
+    ):
         yield batches
 
 
@@ -106,7 +124,10 @@ def _labelled(made: Iterable[Any], pinned: bool) -> Generator[Batch]:
     """Batches ``[N, H, W, C]`` with the channels first, and zeros for labels, which these loaders are not asked for."""
     for batch in made:
         images = torch.as_tensor(batch)
-        yield (images.pin_memory() if pinned else images).permute(0, 3, 1, 2), torch.zeros(len(images), dtype=torch.int64)
+        yield (
+            (images.pin_memory() if pinned else images).permute(0, 3, 1, 2),
+            torch.zeros(len(images), dtype=torch.int64),
+        )
 
 
 @contextmanager
@@ -121,7 +142,9 @@ def _decoded_on_device(job: Job) -> Generator[Batch]:
     On the side stream, which is waited for: decoders write where the current stream has freed memory, without asking it.
     """
     decode, crop = decoder()[1], v2.RandomResizedCrop(_SIDE, antialias=True)
-    files = ImageFolder(str(job.root / "train"), loader=_read)  # arrays: a worker hands over each tensor in a file of its own
+    files = ImageFolder(
+        str(job.root / "train"), loader=_read
+    )  # arrays: a worker hands over each tensor in a file of its own
     own = accelerator.of(job.device)
     for samples in endless(files, job.num_workers, list, job.batch_size):
         with own.on(own.side_stream()):
@@ -144,7 +167,9 @@ def decoder() -> tuple[str, Callable[[list[Tensor], torch.device], list[Tensor]]
     except (ImportError, OSError, RuntimeError):  # missing, or made for another torch
         torchcodec = None
     if hasattr(torchcodec, "decode_jpeg"):
-        return "TorchCodec", lambda files, device: torchcodec.decode_jpeg(files, mode="RGB", device=device)
+        return "TorchCodec", lambda files, device: torchcodec.decode_jpeg(
+            files, mode="RGB", device=device
+        )
     from torchvision.io import ImageReadMode, decode_jpeg
 
     return "torchvision", lambda files, device: decode_jpeg(files, ImageReadMode.RGB, device=device)
@@ -158,7 +183,11 @@ LOADERS: dict[str, Make] = {
 
 def peers() -> list[str]:
     """The other projects' loaders that can be imported here."""
-    return [name for name in LOADERS if name not in (NONE, *OURS) and (name not in PEERS or PEERS[name].missing() is None)]
+    return [
+        name
+        for name in LOADERS
+        if name not in (NONE, *OURS) and (name not in PEERS or PEERS[name].missing() is None)
+    ]
 
 
 class Training:
@@ -170,7 +199,9 @@ class Training:
         self._step = Step(make_state(config, _CLASSES, world, 1000), config, world)
         self._step.model.train()
 
-    def images_per_s(self, name: str, job: Job, seconds: float, now: Callable[[], float] = time.perf_counter) -> float:
+    def images_per_s(
+        self, name: str, job: Job, seconds: float, now: Callable[[], float] = time.perf_counter
+    ) -> float:
         """Of steps on what the loader ``name`` makes, for at least ``seconds``.
 
         Its first batches do not count, and steps are whole rounds of its workers, whose batches come in bursts.
@@ -208,7 +239,9 @@ class Training:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train a network, ResNet-50 if not said otherwise, on what one loader gives.")
+    parser = argparse.ArgumentParser(
+        description="Train a network, ResNet-50 if not said otherwise, on what one loader gives."
+    )
     parser.add_argument("loader", choices=LOADERS)
     parser.add_argument("root", type=Path, help="folder whose train/CLASS/*.jpg are the images")
     parser.add_argument("num_workers", type=int, help="worker processes or threads of the loader")
@@ -220,7 +253,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])  # as train.py does
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=a.compile)
-    config, device = Config(model=ModelConfig(name=a.model), trainer=trainer), accelerator.of(a.device).device
+    config, device = (
+        Config(model=ModelConfig(name=a.model), trainer=trainer),
+        accelerator.of(a.device).device,
+    )
     seeding.seed_everything(config.seed)  # cuDNN tries its kernels, as in train.py
     job = Job(a.root, a.num_workers, a.batch_size, device)
     rate = Training(config, device).images_per_s(a.loader, job, a.seconds)

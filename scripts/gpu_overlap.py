@@ -74,6 +74,14 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
     for images, labels in DataPrefetcher(numbered(), device, ahead=True):
         if slow == "step":
             _hold_up(device)
-        seen.append(torch.stack((images.amin(), images.amax(), labels.amin().float(), labels.amax().float())))
+        seen.append(
+            torch.stack(
+                (images.amin(), images.amax(), labels.amin().float(), labels.amax().float())
+            )
+        )
     right = torch.arange(_NUMBERED).float().view(-1, 1).expand(-1, 4)
-    return [] if torch.equal(torch.stack(seen).cpu(), right) else [f"wrong values where the {slow} is slow"]
+    return (
+        []
+        if torch.equal(torch.stack(seen).cpu(), right)
+        else [f"wrong values where the {slow} is slow"]
+    )

@@ -41,8 +41,12 @@ from scripts.measured import Sample, machine, plain
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN_FLOOR = 0.7  # share of the copy that the prefetcher must hide
-STALL_TOLERANCE = 0.01  # how far the clock's stall may be from the differential method's, as shares of the time
-EMULATED_TOLERANCE = 0.03  # the same where the device is made of threads, which a busy machine wakes late
+STALL_TOLERANCE = (
+    0.01  # how far the clock's stall may be from the differential method's, as shares of the time
+)
+EMULATED_TOLERANCE = (
+    0.03  # the same where the device is made of threads, which a busy machine wakes late
+)
 DEMAND_TOLERANCE = 0.05  # how far the tuner's demand may be from what a run without loading reaches
 CONFORMANCE = ("tests/runtime/test_accelerator.py", "tests/runtime/test_accelerator_memory.py")
 _RUN_S = 120.0  # of one run of train.py, at most
@@ -60,8 +64,13 @@ def check_pytest(o: Options) -> Said:
 
 
 def _tested(marked: str, *files: str) -> Said:
-    command, outcomes = [sys.executable, "-m", "scripts.gpu_tests", "-m", marked, *files], Counter[str]()
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
+    command, outcomes = (
+        [sys.executable, "-m", "scripts.gpu_tests", "-m", marked, *files],
+        Counter[str](),
+    )
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         for row in map(json.loads, child.stdout):
             outcomes[row["outcome"]] += 1
@@ -88,7 +97,9 @@ def check_prefetcher(o: Options) -> Said:
     for _ in range(o.turns):
         times["step alone"].append(step_ms(range(loader.count), work, device))
         for ahead in (False, True):
-            times[f"ahead={ahead}"].append(step_ms(DataPrefetcher(loader, device, ahead=ahead), work, device))
+            times[f"ahead={ahead}"].append(
+                step_ms(DataPrefetcher(loader, device, ahead=ahead), work, device)
+            )
     yield from ({"loop": name, "step ms": Sample.of(values)} for name, values in times.items())
     alone, unhidden, hiding = (median(values) for values in times.values())
     hidden = (unhidden - hiding) / max(unhidden - alone, 1e-9)
@@ -96,18 +107,33 @@ def check_prefetcher(o: Options) -> Said:
         yield {"wrong": f"less than {HIDDEN_FLOOR:.0%} is hidden"}
     for slow in ("copy", "step"):
         yield from ({"wrong": text} for text in wrong_values(device, slow))
-    return f"{hidden:.0%} of the {what} hidden; values checked with a slow copy and with a slow step"
+    return (
+        f"{hidden:.0%} of the {what} hidden; values checked with a slow copy and with a slow step"
+    )
 
 
 def resnet_rig(device: torch.device, compiled: bool) -> Rig:
     """ResNet-18 in bf16 and channels_last on 128 images of 160 pixels, fed by the prefetcher."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
-    config, world = Config(model=ModelConfig(name="resnet18"), trainer=trainer), World(0, 1, 0, 1, device)
-    step, ready = Step(make_state(config, 10, world, 1000), config, world), make_batches(4, 128, 160, pin=True)
-    how: Row = {"mean": config.data.mean, "std": config.data.std, "dtype": torch.bfloat16, "channels_last": True}
+    config, world = (
+        Config(model=ModelConfig(name="resnet18"), trainer=trainer),
+        World(0, 1, 0, 1, device),
+    )
+    step, ready = (
+        Step(make_state(config, 10, world, 1000), config, world),
+        make_batches(4, 128, 160, pin=True),
+    )
+    how: Row = {
+        "mean": config.data.mean,
+        "std": config.data.std,
+        "dtype": torch.bfloat16,
+        "channels_last": True,
+    }
     return Rig(
         clock=lambda: StepClock(device),
-        batches=lambda sleep_s, count, clock: iter(DataPrefetcher(Slow(ready, sleep_s, count), device, clock=clock, **how)),
+        batches=lambda sleep_s, count, clock: iter(
+            DataPrefetcher(Slow(ready, sleep_s, count), device, clock=clock, **how)
+        ),
         launch=lambda batch: step(*batch),
         wait=lambda: wait(device),
     )
@@ -124,7 +150,11 @@ def check_stall(o: Options) -> Said:
 def check_stall_compiled(o: Options) -> Said:
     """The same with ``torch.compile``."""
     o.need_gpu("the emulated device has no network to compile")
-    return (yield from compare(resnet_rig(o.device, compiled=True), 10 if o.quick else 20, STALL_TOLERANCE))
+    return (
+        yield from compare(
+            resnet_rig(o.device, compiled=True), 10 if o.quick else 20, STALL_TOLERANCE
+        )
+    )
 
 
 def check_copies(o: Options) -> Said:
@@ -133,8 +163,13 @@ def check_copies(o: Options) -> Said:
     if not o.on_gpu:
         yield from host_copies([36], n)
         return "the host's own memory, which bounds both ways of a copy"
-    rows = plain_copies(o.device, [36], n) + overlap(o.device, 256, n)  # 36 MiB: 256 uint8 images of 224 pixels
-    yield from ({key: row.get(key, "") for key in ("way", "done after ms", "GB/s", "hidden")} for row in rows)
+    rows = plain_copies(o.device, [36], n) + overlap(
+        o.device, 256, n
+    )  # 36 MiB: 256 uint8 images of 224 pixels
+    yield from (
+        {key: row.get(key, "") for key in ("way", "done after ms", "GB/s", "hidden")}
+        for row in rows
+    )
     rate, hidden = ({row["way"]: row.get(key) for row in rows} for key in ("GB/s", "hidden"))
     return (
         f"pageable {rate['pageable, x.to(device)']} GB/s, pinned {rate['pinned before, non_blocking']} GB/s; hidden behind "
@@ -146,14 +181,28 @@ def check_demand(o: Options) -> Said:
     """What the tuner says that ResNet-50 takes against a run without loading, and training on JPEGs, untuned and tuned."""
     common, files = gpu_feeds.resnet50(o.scratch, o.images, 100 if o.on_gpu and not o.quick else 25)
     if not o.on_gpu:
-        common += ["model=small", "loader.batch_size=8", "trainer.precision=fp32", "data.image_size=32", "tuner.budget_s=5"]
-    runs = {"fake": ["data=fake"], "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"], "untuned": files}
+        common += [
+            "model=small",
+            "loader.batch_size=8",
+            "trainer.precision=fp32",
+            "data.image_size=32",
+            "tuner.budget_s=5",
+        ]
+    runs = {
+        "fake": ["data=fake"],
+        "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"],
+        "untuned": files,
+    }
     demand, rates = 0.0, dict[str, list[float]]()
     for turn in range(1 if o.quick or not o.on_gpu else 2):
         for name in runs:
-            if turn and o.left_s() < _RUN_S / 2:  # the second turn is for the spread; the first one is owed
+            if (
+                turn and o.left_s() < _RUN_S / 2
+            ):  # the second turn is for the spread; the first one is owed
                 break
-            row = train([*runs[name], *common], o.scratch / f"{name}-{turn}", min(_RUN_S, o.left_s()))
+            row = train(
+                [*runs[name], *common], o.scratch / f"{name}-{turn}", min(_RUN_S, o.left_s())
+            )
             demand = row["demand"] or demand
             rates.setdefault(name, []).append(row["images/s"])
             yield {"run": name, **row}
@@ -194,7 +243,11 @@ def check_feeds_compiled(o: Options) -> Said:
 
 def check_peers(o: Options) -> Said:
     """The same fed by the loaders of other projects that can be imported: pytorch/examples, nvJPEG, DALI and SPDL."""
-    return (yield from _fed(o, [name for name in gpu_loaders.peers() if o.on_gpu or name != gpu_loaders.NVJPEG]))
+    return (
+        yield from _fed(
+            o, [name for name in gpu_loaders.peers() if o.on_gpu or name != gpu_loaders.NVJPEG]
+        )
+    )
 
 
 def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
@@ -204,10 +257,18 @@ def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
         how = (*how, "--device", "cpu", "--model", "small", "--batch-size", "8", "--seconds", "1")
 
     def run(name: str, cores: int) -> Row:
-        arguments = [str(ROOT / "scripts" / "gpu_loaders.py"), name, str(data.root), str(cores), *how]
+        arguments = [
+            str(ROOT / "scripts" / "gpu_loaders.py"),
+            name,
+            str(data.root),
+            str(cores),
+            *how,
+        ]
         done = _run(arguments, min(gpu_feeds.LIMIT_S, o.left_s()), cores)
         if done.returncode != 0:
-            raise RuntimeError(f"gpu_loaders.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
+            raise RuntimeError(
+                f"gpu_loaders.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}"
+            )
         found: Row = json.loads(done.stdout.splitlines()[-1])
         return found
 
@@ -233,7 +294,9 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"train.py took more than {limit_s:.0f} s") from None
     if done.returncode != 0:
-        raise RuntimeError(f"train.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}")
+        raise RuntimeError(
+            f"train.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}"
+        )
     report = json.loads((run_folder / "report.json").read_text(encoding="utf-8"))
     tuning = run_folder / "tuning.json"
     demand = json.loads(tuning.read_text(encoding="utf-8"))["demand"] if tuning.exists() else None
@@ -246,7 +309,9 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     }  # fmt: skip
 
 
-def _run(arguments: Sequence[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    arguments: Sequence[str], limit_s: float, cores: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """Python with ``arguments`` in the project's folder, on the first ``cores`` of this thread's.
 
     Raises:
@@ -259,7 +324,13 @@ def _run(arguments: Sequence[str], limit_s: float, cores: int | None = None) -> 
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             command = [sys.executable, *arguments]
             done = subprocess.run(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=limit_s, check=False
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                timeout=limit_s,
+                check=False,
             )
             said = [(file.seek(0), file.read())[1] for file in (out, err)]
             return subprocess.CompletedProcess(command, done.returncode, *said)

@@ -45,7 +45,11 @@ def elapsed(o: Options) -> Said:
     o.need_gpu("events are a GPU's")
     own, worst = accelerator.of(o.device), 0.0
     main, side = own.stream(), own.side_stream()
-    for streams, first, second in (("one", main, main), ("main to side", main, side), ("side to main", side, main)):
+    for streams, first, second in (
+        ("one", main, main),
+        ("main to side", main, side),
+        ("side to main", side, main),
+    ):
         forwards, backwards = [], []
         for _ in range(o.turns):
             early, late = (own.event(timed=True) for _ in range(2))
@@ -59,10 +63,17 @@ def elapsed(o: Options) -> Said:
             backwards.append(late.elapsed_time(early))
         apart = max(abs(there + back) for there, back in zip(forwards, backwards, strict=True))
         worst = max(worst, apart)
-        yield {"streams": streams, "forwards ms": Sample.of(forwards), "backwards ms": Sample.of(backwards), "apart ms": apart}
+        yield {
+            "streams": streams,
+            "forwards ms": Sample.of(forwards),
+            "backwards ms": Sample.of(backwards),
+            "apart ms": apart,
+        }
         if apart > _APART_MS:
             yield {"wrong": f"streams {streams}: backwards is not the negative of forwards"}
-    return f"read backwards, intervals are the negative of those read forwards within {worst:.4f} ms"
+    return (
+        f"read backwards, intervals are the negative of those read forwards within {worst:.4f} ms"
+    )
 
 
 def reserved(o: Options) -> Said:
@@ -76,10 +87,16 @@ def reserved(o: Options) -> Said:
         prefetcher.close()
         del prefetcher
         gc.collect()
-        row: Row = {"prefetchers": made, "process MiB": round(psutil.Process().memory_info().rss / _MIB)}
+        row: Row = {
+            "prefetchers": made,
+            "process MiB": round(psutil.Process().memory_info().rss / _MIB),
+        }
         wait(o.device)
         if memory := own.memory():
-            row |= {"reserved MiB": round(memory.reserved / _MIB), "allocated MiB": round(memory.allocated / _MIB)}
+            row |= {
+                "reserved MiB": round(memory.reserved / _MIB),
+                "allocated MiB": round(memory.allocated / _MIB),
+            }
         held.append(row.get("reserved MiB", row["process MiB"]))
         yield row
     return f"{held[0]} MiB {'reserved' if o.on_gpu else 'in this process'} after one, {held[-1]} after {_PREFETCHERS}"
@@ -123,7 +140,12 @@ def finish(o: Options) -> Said:
     rig = emulated_rig(step_s=0.05)
     if o.on_gpu:
         own = accelerator.of(o.device)
-        rig = Rig(lambda: StepClock(o.device), rig.batches, lambda _: own.delay(5 * BUSY_S), own.synchronize)
+        rig = Rig(
+            lambda: StepClock(o.device),
+            rig.batches,
+            lambda _: own.delay(5 * BUSY_S),
+            own.synchronize,
+        )
     clock, shares = rig.clock(), []
     for name, settle in {"StepClock.settle": clock.settle, "a blocking event": rig.wait}.items():
         settle()
@@ -133,7 +155,11 @@ def finish(o: Options) -> Said:
             settle()
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         shares.append(f"{name} {cpu_s / wall_s:.2f}")
-        yield {"waited with": name, "of a core": cpu_s / wall_s, "ms a wait": 1e3 * wall_s / (2 * o.turns)}
+        yield {
+            "waited with": name,
+            "of a core": cpu_s / wall_s,
+            "ms a wait": 1e3 * wall_s / (2 * o.turns),
+        }
     return f"of a core while waiting: {', '.join(shares)}"
 
 
@@ -142,7 +168,11 @@ def staging(o: Options) -> Said:
     o.need_gpu("nothing is staged")
     pageable = torch.ones(256 * _MIB, dtype=torch.uint8)
     page_locked = accelerator.of(o.device).pin(pageable)
-    sources: dict[str, Tensor | None] = {"nothing": None, "pageable": pageable, "page-locked": page_locked}
+    sources: dict[str, Tensor | None] = {
+        "nothing": None,
+        "pageable": pageable,
+        "page-locked": page_locked,
+    }
     summary = []
     for name, source in sources.items():
         launch_us = _launches_beside(source, o)
@@ -197,7 +227,13 @@ def pinning(o: Options) -> Said:
                 del batches
             took_s = time.monotonic() - begin
             slowest_s, left = max(slowest_s, took_s), _left(before)
-            yield {"pass": end, "s": round(took_s, 2), "page-locked": all(pinned), "threads left": left, "error": said}
+            yield {
+                "pass": end,
+                "s": round(took_s, 2),
+                "page-locked": all(pinned),
+                "threads left": left,
+                "error": said,
+            }
             if end != "closed" and not said:
                 yield {"wrong": f"no LoaderError within {_PASSES_S:g} s of the workers' death"}
             if left:

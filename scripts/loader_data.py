@@ -20,7 +20,13 @@ from harness.runtime import limits
 
 CLASSES = 10
 JPEGS = 2000
-_SIZES = {(500, 375): 11, (375, 500): 4, (500, 333): 3, (333, 500): 1, (400, 300): 1}  # width, height: how many of twenty
+_SIZES = {
+    (500, 375): 11,
+    (375, 500): 4,
+    (500, 333): 3,
+    (333, 500): 1,
+    (400, 300): 1,
+}  # width, height: how many of twenty
 _QUALITIES = (92, 96)
 _FILES_A_FOLDER = 1000
 
@@ -37,11 +43,15 @@ def jpegs(folder: Path) -> Path:
 
 
 def _write_jpegs(root: Path) -> None:
-    images = [("train", index) for index in range(JPEGS)] + [("val", index) for index in range(CLASSES)]
+    images = [("train", index) for index in range(JPEGS)] + [
+        ("val", index) for index in range(CLASSES)
+    ]
     for split in ("train", "val"):
         for label in range(CLASSES):
             (root / split / drawing.look(label, CLASSES).name).mkdir(parents=True)
-    with ProcessPoolExecutor(max(1, int(limits.measure().cores)), get_context("forkserver")) as pool:
+    with ProcessPoolExecutor(
+        max(1, int(limits.measure().cores)), get_context("forkserver")
+    ) as pool:
         for _ in pool.map(partial(_write_jpeg, root), images, chunksize=50):
             pass
 
@@ -58,7 +68,9 @@ def _write_jpeg(root: Path, image: tuple[str, int]) -> None:
 def _size(share: float) -> tuple[int, int]:
     """The size that lies at ``share``, 0..1, of the sizes laid out by how common they are."""
     ends = accumulate(_SIZES.values())
-    return next(size for size, end in zip(_SIZES, ends, strict=True) if share * sum(_SIZES.values()) < end)
+    return next(
+        size for size, end in zip(_SIZES, ends, strict=True) if share * sum(_SIZES.values()) < end
+    )
 
 
 def warm(root: Path) -> int:
@@ -75,7 +87,9 @@ def many_files(folder: Path, count: int) -> Iterator[Path]:
     """
     free, needed = os.statvfs(folder).f_favail, count + 2 * (count // _FILES_A_FOLDER + 1)
     if needed > free:
-        raise OSError(f"{folder}: {needed} files are wanted, the file system has room for {free}; set --folder or --files")
+        raise OSError(
+            f"{folder}: {needed} files are wanted, the file system has room for {free}; set --folder or --files"
+        )
     root = folder / "many-files"
     shutil.rmtree(root, ignore_errors=True)  # of a run that was killed
     try:

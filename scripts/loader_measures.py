@@ -33,7 +33,16 @@ from harness.runtime import distributed, limits
 from harness.runtime.seeding import SampleRng
 from harness.training.step import device_batches
 from harness.watch.tree import Tree
-from scripts.loader_peers import BATCH_SIZE, DECODE, PEERS, Counts, counted, endless, examples, full_decode
+from scripts.loader_peers import (
+    BATCH_SIZE,
+    DECODE,
+    PEERS,
+    Counts,
+    counted,
+    endless,
+    examples,
+    full_decode,
+)
 from scripts.tuner_workloads import cifar_like
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,10 +86,18 @@ def composed(*overrides: str) -> Config:
     schema.register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
-    before, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # there is one in the whole process
+    before, GlobalHydra.instance().hydra = (
+        GlobalHydra.instance().hydra,
+        None,
+    )  # there is one in the whole process
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return schema.load(compose("config", overrides=["device=cpu", f"loader.batch_size={BATCH_SIZE}", *overrides]))
+            return schema.load(
+                compose(
+                    "config",
+                    overrides=["device=cpu", f"loader.batch_size={BATCH_SIZE}", *overrides],
+                )
+            )
     finally:
         GlobalHydra.instance().hydra = before  # the block above leaves another instance behind
 
@@ -90,7 +107,9 @@ def feeds(*overrides: str, splits: Splits | None = None) -> Iterator[tuple[Feeds
     """Feeds as ``train.py`` makes them of these settings, and the training feed's own."""
     config = composed(*overrides)
     with distributed.joined(0, config) as world:
-        made = Feeds(splits or datasets.load(config.data, config.augment, config.seed), config, world)
+        made = Feeds(
+            splits or datasets.load(config.data, config.augment, config.seed), config, world
+        )
         yield made, made.settings(limits.measure())
 
 
@@ -101,7 +120,10 @@ def of_files(root: str, side: int = 224) -> list[str]:
 
 def of_form(form: str, workers: int) -> list[str]:
     """The settings that name a form and its workers."""
-    return [f"loader.backend={form}", *([] if form == "arrays" else [f"loader.num_workers={workers}"])]
+    return [
+        f"loader.backend={form}",
+        *([] if form == "arrays" else [f"loader.num_workers={workers}"]),
+    ]
 
 
 def counts(feed: Feed) -> Counts:
@@ -111,24 +133,39 @@ def counts(feed: Feed) -> Counts:
 
 def peer(row: str, root: str, workers: int, seconds: float) -> Found:
     """The window of another project's loader, or of decoding alone."""
-    batches = full_decode(Path(root), workers) if row == DECODE else PEERS[row].make(Path(root), workers)
+    batches = (
+        full_decode(Path(root), workers) if row == DECODE else PEERS[row].make(Path(root), workers)
+    )
     return window(batches, skip=2 * workers + 2, seconds=seconds, cycle=workers)
 
 
 def recipe(root: str, workers: int, seconds: float, side: int) -> Found:
     """The window of pytorch/examples' loader with crops of ``side`` pixels."""
-    return window(counted(examples(Path(root), workers, side)), skip=2 * workers + 2, seconds=seconds, cycle=workers)
+    return window(
+        counted(examples(Path(root), workers, side)),
+        skip=2 * workers + 2,
+        seconds=seconds,
+        cycle=workers,
+    )
 
 
 def form(form: str, root: str, workers: int, seconds: float, side: int = 224) -> Found:
     """The window of one of this project's forms on the JPEG files."""
-    with feeds(*of_files(root, side), *of_form(form, workers)) as (made, settings), closing(made.probe(settings)) as feed:
+    with (
+        feeds(*of_files(root, side), *of_form(form, workers)) as (made, settings),
+        closing(made.probe(settings)) as feed,
+    ):
         return window(counts(feed), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers))
 
 
 def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Found:
     """The window of the second pass, before which one pass has filled the cache; that of later ones; a digest of the pixels."""
-    wanted = [*of_files(root), *of_form(form, workers), f"data.cache={cache}", "loader.drop_last=false"]
+    wanted = [
+        *of_files(root),
+        *of_form(form, workers),
+        f"data.cache={cache}",
+        "loader.drop_last=false",
+    ]
     with feeds(*wanted) as (made, settings), closing(made.train(settings)) as feed:
         with closing(_passes(feed)) as batches:
             second = window(batches, skip=len(feed), seconds=0.0, cycle=len(feed))
@@ -162,13 +199,24 @@ def pixels(root: str) -> Found:
         out, errors = np.empty((3, 224, 224), np.uint8), []
         for index in range(0, len(dataset), max(1, len(dataset) // _COMPARED)):
             dataset.fill(0, index, out)
-            rng, picture = SampleRng(dataset.seed, 0, index), Image.open(dataset.where(index)).convert("RGB")
-            left, top, width, height = random_crop_box(rng, *picture.size, transform.scale, transform.ratio)
-            picture = picture.crop((left, top, left + width, top + height)).resize((224, 224), Image.Resampling.BILINEAR)
+            rng, picture = (
+                SampleRng(dataset.seed, 0, index),
+                Image.open(dataset.where(index)).convert("RGB"),
+            )
+            left, top, width, height = random_crop_box(
+                rng, *picture.size, transform.scale, transform.ratio
+            )
+            picture = picture.crop((left, top, left + width, top + height)).resize(
+                (224, 224), Image.Resampling.BILINEAR
+            )
             if rng.random() < transform.hflip:
                 picture = ImageOps.mirror(picture)
             errors.append(np.abs(np.asarray(picture, np.int16).transpose(2, 0, 1) - out).mean())
-    return {"error": float(np.mean(errors)), "largest": float(np.max(errors)), "images": len(errors)}
+    return {
+        "error": float(np.mean(errors)),
+        "largest": float(np.max(errors)),
+        "images": len(errors),
+    }
 
 
 class _Items(Dataset[tuple[Any, int]]):
@@ -183,15 +231,25 @@ class _Items(Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         values, label = self.source.read(index)
         image = np.asarray(values)
-        return self.transform(Image.fromarray(image) if self.pictures else v2.functional.to_image(image)), label
+        return self.transform(
+            Image.fromarray(image) if self.pictures else v2.functional.to_image(image)
+        ), label
 
 
 def per_item(folder: str, workers: int, seconds: float, pictures: bool) -> Found:
     """The window of the usual recipe for small arrays: pad, crop, flip, float, normalise, collate, image by image."""
     if pictures:
-        crop = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+        crop = [
+            transforms.RandomCrop(32, padding=4),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+        ]
     else:
-        crop = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
+        crop = [
+            v2.RandomCrop(32, padding=4),
+            v2.RandomHorizontalFlip(),
+            v2.ToDtype(torch.float32, scale=True),
+        ]
     whole = transforms.Compose([*crop, transforms.Normalize(*_CIFAR)])
     loader = endless(_Items(cifar_like(Path(folder)).source, whole, pictures), workers)
     return window(counted(loader), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers))
@@ -208,10 +266,15 @@ def array_feeds(folder: str, form: str, workers: int = 0) -> Iterator[tuple[Feed
 
 def arrays(folder: str, form: str, workers: int, seconds: float, normalised: bool = False) -> Found:
     """The window of one of this project's forms on the small arrays; ``normalised``: up to the floats that a step takes."""
-    with array_feeds(folder, form, workers) as (made, settings), closing(made.probe(settings)) as feed:
+    with (
+        array_feeds(folder, form, workers) as (made, settings),
+        closing(made.probe(settings)) as feed,
+    ):
         batches = counts(feed)
         if normalised:
-            batches = (len(labels) for _, labels in device_batches(feed, made.config, made.world.device))
+            batches = (
+                len(labels) for _, labels in device_batches(feed, made.config, made.world.device)
+            )
         return window(batches, skip=_WARM, seconds=seconds, cycle=max(1, workers))
 
 
@@ -224,7 +287,10 @@ def equal(folder: str, form: str) -> Found:
         feed.set_epoch(1)
         for batch in feed:
             for index, image in zip(batch.indices.tolist(), batch.images.numpy(), strict=True):
-                seen, same = seen + 1, same + np.array_equal(_by_pil(dataset, 1, index), image.transpose(1, 2, 0))
+                seen, same = (
+                    seen + 1,
+                    same + np.array_equal(_by_pil(dataset, 1, index), image.transpose(1, 2, 0)),
+                )
     return {"images": seen, "same": same}
 
 

@@ -32,7 +32,9 @@ class Claim:
 Piece = list[Row] | str | Claim
 
 
-def _cost_rows(part: Part, about: Mapping[str, str], unit: float, to: str, limit: str | None) -> Iterator[Row]:
+def _cost_rows(
+    part: Part, about: Mapping[str, str], unit: float, to: str, limit: str | None
+) -> Iterator[Row]:
     """A row for each loader: what an image costs, what it gives, and both against ``to`` and ``limit``."""
     name = "ms" if unit == 1 else "us"
     for row in part.rows:
@@ -45,7 +47,9 @@ def _cost_rows(part: Part, about: Mapping[str, str], unit: float, to: str, limit
             f"x {to}": f"{part.ratio(to, row, cpu_ms).median:.2f}" if part.has(to, row) else "-",
         }  # fmt: skip
         if limit is not None:
-            cells["of full decode"] = f"{part.ratio(limit, row, cpu_ms).median:.2f}" if part.has(limit, row) else "-"
+            cells["of full decode"] = (
+                f"{part.ratio(limit, row, cpu_ms).median:.2f}" if part.has(limit, row) else "-"
+            )
         yield cells | {"n": len(part.rows[row])}
 
 
@@ -55,15 +59,28 @@ def _control(part: Part, row: str) -> str:
     return f"A/A ({row} against itself): {part.ratio(row + AGAIN, row, cpu_ms)}."
 
 
-def _at_least(part: Part, text: str, over: str | None, under: str | None, wanted: float) -> Iterator[Claim]:
+def _at_least(
+    part: Part, text: str, over: str | None, under: str | None, wanted: float
+) -> Iterator[Claim]:
     """That an image costs ``over`` at least ``wanted`` times what it costs ``under``."""
     if over is not None and under is not None and part.has(over, under):
         found = part.ratio(over, under, cpu_ms)
-        yield Claim(f"{text}: at least {wanted:g}", found.median >= wanted, f"{over} over {under}: {found}, n = {found.n}")
+        yield Claim(
+            f"{text}: at least {wanted:g}",
+            found.median >= wanted,
+            f"{over} over {under}: {found}, n = {found.n}",
+        )
 
 
-_OURS = {"processes": "worker processes, whole batches", "threads": "decode threads into a ring of batches"}
-_ABOUT = {name: peer.about for name, peer in PEERS.items()} | _OURS | {DECODE: "simplejpeg, from memory, nothing else"}
+_OURS = {
+    "processes": "worker processes, whole batches",
+    "threads": "decode threads into a ring of batches",
+}
+_ABOUT = (
+    {name: peer.about for name, peer in PEERS.items()}
+    | _OURS
+    | {DECODE: "simplejpeg, from memory, nothing else"}
+)
 
 
 def jpeg(part: Part) -> Iterator[Piece]:
@@ -73,12 +90,19 @@ def jpeg(part: Part) -> Iterator[Piece]:
     best, rival = part.least(_OURS, cpu_ms), part.least(PEERS, cpu_ms)
     yield from _at_least(part, "times cheaper than pytorch/examples", EXAMPLES, best, 2.5)
     missing = [peer for peer in PEERS if peer not in part.rows]
-    among = f"the best of {len(PEERS) - len(missing)} peers" + f" (missing: {', '.join(missing)})" * bool(missing)
+    among = (
+        f"the best of {len(PEERS) - len(missing)} peers"
+        + f" (missing: {', '.join(missing)})" * bool(missing)
+    )
     yield from _at_least(part, f"times cheaper than {among}", rival, best, 1.3)
     yield from _at_least(part, "share of full decode on the same cores", DECODE, best, 0.72)
     for line in part.rows.get("pixels", {}).values():
         figures = f"{line['error']:.3f} in the mean, {line['largest']:.3f} in the worst of {line['images']} images"
-        yield Claim("mean absolute error against PIL's crop and resize at most 0.1 grey level", line["error"] <= 0.1, figures)
+        yield Claim(
+            "mean absolute error against PIL's crop and resize at most 0.1 grey level",
+            line["error"] <= 0.1,
+            figures,
+        )
 
 
 _ARRAYS = {
@@ -96,23 +120,36 @@ def arrays(part: Part) -> Iterator[Piece]:
     if usual is not None and part.has(usual, NORMALISED):
         found = part.ratio(usual, NORMALISED, cpu_ms)
         yield f"Normalised floats of both: {usual} over {NORMALISED}: {found}, n = {found.n}."
-    text = "uint8 batches, times cheaper per core than the recipe's normalised floats, image by image"
+    text = (
+        "uint8 batches, times cheaper per core than the recipe's normalised floats, image by image"
+    )
     yield from _at_least(part, text, usual, "arrays", 60)
     for line in part.rows.get("equal", {}).values():
         figures = f"{line['same']} of {line['images']} images"
-        yield Claim("bit-equal to PIL's pad, crop and flip", 0 < line["same"] == line["images"], figures)
+        yield Claim(
+            "bit-equal to PIL's pad, crop and flip", 0 < line["same"] == line["images"], figures
+        )
 
 
 def cache(part: Part) -> Iterator[Piece]:
     """The same files once they are decoded: data.cache, in the second pass, and in later ones."""
-    later = {row: Sample.of(part.values(row, lambda line: cpu_ms(line["later"]))) for row in part.rows}
-    yield [cells | {"later: CPU ms": later[str(cells["loader"])]} for cells in _cost_rows(part, {}, 1.0, UNCACHED, None)]
+    later = {
+        row: Sample.of(part.values(row, lambda line: cpu_ms(line["later"]))) for row in part.rows
+    }
+    yield [
+        cells | {"later: CPU ms": later[str(cells["loader"])]}
+        for cells in _cost_rows(part, {}, 1.0, UNCACHED, None)
+    ]
     yield _control(part, UNCACHED)
     cached = [row for row in part.rows if "," in row]
-    yield from _at_least(part, "second pass: times cheaper than without", UNCACHED, part.least(cached, cpu_ms), 5)
+    yield from _at_least(
+        part, "second pass: times cheaper than without", UNCACHED, part.least(cached, cpu_ms), 5
+    )
     digests = {line["digest"] for rounds in part.rows.values() for line in rounds.values()}
     if cached and part.has(UNCACHED):
-        figures = f"{len(digests)} digest{'s' * (len(digests) > 1)} of a pass over {len(part.rows)} rows"
+        figures = (
+            f"{len(digests)} digest{'s' * (len(digests) > 1)} of a pass over {len(part.rows)} rows"
+        )
         yield Claim("pixels bit-equal to the uncached feed's", len(digests) == 1, figures)
 
 
@@ -128,13 +165,25 @@ def train(part: Part) -> Iterator[Piece]:
     if len(feeds) == 3 and old and new:
         yield _end_to_end(part, old, new)
     for row, wanted, text in (
-        ("device, fast", 2.0, "images/s with a sleeping device where the old feed binds, times the old feed's: at least 2"),
-        ("device, slow", _NOISE, f"never slower where nothing binds, within noise: at least {_NOISE:g}"),
+        (
+            "device, fast",
+            2.0,
+            "images/s with a sleeping device where the old feed binds, times the old feed's: at least 2",
+        ),
+        (
+            "device, slow",
+            _NOISE,
+            f"never slower where nothing binds, within noise: at least {_NOISE:g}",
+        ),
     ):
         if part.has(row):
             lines = [*part.rows[row].values()]
             ratios = [_ours(line) / _theirs(line) for line in lines]
-            rivals = {name: median(line["rates"][name] for line in lines) for name in lines[0]["rates"] if EXAMPLES in name}
+            rivals = {
+                name: median(line["rates"][name] for line in lines)
+                for name in lines[0]["rates"]
+                if EXAMPLES in name
+            }
             figures = (
                 f"{Sample.of(ratios)}, n = {len(ratios)}; it takes {lines[0]['demand']:.0f} images/s in the first round"
                 f"; the old feed is best as {_best(rivals)}"
@@ -144,7 +193,9 @@ def train(part: Part) -> Iterator[Piece]:
 
 def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
     """The images/s of training against what the costs of feeds and step allow."""
-    step, before, after = (part.middle(row, cpu_ms) for row in ("step alone", "feed old", "feed new"))
+    step, before, after = (
+        part.middle(row, cpu_ms) for row in ("step alone", "feed old", "feed new")
+    )
     slow, fast = (max(rows, key=lambda row: part.middle(row, rate)) for rows in (old, new))
     rival = _best({row: part.middle(row, rate) for row in old})
     gained, possible = part.ratio(fast, slow, rate), (before + step) / (after + step)
@@ -156,12 +207,21 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
 
 def _best(rates: Mapping[str, float]) -> str:
     """The row with the best rate; says so where none with more workers, by which a row's name ends, was tried."""
-    best, most = max(rates, key=lambda row: rates[row]), max(rates, key=lambda row: int(row.rpartition(" ")[2]))
+    best, most = (
+        max(rates, key=lambda row: rates[row]),
+        max(rates, key=lambda row: int(row.rpartition(" ")[2])),
+    )
     return f"{best} (the most workers that were tried)" if best == most else best
 
 
 def _ours(line: Line) -> float:
-    return float(next(value for row, value in line["rates"].items() if EXAMPLES not in row and not row.endswith(AGAIN)))
+    return float(
+        next(
+            value
+            for row, value in line["rates"].items()
+            if EXAMPLES not in row and not row.endswith(AGAIN)
+        )
+    )
 
 
 def _theirs(line: Line) -> float:
@@ -179,11 +239,19 @@ def start(part: Part) -> Iterator[Piece]:
     } for row in loaders]  # fmt: skip
     for row in (row for row in loaders if row.startswith(("threads", "arrays"))):
         found = Sample.of(part.values(row, _first_s))
-        yield Claim(f"{row}: start to first batch at most 0.3 s", found.median <= 0.3, f"{found}, n = {found.n}")
+        yield Claim(
+            f"{row}: start to first batch at most 0.3 s",
+            found.median <= 0.3,
+            f"{found}, n = {found.n}",
+        )
     many, few = added.get("processes, 8"), added.get("threads, 8")
     if many is not None and few is not None:
         figures = f"{many} MB over {few} MB, n = {few.n}"
-        yield Claim("memory that 8 processes add over what 8 threads add: at least 3", many.median >= 3 * few.median, figures)
+        yield Claim(
+            "memory that 8 processes add over what 8 threads add: at least 3",
+            many.median >= 3 * few.median,
+            figures,
+        )
 
 
 def _first_s(line: Line) -> float:
@@ -198,12 +266,22 @@ def index(part: Part) -> Iterator[Piece]:
     """A tree of empty files."""
     for line in (line for rounds in part.rows.values() for line in rounds.values()):
         later = Sample.of(line["later_s"])
-        yield Claim(f"index of {line['files']} files: first build under 30 s", line["first_s"] < 30, f"{line['first_s']:.1f} s")
+        yield Claim(
+            f"index of {line['files']} files: first build under 30 s",
+            line["first_s"] < 30,
+            f"{line['first_s']:.1f} s",
+        )
         yield Claim("later under 1.5 s", later.median < 1.5, f"{later} s, n = {later.n}")
         for method, found in line["readers"].items():
             growth = found["after_mb"] / found["before_mb"] - 1
-            figures = f"{found['before_mb']:.1f} to {found['after_mb']:.1f} MB of its own, {growth:+.1%}"
-            yield Claim(f"a worker ({method}) grows by less than 5 % over an epoch of reads", growth < 0.05, figures)
+            figures = (
+                f"{found['before_mb']:.1f} to {found['after_mb']:.1f} MB of its own, {growth:+.1%}"
+            )
+            yield Claim(
+                f"a worker ({method}) grows by less than 5 % over an epoch of reads",
+                growth < 0.05,
+                figures,
+            )
 
 
 def tuner(part: Part) -> Iterator[Piece]:
@@ -211,9 +289,15 @@ def tuner(part: Part) -> Iterator[Piece]:
     rows, claims = [], []
     for workload, rounds in part.rows.items():
         line = rounds[max(rounds)]
-        chosen, best = line["choices"]["auto"], max(line["mean"], key=lambda setting: line["mean"][setting])
+        chosen, best = (
+            line["choices"]["auto"],
+            max(line["mean"], key=lambda setting: line["mean"][setting]),
+        )
         found = Ratio.of(line["rates"][chosen], line["rates"][best])
-        each = [f"{form} {setting.split()[-1]}: {line['mean'][setting]:.0f}" for form, setting in line["choices"].items()]
+        each = [
+            f"{form} {setting.split()[-1]}: {line['mean'][setting]:.0f}"
+            for form, setting in line["choices"].items()
+        ]
         rows.append({
             "workload": workload, "chosen": chosen, "best": best, "chosen / best": found, "each: images/s": ", ".join(each),
             "s": f"{line['costs_s']['auto']:.1f}",
@@ -221,7 +305,11 @@ def tuner(part: Part) -> Iterator[Piece]:
         claims.append(chosen == best or found.high >= _NOISE)
     yield rows
     figures = f"{sum(claims)} of {len(claims) + len(part.missing)} workloads, of which {len(part.missing)} failed"
-    yield Claim("auto chooses the best form, or one within the noise", all(claims) and not part.missing, figures)
+    yield Claim(
+        "auto chooses the best form, or one within the noise",
+        all(claims) and not part.missing,
+        figures,
+    )
 
 
 PAGES: dict[str, Callable[[Part], Iterator[Piece]]] = {
@@ -262,15 +350,26 @@ NOTES = """## How to read it
 def show(lines: Sequence[Line]) -> str:
     """Everything that was measured, as Markdown."""
     parts, machines = collect(lines), [line for line in lines if line["kind"] == "machine"]
-    told = dict.fromkeys(f"{line['date']}: {machine_line(line['machine'])}; {', '.join(line['versions'])}" for line in machines)
+    told = dict.fromkeys(
+        f"{line['date']}: {machine_line(line['machine'])}; {', '.join(line['versions'])}"
+        for line in machines
+    )
     page = ["# Loaders beside each other: what was measured", *told]
     if machines:
         loads = [line["load"] for line in machines]
-        page.append(f"Load average when a part of the benchmark began: {min(loads):.1f} to {max(loads):.1f}.")
+        page.append(
+            f"Load average when a part of the benchmark began: {min(loads):.1f} to {max(loads):.1f}."
+        )
     for name, make in PAGES.items():
         if name in parts:
-            page += [f"## {name}: {(make.__doc__ or '').rstrip('.')}", _under(parts[name].key), *_pieces(make(parts[name]))]
-            page += [f"Not measured: {row}: {reason}." for row, reason in parts[name].missing.items()]
+            page += [
+                f"## {name}: {(make.__doc__ or '').rstrip('.')}",
+                _under(parts[name].key),
+                *_pieces(make(parts[name])),
+            ]
+            page += [
+                f"Not measured: {row}: {reason}." for row, reason in parts[name].missing.items()
+            ]
     return "\n\n".join([*page, NOTES]) + "\n"
 
 

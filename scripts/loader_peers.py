@@ -53,7 +53,11 @@ class Peer:
 
     def missing(self) -> str | None:
         """Why it cannot be measured here; None where it can."""
-        return None if not self.module or _found(self.module) else f"no module {self.module}: add --with {self.package}"
+        return (
+            None
+            if not self.module or _found(self.module)
+            else f"no module {self.module}: add --with {self.package}"
+        )
 
     def version(self) -> str:
         """Of its distribution; says so where the module is another one's."""
@@ -71,11 +75,17 @@ def _found(module: str) -> bool:
 
 
 def endless(
-    dataset: Dataset[Any], workers: int, collate: Callable[[Any], Any] | None = None, size: int = BATCH_SIZE, **how: Any
+    dataset: Dataset[Any],
+    workers: int,
+    collate: Callable[[Any], Any] | None = None,
+    size: int = BATCH_SIZE,
+    **how: Any,
 ) -> DataLoader[Any]:
     """Torch's loader over ``dataset`` in one random order after the other, without a new start between them."""
     sampler = RandomSampler(dataset, num_samples=_ENDLESS)  # type: ignore[arg-type]
-    return DataLoader(dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate, **how)
+    return DataLoader(
+        dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate, **how
+    )
 
 
 def counted(loader: DataLoader[Any]) -> Counts:
@@ -93,7 +103,9 @@ def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoa
 
 def apex(root: Path, workers: int) -> Counts:
     """Apex' examples/imagenet: PIL, no tensors, pixels gathered into a uint8 batch."""
-    crop = transforms.Compose([transforms.RandomResizedCrop(_SIDE), transforms.RandomHorizontalFlip()])
+    crop = transforms.Compose(
+        [transforms.RandomResizedCrop(_SIDE), transforms.RandomHorizontalFlip()]
+    )
     return counted(endless(ImageFolder(str(root / "train"), crop), workers, _fast_collate))
 
 
@@ -144,9 +156,16 @@ def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
     def graph() -> Any:
         files, labels = fn.readers.file(file_root=str(root / "train"), random_shuffle=True)
         images = fn.decoders.image_random_crop(
-            files, device="cpu", output_type=of_dali.types.RGB, random_area=_SCALE, random_aspect_ratio=_RATIO, num_attempts=10
+            files,
+            device="cpu",
+            output_type=of_dali.types.RGB,
+            random_area=_SCALE,
+            random_aspect_ratio=_RATIO,
+            num_attempts=10,
         )
-        images = fn.resize(images, size=(_SIDE, _SIDE), interp_type=of_dali.types.INTERP_LINEAR, antialias=True)
+        images = fn.resize(
+            images, size=(_SIDE, _SIDE), interp_type=of_dali.types.INTERP_LINEAR, antialias=True
+        )
         return fn.flip(images, horizontal=fn.random.coin_flip()), labels
 
     running = of_dali.pipeline_def(graph, batch_size=size, num_threads=threads, device_id=None)()
@@ -176,7 +195,11 @@ def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
         return image.permute(1, 2, 0)  # as it lies in memory, so that stacking only copies
 
     builder = (
-        import_module("spdl.pipeline").PipelineBuilder().add_source(shuffled()).pipe(load, concurrency=threads).aggregate(size)
+        import_module("spdl.pipeline")
+        .PipelineBuilder()
+        .add_source(shuffled())
+        .pipe(load, concurrency=threads)
+        .aggregate(size)
     )
     pipeline = builder.pipe(torch.stack).add_sink(2).build(num_threads=threads)
     with pipeline.auto_stop():
@@ -190,7 +213,10 @@ def ffcv(root: Path, threads: int) -> Counts:
     file = root.with_suffix(".beton")
     if not file.exists():
         part = file.with_suffix(".part")
-        columns = {"image": fields.RGBImageField(write_mode="jpg", jpeg_quality=94), "label": fields.IntField()}
+        columns = {
+            "image": fields.RGBImageField(write_mode="jpg", jpeg_quality=94),
+            "label": fields.IntField(),
+        }
         writer = import_module("ffcv.writer").DatasetWriter(str(part), columns, num_workers=threads)
         writer.from_indexed_dataset(ImageFolder(str(root / "train")))
         part.rename(file)
@@ -216,7 +242,9 @@ def full_decode(root: Path, threads: int) -> Counts:
 
     with ThreadPoolExecutor(threads) as pool:
         numbers = itertools.count()
-        running: deque[Future[int]] = deque(pool.submit(batch, next(numbers)) for _ in range(2 * threads))
+        running: deque[Future[int]] = deque(
+            pool.submit(batch, next(numbers)) for _ in range(2 * threads)
+        )
         try:
             while True:
                 yield running.popleft().result()
@@ -228,12 +256,21 @@ def full_decode(root: Path, threads: int) -> Counts:
 DECODE = "full decode"
 EXAMPLES = "pytorch/examples"
 PEERS = {
-    EXAMPLES: Peer("PIL, float, default collate", lambda root, n: counted(examples(root, n)), "torchvision"),
+    EXAMPLES: Peer(
+        "PIL, float, default collate", lambda root, n: counted(examples(root, n)), "torchvision"
+    ),
     "Apex": Peer("PIL, uint8 collate", apex, "torchvision"),
     "timm": Peer("PIL, uint8 collate, no jitter", timm, "timm", "timm"),
     "torchvision v2": Peer("decode_jpeg, v2 on uint8", torchvision, "torchvision"),
     "TorchCodec + v2": Peer("decode_image, v2 on uint8", torchcodec, "torchcodec", "torchcodec"),
-    "DALI": Peer("on the CPU, fused random crop", _dali_counts, "nvidia-dali-cuda120", "nvidia.dali"),
-    "SPDL": Peer("simplejpeg, v2 on uint8, torch.stack", lambda root, n: map(len, spdl(root, n)), "spdl", "spdl.pipeline"),
+    "DALI": Peer(
+        "on the CPU, fused random crop", _dali_counts, "nvidia-dali-cuda120", "nvidia.dali"
+    ),
+    "SPDL": Peer(
+        "simplejpeg, v2 on uint8, torch.stack",
+        lambda root, n: map(len, spdl(root, n)),
+        "spdl",
+        "spdl.pipeline",
+    ),
     "FFCV": Peer("JPEG mode, its own file", ffcv, "ffcv", "ffcv"),
 }

@@ -33,7 +33,16 @@ from harness.watch import console
 from scripts import loader_measures as measures
 from scripts.bench_tuner import deliver
 from scripts.loader_data import CLASSES
-from scripts.loader_measures import Found, array_feeds, composed, counts, feeds, of_files, of_form, window
+from scripts.loader_measures import (
+    Found,
+    array_feeds,
+    composed,
+    counts,
+    feeds,
+    of_files,
+    of_form,
+    window,
+)
 from scripts.loader_peers import BATCH_SIZE, EXAMPLES, Counts, counted, examples
 from scripts.loader_score import AGAIN, BARE
 from scripts.tuner_score import Ratio, Setting
@@ -41,23 +50,43 @@ from scripts.tuner_strategies import Rig
 from scripts.tuner_workloads import WORKLOADS
 
 _READ_STEPS = 10  # steps between two readings of the loss, as in training
-_MOST_TURNS, _CLEAR = 12, 0.03  # of measuring what was chosen, in turns until ratios are known so well
+_MOST_TURNS, _CLEAR = (
+    12,
+    0.03,
+)  # of measuring what was chosen, in turns until ratios are known so well
 _READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the other
 
 
 def step(root: str, side: int, seconds: float) -> Found:
     """The window of the training step alone, its normalising included, on one batch over and over."""
-    with feeds(*of_files(root, side), *of_form(PROCESSES, 0)) as (made, settings), closing(made.probe(settings)) as feed:
+    with (
+        feeds(*of_files(root, side), *of_form(PROCESSES, 0)) as (made, settings),
+        closing(made.probe(settings)) as feed,
+    ):
         batch = next(iter(feed))
-        return window(_steps(made, _normalised(made, itertools.repeat(batch))), skip=3, seconds=seconds, cycle=1)
+        return window(
+            _steps(made, _normalised(made, itertools.repeat(batch))),
+            skip=3,
+            seconds=seconds,
+            cycle=1,
+        )
 
 
 def training(row: str, root: str, side: int, workers: int, seconds: float) -> Found:
     """The window of training on a form of this project's, or on pytorch/examples' loader."""
     form = PROCESSES if row == EXAMPLES else row
-    with feeds(*of_files(root, side), *of_form(form, workers)) as (made, settings), closing(made.probe(settings)) as feed:
-        batches = iter(examples(Path(root), workers, side)) if row == EXAMPLES else _normalised(made, feed)
-        return window(_steps(made, batches), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers))
+    with (
+        feeds(*of_files(root, side), *of_form(form, workers)) as (made, settings),
+        closing(made.probe(settings)) as feed,
+    ):
+        batches = (
+            iter(examples(Path(root), workers, side))
+            if row == EXAMPLES
+            else _normalised(made, feed)
+        )
+        return window(
+            _steps(made, batches), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers)
+        )
 
 
 def _normalised(made: Feeds, batches: Any) -> Iterator[Any]:
@@ -66,7 +95,11 @@ def _normalised(made: Feeds, batches: Any) -> Iterator[Any]:
 
 def _steps(made: Feeds, batches: Iterator[Any]) -> Counts:
     """The images of each step of a small network's training on ``batches``, when it is done."""
-    step = Step(make_state(made.config, CLASSES, made.world, made.steps_per_epoch()), made.config, made.world)
+    step = Step(
+        make_state(made.config, CLASSES, made.world, made.steps_per_epoch()),
+        made.config,
+        made.world,
+    )
     step.model.train()
     for done, (images, labels) in enumerate(batches, 1):
         step(images, labels)
@@ -75,7 +108,15 @@ def _steps(made: Feeds, batches: Iterator[Any]) -> Counts:
         yield len(labels)
 
 
-def paced(root: str, form: str, workers: int, share: float, others: Sequence[int], seconds: float, back: bool) -> Found:
+def paced(
+    root: str,
+    form: str,
+    workers: int,
+    share: float,
+    others: Sequence[int],
+    seconds: float,
+    back: bool,
+) -> Found:
     """What a device takes that sleeps through its steps, from a form of ours and from pytorch/examples' loader.
 
     Args:
@@ -92,7 +133,12 @@ def paced(root: str, form: str, workers: int, share: float, others: Sequence[int
 
         def ours(step_s: float) -> Found:
             with closing(made.probe(settings)) as feed:
-                return window(_paced(counts(feed), step_s), skip=2 * workers + 2, seconds=seconds, cycle=workers)
+                return window(
+                    _paced(counts(feed), step_s),
+                    skip=2 * workers + 2,
+                    seconds=seconds,
+                    cycle=workers,
+                )
 
         def theirs(count: int, step_s: float) -> Found:
             batches = _paced(counted(examples(Path(root), count)), step_s)
@@ -124,8 +170,15 @@ def start(row: str, root: str, folder: str, workers: int) -> Found:
     if row == EXAMPLES:
         return _started(examples(Path(root), workers), workers)
     form = PROCESSES if row == BARE else row
-    made_by = array_feeds(folder, form) if form == "arrays" else feeds(*of_files(root), *of_form(form, workers))
-    with made_by as (made, settings), nullcontext(["none"]) if row == BARE else closing(made.probe(settings)) as loader:
+    made_by = (
+        array_feeds(folder, form)
+        if form == "arrays"
+        else feeds(*of_files(root), *of_form(form, workers))
+    )
+    with (
+        made_by as (made, settings),
+        nullcontext(["none"]) if row == BARE else closing(made.probe(settings)) as loader,
+    ):
         return _started(loader, workers)
 
 
@@ -137,7 +190,10 @@ def _started(loader: Iterable[object], workers: int) -> Found:
     for _ in itertools.islice(batches, 3 * workers):
         pass
     tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return {"first_s": first_s, "memory_mb": sum(process.memory_full_info().pss for process in tree) / 1e6}
+    return {
+        "first_s": first_s,
+        "memory_mb": sum(process.memory_full_info().pss for process in tree) / 1e6,
+    }
 
 
 def index(root: str) -> Found:
@@ -154,7 +210,10 @@ def index_readers(root: str, method: str) -> Found:
     train = datasets.load(config.data, config.augment, config.seed).train
     assert isinstance(train, ImageDataset)
     answers, together = context.SimpleQueue(), context.Barrier(2)
-    readers = [context.Process(target=_read_all, args=(train.source, together, answers), daemon=True) for _ in range(2)]
+    readers = [
+        context.Process(target=_read_all, args=(train.source, together, answers), daemon=True)
+        for _ in range(2)
+    ]
     for reader in readers:
         reader.start()
     for reader in readers:
@@ -164,7 +223,11 @@ def index_readers(root: str, method: str) -> Found:
 
 
 def _context(method: str) -> ForkContext | ForkServerContext:
-    return multiprocessing.get_context("fork") if method == "fork" else multiprocessing.get_context("forkserver")
+    return (
+        multiprocessing.get_context("fork")
+        if method == "fork"
+        else multiprocessing.get_context("forkserver")
+    )
 
 
 def _read_all(source: Source, together: Barrier, answers: SimpleQueue[Found]) -> None:
@@ -207,11 +270,18 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
         rates: dict[str, list[float]] = {setting: [] for setting in settings}
         for number in range(max(_MOST_TURNS, 2 * rounds)):  # there and back
             for setting in settings if number % 2 == 0 else reversed(settings):
-                images, taken_s, _ = deliver(rig, Setting.parse(setting), number // 2, max(seconds, one.seconds))
+                images, taken_s, _ = deliver(
+                    rig, Setting.parse(setting), number // 2, max(seconds, one.seconds)
+                )
                 rates[setting].append(images / taken_s if images else 0.0)
             if number + 1 >= 2 * rounds and number % 2 and _widest(rates) <= _CLEAR:
                 break
-    return {"choices": choices, "costs_s": costs, "rates": rates, "mean": {s: mean(r) for s, r in rates.items()}}
+    return {
+        "choices": choices,
+        "costs_s": costs,
+        "rates": rates,
+        "mean": {s: mean(r) for s, r in rates.items()},
+    }
 
 
 def _widest(rates: dict[str, list[float]]) -> float:
@@ -234,7 +304,9 @@ def _choice(rig: Rig, form: Backend) -> Setting:
     made = rig.feeds()
     own = found = made.settings(rig.limits)
     if form is not Backend.arrays:  # it has one setting
-        found = tune(made, rig.trainee, own, TunerConfig(max_workers=rig.most), rig.limits, rig.world).settings
+        found = tune(
+            made, rig.trainee, own, TunerConfig(max_workers=rig.most), rig.limits, rig.world
+        ).settings
     return Setting.of(found.num_workers, found.prefetch_factor, found.backend)
 
 

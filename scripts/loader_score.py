@@ -39,21 +39,33 @@ class Part:
     def ratio(self, over: str, under: str, figure: Callable[[Line], float]) -> Sample:
         """Of a figure of two rows, paired by round."""
         one, other = self.rows[over], self.rows[under]
-        return Sample.of([figure(one[number]) / figure(other[number]) for number in one.keys() & other.keys()])
+        return Sample.of(
+            [figure(one[number]) / figure(other[number]) for number in one.keys() & other.keys()]
+        )
 
     def added(self, row: str, figure: Callable[[Line], float]) -> Sample:
         """Of a figure beyond that of a process without a loader, paired by round."""
         one, bare = self.rows[row], self.rows[BARE]
-        return Sample.of([figure(one[number]) - figure(bare[number]) for number in one.keys() & bare.keys()])
+        return Sample.of(
+            [figure(one[number]) - figure(bare[number]) for number in one.keys() & bare.keys()]
+        )
 
     def least(self, rows: Iterable[str], figure: Callable[[Line], float]) -> str | None:
         """The row of which the median is the least; None where none was measured."""
-        return min((row for row in rows if row in self.rows), key=lambda row: self.middle(row, figure), default=None)
+        return min(
+            (row for row in rows if row in self.rows),
+            key=lambda row: self.middle(row, figure),
+            default=None,
+        )
 
 
 def collect(lines: Sequence[Line]) -> dict[str, Part]:
     """The parts; of each what has the key of its last line. A row measured in spite of an earlier failure is not missing."""
-    parts = {line["part"]: Part({name: line[name] for name in KEY}) for line in lines if line["kind"] != "machine"}
+    parts = {
+        line["part"]: Part({name: line[name] for name in KEY})
+        for line in lines
+        if line["kind"] != "machine"
+    }
     cores = 0.0
     for line in lines:
         if line["kind"] == "machine":

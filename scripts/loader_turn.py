@@ -25,7 +25,9 @@ class FailedError(Exception):
     """A measurement that ended with an error; the text is the last line of what it said."""
 
 
-def ask(measure: str, cache: str, /, *, before: Sequence[str] = (), **arguments: Any) -> dict[str, Any]:
+def ask(
+    measure: str, cache: str, /, *, before: Sequence[str] = (), **arguments: Any
+) -> dict[str, Any]:
     """What ``measure`` gives in a fresh process.
 
     Args:
@@ -38,13 +40,26 @@ def ask(measure: str, cache: str, /, *, before: Sequence[str] = (), **arguments:
         FailedError: it did not come to an end.
     """
     told = json.dumps({"measure": measure, **arguments})
-    command, env = [*before, sys.executable, "-m", "scripts.loader_turn", told], {**os.environ, "WELLFED_CACHE": cache}
+    command, env = (
+        [*before, sys.executable, "-m", "scripts.loader_turn", told],
+        {**os.environ, "WELLFED_CACHE": cache},
+    )
     try:
-        done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        done = subprocess.run(
+            command,
+            cwd=_ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         raise FailedError(f"took more than {_LIMIT_S:g} s") from error
     if done.returncode != 0:
-        raise FailedError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+        raise FailedError(
+            (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 

@@ -44,7 +44,9 @@ def machine() -> dict[str, Any]:
 
 def machine_line(found: Mapping[str, Any]) -> str:
     """``machine()`` in one line; says so where there is no GPU."""
-    cuda = f" (CUDA {found['cuda']}, driver {found.get('driver', 'none')})" if "cuda" in found else ""
+    cuda = (
+        f" (CUDA {found['cuda']}, driver {found.get('driver', 'none')})" if "cuda" in found else ""
+    )
     return (
         f"{found['cpu']}, {found['usable_cores']:g} of {found['cores']} cores, {found['torch_threads']} torch threads; "
         f"GPU: {found.get('device', 'none')}; Python {found['python']}, torch {found['torch']}{cuda}, "
@@ -54,10 +56,20 @@ def machine_line(found: Mapping[str, Any]) -> str:
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
     """A Markdown table that reads well as plain text; the first row's keys are the columns."""
-    lines = [list(rows[0]), *([str(cell).replace("|", "/") for cell in row.values()] for row in rows)]
+    lines = [
+        list(rows[0]),
+        *([str(cell).replace("|", "/") for cell in row.values()] for row in rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+    text = [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    ]
+    return "\n".join(
+        [text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]]
+    )
 
 
 def write(path: Path, value: Mapping[str, Any] | str) -> None:
@@ -72,11 +84,15 @@ def write(path: Path, value: Mapping[str, Any] | str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def listed(parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]) -> tuple[str, ...]:
+def listed(
+    parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]
+) -> tuple[str, ...]:
     """The names ``given`` to an ``option``, with commas between; all that are ``known`` where none are."""
     names = tuple(known) if given is None else tuple(given.split(","))
     if unknown := set(names) - set(known):
-        parser.error(f"{option}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(
+            f"{option}: unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+        )
     return names
 
 

@@ -27,8 +27,16 @@ def messages(source: str) -> Iterator[str]:
     skipped = set(map(id, _docstrings(tree)))
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            skipped |= {id(part) for part in ast.walk(node) if part is not node and isinstance(part, ast.Constant)}
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in skipped]
+            skipped |= {
+                id(part)
+                for part in ast.walk(node)
+                if part is not node and isinstance(part, ast.Constant)
+            }
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in skipped
+    ]
     for node in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
         text = " ".join(_text(node).split())
         if len(_words(text)) >= _FEWEST_WORDS and not text.startswith(_NAMES):
@@ -47,14 +55,18 @@ def page(root: Path = ROOT) -> str:
     for path in sorted([root / "train.py", *(root / "harness").rglob("*.py")]):
         told = list(dict.fromkeys(messages(path.read_text(encoding="utf-8"))))
         if told:
-            lines = "\n".join(f"- `{text}`" if "`" not in text else f"- ``{text}``" for text in told)
+            lines = "\n".join(
+                f"- `{text}`" if "`" not in text else f"- ``{text}``" for text in told
+            )
             parts.append(f"## {path.relative_to(root)}\n\n{lines}\n")
     return "\n".join(parts)
 
 
 def _docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
     for node in ast.walk(tree):
-        for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+        for statement in (
+            getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []
+        ):
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 yield statement.value
 

@@ -45,7 +45,9 @@ class Estimate:
     def of(cls, values: Sequence[float]) -> Estimate:
         """The median; its interval is that of order statistics, from which a percentile bootstrap differs by its own noise."""
         ordered = np.sort(np.asarray(values, float))
-        beyond = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2))  # values on each side outside of it
+        beyond = max(
+            0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2)
+        )  # values on each side outside of it
         return cls(float(np.median(ordered)), float(ordered[beyond]), float(ordered[-1 - beyond]))
 
     @classmethod
@@ -64,7 +66,9 @@ class Estimate:
 
     def judged(self, most: float) -> str:
         """Whether the figure is ``most`` at most."""
-        return "holds" if self.high <= most else "does not hold" if self.low > most else "not resolved"
+        return (
+            "holds" if self.high <= most else "does not hold" if self.low > most else "not resolved"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +102,12 @@ class Cost:
                 sides[name](plan.steps)
                 us[name].append(1e6 * (plan.now() - begin) / plan.steps)
             kinds.setdefault(plan.kind(), []).append(us["watched"][-1] - us["bare"][-1])
-        watched_us, control_us = (np.subtract(us[side], us["bare"]).tolist() for side in ("watched", "control"))
-        return cls(Sample.of(watched_us), Sample.of(control_us), Sample.of(us["bare"]), Estimate.mean(kinds))
+        watched_us, control_us = (
+            np.subtract(us[side], us["bare"]).tolist() for side in ("watched", "control")
+        )
+        return cls(
+            Sample.of(watched_us),
+            Sample.of(control_us),
+            Sample.of(us["bare"]),
+            Estimate.mean(kinds),
+        )

@@ -33,8 +33,17 @@ COMMON = (
     "data=shapes", "data.generate.train_images=2000", "data.generate.val_images=100", "trainer.epochs=10", "device=cpu",
     "checkpoint.enabled=false", "watch.tensorboard=false",
 )  # fmt: skip
-RUNS = {"stalled": ("loader.backend=threads", "loader.num_workers=2"), "tuned": ("loader.autotune=true", "tuner.fresh=true")}
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
+RUNS = {
+    "stalled": ("loader.backend=threads", "loader.num_workers=2"),
+    "tuned": ("loader.autotune=true", "tuner.fresh=true"),
+}
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
 WIDTH, HEIGHT = 540, 1600  # of each page, in CSS pixels
 SCALE = 1.5  # picture's pixels to one of these
 GAP = 24  # between the two pages, in the picture's pixels
@@ -52,10 +61,21 @@ WAIT_S = 30
 
 def train(folder: Path) -> None:
     """Runs both, each in a folder of its own below ``folder``."""
-    env = os.environ | {STEP: "50", READ: "5", "WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    env = os.environ | {
+        STEP: "50",
+        READ: "5",
+        "WELLFED_CACHE": str(folder / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
     for name, settings in RUNS.items():
         place = f"hydra.run.dir={folder / name}"
-        command = [sys.executable, str(ROOT / "scripts" / "slept_run.py"), *COMMON, *settings, place]
+        command = [
+            sys.executable,
+            str(ROOT / "scripts" / "slept_run.py"),
+            *COMMON,
+            *settings,
+            place,
+        ]
         subprocess.run(command, check=True, env=env, cwd=folder)
 
 
@@ -66,7 +86,9 @@ def browser() -> Iterator[webdriver.Chrome]:
     options.binary_location = str(shutil.which("chromium"))
     for flag in FLAGS:
         options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(shutil.which("chromedriver"))))
+    driver = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(str(shutil.which("chromedriver")))
+    )
     try:
         yield driver
     finally:
@@ -83,7 +105,9 @@ def parts(driver: webdriver.Chrome, page: Path, scheme: str) -> list[Image.Image
     feature = {"name": "prefers-color-scheme", "value": scheme}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     driver.get(page.as_uri())
-    WebDriverWait(driver, WAIT_S).until(lambda shown: shown.find_elements(By.CSS_SELECTOR, ".chart svg"))
+    WebDriverWait(driver, WAIT_S).until(
+        lambda shown: shown.find_elements(By.CSS_SELECTOR, ".chart svg")
+    )
     whole = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
     bounds = [[round(SCALE * edge) for edge in pair] for pair in driver.execute_script(BOUNDS)]
     return [whole.crop((0, top, whole.width, bottom)) for top, bottom in bounds]
@@ -114,7 +138,9 @@ def draw(folder: Path) -> None:
 def main() -> int:
     """Trains both runs where they are not there yet, and draws them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, help="where the runs are, or go; by default a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs are, or go; by default a temporary folder"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()

@@ -54,7 +54,9 @@ def choices(chosen: Mapping[str, str | None]) -> Iterator[str]:
 
 
 def _comment(path: Path) -> str:
-    lines = [line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
+    lines = [
+        line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
+    ]
     said = [line for line in lines if not line.startswith(("@package", "python ", "torchrun "))]
     return f": {said[0].replace('<', '&lt;')}" if said else ""
 
@@ -74,8 +76,16 @@ def page() -> str:
     """Returns the whole page."""
     config, chosen = composed()
     lines = [HEAD, "| group | value | choices |", "|---|---|---|", *choices(chosen)]
-    for section, settings in groupby(schema.walk(config), key=lambda found: found[0].rpartition(".")[0]):
-        lines += ["", f"## {section or 'The run'}", "", "| setting | value | what it is |", "|---|---|---|"]
+    for section, settings in groupby(
+        schema.walk(config), key=lambda found: found[0].rpartition(".")[0]
+    ):
+        lines += [
+            "",
+            f"## {section or 'The run'}",
+            "",
+            "| setting | value | what it is |",
+            "|---|---|---|",
+        ]
         for name, value, meta in settings:
             text = f"{meta['text']}{_limits(value, meta)}".replace("|", "\\|")
             lines.append(f"| `{name}` | `{_shown(value)}` | {text} |")

@@ -32,7 +32,9 @@ if __name__ == "__main__":
 
         from harness.training.step import Step
 
-        def step(self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1) -> None:
+        def step(
+            self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1
+        ) -> None:
             """Sleep for as long as a step takes; the loss is 1."""
             sleep(STEP)
             self._losses.append(torch.ones(()))

@@ -55,7 +55,9 @@ class Images:
 
     def __init__(self, count: int, read_s: float) -> None:
         self.count, self.read_s = count, read_s
-        self.pixels = np.random.default_rng(0).integers(256, size=(64, 3, SIDE, SIDE), dtype=np.uint8)
+        self.pixels = np.random.default_rng(0).integers(
+            256, size=(64, 3, SIDE, SIDE), dtype=np.uint8
+        )
 
     def __len__(self) -> int:
         return self.count
@@ -64,7 +66,9 @@ class Images:
         out = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
         return out, self.fill(0, index, out.numpy())
 
-    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Callable[[str], None] | None = None) -> int:
+    def fill(
+        self, epoch: int, index: int, out: np.ndarray, lap: Callable[[str], None] | None = None
+    ) -> int:
         """Write sample ``index`` into ``out`` and return its label."""
         if self.read_s:
             time.sleep(self.read_s)
@@ -82,7 +86,9 @@ class Network(nn.Module):
     def __init__(self, forward_s: float) -> None:
         super().__init__()
         self.forward_s = forward_s
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(3 * SIDE**2, 64), nn.ReLU(), nn.Linear(64, CLASSES)
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[N, CLASSES]``."""
@@ -148,7 +154,9 @@ def run_loop(side: str, plant: Plant, folder: Path, steps: int, turns: Turns | N
             if plant.log_s and inside == (side == "traceml_log_inside"):
                 write_line(file, plant.log_s)
 
-        loader: DataLoader[Any] = DataLoader(Images(steps * BATCH, plant.read_s), BATCH, num_workers=0 if turns else 1)  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(
+            Images(steps * BATCH, plant.read_s), BATCH, num_workers=0 if turns else 1
+        )  # type: ignore[arg-type]
         batches: Iterable[tuple[Tensor, Tensor]] = loader
         after: Callable[[int], bool] = turns or (lambda number: False)
         if side == "clock":
@@ -202,7 +210,10 @@ def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     config.checkpoint.enabled = False
     images: Any = Images(steps * BATCH, plant.read_s)
     val_images: Any = Images(BATCH, 0.0)
-    splits, scalars = Splits(images, val_images, tuple(map(str, range(CLASSES))), "planted", ""), Board.scalars
+    splits, scalars = (
+        Splits(images, val_images, tuple(map(str, range(CLASSES))), "planted", ""),
+        Board.scalars,
+    )
     with (folder / "own.log").open("w", encoding="utf-8") as file:
 
         def slow_scalars(board: Board, *args: Any, **named: Any) -> None:

@@ -18,11 +18,17 @@ def show(lines: Sequence[Line]) -> str:
     found = Found.collect(lines)
     scored = {name: found[name] for name in WORKLOADS if name in found and found[name].oracle()}
     changes = {name: workload.changes for name, workload in VARIANTS.items() if workload.changes}
-    machines = dict.fromkeys(f"{line['date']}: {machine_line(line['machine'])}" for line in lines if line["kind"] == "machine")
+    machines = dict.fromkeys(
+        f"{line['date']}: {machine_line(line['machine'])}"
+        for line in lines
+        if line["kind"] == "machine"
+    )
     loads = [line["load"] for line in lines if line["kind"] == "machine"]
     parts = ["# The tuner beside others: what was measured", *machines]
     if loads:
-        parts.append(f"Load average when a part of the benchmark began: {min(loads):.1f} to {max(loads):.1f}.")
+        parts.append(
+            f"Load average when a part of the benchmark began: {min(loads):.1f} to {max(loads):.1f}."
+        )
     tables = (
         ("Workloads", workload_rows(scored)),
         ("Strategies, over all workloads", summary_rows(scored, [*STRATEGIES])),
@@ -72,7 +78,11 @@ def workload_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
         if (oracle := one.oracle()) is None:
             continue
         score = one.rates["score"]
-        rates = {setting: list(score[setting].values()) for setting in (oracle[0], *one.settings("own")) if setting in score}
+        rates = {
+            setting: list(score[setting].values())
+            for setting in (oracle[0], *one.settings("own"))
+            if setting in score
+        }
         cells = {setting: f"{setting}: {mean(values):.0f}" for setting, values in rates.items()}
         yield {
             "workload": name, "what": WORKLOADS[name].about, "demand": f"{one.demand:.0f}",
@@ -96,7 +106,9 @@ def strategy_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
             }  # fmt: skip
 
 
-def summary_rows(found: Mapping[str, Found], strategies: Sequence[str]) -> Iterator[dict[str, object]]:
+def summary_rows(
+    found: Mapping[str, Found], strategies: Sequence[str]
+) -> Iterator[dict[str, object]]:
     """A row for each strategy, over the workloads on which it was scored."""
     for strategy in strategies:
         scored = [one for one in found.values() if one.ratio(strategy)]
@@ -113,13 +125,18 @@ def summary_rows(found: Mapping[str, Found], strategies: Sequence[str]) -> Itera
         }  # fmt: skip
 
 
-def rival_rows(found: Mapping[str, Found], mine: str, rivals: Sequence[str]) -> Iterator[dict[str, object]]:
+def rival_rows(
+    found: Mapping[str, Found], mine: str, rivals: Sequence[str]
+) -> Iterator[dict[str, object]]:
     """A row for each rival: on how many workloads ``mine`` delivers more or less (interval without 1), and the costs' ratio."""
     for rival in rivals:
         pairs = [(one, ratio) for one in found.values() if (ratio := one.ratio(mine, rival))]
         if not pairs:
             continue
-        more, less = sum(ratio.low > 1 for _, ratio in pairs), sum(ratio.high < 1 for _, ratio in pairs)
+        more, less = (
+            sum(ratio.low > 1 for _, ratio in pairs),
+            sum(ratio.high < 1 for _, ratio in pairs),
+        )
         times = [one.seconds(rival) / one.seconds(mine) for one, _ in pairs]
         yield {
             f"{mine} against": rival, "delivers more": more, "the same": len(pairs) - more - less, "less": less,
@@ -142,11 +159,17 @@ def repeat_rows(found: Mapping[str, Found], strategy: str) -> Iterator[dict[str,
         }  # fmt: skip
 
 
-def change_rows(found: Mapping[str, Found], changes: Mapping[str, str], strategy: str) -> Iterator[dict[str, object]]:
+def change_rows(
+    found: Mapping[str, Found], changes: Mapping[str, str], strategy: str
+) -> Iterator[dict[str, object]]:
     """Two rows for each variant and the workload that it varies: what ``strategy`` chose and why."""
     for variant, base in changes.items():
         for name in (base, variant):
-            for line in found[name].choices.get(strategy, [])[:1] if variant in found and name in found else ():
+            for line in (
+                found[name].choices.get(strategy, [])[:1]
+                if variant in found and name in found
+                else ()
+            ):
                 yield {"workload": name, "choice": line["setting"], "sentence": line["note"]}
 
 

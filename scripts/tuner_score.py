@@ -50,7 +50,10 @@ class Setting:
 
 
 def steady(
-    steps: Iterable[int], setting: Setting, seconds: float, now: Callable[[], float] = time.perf_counter
+    steps: Iterable[int],
+    setting: Setting,
+    seconds: float,
+    now: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, float]:
     """Images that the consumer got, and in how many seconds, once the loader runs steadily.
 
@@ -78,7 +81,9 @@ def steady(
     raise AssertionError("the steps ended; an endless feed is needed")
 
 
-def choosing(candidates: Sequence[Setting], chosen: Iterable[Setting], earlier: Mapping[Setting, list[float]]) -> list[Setting]:
+def choosing(
+    candidates: Sequence[Setting], chosen: Iterable[Setting], earlier: Mapping[Setting, list[float]]
+) -> list[Setting]:
     """The settings of the next choosing round: all at first, later those that may be best or the fewest sufficient workers.
 
     Of what came within a tenth of the best, these are the six with the fewest workers and the four fastest; and whatever a
@@ -104,8 +109,12 @@ class Ratio:
     def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
         """Of rates paired by round; percentile bootstrap over the rounds, seeded (Efron 1979)."""
         one, other = np.asarray(over), np.asarray(under)
-        drawn = np.random.Generator(np.random.Philox(0)).integers(len(one), size=(_RESAMPLES, len(one)))
-        low, high = np.quantile(one[drawn].mean(axis=1) / other[drawn].mean(axis=1), (0.025, 0.975)).tolist()
+        drawn = np.random.Generator(np.random.Philox(0)).integers(
+            len(one), size=(_RESAMPLES, len(one))
+        )
+        low, high = np.quantile(
+            one[drawn].mean(axis=1) / other[drawn].mean(axis=1), (0.025, 0.975)
+        ).tolist()
         return cls(float(one.mean() / other.mean()), low, high)
 
     def __str__(self) -> str:
@@ -125,7 +134,9 @@ class Found:
 
     demand: float = 0.0
     choices: dict[str, list[Line]] = field(default_factory=lambda: defaultdict(list))
-    rates: dict[str, dict[Setting, dict[int, float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
+    rates: dict[str, dict[Setting, dict[int, float]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(dict))
+    )
     twins: dict[Setting, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
 
     @classmethod
@@ -145,13 +156,22 @@ class Found:
 
     def chosen(self) -> set[Setting]:
         """What the strategies chose."""
-        return {Setting.parse(line["setting"]) for lines in self.choices.values() for line in lines if line["setting"]}
+        return {
+            Setting.parse(line["setting"])
+            for lines in self.choices.values()
+            for line in lines
+            if line["setting"]
+        }
 
     def earlier(self, before: int) -> dict[Setting, list[float]]:
         """Rates of the settings that were in all choosing rounds before round ``before``."""
         rounds = range(before)
         known = self.rates["choose"].items()
-        return {s: [rates[r] for r in rounds] for s, rates in known if before and all(r in rates for r in rounds)}
+        return {
+            s: [rates[r] for r in rounds]
+            for s, rates in known
+            if before and all(r in rates for r in rounds)
+        }
 
     def oracle(self) -> tuple[Setting, int] | None:
         """The best setting of the choosing rounds and the fewest workers that come within 2 % of it; None before them."""
@@ -160,7 +180,9 @@ class Found:
         rounds = 1 + max(r for rates in self.rates["choose"].values() for r in rates)
         means = {setting: mean(values) for setting, values in self.earlier(rounds).items()}
         best = max(sorted(means), key=lambda s: means[s])
-        return best, min(s.num_workers for s, rate in means.items() if rate >= SUFFICIENT * means[best])
+        return best, min(
+            s.num_workers for s, rate in means.items() if rate >= SUFFICIENT * means[best]
+        )
 
     def ratio(self, strategy: str, to: str | None = None) -> Ratio | None:
         """Delivered by ``strategy`` over the oracle's, or over that of strategy ``to``; None where a measurement lacks.
@@ -168,13 +190,19 @@ class Found:
         The rate of a strategy that was asked several times is the mean over its choices, in each round.
         """
         oracle = self.oracle()
-        under = self._by_round([oracle[0]] if oracle else []) if to is None else self._by_round(self.settings(to))
+        under = (
+            self._by_round([oracle[0]] if oracle else [])
+            if to is None
+            else self._by_round(self.settings(to))
+        )
         return _paired(self._by_round(self.settings(strategy)), under)
 
     def control(self) -> Ratio | None:
         """The oracle's setting over itself."""
         oracle = self.oracle()
-        return _paired(self.twins.get(oracle[0], {}), self._by_round([oracle[0]])) if oracle else None
+        return (
+            _paired(self.twins.get(oracle[0], {}), self._by_round([oracle[0]])) if oracle else None
+        )
 
     def seconds(self, strategy: str) -> float:
         """What choosing cost, the mean over repeats."""
@@ -187,7 +215,11 @@ class Found:
 
     def settings(self, strategy: str) -> list[Setting]:
         """What ``strategy`` chose, a setting for each time that it was asked and found one."""
-        return [Setting.parse(line["setting"]) for line in self.choices.get(strategy, []) if line["setting"]]
+        return [
+            Setting.parse(line["setting"])
+            for line in self.choices.get(strategy, [])
+            if line["setting"]
+        ]
 
     def _by_round(self, settings: Sequence[Setting]) -> dict[int, float]:
         """The mean over ``settings`` in every scoring round that has all of them."""

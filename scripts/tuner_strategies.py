@@ -41,7 +41,9 @@ from scripts.tuner_workloads import CLASSES, WORKLOADS, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 LOADTUNE = "loadtune==0.3.0"
-LOADTUNE_STEPS = 50  # as in its README's example; its command line's default of 100 doubles what it costs
+LOADTUNE_STEPS = (
+    50  # as in its README's example; its command line's default of 100 doubles what it costs
+)
 _GRID_BUDGET_S = 3600.0  # the tutorial's search has none
 _READ_STEPS = 10  # steps between two readings of the loss, as in training
 
@@ -88,7 +90,9 @@ class PacedTrainee:
             waits.append(got - last)
             seconds.append(now - last)
             last = now
-        return StepRun(tuple(images), tuple(seconds), sum(waits) / sum(seconds), time.process_time() - cpu)
+        return StepRun(
+            tuple(images), tuple(seconds), sum(waits) / sum(seconds), time.process_time() - cpu
+        )
 
 
 @dataclass(slots=True)
@@ -110,7 +114,9 @@ class Rig:
         found, cores = limits.measure(), self.workload.cores
         self.limits = found if cores is None else replace(found, cores=float(cores))
         size, batch_size = self.dataset.image_size, self.workload.batch_size
-        self.config = Config(data=DataConfig(image_size=size), loader=LoaderConfig(batch_size=batch_size))
+        self.config = Config(
+            data=DataConfig(image_size=size), loader=LoaderConfig(batch_size=batch_size)
+        )
         if self.workload.step_s is None:
             state = make_state(self.config, CLASSES, self.world, len(self.dataset) // batch_size)
             self._step = Step(state, self.config, self.world)
@@ -140,7 +146,9 @@ class Rig:
 
     def feeds(self, seed: int = 0) -> Feeds:
         """Feeds as ``train.py`` makes them; those of one ``seed`` give the same samples whatever their settings."""
-        dataset = cast(ImageDataset, self.dataset)  # a feed uses of it what every fillable data set has
+        dataset = cast(
+            ImageDataset, self.dataset
+        )  # a feed uses of it what every fillable data set has
         splits = Splits(dataset, dataset, tuple(map(str, range(CLASSES))), self.workload.name, "")
         return Feeds(splits, replace(self.config, seed=seed), self.world)
 
@@ -170,7 +178,9 @@ class Rig:
 
     def demand(self) -> float:
         """Images/s that the consumer takes with batches at hand."""
-        feed = self.feeds().probe(replace(self.own, num_workers=0, prefetch_factor=None, persistent_workers=False))
+        feed = self.feeds().probe(
+            replace(self.own, num_workers=0, prefetch_factor=None, persistent_workers=False)
+        )
         with self.trainee.kept(), closing(cast(Any, iter(feed))) as batches:
             run = self.trainee.demand(next(batches), 2.0)
         return sum(run.images) / sum(run.seconds)
@@ -220,7 +230,11 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
     """What ``loadtune tune`` calls its best, or its baseline without workers where it finds nothing better."""
     python = _loadtune_python()
     file = folder / f"loadtune_{rig.workload.name}.py"
-    count = "" if rig.workload.cores is None else f"os.cpu_count = lambda: {rig.cores}  # the only limit that it looks at\n"
+    count = (
+        ""
+        if rig.workload.cores is None
+        else f"os.cpu_count = lambda: {rig.cores}  # the only limit that it looks at\n"
+    )
     file.write_text(
         f"import os, sys\n{count}sys.path.insert(0, {str(ROOT)!r})\n"
         "from scripts.tuner_strategies import loadtune_workload\n\n\n"
@@ -233,13 +247,17 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
     seconds = time.perf_counter() - begin
     if done.returncode != 0:
         return Choice(None, seconds, note=" ".join((done.stdout + done.stderr).split())[-300:])
-    return Choice(loadtune_choice(done.stdout, rig.most), seconds, note=" ".join(done.stdout.split())[-300:])
+    return Choice(
+        loadtune_choice(done.stdout, rig.most), seconds, note=" ".join(done.stdout.split())[-300:]
+    )
 
 
 def loadtune_choice(said: str, most: int) -> Setting:
     """The loader's part of the setting that loadtune's last line names; its baseline, no workers, where there is none."""
     match = re.search(r"best overall: workers=(\d+)(?:, prefetch=(\d+))?", said)
-    return Setting.of(min(most, int(match[1])), int(match[2] or 0)) if match else Setting.of(0, None)
+    return (
+        Setting.of(min(most, int(match[1])), int(match[2] or 0)) if match else Setting.of(0, None)
+    )
 
 
 def _loadtune_python() -> list[str]:
@@ -251,7 +269,9 @@ def _loadtune_python() -> list[str]:
     if shutil.which("uv") is None:
         raise MissingError("loadtune: needs uv, to have it without installing it here")
     python = ["uv", "run", "--quiet", "--no-sync", "--with", LOADTUNE, "python"]
-    tried = subprocess.run([*python, "-c", "import loadtune"], cwd=ROOT, capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        [*python, "-c", "import loadtune"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if tried.returncode != 0:
         raise MissingError(f"loadtune: {' '.join(tried.stderr.split())[-200:]}")
     return python
@@ -280,13 +300,22 @@ def loadtune_workload(name: str, folder: str) -> Any:
     dataset = workload.make(Path(folder))
     real = workload.step_s is None
     data = DataConfig(image_size=dataset.image_size)
-    mean, scale = (torch.tensor(values).mul(255).view(1, 3, 1, 1) for values in (data.mean, data.std))
+    mean, scale = (
+        torch.tensor(values).mul(255).view(1, 3, 1, 1) for values in (data.mean, data.std)
+    )
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
+    def step(
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: tuple[Tensor, Tensor],
+        device: torch.device,
+    ) -> Tensor:
         if workload.step_s is not None:
             time.sleep(workload.step_s)
             return torch.zeros(())
-        loss = F.cross_entropy(model(batch[0].to(device).sub(mean).div_(scale)), batch[1].to(device))
+        loss = F.cross_entropy(
+            model(batch[0].to(device).sub(mean).div_(scale)), batch[1].to(device)
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -295,7 +324,11 @@ def loadtune_workload(name: str, folder: str) -> Any:
     return Theirs(
         name=name,
         make_dataset=lambda: _Samples(dataset),
-        make_model=lambda: models.build(ModelConfig(), CLASSES, image_size=data.image_size) if real else nn.Linear(1, 1),
+        make_model=lambda: (
+            models.build(ModelConfig(), CLASSES, image_size=data.image_size)
+            if real
+            else nn.Linear(1, 1)
+        ),
         make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         train_step=step,
         default_batch_size=workload.batch_size,
@@ -304,7 +337,9 @@ def loadtune_workload(name: str, folder: str) -> Any:
 
 STRATEGIES: dict[str, Strategy] = {
     "own": _own,
-    "lightning": partial(_rule, lambda rig: max(1, rig.cores - 1)),  # its suggested_max_num_workers for one rank
+    "lightning": partial(
+        _rule, lambda rig: max(1, rig.cores - 1)
+    ),  # its suggested_max_num_workers for one rank
     "all_cores": partial(_rule, lambda rig: rig.cores),
     "auto": partial(_tuned, TunerName.auto, None),
     "grid": partial(_tuned, TunerName.grid, _GRID_BUDGET_S),
@@ -317,7 +352,16 @@ def candidates(rig: Rig) -> list[Setting]:
     """What the oracle looks at: every number of workers and form at two prefetch factors; arrays have no workers."""
     forms, counts = rig.feeds().forms, range(1, rig.most + 1)
     alone = {Setting.of(0, None, form) for form in {PROCESSES, *forms} & {PROCESSES, ARRAYS}}
-    return sorted(alone | {Setting.of(n, k, form) for form in forms if form != ARRAYS for n in counts for k in (2, 4)})
+    return sorted(
+        alone
+        | {
+            Setting.of(n, k, form)
+            for form in forms
+            if form != ARRAYS
+            for n in counts
+            for k in (2, 4)
+        }
+    )
 
 
 @contextlib.contextmanager

@@ -114,7 +114,9 @@ class RateLimitedSource:
 
 def jpegs(folder: Path, image_size: int, width: int, height: int, count: int) -> ImageDataset:
     """Generated JPEG files with the augmentation of ImageNet."""
-    numbers = GenerateConfig(classes=CLASSES, train_images=count, val_images=_VAL_IMAGES, width=width, height=height)
+    numbers = GenerateConfig(
+        classes=CLASSES, train_images=count, val_images=_VAL_IMAGES, width=width, height=height
+    )
     root = str(folder / f"jpeg-{width}x{height}-{count}")
     data = DataConfig(name="shapes", root=root, image_size=image_size, generate=numbers)
     train = datasets.load(data, AugmentConfig(), seed=0).train
@@ -160,33 +162,59 @@ def cifar_like(folder: Path) -> ImageDataset:
     root = folder / "cifar-like"
     make_once(root, root.is_dir, _write_arrays)
     images = np.lib.format.open_memmap(root / "images.npy", mode="r")
-    source = ArraySource(images, np.arange(len(images)) % CLASSES, map(str, range(CLASSES)), "cifar-like")
+    source = ArraySource(
+        images, np.arange(len(images)) % CLASSES, map(str, range(CLASSES)), "cifar-like"
+    )
     return ImageDataset(source, TrainTransform(32, crop="pad"), DecodeOptions(), 32, seed=0)
 
 
 def _write_arrays(folder: Path) -> None:
-    pixels = np.random.Generator(np.random.Philox(0)).integers(0, 256, (50_000, 32, 32, 3), np.uint8)
+    pixels = np.random.Generator(np.random.Philox(0)).integers(
+        0, 256, (50_000, 32, 32, 3), np.uint8
+    )
     np.save(folder / "images.npy", pixels)
 
 
-def _sleeper(image_size: int, sleep_s: float, tail_s: float = 0.0) -> Callable[[Path], FillableDataset]:
+def _sleeper(
+    image_size: int, sleep_s: float, tail_s: float = 0.0
+) -> Callable[[Path], FillableDataset]:
     return lambda folder: Sleeper(image_size, 50_000, sleep_s, tail_s)
 
 
 _ALL = (
-    Workload("jpeg_224", "JPEG 500x400 at 224, more wanted than two cores give", big_jpegs, 64, 0.032),
+    Workload(
+        "jpeg_224", "JPEG 500x400 at 224, more wanted than two cores give", big_jpegs, 64, 0.032
+    ),
     Workload("jpeg_64", "JPEG 80x80 at 64, between one worker and two", small_jpegs, 128, 0.016),
     Workload("cifar", "arrays 32x32, pad-crop", cifar_like, 256, 0.016),
     Workload("png", "PNG 250x200 at 128, more than one worker gives", pngs, 64, 0.050),
     Workload("sleep_2", "2 ms of waiting a sample", _sleeper(32, 0.002), 256, 0.150, cores=8),
     Workload("sleep_10", "10 ms of waiting a sample", _sleeper(32, 0.010), 128, 0.178, cores=8),
     Workload("sleep_50", "50 ms of waiting a sample", _sleeper(32, 0.050), 32, 0.142, cores=8),
-    Workload("heavy_tail", "2 ms, every hundredth 0.5 s", _sleeper(32, 0.002, 0.5), 64, 0.114, cores=8, seconds=8.0),
+    Workload(
+        "heavy_tail",
+        "2 ms, every hundredth 0.5 s",
+        _sleeper(32, 0.002, 0.5),
+        64,
+        0.114,
+        cores=8,
+        seconds=8.0,
+    ),
     Workload("slow_disk", "JPEG 80x80 at 64 from a disk of 4 MB/s", throttled_jpegs, 64, 0.032),
-    Workload("small_shm", "512x512, 6 MB a batch, /dev/shm of 64 MB", _sleeper(512, 0.008), 8, 0.026, cores=4, shm_mb=64),
+    Workload(
+        "small_shm",
+        "512x512, 6 MB a batch, /dev/shm of 64 MB",
+        _sleeper(512, 0.008),
+        8,
+        0.026,
+        cores=4,
+        shm_mb=64,
+    ),
     Workload("slow_consumer", "JPEG 80x80 at 64, a step of 0.4 s", small_jpegs, 64, 0.4),
     Workload("fast_consumer", "JPEG 80x80 at 64, a step of 1 ms", small_jpegs, 64, 0.001),
-    Workload("cpu_step", "JPEG 80x80 at 64, the real step on the same cores", small_jpegs, 64, None),
+    Workload(
+        "cpu_step", "JPEG 80x80 at 64, the real step on the same cores", small_jpegs, 64, None
+    ),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 
@@ -197,7 +225,13 @@ def _variants() -> Iterator[Workload]:
     yield replace(base, name="slowed_step", about="sleep_10 with a step of four times the time", step_s=4 * base.step_s,
                   changes=base.name)  # fmt: skip
     base = WORKLOADS["jpeg_64"]
-    yield replace(base, name="slowed_disk", about="jpeg_64 from a disk of 4 MB/s", make=throttled_jpegs, changes=base.name)
+    yield replace(
+        base,
+        name="slowed_disk",
+        about="jpeg_64 from a disk of 4 MB/s",
+        make=throttled_jpegs,
+        changes=base.name,
+    )
 
 
 VARIANTS = {workload.name: workload for workload in _variants()}

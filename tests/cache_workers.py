@@ -31,7 +31,9 @@ def pixels_of(i: int, change: int = 0) -> np.ndarray:
     return rng.integers(0, 256, (5 + i % 11, 300 + i % 13, 3), dtype=np.uint8)
 
 
-def cache_of(source: Source, budget_bytes: int = 1 << 22, max_side: int | None = None) -> PixelCache:
+def cache_of(
+    source: Source, budget_bytes: int = 1 << 22, max_side: int | None = None
+) -> PixelCache:
     """An empty cache in memory."""
     fd = memory("test", 0)
     cache.make_blank(fd, FACTS, len(source), budget_bytes)
@@ -40,7 +42,9 @@ def cache_of(source: Source, budget_bytes: int = 1 << 22, max_side: int | None =
 
 def over(file: MappedFile, source: Source, max_side: int | None = None) -> PixelCache:
     """What a run that begins now has of ``file``."""
-    return PixelCache(file, MappedFile(memory("checked", len(source)), writable=True), 0, source, max_side)
+    return PixelCache(
+        file, MappedFile(memory("checked", len(source)), writable=True), 0, source, max_side
+    )
 
 
 def put_all(kept: PixelCache, indices: Sequence[int]) -> None:
@@ -52,7 +56,9 @@ def put_all(kept: PixelCache, indices: Sequence[int]) -> None:
 
 def putting(kept: PixelCache, indices: Sequence[int]) -> BaseProcess:
     """A process that does so, started."""
-    process = multiprocessing.get_context("forkserver").Process(target=put_all, args=(kept, indices), daemon=True)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=put_all, args=(kept, indices), daemon=True
+    )
     process.start()
     return process
 

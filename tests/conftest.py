@@ -40,7 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On a GPU torch's warnings are no errors: which ones come depends on the card, the driver and torch's version."""
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.filterwarnings("default::UserWarning", "error::pytest.PytestWarning"))
+            item.add_marker(
+                pytest.mark.filterwarnings("default::UserWarning", "error::pytest.PytestWarning")
+            )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,7 +85,12 @@ def composed() -> Iterator[Callable[..., Config]]:
 @pytest.fixture
 def kept_globals() -> Iterator[None]:
     """Puts torch's thread count and all random states back after a run in this process."""
-    threads, python, numpy, generator = torch.get_num_threads(), random.getstate(), np.random.get_state(), torch.get_rng_state()
+    threads, python, numpy, generator = (
+        torch.get_num_threads(),
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+    )
     yield
     torch.set_num_threads(threads)
     random.setstate(python)
@@ -92,7 +99,9 @@ def kept_globals() -> Iterator[None]:
 
 
 @pytest.fixture
-def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+def write_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], None]]:
     """Writes a module into the current folder, as a user does who brings parts of their own, and forgets it afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -41,7 +41,10 @@ class MadeFeed:
         self.device, self.workers, self.batches, self.pinned = device, workers, batches, pinned
         self.batch_s = batch_s if callable(batch_s) else lambda k: batch_s
         self.in_flight = in_flight or 2 * workers
-        self.images, self.labels = torch.zeros(size, 3, 2, 2, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64)
+        self.images, self.labels = (
+            torch.zeros(size, 3, 2, 2, dtype=torch.uint8),
+            torch.zeros(size, dtype=torch.int64),
+        )
 
     def __len__(self) -> int:
         return self.batches
@@ -56,7 +59,11 @@ class MadeFeed:
                 ready_s.append(max(free_s, room_s) + self.batch_s(k))
             own.clock.sleep(ready_s[k] - own.now())
             taken_s.append(own.now())
-            yield (own.pin(self.images), own.pin(self.labels)) if self.pinned else (self.images, self.labels)
+            yield (
+                (own.pin(self.images), own.pin(self.labels))
+                if self.pinned
+                else (self.images, self.labels)
+            )
 
 
 @dataclass
@@ -89,13 +96,22 @@ class Loop:
     window: int = 10
     ahead: bool | None = None
     made_there: bool = False
-    settings: FeedSettings = field(default_factory=lambda: FeedSettings(SIZE, 8, True, 2, True, 120.0, "forkserver", PROCESSES))
+    settings: FeedSettings = field(
+        default_factory=lambda: FeedSettings(SIZE, 8, True, 2, True, 120.0, "forkserver", PROCESSES)
+    )
 
     def device(self) -> EmulatedDevice:
         """An emulated GPU on which a copy takes ``copy_s``."""
         per_s = SIZE * (12 + 8) / self.copy_s
         clock = VirtualClock(wake_s=0.05e-3)
-        return EmulatedDevice(clock, pinned_per_s=per_s, pageable_per_s=per_s, launch_s=20e-6, record_s=4e-6, wake_s=0.05e-3)
+        return EmulatedDevice(
+            clock,
+            pinned_per_s=per_s,
+            pageable_per_s=per_s,
+            launch_s=20e-6,
+            record_s=4e-6,
+            wake_s=0.05e-3,
+        )
 
     def run(self) -> Result:
         """Train, and judge."""
@@ -108,7 +124,14 @@ class Loop:
         workers = 1 if callable(self.loader_s) else 8
         batch_s = self.loader_s if callable(self.loader_s) else workers * self.loader_s
         epoch = self.epoch or self.steps
-        feed = MadeFeed(own, batch_s, workers=workers, in_flight=16, batches=epoch * self.parts, pinned=self.pinned)
+        feed = MadeFeed(
+            own,
+            batch_s,
+            workers=workers,
+            in_flight=16,
+            batches=epoch * self.parts,
+            pinned=self.pinned,
+        )
         feed.on_device = self.made_there  # type: ignore[attr-defined]
 
         def prepare(images: Tensor, batch: Any) -> Tensor:
@@ -129,7 +152,9 @@ class Loop:
         )  # fmt: skip
         return Result(own, total, judge(evidence), spans, SIZE * self.parts * (epoch - 1))
 
-    def _epoch(self, own: EmulatedDevice, clock: StepClock, batches: DataPrefetcher, steps: int) -> tuple[float, float]:
+    def _epoch(
+        self, own: EmulatedDevice, clock: StepClock, batches: DataPrefetcher, steps: int
+    ) -> tuple[float, float]:
         """One epoch; from the end of its first step on the device to that of its last."""
         clock.start_epoch()
         given, first_s = iter(batches), 0.0

@@ -28,7 +28,9 @@ LIMITS = Limits(cores=64.0, memory_bytes=10**12, shm_bytes=10**11, open_files=10
 def own(num_workers: int = 8) -> FeedSettings:
     """The user's settings."""
     prefetch = 2 if num_workers else None
-    return FeedSettings(SIZE, num_workers, True, prefetch, num_workers > 0, 120.0, "forkserver", PROCESSES)
+    return FeedSettings(
+        SIZE, num_workers, True, prefetch, num_workers > 0, 120.0, "forkserver", PROCESSES
+    )
 
 
 @dataclass
@@ -58,7 +60,9 @@ class Machine:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return train
 
-    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> WorkedFeed:
+    def probe(
+        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
+    ) -> WorkedFeed:
         return WorkedFeed(self, settings, gauge)
 
     def saw(self, batches: int) -> None: ...
@@ -72,9 +76,14 @@ class WorkedFeed:
 
     on_device, meter, worker_pids = False, None, ()
 
-    def __init__(self, machine: Machine, settings: FeedSettings, gauge: Gauge | None = None) -> None:
+    def __init__(
+        self, machine: Machine, settings: FeedSettings, gauge: Gauge | None = None
+    ) -> None:
         self.machine, self.settings, self.gauge = machine, settings, gauge
-        self.images, self.labels = torch.zeros(SIZE, 3, 2, 2, dtype=torch.uint8), torch.zeros(SIZE, dtype=torch.int64)
+        self.images, self.labels = (
+            torch.zeros(SIZE, 3, 2, 2, dtype=torch.uint8),
+            torch.zeros(SIZE, dtype=torch.int64),
+        )
         self.began_s, self.taken_s = list[float](), list[float]()
         self.counted: list[int] = []  # of each batch, samples that the gauge knows of
 
@@ -90,7 +99,10 @@ class WorkedFeed:
 
     def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
         device, workers = self.machine.device, self.settings.num_workers
-        self.opened_s, self.batch_s = device.now(), SIZE * max(self.machine.wall_s, max(1, workers) / self.machine.cap)
+        self.opened_s, self.batch_s = (
+            device.now(),
+            SIZE * max(self.machine.wall_s, max(1, workers) / self.machine.cap),
+        )
         while True:
             ready_s = self._ready(len(self.taken_s)) if workers else device.now() + self.batch_s
             if workers and ready_s - device.now() > poll_s:
@@ -110,7 +122,10 @@ class WorkedFeed:
 
     def _ready(self, k: int) -> float:
         """When batch ``k`` is made: its worker begins once it is through, and one of those in flight was taken."""
-        workers, in_flight = self.settings.num_workers, self.settings.num_workers * (self.settings.prefetch_factor or 1)
+        workers, in_flight = (
+            self.settings.num_workers,
+            self.settings.num_workers * (self.settings.prefetch_factor or 1),
+        )
         while len(self.began_s) <= k:
             n = len(self.began_s)
             free_s = self.began_s[n - workers] + self.batch_s if n >= workers else self.opened_s
@@ -127,14 +142,26 @@ class WorkedFeed:
             done = min(SIZE, max(0, int((now - self.began_s[k]) / self.batch_s * SIZE + 1e-9)))
             if self.gauge is not None and done > self.counted[k]:
                 more = done - self.counted[k]
-                self.gauge.add(k % self.settings.num_workers, self.batch_s / SIZE, 0.9 * self.machine.wall_s, more)
+                self.gauge.add(
+                    k % self.settings.num_workers,
+                    self.batch_s / SIZE,
+                    0.9 * self.machine.wall_s,
+                    more,
+                )
             self.counted[k] = max(done, self.counted[k])
 
 
 class Launching(nn.Module):
     """A network of one layer that launches the kernels of a large one; its first pass takes ``first_s`` more."""
 
-    def __init__(self, device: EmulatedDevice, device_s: float, launch_s: float, kernels: int, first_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        device: EmulatedDevice,
+        device_s: float,
+        launch_s: float,
+        kernels: int,
+        first_s: float = 0.0,
+    ) -> None:
         super().__init__()
         self.layer = nn.Linear(12, 10)
         self._device, self._cost, self._first_s = device, (device_s, launch_s, kernels), first_s
@@ -147,7 +174,9 @@ class Launching(nn.Module):
         return result
 
 
-def trials(device: EmulatedDevice, network: nn.Module, *, parts: int = 1, ahead: bool = True) -> tuple[Step, StepTrials]:
+def trials(
+    device: EmulatedDevice, network: nn.Module, *, parts: int = 1, ahead: bool = True
+) -> tuple[Step, StepTrials]:
     """The harness' own step on ``network``, of ``parts`` batches an update, and its trials; ``ahead``: with a prefetcher."""
     config, world = Config(), World(0, 1, 0, 1, device.device)
     config.data.image_size, config.loader.batch_size = 2, SIZE
@@ -155,5 +184,11 @@ def trials(device: EmulatedDevice, network: nn.Module, *, parts: int = 1, ahead:
     config.data.mean, config.data.std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
     optimizer = make_optimizer(network, config.optim)
     schedule = make_schedule(optimizer, config.schedule, 1, 100)
-    step = Step(TrainState(network, optimizer, schedule, make_scaler(config.trainer.precision, device.device)), config, world)
+    step = Step(
+        TrainState(
+            network, optimizer, schedule, make_scaler(config.trainer.precision, device.device)
+        ),
+        config,
+        world,
+    )
     return step, StepTrials(step, config, world)

@@ -95,7 +95,9 @@ class VirtualClock:
 
     def pass_on(self) -> None:
         """Wake the thread whose turn it is; the caller stops."""
-        ready = next((other for other in self._blocked if other.due() or other.until_s <= self._time_s), None)
+        ready = next(
+            (other for other in self._blocked if other.due() or other.until_s <= self._time_s), None
+        )
         if ready is None:
             ready = min(self._blocked, key=lambda other: other.until_s)
             assert ready.until_s < math.inf, "every thread of the virtual clock waits for another"
@@ -217,7 +219,9 @@ class _Copy:
 
 def _tensor(memory: np.ndarray, place: tuple[torch.dtype, int, Any, Any]) -> Tensor:
     """A tensor of a type, an offset, a shape and strides in ``memory``."""
-    return torch.empty(0, dtype=place[0]).set_(torch.from_numpy(memory).untyped_storage(), *place[1:])
+    return torch.empty(0, dtype=place[0]).set_(
+        torch.from_numpy(memory).untyped_storage(), *place[1:]
+    )
 
 
 def _digest(tensor: Tensor) -> int:
@@ -230,9 +234,13 @@ class Pool:
     def __init__(self, device: EmulatedDevice, rounded: Callable[[int], int]) -> None:
         self._device, self._rounded = device, rounded
         self._lock = threading.RLock()  # tensors end in any thread, in the middle of anything
-        self._free: list[tuple[int, Any, dict[Stream, float]]] = []  # size, owner and when streams have done with it
+        self._free: list[
+            tuple[int, Any, dict[Stream, float]]
+        ] = []  # size, owner and when streams have done with it
         self._used: dict[int, tuple[int, Any, dict[Stream, float]]] = {}  # by address
-        self._memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()  # by address
+        self._memory: weakref.WeakValueDictionary[int, np.ndarray] = (
+            weakref.WeakValueDictionary()
+        )  # by address
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
 
     def take(self, like: Tensor, owner: Any) -> Tensor:
@@ -240,7 +248,14 @@ class Pool:
         self._device.settle()
         size = self._rounded(max(1, like.nbytes))
         with self._lock:
-            found = next((block for block in self._free if block[:2] == (size, owner) and self._is_idle(block)), None)
+            found = next(
+                (
+                    block
+                    for block in self._free
+                    if block[:2] == (size, owner) and self._is_idle(block)
+                ),
+                None,
+            )
             if found:
                 self._free.remove(found)
             else:
@@ -270,7 +285,9 @@ class Pool:
 
     def release(self, wait: bool = False) -> None:
         if wait:
-            self._device.wait_until(max((at_s for block in self._free for at_s in block[2].values()), default=0.0))
+            self._device.wait_until(
+                max((at_s for block in self._free for at_s in block[2].values()), default=0.0)
+            )
         with self._lock:
             idle = [block for block in self._free if self._is_idle(block)]
             self._free = [block for block in self._free if block not in idle]
@@ -322,7 +339,13 @@ class EmulatedDevice(accelerator.Accelerator):
         self.clock = clock or WallClock()
         self.now, self.queue, self.start = self.clock.now, self.clock.queue, self.clock.start
         self.depth, self.pinned_per_s, self.pageable_per_s = depth, pinned_per_s, pageable_per_s
-        self.launch_s, self.record_s, self.mark_s, self.wake_s, self.total = launch_s, record_s, mark_s, wake_s, total
+        self.launch_s, self.record_s, self.mark_s, self.wake_s, self.total = (
+            launch_s,
+            record_s,
+            mark_s,
+            wake_s,
+            total,
+        )
         self.spun_s = self.slept_s = 0.0
         self.busy_s: list[tuple[float, float]] = []  # of kernels
         self._copies: list[_Copy] = []  # from page-locked memory, under way
@@ -352,7 +375,10 @@ class EmulatedDevice(accelerator.Accelerator):
 
     def launch(self, device_s: float, launch_s: float | None = None, kernels: int = 1) -> None:
         """Launch so many kernels, which take the device and the host so long together."""
-        stream, each_s = self.stream(), (kernels * self.launch_s if launch_s is None else launch_s) / kernels
+        stream, each_s = (
+            self.stream(),
+            (kernels * self.launch_s if launch_s is None else launch_s) / kernels,
+        )
         for _ in range(kernels):
             self.host(each_s)
             self.busy_s.append(stream.add(device_s / kernels))
@@ -400,7 +426,9 @@ class EmulatedDevice(accelerator.Accelerator):
         stream = self.stream()
         copied = self.memory_pool.take(tensor, stream).copy_(tensor)
         self.host(self.launch_s)
-        _, until_s = stream.add(tensor.nbytes / (self.pinned_per_s if is_pinned else self.pageable_per_s))
+        _, until_s = stream.add(
+            tensor.nbytes / (self.pinned_per_s if is_pinned else self.pageable_per_s)
+        )
         if is_pinned:
             self.pinned_pool.keep(tensor, stream)
             again = self.pinned_pool.again(tensor), self.memory_pool.again(copied)
@@ -410,7 +438,11 @@ class EmulatedDevice(accelerator.Accelerator):
         return copied
 
     def pin(self, tensor: Tensor) -> Tensor:
-        return tensor if self.pinned_pool.has(tensor) else self.pinned_pool.take(tensor, None).copy_(tensor)
+        return (
+            tensor
+            if self.pinned_pool.has(tensor)
+            else self.pinned_pool.take(tensor, None).copy_(tensor)
+        )
 
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
         self.memory_pool.keep(tensor, stream)
@@ -418,7 +450,9 @@ class EmulatedDevice(accelerator.Accelerator):
     def memory(self) -> accelerator.Memory:
         pool = self.memory_pool
         peaks = pool.peak_allocated, pool.peak_reserved
-        return accelerator.Memory(pool.allocated, pool.reserved, *peaks, self.total - pool.reserved, self.total)
+        return accelerator.Memory(
+            pool.allocated, pool.reserved, *peaks, self.total - pool.reserved, self.total
+        )
 
     def reset_peaks(self) -> None:
         pool = self.memory_pool
@@ -430,18 +464,31 @@ class EmulatedDevice(accelerator.Accelerator):
 
 
 @contextlib.contextmanager
-def emulated(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch | None = None) -> Iterator[EmulatedDevice]:
+def emulated(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch | None = None
+) -> Iterator[EmulatedDevice]:
     """A block in which ``device`` is the only GPU; with ``monkeypatch`` torch's own pinning goes to it too."""
     with accelerator.emulate(device):
         if monkeypatch is not None:
-            monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device_=None: device.pin(tensor))
+            monkeypatch.setattr(
+                torch.Tensor, "pin_memory", lambda tensor, device_=None: device.pin(tensor)
+            )
             for name in ("empty", "zeros"):
-                monkeypatch.setattr(torch, name, functools.partial(_made, device, getattr(torch, name)))
+                monkeypatch.setattr(
+                    torch, name, functools.partial(_made, device, getattr(torch, name))
+                )
             for name, fake in (("is_available", lambda: True), ("current_device_index", lambda: 0)):
                 monkeypatch.setattr(torch.accelerator, name, fake)
             monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
         yield device
 
 
-def _made(own: EmulatedDevice, make: Callable[..., Tensor], /, *args: Any, pin_memory: bool = False, **how: Any) -> Tensor:
+def _made(
+    own: EmulatedDevice,
+    make: Callable[..., Tensor],
+    /,
+    *args: Any,
+    pin_memory: bool = False,
+    **how: Any,
+) -> Tensor:
     return own.pin(make(*args, **how)) if pin_memory else make(*args, **how)

@@ -108,7 +108,10 @@ def describe_worker(answer: Connection, module: str) -> None:
     """Send what a worker is like once it has entered, and whether ``module`` was there before."""
     preloaded = module in sys.modules
     workers.enter_worker()
-    handlers = {number.name: signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number.name: signal.getsignal(number) == signal.SIG_IGN
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     names = [thread.name for thread in threading.enumerate()]
     answer.send(json.dumps({"preloaded": preloaded, "deaf": handlers, "threads": names}))
 
@@ -126,7 +129,14 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
         world.barrier()
         world.copy_from_first([copied])
         found = {
-            "world": [world.rank, world.size, world.local_rank, world.local_size, str(world.device), world.is_main],
+            "world": [
+                world.rank,
+                world.size,
+                world.local_rank,
+                world.local_size,
+                str(world.device),
+                world.is_main,
+            ],
             "total": world.total(values).tolist(),
             "own": values.tolist(),
             "copied": copied.tolist(),
@@ -174,7 +184,9 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
     config, folder, broken = job
     with joined(local_rank, config) as world:
         torch.manual_seed(0)
-        network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5))
+        network = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)
+        )
         optimizer = make_optimizer(network, config.optim)
         state = TrainState(
             network,
@@ -184,7 +196,9 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
         )
         step = Step(state, config, world)
         steps = 0
-        batch = HostBatch(torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.arange(4), torch.arange(4))
+        batch = HostBatch(
+            torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.arange(4), torch.arange(4)
+        )
 
         class Endless:
             on_device = False
@@ -212,6 +226,14 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
             except LoaderError as raised:
                 error = str(raised)
         after = (*network.parameters(), *network.buffers())
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and state.step == 0
-    found = {"same": same, "steps": steps, "demand": len(demand.seconds), "measured": measured, "error": error}
+        same = (
+            all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and state.step == 0
+        )
+    found = {
+        "same": same,
+        "steps": steps,
+        "demand": len(demand.seconds),
+        "measured": measured,
+        "error": error,
+    }
     (folder / f"{local_rank}.json").write_text(json.dumps(found))

@@ -25,7 +25,11 @@ def settings(resume: str | None = "auto") -> Config:
     """Of a run of seven steps that is saved after each second one, and evaluated at its end."""
     config = Config(device="cpu", resume=resume)
     config.data.name, config.data.image_size, config.run.name = "digits", 32, "x"
-    config.loader.num_workers, config.loader.batch_size, config.loader.start_method = 0, 200, StartMethod.spawn
+    config.loader.num_workers, config.loader.batch_size, config.loader.start_method = (
+        0,
+        200,
+        StartMethod.spawn,
+    )
     config.trainer.epochs, config.trainer.num_threads = 1, 1
     config.checkpoint.every_steps, config.watch.window_steps, config.watch.tensorboard = 2, 3, False
     return config

@@ -18,7 +18,9 @@ MOST = 500
 
 def save(folder: Path, step: int, top1: float | None = None) -> None:
     """Save a small state, which holds its step."""
-    saver.save(folder, {"w": torch.full((5000,), float(step))}, step=step, epoch=1, top1=top1, keep_last=2)
+    saver.save(
+        folder, {"w": torch.full((5000,), float(step))}, step=step, epoch=1, top1=top1, keep_last=2
+    )
 
 
 def killed_at(number: int, folder: Path, step: int) -> bool:

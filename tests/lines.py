@@ -34,7 +34,9 @@ class Lines:
         found = {}
         for file, seen in self._seen.items():
             text = Path(file).read_text().splitlines()
-            found[Path(file).name] = {text[span[0] - 1].strip() for span in _statements(file) if not seen & set(span)}
+            found[Path(file).name] = {
+                text[span[0] - 1].strip() for span in _statements(file) if not seen & set(span)
+            }
         return found
 
     def _called(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -52,9 +54,22 @@ class Lines:
 
 def _statements(file: str) -> Iterator[range]:
     """The lines of each statement in a function; of one that holds others, those before them."""
-    functions = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.FunctionDef))
-    for node in (node for function in functions for body in function.body for node in ast.walk(body)):
+    functions = (
+        node
+        for node in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    )
+    for node in (
+        node for function in functions for body in function.body for node in ast.walk(body)
+    ):
         told = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.stmt) and not told and not isinstance(node, ast.Try | ast.FunctionDef):
+        if (
+            isinstance(node, ast.stmt)
+            and not told
+            and not isinstance(node, ast.Try | ast.FunctionDef)
+        ):
             inner = getattr(node, "body", None)
-            yield range(node.lineno, max(node.lineno, inner[0].lineno - 1 if inner else node.end_lineno or 0) + 1)
+            yield range(
+                node.lineno,
+                max(node.lineno, inner[0].lineno - 1 if inner else node.end_lineno or 0) + 1,
+            )

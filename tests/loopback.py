@@ -72,6 +72,11 @@ def files(contents: Mapping[str, bytes]) -> Answer:
         elif (start := int(wanted[1])) >= len(body):
             reply(handler, 416)
         else:
-            reply(handler, 206, body[start:], Content_Range=f"bytes {start}-{len(body) - 1}/{len(body)}")
+            reply(
+                handler,
+                206,
+                body[start:],
+                Content_Range=f"bytes {start}-{len(body) - 1}/{len(body)}",
+            )
 
     return answer

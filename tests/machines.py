@@ -57,7 +57,9 @@ class Machine:
     def loaded(self, s: FeedSettings) -> float:
         speed = self.form_speed[s.backend]
         most = min(self.ceiling, self.form_ceiling.get(s.backend, math.inf))
-        return min(max(1, s.num_workers) * speed / self.wall_s, self.cores * speed / self.cpu_s, most)
+        return min(
+            max(1, s.num_workers) * speed / self.wall_s, self.cores * speed / self.cpu_s, most
+        )
 
     def steps(self, s: FeedSettings) -> float:
         """Images/s of the step beside a feed of ``s`` that it never waits for."""
@@ -67,16 +69,26 @@ class Machine:
         speed = self.form_speed[s.backend]
         if s.num_workers == 0:
             return 1 / (1 / self.demand + 1 / self.loaded(s))
-        return min(self.steps(s), self.supply(s), self.cores / (self.cpu_s / speed + self.receive_s + self.step_cpu_s))
+        return min(
+            self.steps(s),
+            self.supply(s),
+            self.cores / (self.cpu_s / speed + self.receive_s + self.step_cpu_s),
+        )
 
     def answer(self, ask: Ask) -> Trial:
         self.asked.append(ask)
         steps = ask.kind == "steps"
         if self.broken(ask.settings):
-            return Trial(ask.settings, "steps" if steps else "supply", seconds=1.0, refused="a worker died")
+            return Trial(
+                ask.settings, "steps" if steps else "supply", seconds=1.0, refused="a worker died"
+            )
         exact = self.delivered(ask.settings) if steps else self.supply(ask.settings)
         rate = exact * self.random.gauss(1.0, self.noise)
-        slowed = max(1.0, ask.settings.num_workers / self.wall_s / self.loaded(ask.settings)) if ask.settings.num_workers else 1
+        slowed = (
+            max(1.0, ask.settings.num_workers / self.wall_s / self.loaded(ask.settings))
+            if ask.settings.num_workers
+            else 1
+        )
         speed = self.form_speed[ask.settings.backend]
         wall_s = self.wall_s / speed * slowed
         cost = SampleCost(wall_s, self.cpu_s / speed, self.variation, self.receive_s)
@@ -106,7 +118,9 @@ def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[
         ask = next(policy)
         for _ in range(60):
             refused = fits and fits(ask.settings)
-            ask = policy.send(Trial(ask.settings, "supply", refused=refused) if refused else machine.answer(ask))
+            ask = policy.send(
+                Trial(ask.settings, "supply", refused=refused) if refused else machine.answer(ask)
+            )
     except StopIteration as end:
         choice: Choice = end.value
         return choice

@@ -25,7 +25,14 @@ class Hand:
         self.now += seconds
 
 
-def one_step(clock: StepClock, hand: Hand, wait_s: float, compute_s: float, rest_s: float = 0.0, images: int = 4) -> None:
+def one_step(
+    clock: StepClock,
+    hand: Hand,
+    wait_s: float,
+    compute_s: float,
+    rest_s: float = 0.0,
+    images: int = 4,
+) -> None:
     with clock.waiting():
         hand.pass_(wait_s)
     with clock.computing():
@@ -82,7 +89,9 @@ class Event:
     def record(self, stream: Any = None) -> None:
         assert stream in (COMPUTE, IDLE)
         gpu = self.gpu
-        self.pass_at(gpu.host + gpu.mark_late_s if stream == IDLE else max(gpu.compute_until, gpu.host))
+        self.pass_at(
+            gpu.host + gpu.mark_late_s if stream == IDLE else max(gpu.compute_until, gpu.host)
+        )
 
     def pass_at(self, host_s: float) -> None:
         self.at, self.stamp = host_s, host_s * self.gpu.rate + self.gpu.jumped_s

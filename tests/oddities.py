@@ -52,7 +52,9 @@ SPECIAL: dict[str, Plant] = {
 }
 special = pytest.mark.parametrize("plant", SPECIAL.values(), ids=SPECIAL.keys())
 every = pytest.mark.parametrize(
-    "plant", [*map(_content, CONTENTS.values()), *SPECIAL.values()], ids=[*CONTENTS.keys(), *SPECIAL.keys()]
+    "plant",
+    [*map(_content, CONTENTS.values()), *SPECIAL.values()],
+    ids=[*CONTENTS.keys(), *SPECIAL.keys()],
 )
 
 
@@ -69,4 +71,6 @@ def untouched(path: Path) -> bool:
     """Whether what a planted link leads to, or a planted folder held, is still there."""
     there = elsewhere(path)
     folders = [found for found in path.parent.glob(f"{path.name}*") if found.is_dir()]
-    return (not there.exists() or there.read_text() == SECRET) and all((found / "mine").exists() for found in folders)
+    return (not there.exists() or there.read_text() == SECRET) and all(
+        (found / "mine").exists() for found in folders
+    )

@@ -12,4 +12,6 @@ def photograph(name: str) -> Image.Image:
     """One of ``NAMES``, in mode RGB."""
     spec = find_spec("sklearn")
     assert spec is not None and spec.origin is not None
-    return Image.open(Path(spec.origin).parent / "datasets" / "images" / f"{name}.jpg").convert("RGB")
+    return Image.open(Path(spec.origin).parent / "datasets" / "images" / f"{name}.jpg").convert(
+        "RGB"
+    )

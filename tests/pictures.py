@@ -9,11 +9,15 @@ from torchvision.transforms.v2 import functional
 from harness.feed.interface import HostBatch
 
 
-def pictures(count: int, height: int, width: int, layout: torch.memory_format = torch.channels_last) -> Tensor:
+def pictures(
+    count: int, height: int, width: int, layout: torch.memory_format = torch.channels_last
+) -> Tensor:
     """Smooth colours with noise, the first one grey and the second one of a single colour."""
     generator = torch.Generator().manual_seed(height)
     coarse = 255 * torch.rand(count, 3, 5, 5, generator=generator)
-    images = functional.resize(coarse, [height, width]) + 9 * torch.randn(count, 3, height, width, generator=generator)
+    images = functional.resize(coarse, [height, width]) + 9 * torch.randn(
+        count, 3, height, width, generator=generator
+    )
     images[:1], images[1:2] = images[:1, :1], 77.0
     return images.clamp(0, 255).to(torch.uint8).contiguous(memory_format=layout)
 

@@ -43,14 +43,18 @@ def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
     """A rank of two, of which the one that ``size`` chooses has a slow disk; the steps are real."""
     run, size = job
     slow = local_rank == int(size) % 2
-    with patch("harness.data.datasets.load", lambda *_: images(SlowDisk(size / 1e3) if slow else Memory())):
+    with patch(
+        "harness.data.datasets.load", lambda *_: images(SlowDisk(size / 1e3) if slow else Memory())
+    ):
         main_worker(local_rank, run)
 
 
 def here(plant: Plant, size: float, job: Job) -> None:
     """A run in this process; other programs on this machine go unseen, but for those that are planted."""
     seen = (
-        contextlib.nullcontext() if plant.bottleneck == "neighbours" else patch("harness.watch.verdict.taken", lambda _: None)
+        contextlib.nullcontext()
+        if plant.bottleneck == "neighbours"
+        else patch("harness.watch.verdict.taken", lambda _: None)
     )
     with seen, plant.act(size):
         main_worker(0, job)
@@ -64,9 +68,23 @@ def in_ranks(plant: Plant, size: float, job: Job) -> None:
 def in_group(plant: Plant, size: float, job: Job) -> None:
     """A run in a new process in a control group of its own; skips the test where none may be made."""
     with plant.group(size) as group:
-        command = [sys.executable, __file__, "--only", plant.name, "--size", str(size), "--folder", str(job.folder)]
-        env = os.environ | {acts.GROUP: str(group), "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+        command = [
+            sys.executable,
+            __file__,
+            "--only",
+            plant.name,
+            "--size",
+            str(size),
+            "--folder",
+            str(job.folder),
+        ]
+        env = os.environ | {
+            acts.GROUP: str(group),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
+        }
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=110, check=False
+        )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -123,7 +141,9 @@ class Plant:
     unit: str
     overrides: tuple[str, ...] = ()
     start: Callable[[Plant, float, Job], None] = here
-    group: Callable[[float], AbstractContextManager[Path]] = lambda size: contextlib.nullcontext(Path())
+    group: Callable[[float], AbstractContextManager[Path]] = lambda size: contextlib.nullcontext(
+        Path()
+    )
 
     def draw(self, rng: random.Random) -> float:
         """A size, evenly on a logarithmic scale."""
@@ -143,13 +163,18 @@ def composed(*overrides: str) -> Config:
         "data.name=planted", f"data.image_size={SIDE}", "device=cpu", f"loader.batch_size={BATCH}", "loader.num_workers=2",
         "trainer.epochs=1", "trainer.max_steps=50", "checkpoint.enabled=false", "watch.sample_s=0.2",
     )  # fmt: skip
-    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist([*common, *overrides]))
+    merged = OmegaConf.merge(
+        OmegaConf.structured(Config), OmegaConf.from_dotlist([*common, *overrides])
+    )
     assert isinstance(merged, DictConfig)
     return schema.load(merged)
 
 
 FEW = "trainer.max_steps=25"
-SMALL = ("trainer.max_steps=400", "loader.val.num_workers=0")  # validation's workers would need memory of their own
+SMALL = (
+    "trainer.max_steps=400",
+    "loader.val.num_workers=0",
+)  # validation's workers would need memory of their own
 ONE = ("loader.num_workers=1",)
 LONG = ("loader.num_workers=0", "trainer.max_steps=15")
 TWO_RANKS = (*ONE, "dist.name=spawn", "dist.nprocs=2", FEW)
@@ -180,10 +205,14 @@ PLANTS = (
 
 def main(argv: list[str] | None = None) -> None:
     """Plant what is asked for, and show, or write, what the runs said."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="the plants whose names hold this; all if not given")
     parser.add_argument("--runs", type=int, default=1, help="runs of each")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="of the sizes")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(2**32), help="of the sizes"
+    )
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/planted.md")
     parser.add_argument("--size", type=float, help="of the plant, instead of one that is drawn")
     parser.add_argument("--folder", type=Path, help="of the one run, which is started right here")
@@ -213,7 +242,10 @@ def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
                 skipped = str(error)
         if said and said[-1]["bottleneck"] != plant.bottleneck:
             print(f"{plant.name}, {size:.3g} {plant.unit}: {said[-1]}", file=sys.stderr, flush=True)
-    right = sum(verdict["bottleneck"] == plant.bottleneck and plant.said in verdict["sentence"] for verdict in said)
+    right = sum(
+        verdict["bottleneck"] == plant.bottleneck and plant.said in verdict["sentence"]
+        for verdict in said
+    )
     span = f"{plant.low:g} to {plant.high:g}" if plant.high > plant.low else f"{plant.low:g}"
     return {
         "planted": plant.name,

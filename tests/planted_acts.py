@@ -18,7 +18,20 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from planted_data import BATCH, SIDE, Blur, ColdFolder, Encoded, Huge, Memory, Paced, SlowDisk, SlowToCollate, images, splits
+from planted_data import (
+    BATCH,
+    SIDE,
+    Blur,
+    ColdFolder,
+    Encoded,
+    Huge,
+    Memory,
+    Paced,
+    SlowDisk,
+    SlowToCollate,
+    images,
+    splits,
+)
 
 from harness.data.datasets import Splits
 from harness.data.transforms import TrainTransform
@@ -52,15 +65,23 @@ GROUP = "PLANTED_GROUP"  # the environment variable that names a run's control g
 def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[None]:
     """Let every step of a run be ``act``, on a device that normalises its batches itself, and train on ``data``."""
 
-    def step(self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1) -> None:
+    def step(
+        self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1
+    ) -> None:
         act()
         self._losses.append(torch.zeros(()))
         self.state.step += 1
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Step, "__call__", step))
-        stack.enter_context(patch.object(Normalise, "__call__", lambda self, images: images[:, :, :SIDE, :SIDE].float()))
-        stack.enter_context(patch("harness.data.datasets.load", lambda *_: data or images(Memory())))
+        stack.enter_context(
+            patch.object(
+                Normalise, "__call__", lambda self, images: images[:, :, :SIDE, :SIDE].float()
+            )
+        )
+        stack.enter_context(
+            patch("harness.data.datasets.load", lambda *_: data or images(Memory()))
+        )
         yield
 
 
@@ -70,7 +91,9 @@ def sleeping(step_s: float, data: Splits | None = None) -> AbstractContextManage
 
 
 @contextmanager
-def asynchronous(act: Callable[[EmulatedStream], object], data: Splits | None = None) -> Iterator[None]:
+def asynchronous(
+    act: Callable[[EmulatedStream], object], data: Splits | None = None
+) -> Iterator[None]:
     """Steps on a device that runs beside the host, by its own clock: ``act`` gives it its orders."""
     device, idle, read = EmulatedStream("device"), EmulatedStream("idle"), Step.read
     clock = StepClock("cpu", events=Events(EmulatedEvent, lambda: device, idle, device.sleep))
@@ -206,12 +229,22 @@ def tiny_memory(size: float) -> Iterator[None]:
         one_step(self, *args)
         if self.state.step == 5:
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.usage_in_bytes").read_text()) - int(stat["total_cache"]) + int(stat["total_shmem"])
-            (group / "memory.limit_in_bytes").write_text(str(used + round((OWN_MB + size * FILES * FILE_MB) * 2**20)))
+            used = (
+                int((group / "memory.usage_in_bytes").read_text())
+                - int(stat["total_cache"])
+                + int(stat["total_shmem"])
+            )
+            (group / "memory.limit_in_bytes").write_text(
+                str(used + round((OWN_MB + size * FILES * FILE_MB) * 2**20))
+            )
         elif self.state.step == self.config.trainer.max_steps:
             (group / "memory.limit_in_bytes").write_text("-1")
 
-    with files(FILE_MB, FILES, cold=False) as data, patch.object(Engine, "_one_step", squeezing), sleeping(0.002, data):
+    with (
+        files(FILE_MB, FILES, cold=False) as data,
+        patch.object(Engine, "_one_step", squeezing),
+        sleeping(0.002, data),
+    ):
         yield
 
 
@@ -228,7 +261,9 @@ def burning(cores: float) -> Iterator[None]:
     with ExitStack() as stack:
         for _ in range(count):
             command = [sys.executable, "-c", ORPHAN, sys.executable, "-c", BURN, str(cores / count)]
-            started = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+            started = subprocess.run(
+                command, check=True, capture_output=True, text=True, timeout=30
+            )
             stack.callback(os.kill, int(started.stdout), signal.SIGKILL)
         yield
 

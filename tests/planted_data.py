@@ -29,7 +29,12 @@ class Memory(ArraySource):
     """Images in memory."""
 
     def __init__(self, count: int = IMAGES) -> None:
-        super().__init__(np.zeros((count, SIDE, SIDE, 3), np.uint8), np.zeros(count, np.int64), ["a", "b"], "planted")
+        super().__init__(
+            np.zeros((count, SIDE, SIDE, 3), np.uint8),
+            np.zeros(count, np.int64),
+            ["a", "b"],
+            "planted",
+        )
 
 
 class SlowDisk(Memory):
@@ -110,7 +115,9 @@ class Blur:
         self.before, self.blur_s = before, blur_s
         self.stages = (*before.stages, "blur")
 
-    def __call__(self, image: Pixels, rng: random.Random, out: np.ndarray, lap: Lap | None = None) -> None:
+    def __call__(
+        self, image: Pixels, rng: random.Random, out: np.ndarray, lap: Lap | None = None
+    ) -> None:
         self.before(image, rng, out, lap)
         time.sleep(self.blur_s)
         if lap is not None:

@@ -26,11 +26,24 @@ def workers(num_workers: int) -> FeedSettings:
 
 
 def trial(
-    num_workers: int, measured: Rate | None, kind: Literal["supply", "steps"] = "supply", refused: str | None = None
+    num_workers: int,
+    measured: Rate | None,
+    kind: Literal["supply", "steps"] = "supply",
+    refused: str | None = None,
 ) -> Trial:
     """A trial of ``workers(num_workers)``."""
     cost = SampleCost(0.004, 0.003, 0.5) if measured else None
-    return Trial(workers(num_workers), kind, measured, 4096, 1.5, 0.1 if kind == "steps" else None, cost, 10**8, refused)
+    return Trial(
+        workers(num_workers),
+        kind,
+        measured,
+        4096,
+        1.5,
+        0.1 if kind == "steps" else None,
+        cost,
+        10**8,
+        refused,
+    )
 
 
 def report(num_workers: int = 3, **changes: Any) -> TuningReport:

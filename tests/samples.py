@@ -38,7 +38,9 @@ class Noise:
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
         """Write one sample into ``out`` and return its label."""
         rng = SampleRng(0, epoch, index)
-        out[:] = np.array([rng.randrange(256) for _ in range(out.size)], np.uint8).reshape(out.shape)
+        out[:] = np.array([rng.randrange(256) for _ in range(out.size)], np.uint8).reshape(
+            out.shape
+        )
         return index % 10
 
 
@@ -174,7 +176,10 @@ def start_server() -> None:
 
 def at_work() -> list[BaseProcess | threading.Thread]:
     """The worker processes and threads of feeds that are still there."""
-    return [*multiprocessing.active_children(), *(t for t in threading.enumerate() if t.name.startswith("feed-"))]
+    return [
+        *multiprocessing.active_children(),
+        *(t for t in threading.enumerate() if t.name.startswith("feed-")),
+    ]
 
 
 def comes_true(condition: Callable[[], bool], within_s: float = 30.0) -> bool:
@@ -196,7 +201,9 @@ def assert_same(batches: Sequence[HostBatch], expected: Sequence[HostBatch]) -> 
 def left_behind() -> list[str]:
     """Worker processes and shared memory of this process that are still there."""
     gc.collect()
-    held = [os.readlink(path) for path in Path(f"/proc/{os.getpid()}/fd").iterdir() if path.is_symlink()]
+    held = [
+        os.readlink(path) for path in Path(f"/proc/{os.getpid()}/fd").iterdir() if path.is_symlink()
+    ]
     segments = [target for target in held if target.startswith("/dev/shm/torch_")]
     named = [str(path) for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
     return [*map(str, multiprocessing.active_children()), *segments, *named]

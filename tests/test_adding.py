@@ -29,7 +29,13 @@ PAGE = (Path(__file__).parents[1] / "docs" / "adding.md").read_text(encoding="ut
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 COMMANDS = re.findall(r"```sh\npython train.py (.*?)\n```", PAGE, re.S)
 DATASET = ("data=own", "data.name=my_dataset:open_splits", "data.root=photos", "data.image_size=32")
-FEW = ("device=cpu", "loader.batch_size=4", "trainer.max_steps=4", "trainer.epochs=2", "schedule.warmup_epochs=0")
+FEW = (
+    "device=cpu",
+    "loader.batch_size=4",
+    "trainer.max_steps=4",
+    "trainer.epochs=2",
+    "schedule.warmup_epochs=0",
+)
 
 pytestmark = pytest.mark.usefixtures("kept_globals")
 
@@ -46,7 +52,9 @@ def examples(write_module: Write, tmp_path: Path) -> None:
             folder = tmp_path / "photos" / part / name
             folder.mkdir(parents=True)
             for i in range(count):
-                Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+                Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(
+                    folder / f"{i}.png"
+                )
                 lines.append(f"{part}/{name}/{i}.png,{name}\n")
         (tmp_path / "photos" / f"{part}.csv").write_text("".join(lines))
 
@@ -62,7 +70,9 @@ def run(config: Config, folder: Path, *typed: str) -> dict[str, Any]:
 def weights(folder: Path) -> str:
     """A digest of a run's weights."""
     state = checkpoint.read(folder)[1]["model"]
-    return hashlib.sha256(b"".join(key.encode() + state[key].numpy().tobytes() for key in sorted(state))).hexdigest()
+    return hashlib.sha256(
+        b"".join(key.encode() + state[key].numpy().tobytes() for key in sorted(state))
+    ).hexdigest()
 
 
 def test_the_examples_are_short() -> None:
@@ -82,13 +92,21 @@ def test_every_example_trains(composed: Composed, tmp_path: Path, command: str) 
 @pytest.mark.usefixtures("examples")
 def test_a_run_goes_on_and_is_evaluated(composed: Composed, tmp_path: Path) -> None:
     """With a network and a data set of the user's: evaluation asks for their names, and takes all else from the checkpoint."""
-    typed = (*DATASET, *FEW[:2], "model.name=my_model:build", "trainer.epochs=1", "schedule.warmup_epochs=0")
+    typed = (
+        *DATASET,
+        *FEW[:2],
+        "model.name=my_model:build",
+        "trainer.epochs=1",
+        "schedule.warmup_epochs=0",
+    )
     first = run(composed(*typed), tmp_path / "run", *typed)
     again = ("mode=evaluate", "resume=run", *FEW[:2])
     named = ("data.name=my_dataset:open_splits", "model.name=my_model:build")
     for left_out in (0, 1):
         given = (*again, named[1 - left_out])
-        with pytest.raises(CheckpointError, match=f"needs code of yours; add {named[left_out]} if you trust it"):
+        with pytest.raises(
+            CheckpointError, match=f"needs code of yours; add {named[left_out]} if you trust it"
+        ):
             run(composed(*given), tmp_path / "refused", *given)
     again = (*again, *named)
     evaluated = run(composed(*again), tmp_path / "evaluated", *again)
@@ -132,7 +150,10 @@ def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
-        (("loader.backend=threads",), "^loader.backend=threads: my_dataset:open_splits gives a Dataset, whose random numbers"),
+        (
+            ("loader.backend=threads",),
+            "^loader.backend=threads: my_dataset:open_splits gives a Dataset, whose random numbers",
+        ),
         (("mode=diagnose",), "^mode=diagnose: cannot look into a Dataset of your own"),
     ],
     ids=["threads", "diagnose"],
@@ -147,5 +168,7 @@ def test_what_a_dataset_cannot_do_is_refused(
 
 def test_data_own_asks_for_a_name(composed: Composed) -> None:
     """Where the function is not named, the line says how to."""
-    with pytest.raises(ConfigError, match="^data=own: name the function .*: data.name=my_module:open_splits$"):
+    with pytest.raises(
+        ConfigError, match="^data=own: name the function .*: data.name=my_module:open_splits$"
+    ):
         composed("data=own")

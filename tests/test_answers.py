@@ -90,7 +90,10 @@ def test_of_many_choices_the_nearest_are_named() -> None:
     """A list of 80 networks is no answer: three of them and those that may be meant are."""
     options = [f"net{i}" for i in range(20)]
     said = answers._no_choice("model", "net_19", options)
-    assert said == "model=net_19: no such choice; there are 20, such as net0, net1, net2; did you mean net19, net9, net1?"
+    assert (
+        said
+        == "model=net_19: no such choice; there are 20, such as net0, net1, net2; did you mean net19, net9, net1?"
+    )
 
 
 @pytest.mark.parametrize("name", ["vit_b_16", "efficientnet_b0", "resnet34", "resnet50", "small"])
@@ -119,7 +122,15 @@ def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "flags",
-    [["--multirun"], ["-m"], ["--cfg", "job"], ["--multi"], ["--config-path", "/x"], ["-cn", "x"], ["--help"]],
+    [
+        ["--multirun"],
+        ["-m"],
+        ["--cfg", "job"],
+        ["--multi"],
+        ["--config-path", "/x"],
+        ["-cn", "x"],
+        ["--help"],
+    ],
     ids=" ".join,
 )
 def test_flags_of_hydra_pass(flags: list[str]) -> None:
@@ -131,21 +142,30 @@ def test_flags_of_hydra_pass(flags: list[str]) -> None:
     ("typed", "text"),
     [
         ("resume=nowhere", "nowhere: no such checkpoint"),
-        ("model.weights=default", "model.weights=default: no such file; use null, DEFAULT or a path"),
+        (
+            "model.weights=default",
+            "model.weights=default: no such file; use null, DEFAULT or a path",
+        ),
     ],
 )
-def test_files_that_are_not_there_are_refused_at_once(composed: Composed, typed: str, text: str) -> None:
+def test_files_that_are_not_there_are_refused_at_once(
+    composed: Composed, typed: str, text: str
+) -> None:
     """A checkpoint or weights that are not there end the run before torch is imported."""
     with pytest.raises(CheckpointError, match=f"^{text}$"):
         job.check(composed(typed))
 
 
-def test_weights_that_a_resumed_run_does_not_read_may_be_gone(composed: Composed, tmp_path: Path) -> None:
+def test_weights_that_a_resumed_run_does_not_read_may_be_gone(
+    composed: Composed, tmp_path: Path
+) -> None:
     """A run that goes on takes its weights from its checkpoint."""
     job.check(composed(f"resume={tmp_path}", "model.weights=gone.pt"))
 
 
-def test_a_name_of_a_layout_unknown_here_is_left_to_torchvision(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_a_layout_unknown_here_is_left_to_torchvision(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where torchvision's names cannot be read from its source, none is refused early."""
     monkeypatch.setattr(schema, "classifiers", list)
     job.check(composed("model.name=resnet51"))
@@ -161,7 +181,10 @@ def ran(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("typed", ["model.name=resnet51", "data.name=cifar11", "model.weights=nope", "resume=nope", "--lr 1"])
+@pytest.mark.parametrize(
+    "typed",
+    ["model.name=resnet51", "data.name=cifar11", "model.weights=nope", "resume=nope", "--lr 1"],
+)
 def test_a_wrong_name_costs_neither_torch_nor_a_folder(tmp_path: Path, typed: str) -> None:
     """Names are checked before torch is imported and before the run's folder is made."""
     done = ran(tmp_path, *typed.split())

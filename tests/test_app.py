@@ -15,7 +15,13 @@ from harness import __version__, app
 
 ROOT = Path(__file__).parents[1]
 # Nothing that matters to the installation; every test of it uses the same few steps.
-SMALL = ("data=digits", "trainer.epochs=1", "trainer.max_steps=3", "loader.num_workers=1", "device=cpu")
+SMALL = (
+    "data=digits",
+    "trainer.epochs=1",
+    "trainer.max_steps=3",
+    "loader.num_workers=1",
+    "device=cpu",
+)
 
 MINE = """
 import torch
@@ -41,7 +47,12 @@ def build(num_classes):
 def done(cwd: Path, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A whole command, which succeeds and prints no error."""
     found = subprocess.run(
-        list(map(str, command)), cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
+        list(map(str, command)),
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert (found.returncode, found.stderr) == (0, ""), found.stderr + found.stdout
     return found
@@ -80,15 +91,23 @@ def test_the_front_door_is_light() -> None:
 @pytest.mark.parametrize("command", [("train.py",), ("-m", "harness")], ids=["script", "module"])
 def test_the_command_says_its_version(command: tuple[str, ...]) -> None:
     """It is the project's, not Hydra's."""
-    assert done(ROOT, sys.executable, *command, "--version").stdout.startswith(f"wellfed {__version__}, torch ")
+    assert done(ROOT, sys.executable, *command, "--version").stdout.startswith(
+        f"wellfed {__version__}, torch "
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        pytest.param(["--config-path", "here"], ["--config-path={cwd}/here"], id="in the current folder"),
-        pytest.param(["-cp=here", "a=1"], ["--config-path={cwd}/here", "a=1"], id="by its short name"),
-        pytest.param(["--config-path", "conf"], ["--config-path={root}/conf"], id="beside train.py"),
+        pytest.param(
+            ["--config-path", "here"], ["--config-path={cwd}/here"], id="in the current folder"
+        ),
+        pytest.param(
+            ["-cp=here", "a=1"], ["--config-path={cwd}/here", "a=1"], id="by its short name"
+        ),
+        pytest.param(
+            ["--config-path", "conf"], ["--config-path={root}/conf"], id="beside train.py"
+        ),
         pytest.param(["--config-path", "/x"], ["--config-path=/x"], id="absolute"),
         pytest.param(["-m", "a=1"], ["-m", "a=1"], id="none"),
     ],
@@ -106,7 +125,9 @@ def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path: Path) -> None:
     """Exit code 2, and nothing but the line on standard error."""
     (tmp_path / "mine.py").write_text("def build(num_classes):\n    return num_classes / 0\n")
     command = (sys.executable, ROOT / "train.py", *SMALL, "model.name=mine:build")
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
     said = "error: model.name=mine:build: failed with ZeroDivisionError: division by zero (mine.py:2)\n"
     assert (found.returncode, found.stderr) == (2, said)
 
@@ -131,12 +152,17 @@ class TestInstalled:
         shown = done(tmp_path, sys.executable, "-c", code, **here).stdout
         assert shown == f"{ROOT}/harness/__init__.py harness.watch.clock\n"
         assert not (target / "harness").exists()
-        assert "loader.num_workers=" in done(tmp_path, target / "bin" / "wellfed", "--help", **here).stdout
+        assert (
+            "loader.num_workers="
+            in done(tmp_path, target / "bin" / "wellfed", "--help", **here).stdout
+        )
 
     def test_the_wheel_is_all_that_a_user_needs(self, wheel: Path, tmp_path: Path) -> None:
         """Version, help, a run, its settings again, a sweep, a page and a comparison, with nothing of the checkout."""
         command, here = wheel / "bin" / "wellfed", {"PYTHONPATH": str(wheel)}
-        assert done(tmp_path, command, "--version", **here).stdout.startswith(f"wellfed {__version__}, torch ")
+        assert done(tmp_path, command, "--version", **here).stdout.startswith(
+            f"wellfed {__version__}, torch "
+        )
         assert "loader.num_workers=" in done(tmp_path, command, "--help", **here).stdout
         said = done(tmp_path, command, *SMALL, "run.name=first", **here).stdout
         assert "run folder     outputs/first" in said
@@ -145,7 +171,12 @@ class TestInstalled:
         done(tmp_path, command, *saved, "run.name=again", **here)
         done(tmp_path, command, "-m", *SMALL, "loader.num_workers=0,1", "run.name=sweep", **here)
         assert len(list(tmp_path.glob("multirun/sweep/*/report.json"))) == 2
-        parts = ("data=own", "data.name=mine:open_splits", "data.image_size=16", "model.name=mine:build")
+        parts = (
+            "data=own",
+            "data.name=mine:open_splits",
+            "data.image_size=16",
+            "model.name=mine:build",
+        )
         (tmp_path / "mine.py").write_text(MINE)
         done(tmp_path, command, *parts, *SMALL[1:], "run.name=own", **here)
         assert json.loads((tmp_path / "outputs/own/report.json").read_text())["steps"] == 1

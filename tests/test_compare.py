@@ -48,7 +48,12 @@ REPORT = {
     "verdict": {"bottleneck": "decode", "ceiling": 1.11, "sentence": "Decoding holds training up."},
     "environment": {"torch": "2.15.0", "cpu": "AMD EPYC", "cores": 2},
 }
-SETTINGS = {"run": {"name": None}, "seed": 0, "loader": {"num_workers": None, "batch_size": 64}, "optim": {"lr": 0.1}}
+SETTINGS = {
+    "run": {"name": None},
+    "seed": 0,
+    "loader": {"num_workers": None, "batch_size": 64},
+    "optim": {"lr": 0.1},
+}
 
 
 @pytest.fixture
@@ -60,13 +65,18 @@ def make_run(tmp_path: Path) -> MakeRun:
         (folder / ".hydra").mkdir(parents=True)
         changes = {key.replace("__", "."): value for key, value in report.items()}
         (folder / "report.json").write_text(json.dumps(tree(REPORT, changes)))
-        OmegaConf.save(tree(SETTINGS, {"run.name": name, **(settings or {})}), folder / ".hydra" / "config.yaml")
+        OmegaConf.save(
+            tree(SETTINGS, {"run.name": name, **(settings or {})}),
+            folder / ".hydra" / "config.yaml",
+        )
         return folder
 
     return make
 
 
-def compare(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple[int, str, list[str]]:
+def compare(
+    capsys: pytest.CaptureFixture[str], *arguments: Path | str
+) -> tuple[int, str, list[str]]:
     """The exit code, what was printed, and the lines on standard error."""
     code = compare_runs.main([*map(str, arguments)])
     said = capsys.readouterr()
@@ -75,11 +85,16 @@ def compare(capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> tuple
 
 def cells(said: str) -> list[dict[str, str]]:
     """The rows of the first table, by column."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.split("\n\n")[0].splitlines()]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in said.split("\n\n")[0].splitlines()
+    ]
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
-def test_runs_are_set_against_the_first_one(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_set_against_the_first_one(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Figures with ratios or differences, the verdict's class, and the one setting that differs, but not the runs' names."""
     before = make_run("before")
     after = make_run(
@@ -101,14 +116,18 @@ def test_runs_are_set_against_the_first_one(make_run: MakeRun, capsys: pytest.Ca
     ]  # fmt: skip
 
 
-def test_what_the_loader_used_is_told_once(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_loader_used_is_told_once(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A column that would repeat a setting that was asked for is left out."""
     one = make_run("one", {"loader.batch_size": 32}, loader__batch_size=32)
     said = compare(capsys, one, make_run("two"))[1]
     assert "loader.batch_size" in said and "used." not in said
 
 
-def test_a_diagnosis_among_runs_is_passed_over(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diagnosis_among_runs_is_passed_over(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What mode=diagnose left is a note, first or not; where there is nothing else, that is an error."""
     runs = [make_run(name) for name in "bc"]
     diagnosis = runs[0].parent / "a"
@@ -120,10 +139,14 @@ def test_a_diagnosis_among_runs_is_passed_over(make_run: MakeRun, capsys: pytest
         assert f"- {os.path.relpath(diagnosis)}: passed over: a diagnosis trains nothing" in said
     assert "passed over" in json.loads(compare(capsys, runs[0].parent, "--json")[1])["notes"][-1]
     code, _, errors = compare(capsys, diagnosis)
-    assert code == 2 and errors[0].endswith("a diagnosis trains nothing; name a run's folder, or a sweep's")
+    assert code == 2 and errors[0].endswith(
+        "a diagnosis trains nothing; name a run's folder, or a sweep's"
+    )
 
 
-def test_a_sweep_stands_for_its_jobs_in_order(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_stands_for_its_jobs_in_order(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Job 10 comes after job 2, and what is no run is passed over."""
     for job in (10, 2, 0):
         make_run(f"sweep/{job}", {"optim.lr": job / 10})
@@ -131,14 +154,29 @@ def test_a_sweep_stands_for_its_jobs_in_order(make_run: MakeRun, capsys: pytest.
     (sweep / "notes").mkdir()
     (sweep / "multirun.yaml").write_text("hydra: {}\n")
     rows = cells(compare(capsys, sweep)[1])
-    assert [(row["run"], row["optim.lr"]) for row in rows] == [("0", "0.0"), ("2", "0.2"), ("10", "1.0")]
+    assert [(row["run"], row["optim.lr"]) for row in rows] == [
+        ("0", "0.0"),
+        ("2", "0.2"),
+        ("10", "1.0"),
+    ]
     rows = cells(compare(capsys, sweep.parent / "alone", sweep)[1])
     assert [row["run"] for row in rows] == ["alone", "sweep/0", "sweep/2", "sweep/10"]
 
 
-def test_many_settings_have_a_table_of_their_own(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_settings_have_a_table_of_their_own(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With more settings than fit beside the figures each has a row, and each run a column."""
-    other = make_run("b", {"seed": 1, "optim.lr": 0.2, "loader.num_workers": 3, "loader.batch_size": 8, "optim.name": "sgd"})
+    other = make_run(
+        "b",
+        {
+            "seed": 1,
+            "optim.lr": 0.2,
+            "loader.num_workers": 3,
+            "loader.batch_size": 8,
+            "optim.name": "sgd",
+        },
+    )
     tables = compare(capsys, make_run("a"), other)[1].split("\n\n")
     assert "optim.lr" not in tables[0]
     rows = cells(tables[1])
@@ -151,7 +189,10 @@ def test_a_run_that_did_not_complete_is_not_compared(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], status: str
 ) -> None:
     """It is listed with its status, its error and its figures, without any ratio; a limit cannot be judged."""
-    whole, broken = make_run("whole"), make_run("broken", status=status, error="the disk is full", images_per_s=20.0)
+    whole, broken = (
+        make_run("whole"),
+        make_run("broken", status=status, error="the disk is full", images_per_s=20.0),
+    )
     code, said, _ = compare(capsys, whole, broken)
     row = cells(said)[1]
     assert code == 0
@@ -160,7 +201,9 @@ def test_a_run_that_did_not_complete_is_not_compared(
     for pair in ((whole, broken), (broken, whole)):
         code, _, errors = compare(capsys, *pair, "--fail-beyond", "speed=0.95")
         assert code == 2
-        assert errors == [f"error: {pair[1].name}: not judged, because broken is {status}; compare completed runs"]
+        assert errors == [
+            f"error: {pair[1].name}: not judged, because broken is {status}; compare completed runs"
+        ]
 
 
 def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,10 +215,16 @@ def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFix
     assert "top1" not in found["figures"] and "goodput_fraction" not in found["against_first"]
     code, _, errors = compare(capsys, full, bare, "--fail-beyond", "top1=-0.01")
     assert code == 2
-    assert errors == ["error: bare: top1=-0.01 cannot be judged: the report of bare has no top1; leave the limit out"]
+    assert errors == [
+        "error: bare: top1=-0.01 cannot be judged: the report of bare has no top1; leave the limit out"
+    ]
 
 
-@pytest.mark.parametrize(("limit", "shown"), [("stall=+0.5", "10.0%"), ("goodput=-0.5", "80.0%")], ids=["stall", "goodput"])
+@pytest.mark.parametrize(
+    ("limit", "shown"),
+    [("stall=+0.5", "10.0%"), ("goodput=-0.5", "80.0%")],
+    ids=["stall", "goodput"],
+)
 def test_figures_from_different_clocks_are_not_compared(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, shown: str
 ) -> None:
@@ -187,9 +236,13 @@ def test_figures_from_different_clocks_are_not_compared(
     assert code == 2 and "different clocks" in errors[0]
 
 
-def test_other_machines_and_versions_are_noted(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_machines_and_versions_are_noted(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each difference with the runs that have it, no more than three by name."""
-    runs = [make_run(name, environment__torch="2.16.0" if name == "e" else "2.15.0") for name in "abcde"]
+    runs = [
+        make_run(name, environment__torch="2.16.0" if name == "e" else "2.15.0") for name in "abcde"
+    ]
     said = compare(capsys, *runs)[1]
     assert "- torch differs: 2.15.0 (a, b, c and 1 more); 2.16.0 (e)" in said
     assert "cpu differs" not in said
@@ -213,7 +266,11 @@ def test_other_machines_and_versions_are_noted(make_run: MakeRun, capsys: pytest
     ],
 )  # fmt: skip
 def test_a_regression_fails(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, report: dict[str, float], text: str
+    make_run: MakeRun,
+    capsys: pytest.CaptureFixture[str],
+    limit: str,
+    report: dict[str, float],
+    text: str,
 ) -> None:
     """Exit code 1, and a line that names run, figure, both values and the limit; on the other side of the limit all is well."""
     main, change = make_run("main"), make_run("change", **report)
@@ -227,16 +284,29 @@ def test_a_regression_fails(
 def test_on_the_limit_is_within(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     """0.15 - 0.10 is 0.05, whatever floating point says."""
     pair = make_run("a"), make_run("b", stall_fraction=0.15, top1=0.90, images_per_s=190.0)
-    assert compare(capsys, *pair, "--fail-beyond", "stall=+0.05", "top1=-0.01", "speed=0.95")[::2] == (0, [])
+    assert compare(capsys, *pair, "--fail-beyond", "stall=+0.05", "top1=-0.01", "speed=0.95")[
+        ::2
+    ] == (0, [])
 
 
-def test_every_run_and_every_limit_is_judged(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_run_and_every_limit_is_judged(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A regression is told beside what could not be judged, and wins the exit code; limits may come in several options."""
-    runs = make_run("a"), make_run("b", images_per_s=100.0), make_run("c", stall_fraction=0.5), make_run("d", top1=None)
+    runs = (
+        make_run("a"),
+        make_run("b", images_per_s=100.0),
+        make_run("c", stall_fraction=0.5),
+        make_run("d", top1=None),
+    )
     limits = ("--fail-beyond", "speed=0.9", "--fail-beyond", "stall=+0.1", "top1=-0.1")
     code, _, errors = compare(capsys, *runs, *limits)
     assert code == 1
-    assert [error.split(": ")[:2] for error in errors] == [["error", "d"], ["regression", "b"], ["regression", "c"]]
+    assert [error.split(": ")[:2] for error in errors] == [
+        ["error", "d"],
+        ["regression", "b"],
+        ["regression", "c"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,29 +333,54 @@ def test_a_limit_that_cannot_be_meant_is_refused(
     assert text in capsys.readouterr().err
 
 
-def test_one_run_has_nothing_to_be_compared_with(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_has_nothing_to_be_compared_with(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is shown, but a limit on it would never fail, and is refused."""
     alone = make_run("alone")
     assert compare(capsys, alone)[0] == 0
     code, _, errors = compare(capsys, alone, "--fail-beyond", "speed=0.9")
     assert code == 2
-    assert errors == ["error: --fail-beyond: alone is the only run; name another one to compare it with"]
+    assert errors == [
+        "error: --fail-beyond: alone is the only run; name another one to compare it with"
+    ]
 
 
 DAMAGE = [
     pytest.param(
-        "report.json", None, "report.json: not there; wait for the run's end, or look into its train.log", id="missing"
+        "report.json",
+        None,
+        "report.json: not there; wait for the run's end, or look into its train.log",
+        id="missing",
     ),
-    pytest.param("report.json", '{"status": "comp', "report.json: damaged: Unterminated string", id="cut_off"),
-    pytest.param("report.json", "[1]", "report.json: damaged: holds no status; leave the run out", id="no_report"),
-    pytest.param("report.json", b"\xff\xfe", "report.json: damaged: 'utf-8' codec can't decode", id="not_text"),
-    pytest.param(".hydra/config.yaml", "a: [1", "config.yaml: damaged: while parsing", id="settings"),
+    pytest.param(
+        "report.json", '{"status": "comp', "report.json: damaged: Unterminated string", id="cut_off"
+    ),
+    pytest.param(
+        "report.json",
+        "[1]",
+        "report.json: damaged: holds no status; leave the run out",
+        id="no_report",
+    ),
+    pytest.param(
+        "report.json",
+        b"\xff\xfe",
+        "report.json: damaged: 'utf-8' codec can't decode",
+        id="not_text",
+    ),
+    pytest.param(
+        ".hydra/config.yaml", "a: [1", "config.yaml: damaged: while parsing", id="settings"
+    ),
 ]
 
 
 @pytest.mark.parametrize(("file", "content", "text"), DAMAGE)
 def test_a_damaged_run_is_an_error_beside_the_others(
-    make_run: MakeRun, capsys: pytest.CaptureFixture[str], file: str, content: str | bytes | None, text: str
+    make_run: MakeRun,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    content: str | bytes | None,
+    text: str,
 ) -> None:
     """Exit code 2 with the file and the reason, while the other runs are shown all the same."""
     good, bad = make_run("good"), make_run("bad")
@@ -306,7 +401,10 @@ def test_a_damaged_run_is_an_error_beside_the_others(
     "changes",
     [
         pytest.param({figure.path[0]: "much" for figure in FIGURES}, id="text"),
-        pytest.param({"environment": [], "loader": 7, "verdict": None, "error": {"a": 1}, "steps": None}, id="shapes"),
+        pytest.param(
+            {"environment": [], "loader": 7, "verdict": None, "error": {"a": 1}, "steps": None},
+            id="shapes",
+        ),
         pytest.param({"images_per_s": float("nan"), "stall_fraction": True}, id="no_numbers"),
     ],
 )
@@ -319,7 +417,9 @@ def test_odd_reports_are_no_reason_to_break(
     assert json.loads(compare(capsys, *pair, "--json")[1])["runs"][1]["run"] == "good"
 
 
-def test_a_name_cannot_drive_the_terminal(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_cannot_drive_the_terminal(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Control characters of a folder's name are printed as escapes, and a bar does not end a cell."""
     said = compare(capsys, make_run("a\x1b[2J|b"))[1]
     assert "a\\x1b[2J/b" in said
@@ -330,7 +430,9 @@ def test_a_name_cannot_drive_the_terminal(make_run: MakeRun, capsys: pytest.Capt
     [
         pytest.param(lambda path: None, "no such folder", id="absent"),
         pytest.param(lambda path: path.touch(), "no such folder", id="file"),
-        pytest.param(lambda path: (path / "notes").mkdir(parents=True), "holds no run", id="no_run"),
+        pytest.param(
+            lambda path: (path / "notes").mkdir(parents=True), "holds no run", id="no_run"
+        ),
     ],
 )
 def test_a_folder_without_runs_is_refused(
@@ -343,9 +445,14 @@ def test_a_folder_without_runs_is_refused(
     assert errors[0].startswith(f"error: {tmp_path / 'typo'}: {text}")
 
 
-def test_json_holds_what_programs_need(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_what_programs_need(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Figures under names with their units, changes, the whole verdict, values of settings as they are, and the judgement."""
-    pair = make_run("a"), make_run("b", {"loader.num_workers": 4, "optim.lr": 0.2}, images_per_s=150.0)
+    pair = (
+        make_run("a"),
+        make_run("b", {"loader.num_workers": 4, "optim.lr": 0.2}, images_per_s=150.0),
+    )
     code, said, _ = compare(capsys, *pair, "--json", "--fail-beyond", "speed=0.9")
     found = json.loads(said)
     assert code == 1
@@ -359,7 +466,9 @@ def test_json_holds_what_programs_need(make_run: MakeRun, capsys: pytest.Capture
         {"loader.num_workers": None, "optim.lr": 0.1},
         {"loader.num_workers": 4, "optim.lr": 0.2},
     ]
-    assert found["beyond_limits"] == ["b: images/s 150 against 200 of a: 0.75x, where speed=0.9 allows 0.9x at least"]
+    assert found["beyond_limits"] == [
+        "b: images/s 150 against 200 of a: 0.75x, where speed=0.9 allows 0.9x at least"
+    ]
     assert found["not_judged"] == []
 
 
@@ -367,7 +476,14 @@ def test_it_starts_without_torch(make_run: MakeRun) -> None:
     """As a command it answers before torch would be imported."""
     begin = "import sys; from harness.compare.__main__ import main"
     code = f"{begin}; main([{str(make_run('a'))!r}]); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "images/s" in done.stdout
 
@@ -379,14 +495,31 @@ def test_two_real_runs_are_compared(tmp_path: Path) -> None:
     steps = ["loader.batch_size=16", "trainer.max_steps=12", "watch.window_steps=4"]
     sweep = ["-m", "data=digits", *steps, "run.name=sweep", "loader.num_workers=0,1"]
     command = [sys.executable, str(ROOT / "train.py"), *sweep]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
-    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), "multirun/sweep", "--fail-beyond", "speed=0.0001"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "compare_runs.py"),
+        "multirun/sweep",
+        "--fail-beyond",
+        "speed=0.0001",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     rows = cells(done.stdout)
-    assert [(row["run"], row["steps"], row["loader.num_workers"]) for row in rows] == [("0", "12", "0"), ("1", "12", "1")]
-    assert all(row[column] != "-" for row in rows for column in ("images/s", "step ms", "p95 ms", "stall", "top-1", "verdict"))
+    assert [(row["run"], row["steps"], row["loader.num_workers"]) for row in rows] == [
+        ("0", "12", "0"),
+        ("1", "12", "1"),
+    ]
+    assert all(
+        row[column] != "-"
+        for row in rows
+        for column in ("images/s", "step ms", "p95 ms", "stall", "top-1", "verdict")
+    )
     assert "x)" in rows[1]["images/s"]
 
 

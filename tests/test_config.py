@@ -25,61 +25,139 @@ BAD = [
     ("optim.lr=-1", "optim.lr=-1.0: must be >= 0.0"),
     ("optim.lr=abc", "optim.lr: Value 'abc' of type 'str' could not be converted to Float"),
     ("optim.lr=[1,2]", "optim.lr: "),
-    ("optim.lr=${oc.env:NOPE}", "optim.lr: KeyError raised while resolving interpolation: \"Environment variable 'NOPE'"),
+    (
+        "optim.lr=${oc.env:NOPE}",
+        "optim.lr: KeyError raised while resolving interpolation: \"Environment variable 'NOPE'",
+    ),
     ("optim.lr=${foo:1}", "optim.lr: Unsupported interpolation type foo"),
     ("optim.betas=[0.9,1.0]", "optim.betas=[0.9,1.0]: must be < 1.0"),
-    ("optim.nesterov=true optim.momentum=0", "optim.nesterov=true: needs optim=sgd with a momentum"),
+    (
+        "optim.nesterov=true optim.momentum=0",
+        "optim.nesterov=true: needs optim=sgd with a momentum",
+    ),
     ("optim.clip_norm=0", "optim.clip_norm=0.0: must be > 0.0"),
     ("optim=adamm", "optim=adamm: no such choice; there are: adamw, sgd"),
     ("optim.name=rmsprop", "optim.name: Invalid value 'rmsprop', expected one of [sgd, adamw]"),
-    ("trainer.epochs=2.5", "trainer.epochs: Value '2.5' of type 'float' could not be converted to Integer"),
-    ("trainer.epochs=true", "trainer.epochs: Value 'True' of type 'bool' could not be converted to Integer"),
+    (
+        "trainer.epochs=2.5",
+        "trainer.epochs: Value '2.5' of type 'float' could not be converted to Integer",
+    ),
+    (
+        "trainer.epochs=true",
+        "trainer.epochs: Value 'True' of type 'bool' could not be converted to Integer",
+    ),
     ("trainer.epochs=null", "trainer.epochs=null: needs a value"),
     ("trainer.epochs=0", "trainer.epochs=0: must be >= 1"),
-    ("trainer.epochs=ten", "trainer.epochs: Value 'ten' of type 'str' could not be converted to Integer"),
+    (
+        "trainer.epochs=ten",
+        "trainer.epochs: Value 'ten' of type 'str' could not be converted to Integer",
+    ),
     ("trainer.max_steps=0", "trainer.max_steps=0: must be >= 1"),
-    ("trainer.precision=fp64", "trainer.precision: Invalid value 'fp64', expected one of [fp32, fp16, bf16]"),
+    (
+        "trainer.precision=fp64",
+        "trainer.precision: Invalid value 'fp64', expected one of [fp32, fp16, bf16]",
+    ),
     ("trainer.accumulate_steps=0", "trainer.accumulate_steps=0: must be >= 1"),
     ("loader.batch_size=0", "loader.batch_size=0: must be >= 1"),
     ("loader.num_workers=-1", "loader.num_workers=-1: must be >= 0"),
     ("loader.num_workers=[0,1]", "loader.num_workers: "),
-    ("loader.num_workers=0 loader.prefetch_factor=4", "loader.prefetch_factor=4: has no effect with loader.num_workers=0"),
-    ("loader.num_workers=0 loader.persistent_workers=true", "loader.persistent_workers=true: has no effect with"),
-    ("loader.val.num_workers=0 loader.val.prefetch_factor=2", "loader.val.prefetch_factor=2: has no effect without"),
-    ("loader.val.num_workers=2.5", "loader.val.num_workers: Value '2.5' of type 'float' could not be converted"),
+    (
+        "loader.num_workers=0 loader.prefetch_factor=4",
+        "loader.prefetch_factor=4: has no effect with loader.num_workers=0",
+    ),
+    (
+        "loader.num_workers=0 loader.persistent_workers=true",
+        "loader.persistent_workers=true: has no effect with",
+    ),
+    (
+        "loader.val.num_workers=0 loader.val.prefetch_factor=2",
+        "loader.val.prefetch_factor=2: has no effect without",
+    ),
+    (
+        "loader.val.num_workers=2.5",
+        "loader.val.num_workers: Value '2.5' of type 'float' could not be converted",
+    ),
     ("loader.prefetch_factor=0", "loader.prefetch_factor=0: must be >= 1"),
     ("loader.pin_memory=maybe", "loader.pin_memory: Value 'maybe' is not a valid bool"),
     ("loader.backend=carrier_pigeon", "loader.backend: Invalid value 'carrier_pigeon', expected"),
-    ("loader.backend=auto", "loader.backend=auto: is what the tuner finds; add loader.autotune=true"),
-    ("loader.backend=auto loader.autotune=true tuner=grid", "loader.backend=auto: tuner=grid looks at processes alone"),
+    (
+        "loader.backend=auto",
+        "loader.backend=auto: is what the tuner finds; add loader.autotune=true",
+    ),
+    (
+        "loader.backend=auto loader.autotune=true tuner=grid",
+        "loader.backend=auto: tuner=grid looks at processes alone",
+    ),
     ("tuner.live=true", "tuner.live=true: has no effect without loader.autotune=true"),
-    ("loader.autotune=true tuner=grid tuner.live=true", "tuner.live=true: has no effect with tuner=grid"),
-    ("loader.backend=arrays loader.num_workers=2", "loader.num_workers=2: has no effect with loader.backend=arrays"),
-    ("loader.backend=arrays loader.prefetch_factor=2", "loader.prefetch_factor=2: has no effect with loader.backend=arrays"),
-    ("loader.backend=arrays loader.persistent_workers=true", "loader.persistent_workers=true: has no effect with loader.back"),
-    ("loader.backend=arrays loader.val.num_workers=1", "loader.val.num_workers=1: has no effect with loader.backend=arrays"),
+    (
+        "loader.autotune=true tuner=grid tuner.live=true",
+        "tuner.live=true: has no effect with tuner=grid",
+    ),
+    (
+        "loader.backend=arrays loader.num_workers=2",
+        "loader.num_workers=2: has no effect with loader.backend=arrays",
+    ),
+    (
+        "loader.backend=arrays loader.prefetch_factor=2",
+        "loader.prefetch_factor=2: has no effect with loader.backend=arrays",
+    ),
+    (
+        "loader.backend=arrays loader.persistent_workers=true",
+        "loader.persistent_workers=true: has no effect with loader.back",
+    ),
+    (
+        "loader.backend=arrays loader.val.num_workers=1",
+        "loader.val.num_workers=1: has no effect with loader.backend=arrays",
+    ),
     ("data.cache=tape", "data.cache: Invalid value 'tape', expected one of [none, ram, disk]"),
     ("data.cache_gb=2", "data.cache_gb=2.0: has no effect with data.cache=none"),
     ("data.cache_max_side=256", "data.cache_max_side=256: has no effect with data.cache=none"),
-    ("augment.color_jitter=[0.4,0.4,0.4]", "augment.color_jitter=[0.4,0.4,0.4]: takes exactly 4 numbers"),
-    ("augment.color_jitter=[0.4,0.4,0.4,0.6]", "augment.color_jitter=[0.4,0.4,0.4,0.6]: the last number is of the hue"),
-    ("augment.rand_augment_magnitude=3", "augment.rand_augment_magnitude=3: has no effect without augment.rand_augment=2"),
+    (
+        "augment.color_jitter=[0.4,0.4,0.4]",
+        "augment.color_jitter=[0.4,0.4,0.4]: takes exactly 4 numbers",
+    ),
+    (
+        "augment.color_jitter=[0.4,0.4,0.4,0.6]",
+        "augment.color_jitter=[0.4,0.4,0.4,0.6]: the last number is of the hue",
+    ),
+    (
+        "augment.rand_augment_magnitude=3",
+        "augment.rand_augment_magnitude=3: has no effect without augment.rand_augment=2",
+    ),
     ("loader=fast", "loader=fast: no such choice; there are: default"),
     ("loader.timeout_s=-1", "loader.timeout_s=-1.0: must be >= 0.0"),
-    ("loader.drop_last=false dist=spawn", "loader.drop_last=false: ranks would have batches of different sizes"),
+    (
+        "loader.drop_last=false dist=spawn",
+        "loader.drop_last=false: ranks would have batches of different sizes",
+    ),
     ("+loader.foo=1", "loader.foo: unknown setting"),
     ("+foo=1", "foo: unknown setting; see --help"),
     ("model._target_=os.system", "model._target_: unknown setting"),
     ("+model._target_=os.system", "model._target_: unknown setting"),
-    ("mode=training", "mode: Invalid value 'training', expected one of [train, evaluate, diagnose]"),
-    ("mode=evaluate", "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH"),
-    ("mode=evaluate resume=x loader.autotune=true", "loader.autotune=true: has no effect with mode=evaluate"),
+    (
+        "mode=training",
+        "mode: Invalid value 'training', expected one of [train, evaluate, diagnose]",
+    ),
+    (
+        "mode=evaluate",
+        "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH",
+    ),
+    (
+        "mode=evaluate resume=x loader.autotune=true",
+        "loader.autotune=true: has no effect with mode=evaluate",
+    ),
     ("data=fake loader.autotune=true", "loader.autotune=true: has no effect with data=fake"),
-    ("mode=diagnose loader.autotune=true", "loader.autotune=true: has no effect with mode=diagnose"),
+    (
+        "mode=diagnose loader.autotune=true",
+        "loader.autotune=true: has no effect with mode=diagnose",
+    ),
     ("mode=diagnose profile.steps=1-2", "profile.steps=1-2: has no effect with mode=diagnose"),
     ("mode=diagnose resume=x", "resume=x: has no effect with mode=diagnose, which trains nothing"),
     ("mode=diagnose data=fake", "mode=diagnose: data=fake loads nothing that could be diagnosed"),
-    ("augment.scale=[0.5,0.1]", "augment.scale=[0.5,0.1]: the first number may not be larger than the second"),
+    (
+        "augment.scale=[0.5,0.1]",
+        "augment.scale=[0.5,0.1]: the first number may not be larger than the second",
+    ),
     ("augment.scale=[0.5]", "augment.scale=[0.5]: takes exactly 2 numbers"),
     ("augment.scale=[0.1,2]", "augment.scale=[0.1,2.0]: must be <= 1.0"),
     ("augment.hflip=1.5", "augment.hflip=1.5: must be <= 1.0"),
@@ -98,12 +176,18 @@ BAD = [
     ("data.split_fraction=1", "data.split_fraction=1.0: must be < 1.0"),
     ("schedule.warmup_epochs=100", "schedule.warmup_epochs=100.0: longer than trainer.epochs=5"),
     ("dist.nprocs=2", "dist.nprocs=2: has an effect with dist=spawn alone"),
-    ("resume=auto", "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME"),
+    (
+        "resume=auto",
+        "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME",
+    ),
     ("seed=-1", "seed=-1: must be >= 0"),
     ("seed=99999999999", "seed=99999999999: must be <= 4294967295"),
     ("run.name=../x", "run.name='../x': use up to 200 letters, digits"),
     ("run.name=", "run.name='': use up to 200 letters, digits"),
-    ("profile.steps=20-10", "profile.steps=20-10: write the first and the last step, such as 10-20"),
+    (
+        "profile.steps=20-10",
+        "profile.steps=20-10: write the first and the last step, such as 10-20",
+    ),
     ("watch.sample_s=0", "watch.sample_s=0.0: must be >= 0.1"),
     ("checkpoint.keep_last=1", "checkpoint.keep_last=1: must be >= 2"),
     ("experiment=nope", "experiment=nope: no such choice; there are: "),
@@ -112,7 +196,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("overrides", "text"), BAD, ids=[overrides for overrides, _ in BAD])
-def test_a_bad_value_is_refused_in_one_line(composed: Callable[..., Config], overrides: str, text: str) -> None:
+def test_a_bad_value_is_refused_in_one_line(
+    composed: Callable[..., Config], overrides: str, text: str
+) -> None:
     """Each is refused as a user's error, in one line that names the setting."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever library refused it, the user sees one line
         composed(*overrides.split())
@@ -130,7 +216,10 @@ def test_a_refusal_ends_the_program_with_exit_code_2(tmp_path: Path) -> None:
         [sys.executable, str(ROOT / "train.py"), "optim.lrr=0.1"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (2, "error: optim.lrr: unknown setting; did you mean optim.lr?\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: optim.lrr: unknown setting; did you mean optim.lr?\n",
+    )
 
 
 def test_settings_survive_a_round_trip(composed: Callable[..., Config]) -> None:
@@ -139,7 +228,9 @@ def test_settings_survive_a_round_trip(composed: Callable[..., Config]) -> None:
     assert schema.from_plain(schema.to_plain(config)) == config
 
 
-def test_a_group_on_the_command_line_beats_the_data_sets_own(composed: Callable[..., Config]) -> None:
+def test_a_group_on_the_command_line_beats_the_data_sets_own(
+    composed: Callable[..., Config],
+) -> None:
     """data=cifar10 brings CIFAR's crop along, unless the user names another."""
     assert composed("data=cifar10").augment.crop.name == "pad"
     assert composed("data=cifar10", "augment=center").augment.crop.name == "center"
@@ -161,13 +252,23 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
     """Overrides as they were, and before them the flags without which they would mean something else."""
 
     def chosen(main: str, name: str, **more: str) -> Any:
-        sources = [SimpleNamespace(provider=provider, path=path) for provider, path in {"main": main, **more}.items()]
+        sources = [
+            SimpleNamespace(provider=provider, path=path)
+            for provider, path in {"main": main, **more}.items()
+        ]
         runtime, job = SimpleNamespace(config_sources=sources), SimpleNamespace(config_name=name)
-        return SimpleNamespace(runtime=runtime, job=job, overrides=SimpleNamespace(task=["data=digits"]))
+        return SimpleNamespace(
+            runtime=runtime, job=job, overrides=SimpleNamespace(task=["data=digits"])
+        )
 
     assert schema.typed(chosen(str(ROOT / "conf"), "config")) == ("data=digits",)
     found = schema.typed(chosen("/runs/1/.hydra", "other", **{"command-line": "/mine"}))
-    assert found == ("--config-path=/runs/1/.hydra", "--config-name=other", "--config-dir=/mine", "data=digits")
+    assert found == (
+        "--config-path=/runs/1/.hydra",
+        "--config-name=other",
+        "--config-dir=/mine",
+        "data=digits",
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,10 +276,14 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
     [
         pytest.param(1, (), id="one GPU"),
         pytest.param(8, ("optim.lr=0.8", "schedule.warmup_epochs=5"), id="eight"),
-        pytest.param(1, ("loader.batch_size=128", "trainer.accumulate_steps=2"), id="one with little memory"),
+        pytest.param(
+            1, ("loader.batch_size=128", "trainer.accumulate_steps=2"), id="one with little memory"
+        ),
     ],
 )
-def test_imagenet_s_rate_is_the_same_for_each_image(composed: Callable[..., Config], gpus: int, more: tuple[str, ...]) -> None:
+def test_imagenet_s_rate_is_the_same_for_each_image(
+    composed: Callable[..., Config], gpus: int, more: tuple[str, ...]
+) -> None:
     """What the experiment's first lines say to type keeps 0.1 for 256 images, and large batches warm up."""
     said = (ROOT / "conf/experiment/imagenet_resnet50.yaml").read_text()
     assert " ".join(more) in said

@@ -28,7 +28,12 @@ from harness.watch.host import HostSource
 Composed = Callable[..., Config]
 BATCH, SIDE, STEP_S, LAUNCH_S, KERNELS = 64, 16, 50e-3, 5e-3, 4
 TAKES = BATCH / STEP_S  # images/s of the device
-SMALL = (f"data.image_size={SIDE}", f"loader.batch_size={BATCH}", "trainer.epochs=2", "trainer.num_threads=1")
+SMALL = (
+    f"data.image_size={SIDE}",
+    f"loader.batch_size={BATCH}",
+    "trainer.epochs=2",
+    "trainer.num_threads=1",
+)
 
 pytestmark = [pytest.mark.usefixtures("kept_globals")]
 
@@ -55,7 +60,10 @@ def run(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Runs on a device; the report. Nothing that a run starts is left behind."""
 
     def run(
-        *overrides: str, device: EmulatedDevice | None = None, step_s: float = STEP_S, seen: bool = False
+        *overrides: str,
+        device: EmulatedDevice | None = None,
+        step_s: float = STEP_S,
+        seen: bool = False,
     ) -> dict[str, Any]:
         device = device or EmulatedDevice()
 
@@ -83,7 +91,9 @@ def run(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     before = set(threading.enumerate())
     yield run
-    assert samples.comes_true(lambda: samples.left_behind() == [] and set(threading.enumerate()) <= before)
+    assert samples.comes_true(
+        lambda: samples.left_behind() == [] and set(threading.enumerate()) <= before
+    )
 
 
 FORMS = {
@@ -109,7 +119,10 @@ def test_a_run_with_a_fast_loader_is_the_devices(run: Run, tmp_path: Path, form:
     assert sum(report["shares"].values()) == pytest.approx(1, abs=1e-6)
     assert report["images_per_s"] == pytest.approx(TAKES, rel=0.1)
     peaks = report["gpu_memory"]
-    assert form == "made on the device" or 0 < peaks["training_bytes"] <= peaks["reserved_bytes"] < peaks["total_bytes"]
+    assert (
+        form == "made on the device"
+        or 0 < peaks["training_bytes"] <= peaks["reserved_bytes"] < peaks["total_bytes"]
+    )
     assert report["verdict"]["sentence"] in (tmp_path / "run/report.html").read_text()
     assert (tmp_path / "run/checkpoints/last.pt").exists()
     assert "WARNING" not in log(tmp_path)
@@ -125,12 +138,25 @@ def test_copies_that_take_longer_than_steps_are_a_stall(run: Run, backend: str) 
 
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
-def test_a_loader_that_is_too_slow_is_a_stall(run: Run, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_a_loader_that_is_too_slow_is_a_stall(
+    run: Run, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     """Of two workers that read half as fast as the device trains: what the device lost, by its own rate, is the stall."""
     read_s = 2 * 2 / TAKES
-    monkeypatch.setattr(datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s)))
-    report = run(f"loader.backend={backend}", "loader.num_workers=2", "trainer.max_steps=25", "checkpoint.enabled=false")
-    assert 0.4 < report["stall_fraction"] == pytest.approx(1 - report["images_per_s"] / TAKES, abs=0.05)
+    monkeypatch.setattr(
+        datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s))
+    )
+    report = run(
+        f"loader.backend={backend}",
+        "loader.num_workers=2",
+        "trainer.max_steps=25",
+        "checkpoint.enabled=false",
+    )
+    assert (
+        0.4
+        < report["stall_fraction"]
+        == pytest.approx(1 - report["images_per_s"] / TAKES, abs=0.05)
+    )
     assert report["verdict"]["bottleneck"] in ("storage", "workers")
 
 
@@ -140,9 +166,13 @@ def test_a_tuned_run_ends_with_an_answer_that_holds(
 ) -> None:
     """A search that its budget ends says so; with images at hand the device then waits as little as was predicted."""
     follows: list[Follow] = []
-    monkeypatch.setattr("harness.tuning.stage.Follow", lambda *given: follows.append(Follow(*given)) or follows[-1])
+    monkeypatch.setattr(
+        "harness.tuning.stage.Follow", lambda *given: follows.append(Follow(*given)) or follows[-1]
+    )
     if read_s:
-        monkeypatch.setattr(datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s)))
+        monkeypatch.setattr(
+            datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s))
+        )
     run(
         "loader.autotune=true",
         "tuner.budget_s=4",
@@ -158,13 +188,30 @@ def test_a_tuned_run_ends_with_an_answer_that_holds(
         assert "WARNING" not in log(tmp_path)
 
 
-@pytest.mark.parametrize(("read_s", "follows"), [(0.0, False), (4e-3, True)], ids=["device full", "late files"])
-def test_threads_follow_the_devices_stall(run: Run, monkeypatch: pytest.MonkeyPatch, read_s: float, follows: bool) -> None:
+@pytest.mark.parametrize(
+    ("read_s", "follows"), [(0.0, False), (4e-3, True)], ids=["device full", "late files"]
+)
+def test_threads_follow_the_devices_stall(
+    run: Run, monkeypatch: pytest.MonkeyPatch, read_s: float, follows: bool
+) -> None:
     """More threads where the device waits for late files, and no change where the host waits for the device."""
     if read_s:
-        monkeypatch.setattr(datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s)))
-    chosen = ("loader.backend=threads", "loader.num_workers=1", "loader.autotune=true", "tuner.budget_s=0.1")
-    follow = (*chosen, "tuner.live=true", "trainer.max_steps=60", "trainer.epochs=20", "checkpoint.enabled=false")
+        monkeypatch.setattr(
+            datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s))
+        )
+    chosen = (
+        "loader.backend=threads",
+        "loader.num_workers=1",
+        "loader.autotune=true",
+        "tuner.budget_s=0.1",
+    )
+    follow = (
+        *chosen,
+        "tuner.live=true",
+        "trainer.max_steps=60",
+        "trainer.epochs=20",
+        "checkpoint.enabled=false",
+    )
     report = run(*follow, step_s=20e-3)
     changes = report["tuning"].get("changes", [])
     assert [change["before"] for change in changes[:1]] == [1] * follows
@@ -183,7 +230,12 @@ def test_an_update_of_two_batches_takes_two_batches(run: Run) -> None:
 def test_without_a_thread_copies_are_exposed(run: Run) -> None:
     """Where each batch is moved when it is asked for, its copy is a stall, and nothing else is."""
     device = EmulatedDevice(pinned_per_s=BATCH * 3 * SIDE**2 / (0.5 * STEP_S))
-    report = run("loader.backend=threads", "loader.num_workers=1", "loader.device_prefetch=false", device=device)
+    report = run(
+        "loader.backend=threads",
+        "loader.num_workers=1",
+        "loader.device_prefetch=false",
+        device=device,
+    )
     assert report["shares"]["exposed_copy"] == pytest.approx(1 / 3, abs=0.07)
     assert report["images_per_s"] == pytest.approx(TAKES / 1.5, rel=0.1)
     assert report["verdict"]["bottleneck"] == "copy"

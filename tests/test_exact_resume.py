@@ -23,7 +23,14 @@ from harness.training.saving import Boundary
 from scripts.chaos_left import digest, logged, wrong_lines
 
 Composed = Callable[..., Config]
-COMMON = ("data=digits", "trainer.num_threads=1", "device=cpu", "augment.hflip=0.5", "augment.crop=pad", "run.name=x")
+COMMON = (
+    "data=digits",
+    "trainer.num_threads=1",
+    "device=cpu",
+    "augment.hflip=0.5",
+    "augment.crop=pad",
+    "run.name=x",
+)
 
 
 @pytest.fixture
@@ -46,17 +53,27 @@ def run(config: Config, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_stops_within_epochs_change_nothing(composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]) -> None:
+def test_stops_within_epochs_change_nothing(
+    composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]
+) -> None:
     """Stopped twice in one epoch, at its end and in the next, under other forms each time: one hash, the same figures."""
     config = composed(*COMMON, "trainer.epochs=3", "loader.num_workers=0")
     run(config, tmp_path / "whole")
-    ways = {5: "loader.num_workers=1", 9: "loader.backend=threads", 22: "loader.backend=arrays", 37: "loader.num_workers=0"}
+    ways = {
+        5: "loader.num_workers=1",
+        9: "loader.backend=threads",
+        22: "loader.backend=arrays",
+        37: "loader.num_workers=0",
+    }
     for step, way in ways.items():
         stop_at(step)
         run(composed(*COMMON, "trainer.epochs=3", "resume=auto", way), tmp_path / "parts")
         assert checkpoint.read(tmp_path / "parts")[0].step == step
     stop_at(None)
-    run(composed(*COMMON, "trainer.epochs=3", "resume=auto", "loader.device_prefetch=false"), tmp_path / "parts")
+    run(
+        composed(*COMMON, "trainer.epochs=3", "resume=auto", "loader.device_prefetch=false"),
+        tmp_path / "parts",
+    )
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
     whole = {line["step"]: line for line in logged(tmp_path / "whole") if "val/top1" in line}
     parts = [line for line in logged(tmp_path / "parts") if "val/top1" in line]
@@ -84,7 +101,13 @@ def test_threads_that_come_and_go_change_nothing(
     seeds: range,
 ) -> None:
     """Random numbers of threads after random steps, epochs' first and last among them, and a stop amid them: one hash."""
-    common = (*COMMON, f"augment.crop={crop}", "trainer.epochs=2", "loader.backend=threads", "loader.num_workers=2")
+    common = (
+        *COMMON,
+        f"augment.crop={crop}",
+        "trainer.epochs=2",
+        "loader.backend=threads",
+        "loader.num_workers=2",
+    )
     run(composed(*common), tmp_path / "fixed")
     ask, begin, running, luck = Boundary.ask, ThreadFeed._begin, set[ThreadFeed](), random.Random(0)
 
@@ -109,7 +132,9 @@ def test_threads_that_come_and_go_change_nothing(
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_a_run_without_a_checkpoint_begins_its_lines_again(composed: Composed, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_begins_its_lines_again(
+    composed: Composed, tmp_path: Path
+) -> None:
     """What was logged before a kill that no checkpoint came before gives way, in TensorBoard too."""
     config = (*COMMON, "loader.num_workers=0", "trainer.max_steps=20")
     run(composed(*config, "checkpoint.enabled=false"), tmp_path)
@@ -122,7 +147,13 @@ def test_a_run_without_a_checkpoint_begins_its_lines_again(composed: Composed, t
 @pytest.mark.usefixtures("kept_globals")
 def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> None:
     """trainer.max_steps may end a run anywhere, with updates of several batches and a short one at an epoch's end."""
-    common = (*COMMON, "trainer.epochs=2", "loader.batch_size=100", "loader.drop_last=false", "trainer.accumulate_steps=4")
+    common = (
+        *COMMON,
+        "trainer.epochs=2",
+        "loader.batch_size=100",
+        "loader.drop_last=false",
+        "trainer.accumulate_steps=4",
+    )
     common = (*common, "loader.num_workers=0", "augment.mixup=0.5", "optim=adamw")
     run(composed(*common), tmp_path / "whole")
     for steps in (1, 3, 4, 6):
@@ -143,14 +174,19 @@ def test_an_evaluation_that_was_stopped_is_made_again(
         run(config, tmp_path / "parts")
     assert not any("val/top1" in line for line in logged(tmp_path / "parts"))
     assert checkpoint.read(tmp_path / "parts")[1]["pending"]
-    run(composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0", "resume=auto"), tmp_path / "parts")
+    run(
+        composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0", "resume=auto"),
+        tmp_path / "parts",
+    )
     run(config, tmp_path / "whole")
     assert logged(tmp_path / "parts") == logged(tmp_path / "whole")
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_a_disk_that_is_full_ends_the_run(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_ends_the_run(
+    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint that cannot be written in the background ends the run within a step, and one more is tried."""
     calls: list[int] = []
 
@@ -159,7 +195,9 @@ def test_a_disk_that_is_full_ends_the_run(composed: Composed, tmp_path: Path, mo
         raise DiskError(f"{folder}: No space left on device")
 
     monkeypatch.setattr("harness.training.saver.save", full)
-    config = composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0", "checkpoint.every_steps=4")
+    config = composed(
+        *COMMON, "trainer.epochs=1", "loader.num_workers=0", "checkpoint.every_steps=4"
+    )
     with pytest.raises(DiskError, match="No space left"):
         run(config, tmp_path)
     assert calls == [4, 5]

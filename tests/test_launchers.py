@@ -19,7 +19,10 @@ OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_j
 WAYS = {
     "basic": ("hydra", ()),
     "submitit": ("hydra_plugins.hydra_submitit_launcher", ("hydra/launcher=submitit_local",)),
-    "joblib": ("hydra_plugins.hydra_joblib_launcher", ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")),
+    "joblib": (
+        "hydra_plugins.hydra_joblib_launcher",
+        ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+    ),
     "optuna": ("hydra_plugins.hydra_optuna_sweeper", OPTUNA),
 }
 
@@ -53,7 +56,10 @@ def sweep(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def statuses(cwd: Path) -> list[str]:
     """How each job's report says that it ended."""
-    return [json.loads(path.read_text())["status"] for path in sorted(cwd.glob("multirun/x/*/report.json"))]
+    return [
+        json.loads(path.read_text())["status"]
+        for path in sorted(cwd.glob("multirun/x/*/report.json"))
+    ]
 
 
 def test_every_job_trains(way: tuple[str, ...], tmp_path: Path) -> None:
@@ -66,7 +72,11 @@ def test_every_job_trains(way: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_a_job_that_fails_is_named(way: tuple[str, ...], tmp_path: Path) -> None:
     """The exit code is the job's, the line has its folder and its reason, and the others trained all the same."""
-    values = "loader.batch_size=choice(100000,200000)" if OPTUNA[0] in way else "loader.batch_size=100000,64"
+    values = (
+        "loader.batch_size=choice(100000,200000)"
+        if OPTUNA[0] in way
+        else "loader.batch_size=100000,64"
+    )
     done = sweep(tmp_path, values, *way)
     assert done.returncode == 2, done.stderr
     assert "\nerror: multirun/x/0: loader.batch_size=" in f"\n{done.stderr}"
@@ -81,6 +91,8 @@ def test_optuna_looks_for_the_highest_top1(tmp_path: Path) -> None:
     done = sweep(tmp_path, *grid, *OPTUNA, "trainer.max_steps=22")
     assert done.returncode == 0, done.stderr
     found = (tmp_path / "multirun/x/optimization_results.yaml").read_text()
-    top1 = [json.loads(path.read_text())["top1"] for path in tmp_path.glob("multirun/x/*/report.json")]
+    top1 = [
+        json.loads(path.read_text())["top1"] for path in tmp_path.glob("multirun/x/*/report.json")
+    ]
     assert len(top1) == 2
     assert f"best_value: {max(top1)}" in found and max(top1) > min(top1)

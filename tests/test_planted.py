@@ -16,19 +16,26 @@ from harness.tuning.memory import Memory
 from harness.watch.neighbours import Neighbours
 
 LOOK = Neighbours.look  # which the tests' own machine leaves alone
-SEED = random.SystemRandom().randrange(2**32)  # anew in every session: no threshold can be made for a size
+SEED = random.SystemRandom().randrange(
+    2**32
+)  # anew in every session: no threshold can be made for a size
 QUICK = ("slow disk", "slow logging")
 
 
 def marked(plant: Plant) -> object:
     marks = [] if plant.name in QUICK else [pytest.mark.slow]
     if "device=cuda" in plant.overrides:
-        marks = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+        marks = [
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ]
     return pytest.param(plant, id=plant.name, marks=marks)
 
 
 @pytest.mark.parametrize("plant", [marked(plant) for plant in PLANTS])
-def test_the_report_names_what_was_planted(plant: Plant, tmp_path: Path, kept_globals: None) -> None:
+def test_the_report_names_what_was_planted(
+    plant: Plant, tmp_path: Path, kept_globals: None
+) -> None:
     """The class is right, the sentence holds the figure or the word that matters, and the evidence comes with it."""
     size = plant.draw(random.Random(f"{SEED} {plant.name}"))
     report = plant.run(size, tmp_path)
@@ -41,7 +48,11 @@ def test_the_report_names_what_was_planted(plant: Plant, tmp_path: Path, kept_gl
 @pytest.mark.slow
 @pytest.mark.parametrize("override", ["loader.autotune=true", "mode=diagnose"])
 def test_tuning_and_diagnosis_warn_of_a_neighbour(
-    override: str, tmp_path: Path, kept_globals: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    override: str,
+    tmp_path: Path,
+    kept_globals: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One line says how many cores other programs took; no answer of then is remembered, and a diagnosis names them."""
     monkeypatch.setattr(Neighbours, "look", LOOK)
@@ -50,7 +61,11 @@ def test_tuning_and_diagnosis_warn_of_a_neighbour(
     with acts.neighbours(1.5):
         main_worker(0, Job(composed(override), tmp_path, ()))
     said = capsys.readouterr().out
-    warnings = re.findall(r"^warning: other programs took [\d.]+ of the \S+ cores meanwhile", said, re.MULTILINE)
+    warnings = re.findall(
+        r"^warning: other programs took [\d.]+ of the \S+ cores meanwhile", said, re.MULTILINE
+    )
     assert len(warnings) == 1, said
-    assert ("Held back by other programs. Other programs took " in said) is (override == "mode=diagnose"), said
+    assert ("Held back by other programs. Other programs took " in said) is (
+        override == "mode=diagnose"
+    ), said
     assert not kept

@@ -19,9 +19,15 @@ from harness.watch.bottleneck import Bottleneck
 from harness.watch.figures import Tag
 
 ROOT = Path(__file__).parents[1]
-README, CONTRIBUTING, OWN_LOOP = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/own_loop.md"))
+README, CONTRIBUTING, OWN_LOOP = (
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/own_loop.md")
+)
 # messages.md holds texts of the source, as they are
-PAGES = [README, CONTRIBUTING, *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "messages.md")]
+PAGES = [
+    README,
+    CONTRIBUTING,
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "messages.md"),
+]
 RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
 
 
@@ -33,13 +39,24 @@ def spans(page: Path) -> list[str]:
     """What stands between backticks, and each line of a block for the shell."""
     text = page.read_text(encoding="utf-8")
     outside = re.sub(r"```.*?```", "", text, flags=re.S)
-    return re.findall(r"`([^`]+)`", outside) + [line for block in blocks(page, "sh") for line in block.splitlines()]
+    return re.findall(r"`([^`]+)`", outside) + [
+        line for block in blocks(page, "sh") for line in block.splitlines()
+    ]
 
 
 SPANS = [(page, span) for page in PAGES for span in spans(page)]
-COMMANDS = sorted({span for _, span in SPANS if re.search(r"(?:python|torchrun|uv run) .*train\.py|uv run train\.py", span)})
+COMMANDS = sorted(
+    {
+        span
+        for _, span in SPANS
+        if re.search(r"(?:python|torchrun|uv run) .*train\.py|uv run train\.py", span)
+    }
+)
 NO_SETTINGS = {"name=value"}
-OVERRIDES = sorted({span for _, span in SPANS if re.fullmatch(r"[a-z_.]+=\S+(?: [a-z_.]+=\S+)*", span)} - NO_SETTINGS)
+OVERRIDES = sorted(
+    {span for _, span in SPANS if re.fullmatch(r"[a-z_.]+=\S+(?: [a-z_.]+=\S+)*", span)}
+    - NO_SETTINGS
+)
 
 
 def test_readme_is_short() -> None:
@@ -51,7 +68,10 @@ def test_readme_is_short() -> None:
 def test_a_clock_around_ones_own_loader(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first Python block runs where there are a loader and a step, and prints its figures."""
     loader = [(torch.zeros(4, 3, 8, 8), torch.zeros(4))] * 3
-    exec(compile(blocks(page, "python")[0], page.name, "exec"), {"device": "cpu", "loader": loader, "train_step": max_of})
+    exec(
+        compile(blocks(page, "python")[0], page.name, "exec"),
+        {"device": "cpu", "loader": loader, "train_step": max_of},
+    )
     assert re.search(r"\d+ images/s, waiting for data \d+% of the time", capsys.readouterr().out)
 
 
@@ -66,13 +86,18 @@ def test_the_example_for_a_loop_of_ones_own_runs(capsys: pytest.CaptureFixture[s
     assert re.search(r"\d+ images/s, waiting for data \d+% of the time", capsys.readouterr().out)
 
 
-def test_the_example_that_tunes_runs(capsys: pytest.CaptureFixture[str], kept_globals: None) -> None:
+def test_the_example_that_tunes_runs(
+    capsys: pytest.CaptureFixture[str], kept_globals: None
+) -> None:
     """As it stands, and ends with a sentence about what the model takes."""
     exec(compile(blocks(OWN_LOOP, "python")[2], "own_loop.md", "exec"), {})
     assert "the model takes" in capsys.readouterr().out.splitlines()[-1].lower()
 
 
-@pytest.mark.parametrize(("block", "ours"), [(1, "wellfed|clock|DataPrefetcher|batches"), (2, "wellfed|report|train_step")])
+@pytest.mark.parametrize(
+    ("block", "ours"),
+    [(1, "wellfed|clock|DataPrefetcher|batches"), (2, "wellfed|report|train_step")],
+)
 def test_the_examples_change_few_lines(block: int, ours: str) -> None:
     """At most ten lines of each are ours."""
     assert 0 < len(re.findall(rf"^.*(?:{ours}).*$", blocks(OWN_LOOP, "python")[block], re.M)) <= 10
@@ -85,7 +110,11 @@ def test_every_command_composes(composed: Callable[..., Config], command: str) -
     if arguments[:1] in (["page"], ["compare"]):
         # they take folders, and no settings
         return
-    overrides = [re.sub(r",(?![^[]*\]).*", "", text) for text in arguments if not text.startswith("-") and text != "job"]
+    overrides = [
+        re.sub(r",(?![^[]*\]).*", "", text)
+        for text in arguments
+        if not text.startswith("-") and text != "job"
+    ]
     # the launchers are no part of the tools that tests need
     composed(*(text for text in overrides if not text.startswith("hydra/")))
 
@@ -107,12 +136,18 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     """Links, pictures and the sources of ``<picture>`` are files of the repository."""
     text = page.read_text(encoding="utf-8")
     found = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
-    assert [link for link in found if not link.startswith("http") and not (page.parent / link).exists()] == []
+    assert [
+        link for link in found if not link.startswith("http") and not (page.parent / link).exists()
+    ] == []
 
 
 def test_every_file_that_is_named_is_there() -> None:
     """Paths of our folders in backticks, and the scripts of commands."""
-    named = {path for _, span in SPANS for path in re.findall(r"\b(?:harness|scripts|tests|conf|docs)/[\w./]*\w", span)}
+    named = {
+        path
+        for _, span in SPANS
+        for path in re.findall(r"\b(?:harness|scripts|tests|conf|docs)/[\w./]*\w", span)
+    }
     made = {"conf/data/NAME.yaml"}
     assert len(named) >= 20
     assert [path for path in sorted(named - made) if not (ROOT / path).exists()] == []
@@ -121,7 +156,14 @@ def test_every_file_that_is_named_is_there() -> None:
 def test_the_page_of_settings_is_up_to_date() -> None:
     """Else: ``uv run scripts/settings_page.py``."""
     source = "from scripts import settings_page; print(settings_page.page(), end='')"
-    made = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    made = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert made.stdout == (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 
 

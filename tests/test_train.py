@@ -52,7 +52,12 @@ def command(*overrides: str, launcher: tuple[str, ...] = (sys.executable,)) -> l
 def started(cwd: Path, *overrides: str) -> subprocess.Popen[str]:
     """A run in a process group of its own."""
     return subprocess.Popen(
-        command(*overrides), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command(*overrides),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -106,13 +111,21 @@ def test_the_console_tells_what_the_user_came_for(finished: tuple[Path, str]) ->
 def test_the_report_holds_what_it_promises(finished: tuple[Path, str]) -> None:
     """report.json has every promised field, consistent with the run."""
     report = json.loads((finished[0] / "report.json").read_text())
-    assert (report["status"], report["epochs"], report["steps"], report["val_images"]) == ("completed", 2, 44, 359)
+    assert (report["status"], report["epochs"], report["steps"], report["val_images"]) == (
+        "completed",
+        2,
+        44,
+        359,
+    )
     assert 0 <= report["top1"] <= report["top5"] <= 1
     assert report["loss"] > 0
     assert report["images_per_s"] > 0
     assert set(report["step_ms"]) == {"median", "p95", "max"}
     assert 0 <= report["data_wait_fraction"] <= 1
-    assert (report["stall_basis"], report["stall_fraction"]) == ("host", report["data_wait_fraction"])
+    assert (report["stall_basis"], report["stall_fraction"]) == (
+        "host",
+        report["data_wait_fraction"],
+    )
     assert report["loader"]["num_workers"] >= 0
     assert report["tuning"]["seconds"] > 0
     assert set(report["verdict"]) >= {"bottleneck", "sentence"}
@@ -144,7 +157,9 @@ def test_the_folder_holds_the_run_and_no_more(finished: tuple[Path, str]) -> Non
     assert tuning["trials"]  # how many there is time for depends on the machine
 
 
-def test_a_saved_config_starts_the_same_run_again(finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_saved_config_starts_the_same_run_again(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
     """A run's .hydra folder is a config of its own."""
     done = subprocess.run(
         [*command("--config-path", str(finished[0] / ".hydra"), "--config-name", "config"),
@@ -165,13 +180,22 @@ def test_a_saved_config_starts_the_same_run_again(finished: tuple[Path, str], tm
     ],
 )
 def test_images_take_of_a_gpu_what_a_step_leaves(
-    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, backend: str, expected: list[str]
+    composed: Composed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: bool,
+    backend: str,
+    expected: list[str],
 ) -> None:
     """Before the images of both sets are put there, a step takes what the network needs."""
     made: list[str] = []
     demand, pixels = StepTrials.demand, forms.InMemoryImages
-    monkeypatch.setattr(StepTrials, "demand", lambda *args: (made.append("steps"), demand(*args))[1])
-    monkeypatch.setattr(forms, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1])
+    monkeypatch.setattr(
+        StepTrials, "demand", lambda *args: (made.append("steps"), demand(*args))[1]
+    )
+    monkeypatch.setattr(
+        forms, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1]
+    )
     given = (f"loader.backend={backend}", "loader.num_workers=0", "loader.pin_memory=false")
     config = composed("data=digits", "trainer.max_steps=1", *given)
     with accelerator.emulate(Gpu()) if gpu else nullcontext():
@@ -186,7 +210,11 @@ def test_images_take_of_a_gpu_what_a_step_leaves(
     ids=["remembered", "just now"],
 )
 def test_tuning_that_made_steps_needs_no_other(
-    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool, expected: list[str]
+    composed: Composed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reused: bool,
+    expected: list[str],
 ) -> None:
     """A remembered choice was made without a step in this run: one comes before the images, as where nothing is tuned."""
     made: list[str] = []
@@ -206,9 +234,15 @@ def test_tuning_that_made_steps_needs_no_other(
         return train, feeds.val_settings(train)
 
     pixels = forms.InMemoryImages
-    monkeypatch.setattr(forms, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1])
+    monkeypatch.setattr(
+        forms, "InMemoryImages", lambda *args: (made.append("images"), pixels(*args))[1]
+    )
     config = composed(
-        "data=digits", "loader.autotune=true", "loader.backend=arrays", "loader.pin_memory=false", "trainer.max_steps=1"
+        "data=digits",
+        "loader.autotune=true",
+        "loader.backend=arrays",
+        "loader.pin_memory=false",
+        "trainer.max_steps=1",
     )
     with accelerator.emulate(Gpu()):
         run_here(config, tmp_path / "run")
@@ -217,19 +251,32 @@ def test_tuning_that_made_steps_needs_no_other(
 
 @pytest.mark.usefixtures("kept_globals")
 def test_the_peaks_of_a_gpus_memory_are_told(
-    composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    composed: Composed,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the windows, the report, its page and the last words: training's and evaluation's apart, of what the GPU has."""
     monkeypatch.setattr(Gpu, "has_streams", False)
     with accelerator.emulate(Gpu(21 * GB, 22 * GB, 25 * GB)):
-        report = run_here(composed(*FAKE, "trainer.epochs=1", "watch.window_steps=2"), tmp_path / "run")
-    told = [{name: value for name, value in line.items() if "memory_peak" in name} for line in lines(tmp_path / "run")]
+        report = run_here(
+            composed(*FAKE, "trainer.epochs=1", "watch.window_steps=2"), tmp_path / "run"
+        )
+    told = [
+        {name: value for name, value in line.items() if "memory_peak" in name}
+        for line in lines(tmp_path / "run")
+    ]
     assert told == [
         {"gpu/memory_peak_allocated_bytes": 21 * GB, "gpu/memory_peak_reserved_bytes": 30 * GB},
         {"gpu/memory_peak_allocated_bytes": 22 * GB, "gpu/memory_peak_reserved_bytes": 30 * GB},
         {"val/memory_peak_allocated_bytes": 25 * GB},
     ]
-    peaks = {"total_bytes": 80 * GB, "reserved_bytes": 30 * GB, "training_bytes": 22 * GB, "evaluation_bytes": 25 * GB}
+    peaks = {
+        "total_bytes": 80 * GB,
+        "reserved_bytes": 30 * GB,
+        "training_bytes": 22 * GB,
+        "evaluation_bytes": 25 * GB,
+    }
     assert report["gpu_memory"] == peaks
     assert json.dumps(peaks, separators=(",", ":")) in (tmp_path / "run/report.html").read_text()
     line = "\nmemory         peak 25.0 GB allocated (25.0 GB in evaluation), 30.0 GB reserved, of 80.0 GB\n"
@@ -237,7 +284,9 @@ def test_the_peaks_of_a_gpus_memory_are_told(
 
 
 @pytest.mark.usefixtures("kept_globals")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 6), (2, 4)])
 def test_only_whole_batches_of_training_are_compiled(
     composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int, steps: int
@@ -250,8 +299,12 @@ def test_only_whole_batches_of_training_are_compiled(
         return lambda *inputs: (ran.append(len(graphs)), graph(*inputs))[1]
 
     torch.compiler.reset()
-    monkeypatch.setattr(nn.Module, "compile", lambda network, **how: compile_(network, backend=counted, **how))
-    config = composed(*FAKE, "trainer.compile=true", "trainer.epochs=2", f"trainer.accumulate_steps={accumulate}")
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda network, **how: compile_(network, backend=counted, **how)
+    )
+    config = composed(
+        *FAKE, "trainer.compile=true", "trainer.epochs=2", f"trainer.accumulate_steps={accumulate}"
+    )
     report = run_here(config, tmp_path / "run")
     assert (report["steps"], report["val_images"]) == (steps, 12)
     assert (len(graphs), ran) == (1, [1] * 4)
@@ -260,11 +313,21 @@ def test_only_whole_batches_of_training_are_compiled(
 @pytest.mark.usefixtures("kept_globals")
 def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Path) -> None:
     """Workers, prefetching, tuning and the prefetcher's thread leave the weights after two epochs bitwise the same."""
-    common = ("data=digits", "trainer.epochs=2", "trainer.num_threads=1", "device=cpu", "augment.hflip=0.5")
+    common = (
+        "data=digits",
+        "trainer.epochs=2",
+        "trainer.num_threads=1",
+        "device=cpu",
+        "augment.hflip=0.5",
+    )
     ways = {
         "plain": ("loader.num_workers=0",),
         "two workers": ("loader.num_workers=2", "loader.prefetch_factor=3"),
-        "fresh workers": ("loader.num_workers=1", "loader.persistent_workers=false", "loader.device_prefetch=false"),
+        "fresh workers": (
+            "loader.num_workers=1",
+            "loader.persistent_workers=false",
+            "loader.device_prefetch=false",
+        ),
         "tuned": ("loader.autotune=true", "tuner.budget_s=6"),
     }
     digests = {}
@@ -279,7 +342,13 @@ def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Pat
 @pytest.mark.usefixtures("kept_globals")
 def test_resuming_gives_the_uninterrupted_run(composed: Composed, tmp_path: Path) -> None:
     """Two epochs and two more after a resume end in the weights, optimizer and loss of four in one go."""
-    common = ("data=digits", "trainer.num_threads=1", "loader.num_workers=0", "trainer.epochs=4", "run.name=x")
+    common = (
+        "data=digits",
+        "trainer.num_threads=1",
+        "loader.num_workers=0",
+        "trainer.epochs=4",
+        "run.name=x",
+    )
     whole = run_here(composed(*common), tmp_path / "whole")
     saved = tmp_path / "whole/checkpoints"
     parts = tmp_path / "parts/checkpoints"
@@ -303,12 +372,19 @@ def test_resuming_gives_the_uninterrupted_run(composed: Composed, tmp_path: Path
         (("resume=nowhere",), "nowhere: no such checkpoint"),
         (("model=resnet18",), r"does not fit this run: .* and \d+ more"),
         (("optim=adamw",), "does not fit this run: the optimizer is of another kind"),
-        (("data=shapes", "data.root={tree}", "data=imagefolder", "data.split_fraction=0.5"), "its classes are not this data"),
+        (
+            ("data=shapes", "data.root={tree}", "data=imagefolder", "data.split_fraction=0.5"),
+            "its classes are not this data",
+        ),
     ],
     ids=["missing", "network", "optimizer", "classes"],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(
-    composed: Composed, finished: tuple[Path, str], tmp_path: Path, overrides: tuple[str, ...], text: str
+    composed: Composed,
+    finished: tuple[Path, str],
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+    text: str,
 ) -> None:
     """A resume that cannot be exact is an error before the first step, never a fresh start."""
     for name in ("a", "b"):
@@ -317,39 +393,70 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
             Image.new("RGB", (40, 40), (i, 0, 0)).save(tmp_path / "tree" / name / f"{i}.png")
     filled = [override.format(tree=tmp_path / "tree") for override in overrides]
     filled = [item for item in filled if item != "data=shapes"]
-    config = composed("data=digits", f"resume={finished[0]}", "loader.num_workers=0", "loader.batch_size=16", *filled)
+    config = composed(
+        "data=digits",
+        f"resume={finished[0]}",
+        "loader.num_workers=0",
+        "loader.batch_size=16",
+        *filled,
+    )
     with pytest.raises(CheckpointError, match=text):
         run_here(config, tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_evaluation_alone_repeats_the_runs_result(composed: Composed, finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_evaluation_alone_repeats_the_runs_result(
+    composed: Composed, finished: tuple[Path, str], tmp_path: Path
+) -> None:
     """mode=evaluate gives the accuracy that the run ended with, from a checkpoint or from its weights."""
     before = json.loads((finished[0] / "report.json").read_text())
     for name in ("resume", "model.weights"):
-        report = run_here(composed("data=digits", "mode=evaluate", f"{name}={finished[0]}"), tmp_path / name)
+        report = run_here(
+            composed("data=digits", "mode=evaluate", f"{name}={finished[0]}"), tmp_path / name
+        )
         assert (report["top1"], report["val_images"]) == (before["top1"], 359)
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_a_resume_keeps_this_runs_rate_and_layout(composed: Composed, finished: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_resume_keeps_this_runs_rate_and_layout(
+    composed: Composed, finished: tuple[Path, str], tmp_path: Path
+) -> None:
     """Learning rate and weight decay are those of this command line, and another memory layout changes no update."""
-    common = ("data=digits", f"resume={finished[0]}", "trainer.epochs=3", "loader.num_workers=0", "optim.lr=0.01")
+    common = (
+        "data=digits",
+        f"resume={finished[0]}",
+        "trainer.epochs=3",
+        "loader.num_workers=0",
+        "optim.lr=0.01",
+    )
     digests = []
     for layout in ("true", "false"):
-        run_here(composed(*common, "schedule=constant", f"trainer.channels_last={layout}"), tmp_path / layout)
+        run_here(
+            composed(*common, "schedule=constant", f"trainer.channels_last={layout}"),
+            tmp_path / layout,
+        )
         saved = checkpoint.read(tmp_path / layout)[1]
         digests.append(saved["model"]["0.weight"])
         assert {group["lr"] for group in saved["optimizer"]["param_groups"]} == {0.01}
-        assert {line["train/lr"] for line in lines(tmp_path / layout) if "train/lr" in line} == {0.01}
-    torch.testing.assert_close(digests[0].contiguous(), digests[1].contiguous(), rtol=1e-2, atol=1e-3)
+        assert {line["train/lr"] for line in lines(tmp_path / layout) if "train/lr" in line} == {
+            0.01
+        }
+    torch.testing.assert_close(
+        digests[0].contiguous(), digests[1].contiguous(), rtol=1e-2, atol=1e-3
+    )
 
 
 @pytest.mark.usefixtures("kept_globals")
 def test_a_finished_run_keeps_its_report(composed: Composed, tmp_path: Path) -> None:
     """Resumed with nothing left to train, a run says so and leaves the report of what was done."""
-    common = ("data=digits", "trainer.epochs=1", "trainer.max_steps=22", "loader.num_workers=0", "run.name=x")
+    common = (
+        "data=digits",
+        "trainer.epochs=1",
+        "trainer.max_steps=22",
+        "loader.num_workers=0",
+        "run.name=x",
+    )
     before = run_here(composed(*common), tmp_path)
     assert run_here(composed(*common, "resume=auto"), tmp_path) == before
 
@@ -374,7 +481,9 @@ def test_a_used_folder_is_refused(finished: tuple[Path, str]) -> None:
     assert "outputs/first: holds a run; go on with resume=auto" in done.stderr
 
 
-def test_torchrun_without_its_setting_is_refused(composed: Composed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torchrun_without_its_setting_is_refused(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Processes of torchrun that would each train alone are told what is missing."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="dist=single: started by torchrun, .* add dist=torchrun"):
@@ -385,7 +494,11 @@ def test_torchrun_without_its_setting_is_refused(composed: Composed, monkeypatch
 def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Path) -> None:
     """A learning rate that destroys the network ends in a non-finite error that names the ways out."""
     config = composed(
-        "data=digits", "optim.lr=1e30", "trainer.max_nonfinite_steps=5", "trainer.epochs=20", "loader.num_workers=0"
+        "data=digits",
+        "optim.lr=1e30",
+        "trainer.max_nonfinite_steps=5",
+        "trainer.epochs=20",
+        "loader.num_workers=0",
     )
     with pytest.raises(NonFiniteError, match=r"in a row had a non-finite loss .* lower optim\.lr"):
         run_here(config, tmp_path)
@@ -399,7 +512,9 @@ def test_a_bad_image_is_named(composed: Composed, tmp_path: Path) -> None:
         for name in ("a", "b"):
             (tmp_path / "tree" / split / name).mkdir(parents=True)
             for i in range(8):
-                Image.new("RGB", (40, 40), (i, 0, 0)).save(tmp_path / "tree" / split / name / f"{i}.jpg")
+                Image.new("RGB", (40, 40), (i, 0, 0)).save(
+                    tmp_path / "tree" / split / name / f"{i}.jpg"
+                )
     (tmp_path / "tree/train/b/3.jpg").write_bytes(b"")
     config = composed(
         "data=imagefolder",
@@ -420,13 +535,18 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]
     folder = tmp_path_factory.mktemp("cifar")
     md5 = write_cifar10(folder, rows=40)
     archive = "cifar-10-python.tar.gz"
-    with pytest.MonkeyPatch.context() as patch, site(files({archive: (folder / archive).read_bytes()})) as served:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        site(files({archive: (folder / archive).read_bytes()})) as served,
+    ):
         patch.setenv("no_proxy", "*")
         yield served.address, md5
 
 
 @pytest.mark.usefixtures("kept_globals")
-def test_cifar10_is_fetched_tuned_and_trained(composed: Composed, cifar: tuple[str, str], tmp_path: Path) -> None:
+def test_cifar10_is_fetched_tuned_and_trained(
+    composed: Composed, cifar: tuple[str, str], tmp_path: Path
+) -> None:
     """An archive in the published format comes through the real download, check and reader into a tuned run."""
     mirror, md5 = cifar
     config = composed(
@@ -438,18 +558,32 @@ def test_cifar10_is_fetched_tuned_and_trained(composed: Composed, cifar: tuple[s
 
 
 @pytest.mark.usefixtures("kept_globals")
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml")))
-def test_every_experiment_runs_a_step(composed: Composed, cifar: tuple[str, str], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
+)
+def test_every_experiment_runs_a_step(
+    composed: Composed, cifar: tuple[str, str], tmp_path: Path, name: str
+) -> None:
     """Each experiment composes, and makes one update on a small stand-in for its data."""
-    needs = {"cifar10_resnet18": cifar_overrides(cifar, tmp_path), "imagenet_resnet50": imagenet_overrides(tmp_path)}
-    config = composed(f"experiment={name}", "trainer.max_steps=1", "loader.num_workers=0", *needs.get(name, ()))
+    needs = {
+        "cifar10_resnet18": cifar_overrides(cifar, tmp_path),
+        "imagenet_resnet50": imagenet_overrides(tmp_path),
+    }
+    config = composed(
+        f"experiment={name}", "trainer.max_steps=1", "loader.num_workers=0", *needs.get(name, ())
+    )
     report = run_here(config, tmp_path / "run")
     assert (report["status"], report["steps"]) == ("completed", 1)
 
 
 def cifar_overrides(cifar: tuple[str, str], folder: Path) -> tuple[str, ...]:
     """The small archive in place of the published one."""
-    return (f"data.mirror={cifar[0]}", f"data.md5={cifar[1]}", f"data.root={folder / 'data'}", "loader.batch_size=16")
+    return (
+        f"data.mirror={cifar[0]}",
+        f"data.md5={cifar[1]}",
+        f"data.root={folder / 'data'}",
+        "loader.batch_size=16",
+    )
 
 
 def imagenet_overrides(folder: Path) -> tuple[str, ...]:
@@ -470,33 +604,72 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
 
     One of the ways is tuned first, by both ranks together.
     """
-    overrides = ["data=digits", "device=cpu", "trainer.epochs=1", "loader.batch_size=32", "loader.num_workers=0", f"dist={way}"]
+    overrides = [
+        "data=digits",
+        "device=cpu",
+        "trainer.epochs=1",
+        "loader.batch_size=32",
+        "loader.num_workers=0",
+        f"dist={way}",
+    ]
     if way == "torchrun":
-        launcher = (str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2")
+        launcher = (
+            str(Path(sys.executable).with_name("torchrun")),
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        )
     else:
         launcher = (sys.executable,)
-        overrides += ["dist.nprocs=2", "loader.autotune=true", "tuner.budget_s=4", "tuner.max_workers=1"]
+        overrides += [
+            "dist.nprocs=2",
+            "loader.autotune=true",
+            "tuner.budget_s=4",
+            "tuner.max_workers=1",
+        ]
     done = subprocess.run(
-        command(*overrides, launcher=launcher), cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        command(*overrides, launcher=launcher),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/*/*")
     assert len(list(folder.glob("events.*"))) == 1
     assert (folder / ".hydra/config.yaml").exists()
     report = json.loads((folder / "report.json").read_text())
-    assert (report["world_size"], report["global_batch_size"], report["steps"], report["val_images"]) == (2, 64, 22, 359)
+    assert (
+        report["world_size"],
+        report["global_batch_size"],
+        report["steps"],
+        report["val_images"],
+    ) == (2, 64, 22, 359)
     assert done.stdout.count("top-1 ") == 2
-    assert ((folder / "tuning.json").exists(), "the slowest of 2 ranks" in done.stdout) == (way == "spawn", way == "spawn")
-    alone = run_here(composed("data=digits", "mode=evaluate", f"resume={folder}", "device=cpu"), tmp_path / "alone")
+    assert ((folder / "tuning.json").exists(), "the slowest of 2 ranks" in done.stdout) == (
+        way == "spawn",
+        way == "spawn",
+    )
+    alone = run_here(
+        composed("data=digits", "mode=evaluate", f"resume={folder}", "device=cpu"),
+        tmp_path / "alone",
+    )
     assert (alone["top1"], alone["loss"]) == (report["top1"], pytest.approx(report["loss"]))
 
 
 def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
     """A sweeper is given the highest of all evaluations, and None of a run that had none or, as a diagnosis, logged nothing."""
     assert app._best_top1(tmp_path) is None
-    logged = ({"step": 1, "val/top1": 0.5}, {"step": 2, "train/loss": 1.0}, {"step": 3, "val/top1": 0.25})
+    logged = (
+        {"step": 1, "val/top1": 0.5},
+        {"step": 2, "train/loss": 1.0},
+        {"step": 3, "val/top1": 0.25},
+    )
     for windows, best in (logged, 0.5), (logged[1:2], None):
-        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(window)}\n" for window in windows))
+        (tmp_path / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(window)}\n" for window in windows)
+        )
         assert app._best_top1(tmp_path) == best
 
 
@@ -513,7 +686,11 @@ def test_a_sweep_loses_no_job(tmp_path: Path) -> None:
     for number in (1, 3):
         folder = tmp_path / f"multirun/sweep/{number}"
         assert json.loads((folder / "report.json").read_text())["status"] == "completed"
-        content = EventAccumulator(str(folder)).Reload().PluginTagToContent("hparams")["_hparams_/session_start_info"]
+        content = (
+            EventAccumulator(str(folder))
+            .Reload()
+            .PluginTagToContent("hparams")["_hparams_/session_start_info"]
+        )
         info = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
         columns.append(sorted(info.hparams))
     assert columns[0] == columns[1]
@@ -540,10 +717,16 @@ def gone(processes: list[psutil.Process], within_s: float) -> bool:
     return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+    ids=lambda s: s.name,
+)
 def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> None:
     """Sent to the whole group in training, the run ends with 128 + n; files are whole, no worker is left."""
-    process = started(tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=1", "run.name=x")
+    process = started(
+        tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=1", "run.name=x"
+    )
     folder = tmp_path / "outputs/x"
     wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
     children = descendants(process)
@@ -557,7 +740,9 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> 
     assert (report["status"], report["error"]) == ("interrupted", f"stopped by signal {int(how)}")
     logged = lines(folder)
     events = EventAccumulator(str(folder)).Reload()
-    assert [event.step for event in events.Scalars("train/lr")] == [line["step"] for line in logged if "train/lr" in line]
+    assert [event.step for event in events.Scalars("train/lr")] == [
+        line["step"] for line in logged if "train/lr" in line
+    ]
 
 
 def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
@@ -566,7 +751,9 @@ def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
     Python looks at threads that go on, and may die of that itself: then it is tried again.
     """
     for name in "abc":
-        process = started(tmp_path, "data=shapes", "data.image_size=32", "trainer.epochs=500", f"run.name={name}")
+        process = started(
+            tmp_path, "data=shapes", "data.image_size=32", "trainer.epochs=500", f"run.name={name}"
+        )
         wait_for((tmp_path / "outputs" / name / "metrics.jsonl").exists, 90, process)
         process.send_signal(signal.SIGSEGV)
         output, _ = process.communicate(timeout=30)
@@ -591,7 +778,12 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     process.stdout.close()
     before = checkpoint.read(folder)[0]
     done = subprocess.run(
-        command(*arguments, "resume=auto"), cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        command(*arguments, "resume=auto"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
@@ -605,12 +797,19 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     """A second run with the same name exits with 9 and names the owner; the first one is not disturbed."""
-    process = started(tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=0", "run.name=x")
+    process = started(
+        tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=0", "run.name=x"
+    )
     wait_for(lambda: (tmp_path / "outputs/x/.lock").exists(), 60, process)
     wait_for(lambda: (tmp_path / "outputs/x/.hydra/overrides.yaml").exists(), 60, process)
     before = (tmp_path / "outputs/x/.hydra/overrides.yaml").read_text()
     second = subprocess.run(
-        command("data=digits", "run.name=x", "seed=3"), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        command("data=digits", "run.name=x", "seed=3"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     process.terminate()
     process.communicate(timeout=30)

@@ -20,7 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.compare.folders import FIGURES, Figure, Run, Unusable, find, group, notes, settings_that_differ, text
+from harness.compare.folders import (
+    FIGURES,
+    Figure,
+    Run,
+    Unusable,
+    find,
+    group,
+    notes,
+    settings_that_differ,
+    text,
+)
 from harness.runtime.errors import printable
 
 _MOST_COLUMNS = 4  # of settings beside the figures; more of them are a table of their own
@@ -41,7 +51,9 @@ class Limit:
         figure = next((figure for figure in FIGURES if figure.name == name), None)
         if figure is None:
             names = ", ".join(figure.name for figure in FIGURES)
-            raise argparse.ArgumentTypeError(f"{text}: not a limit; write NAME=LIMIT, where the names are {names}")
+            raise argparse.ArgumentTypeError(
+                f"{text}: not a limit; write NAME=LIMIT, where the names are {names}"
+            )
         try:
             bound = float(value)
         except ValueError:
@@ -54,12 +66,16 @@ class Limit:
             )
         if not figure.is_fraction and not (not signed and 0 < bound <= 10):
             example = f"{name}={0.95 if figure.higher_is_better else 1.05}"
-            raise argparse.ArgumentTypeError(f"{text}: write the allowed ratio to the first run, such as {example}")
+            raise argparse.ArgumentTypeError(
+                f"{text}: write the allowed ratio to the first run, such as {example}"
+            )
         return cls(figure, bound)
 
     def is_broken(self, change: float) -> bool:
         """Whether ``change`` lies beyond the limit; on it is within."""
-        return (self.bound - change if self.figure.higher_is_better else change - self.bound) > _ROUNDING
+        return (
+            self.bound - change if self.figure.higher_is_better else change - self.bound
+        ) > _ROUNDING
 
     def __str__(self) -> str:
         return f"{self.figure.name}={self.bound:{'+' if self.figure.is_fraction else ''}g}"
@@ -69,19 +85,27 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
     """What lies beyond the limits, and what could not be judged, a line each."""
     first, beyond, untold = runs[0], [], []
     if limits and len(runs) < 2:
-        untold.append(f"--fail-beyond: {first.name} is the only run; name another one to compare it with")
+        untold.append(
+            f"--fail-beyond: {first.name} is the only run; name another one to compare it with"
+        )
     for run in runs[1:] if limits else ():
         incomplete = next((one for one in (first, run) if one.status != "completed"), None)
         if incomplete is not None:
-            untold.append(f"{run.name}: not judged, because {incomplete.name} is {incomplete.status}; compare completed runs")
+            untold.append(
+                f"{run.name}: not judged, because {incomplete.name} is {incomplete.status}; compare completed runs"
+            )
             continue
         changes = dict(run.changes(first))
         for limit in limits:
             figure = limit.figure
             if figure not in changes:
-                untold.append(f"{run.name}: {limit} cannot be judged: {_why_not(figure, run, first)}")
+                untold.append(
+                    f"{run.name}: {limit} cannot be judged: {_why_not(figure, run, first)}"
+                )
             elif limit.is_broken(changes[figure]):
-                value, reference = (figure.shown(figure.of(one.report) or 0.0) for one in (run, first))
+                value, reference = (
+                    figure.shown(figure.of(one.report) or 0.0) for one in (run, first)
+                )
                 at = "least" if figure.higher_is_better else "most"
                 allowed = figure.shown_change(limit.bound)
                 beyond.append(
@@ -106,7 +130,11 @@ def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list
     all_completed = all(run.status == "completed" for run in runs)
     for run in runs:
         changes = {} if run is runs[0] else dict(run.changes(runs[0]))
-        row = {"run": run.name} | ({} if all_completed else {"status": run.status}) | {"steps": text(run.report, "steps")}
+        row = (
+            {"run": run.name}
+            | ({} if all_completed else {"status": run.status})
+            | {"steps": text(run.report, "steps")}
+        )
         for figure in FIGURES:
             value = figure.of(run.report)
             change = f" ({figure.shown_change(changes[figure])})" if figure in changes else ""
@@ -118,10 +146,15 @@ def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list
 
 def table(listed: Sequence[Mapping[str, str]]) -> str:
     """A Markdown table that reads well as plain text; the first row's keys are its columns."""
-    lines = [[printable(cell).replace("|", "/") for cell in line] for line in (listed[0], *(row.values() for row in listed))]
+    lines = [
+        [printable(cell).replace("|", "/") for cell in line]
+        for line in (listed[0], *(row.values() for row in listed))
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])
+    return "\n".join(
+        [shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]]
+    )
 
 
 def show(runs: Sequence[Run], passed: Sequence[str]) -> str:
@@ -136,7 +169,9 @@ def show(runs: Sequence[Run], passed: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
-def as_json(runs: Sequence[Run], passed: Sequence[str], beyond: Sequence[str], untold: Sequence[str]) -> str:
+def as_json(
+    runs: Sequence[Run], passed: Sequence[str], beyond: Sequence[str], untold: Sequence[str]
+) -> str:
     """The comparison for programs."""
     settings = settings_that_differ(runs)
     listed = []
@@ -153,7 +188,12 @@ def as_json(runs: Sequence[Run], passed: Sequence[str], beyond: Sequence[str], u
                 "settings": {key: run.settings.get(key) for key in settings if run.report},
             }
         )
-    found = {"runs": listed, "notes": [*notes(runs), *passed], "beyond_limits": beyond, "not_judged": untold}
+    found = {
+        "runs": listed,
+        "notes": [*notes(runs), *passed],
+        "beyond_limits": beyond,
+        "not_judged": untold,
+    }
     return json.dumps(found, indent=2, default=str)
 
 
@@ -166,7 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         + ". Exit codes: 0; 1 where a run lies beyond a limit; 2 where a folder or a figure is missing or damaged.",
     )  # fmt: skip
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="a run's folder, or a sweep's for all of its jobs"
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="a run's folder, or a sweep's for all of its jobs",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument(

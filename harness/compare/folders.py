@@ -52,7 +52,11 @@ class Figure:
         value: Any = report
         for part in self.path:
             value = value.get(part) if isinstance(value, Mapping) else None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+        is_number = (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and -_LARGEST < value < _LARGEST
+        )
         return float(value) if is_number else None
 
     def change(self, value: float, first: float) -> float | None:
@@ -63,7 +67,13 @@ class Figure:
 
     def shown(self, value: float) -> str:
         """``value`` as people read it."""
-        return f"{value:.1%}" if self.is_fraction else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+        return (
+            f"{value:.1%}"
+            if self.is_fraction
+            else f"{value:.0f}"
+            if value >= 1000
+            else f"{value:.4g}"
+        )
 
     def shown_change(self, change: float) -> str:
         """A change as people read it."""
@@ -104,7 +114,11 @@ class Run:
             same_clock = self.report.get("stall_basis") == first.report.get("stall_basis")
             for figure in FIGURES:
                 value, reference = figure.of(self.report), figure.of(first.report)
-                if value is not None and reference is not None and (same_clock or not figure.is_clocked):
+                if (
+                    value is not None
+                    and reference is not None
+                    and (same_clock or not figure.is_clocked)
+                ):
                     change = figure.change(value, reference)
                     if change is not None:
                         yield figure, change
@@ -118,7 +132,11 @@ def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """
     found = [Path(os.path.abspath(place)) for folder in folders for place in _expanded(folder)]
     places = [place for place in found if not _is_diagnosis(place)]
-    passed = [f"{os.path.relpath(place)}: passed over: a diagnosis trains nothing" for place in found if place not in places]
+    passed = [
+        f"{os.path.relpath(place)}: passed over: a diagnosis trains nothing"
+        for place in found
+        if place not in places
+    ]
     if not places:
         raise Unusable(f"{passed[0]}; name a run's folder, or a sweep's")
     base = os.path.commonpath([place.parent for place in places])
@@ -132,7 +150,9 @@ def _expanded(folder: Path) -> list[Path]:
         return [folder]
     jobs = sorted((place for place in folder.iterdir() if _is_run(place)), key=_natural)
     if not jobs:
-        raise Unusable(f"{folder}: holds no run, nor does a folder in it; name a folder with a report.json, or one above it")
+        raise Unusable(
+            f"{folder}: holds no run, nor does a folder in it; name a folder with a report.json, or one above it"
+        )
     return jobs
 
 
@@ -159,11 +179,15 @@ def _read(folder: Path, name: str) -> Run:
         settings = config.saved(read_inside(folder, _CONFIG)) if path.exists() else {}
     except FileNotFoundError:
         return Run(
-            name, "unreadable", f"{os.path.relpath(path)}: not there; wait for the run's end, or look into its train.log"
+            name,
+            "unreadable",
+            f"{os.path.relpath(path)}: not there; wait for the run's end, or look into its train.log",
         )
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        return Run(name, "unreadable", f"{os.path.relpath(path)}: damaged: {why}; leave the run out")
+        return Run(
+            name, "unreadable", f"{os.path.relpath(path)}: damaged: {why}; leave the run out"
+        )
     tree = {
         **settings,
         "used": group(report, "loader"),
@@ -203,21 +227,38 @@ def text(tree: Mapping[str, Any], key: str) -> str:
 def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     """Each setting that tells some of ``runs`` from others, by run; ``used.*`` only where it says more than ``loader.*``."""
     found = differing({run.name: run.settings for run in runs if run.report})
-    asked = {key.replace("loader.", "used.", 1): values for key, values in found.items() if key.startswith("loader.")}
+    asked = {
+        key.replace("loader.", "used.", 1): values
+        for key, values in found.items()
+        if key.startswith("loader.")
+    }
     return {key: values for key, values in found.items() if asked.get(key) != values}
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """What a reader must know of the figures: runs that did not complete; other machines, versions and clocks."""
-    found = [f"{run.name}: {run.status}{f': {run.error}' if run.error else ''}" for run in runs if run.status != "completed"]
+    found = [
+        f"{run.name}: {run.status}{f': {run.error}' if run.error else ''}"
+        for run in runs
+        if run.status != "completed"
+    ]
     facts = {
-        run.name: {"stall_basis": run.report.get("stall_basis"), **dict(_flat(group(run.report, "environment")))}
+        run.name: {
+            "stall_basis": run.report.get("stall_basis"),
+            **dict(_flat(group(run.report, "environment"))),
+        }
         for run in runs
         if run.report
     }
     for key, values in differing(facts).items():
-        names = {value: [name for name in values if values[name] == value] for value in dict.fromkeys(values.values())}
-        found.append(f"{key} differs: " + "; ".join(f"{value} ({_some(those)})" for value, those in names.items()))
+        names = {
+            value: [name for name in values if values[name] == value]
+            for value in dict.fromkeys(values.values())
+        }
+        found.append(
+            f"{key} differs: "
+            + "; ".join(f"{value} ({_some(those)})" for value, those in names.items())
+        )
     return found
 
 

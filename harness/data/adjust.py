@@ -28,7 +28,9 @@ def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
 
     Each of the three is a blend with a grey: with black, with the luma's mean, with the luma.
     """
-    shares = to_device(np.stack((factors, np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors))), images.device)
+    shares = to_device(
+        np.stack((factors, np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors))), images.device
+    )
     even = to_device(kinds == CONTRAST, images.device).view(-1, 1, 1, 1)
     pixels = images.float()
     red, green, blue = pixels.split(1, dim=1)
@@ -50,7 +52,9 @@ def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
     # a grey pixel has no hue, and needs none
     span = chroma.clamp(min=1)
     sixth = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
-    sixth = torch.where(value == red, (green - blue) / span, sixth) + to_device(6 * turns, images.device).view(-1, 1, 1, 1)
+    sixth = torch.where(value == red, (green - blue) / span, sixth) + to_device(
+        6 * turns, images.device
+    ).view(-1, 1, 1, 1)
     place = (sixth + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)).remainder_(6)
     lost = torch.minimum(place, 4 - place).clamp_(0, 1).mul_(chroma)
     return (value - lost).mul_(255.999 / 255).to(torch.uint8)
@@ -81,5 +85,7 @@ def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
     # which are at -1 and 1
     to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)
     # A product of matrices rounds as this processor's library has it, and so does torchvision's.
-    grid = (places.view(-1, 3) @ to_device(to_edges, images.device).mT).view(count, height, width, 2)
+    grid = (places.view(-1, 3) @ to_device(to_edges, images.device).mT).view(
+        count, height, width, 2
+    )
     return F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(torch.uint8)

@@ -62,7 +62,9 @@ class _CappedGzip(gzip.GzipFile):
         data = super().read(size)
         self._left_bytes -= len(data)
         if self._left_bytes < 0:
-            raise _Suspect(f"unpacks to more than {self._limit_bytes} bytes, too much for its size or its kind")
+            raise _Suspect(
+                f"unpacks to more than {self._limit_bytes} bytes, too much for its size or its kind"
+            )
         return data
 
 
@@ -77,7 +79,9 @@ def _read_wanted(tar: tarfile.TarFile, wanted: Mapping[str, int]) -> dict[str, b
         if (most_bytes := wanted.get(member.name)) is None:
             continue
         if member.name in found or member.type not in _PLAIN or member.size > most_bytes:
-            raise _Suspect(f"member {member.name} is there twice, is a folder, or has more than {most_bytes} bytes")
+            raise _Suspect(
+                f"member {member.name} is there twice, is a folder, or has more than {most_bytes} bytes"
+            )
         content = tar.extractfile(member)
         assert content is not None
         found[member.name] = content.read()

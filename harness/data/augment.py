@@ -73,7 +73,9 @@ class BatchAugment:
         if images.device.type == "cpu":
             most = max(1, _CACHED_BYTES // images[0].numel())
         done = []
-        for chunk, drawn in zip(images.split(most), np.split(draws, range(most, len(draws), most)), strict=True):
+        for chunk, drawn in zip(
+            images.split(most), np.split(draws, range(most, len(draws), most)), strict=True
+        ):
             begin = 0
             for part in self._parts:
                 chunk = part(chunk, drawn[:, begin : begin + part.draws])
@@ -106,7 +108,9 @@ class ColorJitter:
         """``images`` with other colours; the first half of the ``draws`` is for the order, the second for the factors."""
         count = len(self._kinds)
         order = draws[:, :count].argsort(axis=1)
-        factors = np.take_along_axis(self._low + (self._high - self._low) * draws[:, count:], order, axis=1)
+        factors = np.take_along_axis(
+            self._low + (self._high - self._low) * draws[:, count:], order, axis=1
+        )
         for kinds, amounts in zip(self._kinds[order].T, factors.T, strict=True):
             images = _adjusted(images, kinds, amounts)
         return images
@@ -115,7 +119,9 @@ class ColorJitter:
 def _adjusted(images: Tensor, kinds: np.ndarray, amounts: np.ndarray) -> Tensor:
     """Each image with the one property that ``kinds`` names changed: all blends at once, then the hues."""
     hues = np.flatnonzero(kinds == HUE)
-    images = blend(images, np.where(kinds == HUE, BRIGHTNESS, kinds), np.where(kinds == HUE, 1.0, amounts))
+    images = blend(
+        images, np.where(kinds == HUE, BRIGHTNESS, kinds), np.where(kinds == HUE, 1.0, amounts)
+    )
     if len(hues):
         rows = to_device(hues, images.device)
         images[rows] = adjust_hue(images[rows], amounts[hues])

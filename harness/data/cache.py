@@ -48,13 +48,22 @@ class PixelCache:
         max_side: of the longer side of an image in pixels, larger ones are shrunk; None: none is.
     """
 
-    def __init__(self, file: MappedFile, checked: MappedFile, first: int, source: Source, max_side: int | None) -> None:
+    def __init__(
+        self,
+        file: MappedFile,
+        checked: MappedFile,
+        first: int,
+        source: Source,
+        max_side: int | None,
+    ) -> None:
         self._args = file, checked, first, source, max_side
         self._file = file
         self._source = source
         self._max_side = max_side
         self._head = np.frombuffer(file.map, _HEAD, 1)
-        self._table = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START).reshape(_COLUMNS, -1)
+        self._table = np.frombuffer(
+            file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START
+        ).reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
         self._places, self._sums, self._sizes, self._changed_ns = self._table[:, rows]
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
@@ -84,19 +93,29 @@ class PixelCache:
     @property
     def reserved_bytes(self) -> int:
         """Memory that it may still take; none where it lies on a disk."""
-        return 0 if self._is_on_disk() else max(0, int(self._head[0]["limit"] - self._head[0]["used"]))
+        return (
+            0 if self._is_on_disk() else max(0, int(self._head[0]["limit"] - self._head[0]["used"]))
+        )
 
     def stats(self) -> dict[str, int]:
         """How many ``images`` of all ``samples`` are kept, and how many ``bytes`` of ``limit`` they take."""
         head = self._head[0]
         places = self._table[0]
         images = int(np.count_nonzero(places))
-        return {"images": images, "samples": len(places), "bytes": int(head["used"]), "limit": int(head["limit"])}
+        return {
+            "images": images,
+            "samples": len(places),
+            "bytes": int(head["used"]),
+            "limit": int(head["limit"]),
+        }
 
     def summary(self) -> str:
         """How much is kept, in a line."""
         s = self.stats()
-        full = s["images"] < s["samples"] and s["bytes"] + s["bytes"] // max(1, s["images"]) > s["limit"]
+        full = (
+            s["images"] < s["samples"]
+            and s["bytes"] + s["bytes"] // max(1, s["images"]) > s["limit"]
+        )
         end = ", full: the others are decoded each time" if full else ""
         # where a part may be of files that have changed since
         if full and self._is_on_disk():
@@ -124,7 +143,10 @@ class PixelCache:
             # where the source file is gone
             status = os.stat(self._source.where(i))
             expected = self._sums[i], self._sizes[i], self._changed_ns[i]
-            if pixels is not None and (checksum(pixels), status.st_size, status.st_mtime_ns) == expected:
+            if (
+                pixels is not None
+                and (checksum(pixels), status.st_size, status.st_mtime_ns) == expected
+            ):
                 self._checked[i] = 1
                 return True
         if self._file.writable:
@@ -178,7 +200,11 @@ def shrunk(pixels: np.ndarray, max_side: int) -> np.ndarray:
     """``pixels``, uint8 ``[H, W, 3]``, with a longer side of at most ``max_side``."""
     height, width, _ = pixels.shape
     factor = max_side / max(height, width)
-    return pixels if factor >= 1 else resized(pixels, max(1, round(width * factor)), max(1, round(height * factor)))
+    return (
+        pixels
+        if factor >= 1
+        else resized(pixels, max(1, round(width * factor)), max(1, round(height * factor)))
+    )
 
 
 def make_blank(fd: int, facts: str, rows: int, budget_bytes: int) -> None:

@@ -68,14 +68,18 @@ def open_caches(
     train, val = sources
     first = PixelCache(file, checked, 0, train, data.cache_max_side)
     second = PixelCache(file, checked, len(train), val, data.cache_max_side)
-    say(f"decoded cache: {first.summary()} ({'in memory' if data.cache is DataCache.ram else cache_root() / 'decoded'})")
+    say(
+        f"decoded cache: {first.summary()} ({'in memory' if data.cache is DataCache.ram else cache_root() / 'decoded'})"
+    )
     return first, second
 
 
 def _software(options: DecodeOptions, max_side: int | None) -> bytes:
     decoders = ("pillow", "simplejpeg") if max_side is None else ("pillow", "simplejpeg", "torch")
     facts = {"format": cache.FORMAT, "options": asdict(options), "max_side": max_side}
-    return json.dumps({**facts, **{name: version(name) for name in decoders}}, sort_keys=True).encode()
+    return json.dumps(
+        {**facts, **{name: version(name) for name in decoders}}, sort_keys=True
+    ).encode()
 
 
 def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
@@ -85,7 +89,9 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
         return folder, hashlib.sha256(digest + source.indices.tobytes()).digest()
     if isinstance(source, FolderSource):
         return source.root, source.index.digest()
-    raise ConfigError(f"data.cache={data.cache.name}: has no effect with data={data.name}, whose pixels need no decoding")
+    raise ConfigError(
+        f"data.cache={data.cache.name}: has no effect with data={data.name}, whose pixels need no decoding"
+    )
 
 
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
@@ -112,15 +118,24 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
     return made if everyone[first] == me else pickle.loads(told[first][1])
 
 
-def _opened(data: DataConfig, facts: str, rows: int, roots: bytes) -> tuple[MappedFile, MappedFile] | None:
+def _opened(
+    data: DataConfig, facts: str, rows: int, roots: bytes
+) -> tuple[MappedFile, MappedFile] | None:
     """The cache's file, and a byte for each of its rows."""
     if data.cache is DataCache.ram:
         room = limits.measure()
         fd = memory("decoded", 0)
-        cache.make_blank(fd, facts, rows, _budget(data, room.memory_bytes, f"of memory: {room.sources['memory_bytes']}"))
+        cache.make_blank(
+            fd,
+            facts,
+            rows,
+            _budget(data, room.memory_bytes, f"of memory: {room.sources['memory_bytes']}"),
+        )
         file: MappedFile | None = MappedFile(fd, writable=True)
     else:
-        file = _on_disk(cache_root() / "decoded" / hashlib.sha256(roots).hexdigest()[:32], data, facts, rows)
+        file = _on_disk(
+            cache_root() / "decoded" / hashlib.sha256(roots).hexdigest()[:32], data, facts, rows
+        )
     return None if file is None else (file, MappedFile(memory("checked", rows), writable=True))
 
 
@@ -128,7 +143,9 @@ def _budget(data: DataConfig, free_bytes: int, of_what: str) -> int:
     if data.cache_gb is None:
         return free_bytes // 2
     if data.cache_gb * 1e9 > free_bytes:
-        raise ConfigError(f"data.cache_gb={data.cache_gb:g}: only {free_bytes / 1e9:.1f} GB are free ({of_what}); lower it")
+        raise ConfigError(
+            f"data.cache_gb={data.cache_gb:g}: only {free_bytes / 1e9:.1f} GB are free ({of_what}); lower it"
+        )
     return int(data.cache_gb * 1e9)
 
 
@@ -153,12 +170,20 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     )
     found = _to_read(place, facts, rows)
     if found is None and failure is not None:
-        raise ConfigError(f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use data.cache=ram")
+        raise ConfigError(
+            f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use data.cache=ram"
+        )
     # its images would be larger than with a cache: other pixels
     if found is None and data.cache_max_side is not None:
         advice = "wait until it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
-        raise ConfigError(f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; {advice}")
-    use = "of other pixels: nothing is kept in this run" if found is None else "what is in it is used, nothing is added"
+        raise ConfigError(
+            f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; {advice}"
+        )
+    use = (
+        "of other pixels: nothing is kept in this run"
+        if found is None
+        else "what is in it is used, nothing is added"
+    )
     _log.warning("data.cache=disk: %s; %s", reason, use)
     return found
 
@@ -184,7 +209,11 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
         return fd
     if fd is not None:
         os.close(fd)
-        why = "most of it of files that have changed" if used else "of other files, settings or versions, or damaged"
+        why = (
+            "most of it of files that have changed"
+            if used
+            else "of other files, settings or versions, or damaged"
+        )
         _log.warning("%s: %s: made anew", place, why)
         # its room is needed; who still reads it keeps it
         place.unlink()
@@ -224,6 +253,8 @@ def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
             pixels = decode(image, dataset.options) if isinstance(image, bytes) else image
             if max(pixels.shape) > max_side:
                 dataset.transform(pixels, SampleRng(dataset.seed, 0, i), whole)
-                dataset.transform(cache.shrunk(pixels, max_side), SampleRng(dataset.seed, 0, i), small)
+                dataset.transform(
+                    cache.shrunk(pixels, max_side), SampleRng(dataset.seed, 0, i), small
+                )
                 errors.append(float(np.abs(whole.astype(np.int16) - small).mean()))
     return float(np.mean(errors)) if errors else None

@@ -109,10 +109,15 @@ def _open(published: _Published, data: DataConfig) -> tuple[ArraySource, ArraySo
     if arrays is None:
         _obtain(published, archive, md5, data)
         is_made = lambda: _open_arrays(folder, md5, len(classes)) is not None
-        make_once(folder, is_made, lambda part: _write_arrays(published, archive, md5, folder, part))
+        make_once(
+            folder, is_made, lambda part: _write_arrays(published, archive, md5, folder, part)
+        )
         arrays = _open_arrays(folder, md5, len(classes))
         assert arrays is not None
-    train, val = (ArraySource(arrays[f"{s}_images"], arrays[f"{s}_labels"], classes, f"{published.name} {s}") for s in _SPLITS)
+    train, val = (
+        ArraySource(arrays[f"{s}_images"], arrays[f"{s}_labels"], classes, f"{published.name} {s}")
+        for s in _SPLITS
+    )
     return train, val
 
 
@@ -129,13 +134,17 @@ def _obtain(published: _Published, archive: Path, md5: str, data: DataConfig) ->
         if not data.download:
             raise DataError(f"{where}: not there, and data.download=false; {way_out}")
         try:
-            fetch(f"{(data.mirror or _PUBLISHER).rstrip('/')}/{published.archive}", archive, md5=md5)
+            fetch(
+                f"{(data.mirror or _PUBLISHER).rstrip('/')}/{published.archive}", archive, md5=md5
+            )
         except DataError as error:
             raise DataError(f"{error}; or {way_out}") from error
     try:
         digest = md5_of(archive)
     except OSError as error:
-        raise DataError(f"{where}: cannot be read: {error.strerror}; mend it with chmod or get it anew") from error
+        raise DataError(
+            f"{where}: cannot be read: {error.strerror}; mend it with chmod or get it anew"
+        ) from error
     if digest != md5:
         raise DataError(
             f"{where}: the md5 digest differs: expected {printable(md5)}, got {digest}; delete the file and get it anew, "
@@ -148,7 +157,9 @@ def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
     try:
         if read_json(folder / _MARKER) != _marker(folder, md5):
             return None
-        arrays: Arrays = {name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in _ARRAYS}
+        arrays: Arrays = {
+            name: np.lib.format.open_memmap(folder / f"{name}.npy", mode="r") for name in _ARRAYS
+        }
         for split in _SPLITS:
             images = arrays[f"{split}_images"]
             labels = arrays[f"{split}_labels"]
@@ -164,7 +175,11 @@ def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
 
 
 def _marker(folder: Path, md5: str) -> dict[str, object]:
-    return {"format": _FORMAT, "archive_md5": md5, "files": {name: md5_of(folder / f"{name}.npy") for name in _ARRAYS}}
+    return {
+        "format": _FORMAT,
+        "archive_md5": md5,
+        "files": {name: md5_of(folder / f"{name}.npy") for name in _ARRAYS},
+    }
 
 
 def _write_arrays(published: _Published, archive: Path, md5: str, folder: Path, part: Path) -> None:
@@ -189,7 +204,9 @@ def _read_archive(published: _Published, archive: Path) -> Arrays:
             parts = []
             for name in names:
                 parts.append(_images_and_labels(published, _unpickled(members.pop(name))))
-            arrays[f"{split}_images"], arrays[f"{split}_labels"] = map(np.concatenate, zip(*parts, strict=True))
+            arrays[f"{split}_images"], arrays[f"{split}_labels"] = map(
+                np.concatenate, zip(*parts, strict=True)
+            )
     except Exception as error:
         # a damaged pickle may raise anything
         reason = f"is not as published: {printable(str(error) or type(error).__name__)}; get the archive from its publisher"
@@ -203,19 +220,28 @@ def _check_classes(published: _Published, meta: dict[str, object]) -> None:
         raise ValueError(f"no list of class names under {published.prefix}label_names")
     found = tuple(name.decode() if isinstance(name, bytes) else name for name in names)
     if found != published.classes:
-        other = next((name for name in found if name not in published.classes), f"{len(found)} names or another order")
+        other = next(
+            (name for name in found if name not in published.classes),
+            f"{len(found)} names or another order",
+        )
         raise ValueError(f"its classes are not those of {published.name}: {other[:80]}")
 
 
-def _images_and_labels(published: _Published, batch: dict[str, object]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _images_and_labels(
+    published: _Published, batch: dict[str, object]
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     pixels = _pixels(batch.get("data"))
     labels = batch.get(f"{published.prefix}labels")
     if not isinstance(labels, list) or len(labels) != len(pixels):
-        raise ValueError(f"{published.prefix}labels is not a list of {len(pixels)} labels, one for each row of data")
+        raise ValueError(
+            f"{published.prefix}labels is not a list of {len(pixels)} labels, one for each row of data"
+        )
     if not all(type(label) is int and 0 <= label < len(published.classes) for label in labels):
         raise ValueError(f"a label is not a whole number from 0 to {len(published.classes) - 1}")
     # A row holds the red plane, the green one and the blue one.
-    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), np.array(labels, np.int64)
+    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), np.array(
+        labels, np.int64
+    )
 
 
 class _StandIn:
@@ -238,16 +264,23 @@ class _StandIn:
 def _pixels(value: object) -> NDArray[np.uint8]:
     """The array uint8 ``[N, 3072]`` that ``value`` stands for, as numpy pickles it up to protocol 4 or from 5 on."""
     match value:
-        case _StandIn(name="_reconstruct", state=(1, shape, _StandIn(name="dtype", args=("u1" | b"u1", *_)), fortran, raw)):
+        case _StandIn(
+            name="_reconstruct",
+            state=(1, shape, _StandIn(name="dtype", args=("u1" | b"u1", *_)), fortran, raw),
+        ):
             pass
-        case _StandIn(name="_frombuffer", args=(raw, _StandIn(name="dtype", args=("u1", *_)), shape, order)):
+        case _StandIn(
+            name="_frombuffer", args=(raw, _StandIn(name="dtype", args=("u1", *_)), shape, order)
+        ):
             fortran = order == "F"
         case _:
             raise ValueError("data is not an array of bytes")
     rows = len(raw) // _PIXELS
     if rows == 0 or shape != (rows, _PIXELS):
         raise ValueError(f"data is not rows of {_PIXELS} bytes")
-    pixels: NDArray[np.uint8] = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if fortran else "C")
+    pixels: NDArray[np.uint8] = np.frombuffer(raw, np.uint8).reshape(
+        shape, order="F" if fortran else "C"
+    )
     return pixels
 
 
@@ -264,7 +297,12 @@ def _flat(load: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def checked(reader: Any) -> None:
         load(reader)
-        if any(isinstance(item, tuple) for inner in reader.stack[-1] if isinstance(inner, tuple) for item in inner):
+        if any(
+            isinstance(item, tuple)
+            for inner in reader.stack[-1]
+            if isinstance(inner, tuple)
+            for item in inner
+        ):
             raise pickle.UnpicklingError("tuples in tuples in tuples")
 
     return checked

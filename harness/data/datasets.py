@@ -75,11 +75,15 @@ def open_digits(data: DataConfig) -> tuple[Source, Source]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError('data=digits needs scikit-learn: pip install -e ".[digits]" or uv sync --extra digits') from error
+        raise DataError(
+            'data=digits needs scikit-learn: pip install -e ".[digits]" or uv sync --extra digits'
+        ) from error
     bunch = load_digits()
     grey = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # 0..16, one channel
     images = np.ascontiguousarray(np.broadcast_to(grey[..., None], (*grey.shape, 3)))
-    return split(ArraySource(images, bunch.target, map(str, range(10)), "digits"), _DIGITS_SPLIT, _SPLIT_SEED)
+    return split(
+        ArraySource(images, bunch.target, map(str, range(10)), "digits"), _DIGITS_SPLIT, _SPLIT_SEED
+    )
 
 
 def open_folders(data: DataConfig) -> tuple[Source, Source]:
@@ -89,7 +93,9 @@ def open_folders(data: DataConfig) -> tuple[Source, Source]:
         ConfigError: ``data.root`` is not set.
     """
     if data.root is None:
-        raise ConfigError(f"data.root: data={data.name} needs it, for example data.root=/data/{data.name}")
+        raise ConfigError(
+            f"data.root: data={data.name} needs it, for example data.root=/data/{data.name}"
+        )
     return open_folder_splits(data.root, data.split_fraction, _SPLIT_SEED)
 
 
@@ -116,7 +122,9 @@ _EFFECTIVE = {
 }
 
 
-def load(data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered = lambda value: [value]) -> Splits:
+def load(
+    data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered = lambda value: [value]
+) -> Splits:
     """The data set that ``data`` names, its training images changed as ``augment`` and ``seed`` say.
 
     Every rank calls this, with ``gathered``, which gives every rank's value in their order, for a cache that they share.
@@ -129,24 +137,39 @@ def load(data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered
     size = data.image_size
     if data.name == FAKE:
         numbers = data.generate
-        fake_train, fake_val = (FakeDataset(n, size, numbers.classes) for n in (numbers.train_images, numbers.val_images))
+        fake_train, fake_val = (
+            FakeDataset(n, size, numbers.classes)
+            for n in (numbers.train_images, numbers.val_images)
+        )
         return Splits(fake_train, fake_val, tuple(map(str, range(numbers.classes))), FAKE, "")
-    first, second = open_own(data, seed, _SPLIT_SEED) if parts.is_own(data.name) else DATASETS[data.name](data)
+    first, second = (
+        open_own(data, seed, _SPLIT_SEED) if parts.is_own(data.name) else DATASETS[data.name](data)
+    )
     if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
         assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
         return Splits(first, second, first.classes, data.name, data.root or "")
     sources = first, second
     red, green, blue = data.background
     options = DecodeOptions(data.exif_orientation, (red, green, blue), data.max_pixels)
-    opened = open_caches(sources, data, options, gathered) if data.cache is not DataCache.none else None
+    opened = (
+        open_caches(sources, data, options, gathered) if data.cache is not DataCache.none else None
+    )
     caches = opened or (None, None)
     transform = TrainTransform.from_config(augment, size, data.eval_resize)
     train = ImageDataset(sources[0], transform, options, size, seed, caches[0])
-    val = ImageDataset(sources[1], EvalTransform(size, data.eval_resize), options, size, seed, caches[1])
+    val = ImageDataset(
+        sources[1], EvalTransform(size, data.eval_resize), options, size, seed, caches[1]
+    )
     if data.cache_max_side is not None:
         error = crop_error(train, data.cache_max_side)
-        change = "no image was larger" if error is None else f"larger images change by {error:.2f} grey levels a pixel"
-        say(f"data.cache_max_side={data.cache_max_side}: of some training images looked at, {change}")
+        change = (
+            "no image was larger"
+            if error is None
+            else f"larger images change by {error:.2f} grey levels a pixel"
+        )
+        say(
+            f"data.cache_max_side={data.cache_max_side}: of some training images looked at, {change}"
+        )
     return Splits(train, val, train.classes, data.name, data.root or "")
 
 
@@ -155,12 +178,16 @@ def _check(data: DataConfig) -> None:
     if data.name not in names and not parts.is_own(data.name):
         near = difflib.get_close_matches(data.name, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"data.name={data.name}: no such data set; choose from {', '.join(names)}{hint}")
+        raise ConfigError(
+            f"data.name={data.name}: no such data set; choose from {', '.join(names)}{hint}"
+        )
     default = DataConfig()
     for setting in sorted(_OPTIONAL - _EFFECTIVE.get(data.name, _OPTIONAL)):
         if (value := getattr(data, setting)) != getattr(default, setting):
             value = value.name if isinstance(value, Enum) else value
-            raise ConfigError(f"data.{setting}={value} has no effect with data={data.name}; leave it out")
+            raise ConfigError(
+                f"data.{setting}={value} has no effect with data={data.name}; leave it out"
+            )
     if data.eval_resize is not None and data.eval_resize < data.image_size:
         reason = f"is smaller than data.image_size={data.image_size}; the centre crop would reach over the edge"
         raise ConfigError(f"data.eval_resize={data.eval_resize} {reason}")

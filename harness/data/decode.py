@@ -35,11 +35,21 @@ _COLOURS = frozenset({"Gray", "YCbCr", "RGB"})
 _SCANS = 32
 # What libjpeg-turbo paints over in grey. Bytes too many are harmless in a header and at the image's end: all pixels are there.
 # Before a restart, a table or a scan they may hide more damage, for the decoder keeps its first warning alone.
-_LOSS = re.compile(r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE)
+_LOSS = re.compile(
+    r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE
+)
 # Arithmetic coding, which never warns of a bad code: what it leaves over are pixels.
 _ARITHMETIC = re.compile(rb"\xff[\xc9\xca]")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_NAMES = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_NAMES = (
+    "FLIP_LEFT_RIGHT",
+    "ROTATE_180",
+    "FLIP_TOP_BOTTOM",
+    "TRANSPOSE",
+    "ROTATE_270",
+    "TRANSVERSE",
+    "ROTATE_90",
+)
 _TURNS = {orientation: Image.Transpose[name] for orientation, name in enumerate(_NAMES, start=2)}
 
 # By the kind of the first chunk: the first bit of width and height, their mask, and what is to be added.

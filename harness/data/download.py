@@ -55,7 +55,12 @@ class _Fault(Exception):
 
 
 def fetch(
-    url: str, target: Path, *, md5: str | None = None, stall_s: float = 30.0, sleep: Callable[[float], None] = time.sleep
+    url: str,
+    target: Path,
+    *,
+    md5: str | None = None,
+    stall_s: float = 30.0,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Put what the http or https address ``url`` gives, up to 1 GiB, at ``target``: whole and with ``md5``, or not at all.
 
@@ -76,7 +81,9 @@ def fetch(
             os.replace(part, target)
 
 
-def make_once(folder: Path, is_made: Callable[[], bool], write: Callable[[Path], None], advice: str = _ADVICE) -> None:
+def make_once(
+    folder: Path, is_made: Callable[[], bool], write: Callable[[Path], None], advice: str = _ADVICE
+) -> None:
     """Make ``folder``: ``write`` fills one of another name, which gets its own once it is whole; one process does so.
 
     Raises:
@@ -109,7 +116,9 @@ def _writing(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskError(f"{printable(str(path))}: cannot be written: {error.strerror or error}; {advice}") from error
+        raise DiskError(
+            f"{printable(str(path))}: cannot be written: {error.strerror or error}; {advice}"
+        ) from error
 
 
 @contextmanager
@@ -140,7 +149,9 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
                             path.unlink()
                 return
         if time.monotonic() >= end_s:
-            raise TimeoutError(f"{printable(str(path))}: still held by another process after {wait_s:.0f} s")
+            raise TimeoutError(
+                f"{printable(str(path))}: still held by another process after {wait_s:.0f} s"
+            )
         if attempt == 0:
             say(f"Waiting for the process that holds {path}")
         signals.check()
@@ -166,11 +177,18 @@ def _check_address(url: str) -> None:
         raise DataError(f"data.mirror: {printable(url)} {reason}")
     # The address is not repeated here: it holds a secret.
     if "@" in parts.netloc:
-        raise DataError("data.mirror: a user name or a password in the address would end in the logs; leave it out")
+        raise DataError(
+            "data.mirror: a user name or a password in the address would end in the logs; leave it out"
+        )
 
 
 def _fetch_into(
-    file: BufferedRandom, part: Path, url: str, md5: str | None, stall_s: float, sleep: Callable[[float], None]
+    file: BufferedRandom,
+    part: Path,
+    url: str,
+    md5: str | None,
+    stall_s: float,
+    sleep: Callable[[float], None],
 ) -> None:
     reason = ""
     for pause_s in _PAUSES_S:
@@ -191,7 +209,9 @@ def _fetch_into(
                 file.truncate(0)
             if not fault.again:
                 break
-    raise DataError(f"{printable(url)}: {printable(reason)}; check the network and the address (data.mirror)")
+    raise DataError(
+        f"{printable(url)}: {printable(reason)}; check the network and the address (data.mirror)"
+    )
 
 
 def _transfer(file: BufferedRandom, url: str, stall_s: float) -> bool:
@@ -227,7 +247,9 @@ def _extent(reply: HTTPResponse, asked: int) -> tuple[int, int]:
         raise _Fault("the server sent another range than was asked for", again=True, anew=True)
     length = reply.headers.get("Content-Length", "")
     if not re.fullmatch(r"[0-9]+", length) or start + int(length) == 0:
-        raise _Fault("the server does not give the file's size (Content-Length), so that a cut-off could not be told")
+        raise _Fault(
+            "the server does not give the file's size (Content-Length), so that a cut-off could not be told"
+        )
     if start + int(length) > _MAX_BYTES:
         raise _Fault(f"the server offers {length} bytes, more than any archive that is known here")
     return start, start + int(length)
@@ -270,14 +292,21 @@ def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | b
             due_s = time.monotonic() + stall_s
             received = 0
         elif time.monotonic() > due_s:
-            raise _Fault(f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", again=True)
+            raise _Fault(
+                f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", again=True
+            )
 
 
 def _opener() -> web.OpenerDirector:
     """What ``urlopen`` uses, without the handlers of file and ftp: a redirect may lead to http and https only."""
     opener = web.OpenerDirector()
     ways = (web.ProxyHandler, web.UnknownHandler, web.HTTPHandler, web.HTTPSHandler)
-    for handler in (*ways, web.HTTPDefaultErrorHandler, web.HTTPRedirectHandler, web.HTTPErrorProcessor):
+    for handler in (
+        *ways,
+        web.HTTPDefaultErrorHandler,
+        web.HTTPRedirectHandler,
+        web.HTTPErrorProcessor,
+    ):
         opener.add_handler(handler())
     return opener
 
@@ -288,6 +317,8 @@ def _fault(error: Exception) -> _Fault:
         reason = "a redirect that cannot be followed" if error.code < 400 else str(error.reason)
         if error.code == 416:
             return _Fault("the server cannot go on from there", again=True, anew=True)
-        return _Fault(f"HTTP {error.code} {reason}", again=error.code >= 500 or error.code in _TRY_AGAIN)
+        return _Fault(
+            f"HTTP {error.code} {reason}", again=error.code >= 500 or error.code in _TRY_AGAIN
+        )
     text = str(error.reason if isinstance(error, URLError) else error) or type(error).__name__
     return _Fault(text, again=not isinstance(error, ValueError))

@@ -45,10 +45,17 @@ FIGURES: dict[str, Figure] = {
     "pentagon": partial(_spiked, points=5),
     "star": partial(_spiked, points=5, inner=0.42),
     "ring": lambda u, v: 0.22 - abs(np.hypot(u, v) - 0.75),
-    "cross": lambda u, v: _max(_min(0.95 - abs(u), 0.3 - abs(v)), _min(0.3 - abs(u), 0.95 - abs(v))),
+    "cross": lambda u, v: _max(
+        _min(0.95 - abs(u), 0.3 - abs(v)), _min(0.3 - abs(u), 0.95 - abs(v))
+    ),
     "crescent": lambda u, v: _min(0.97 - np.hypot(u, v), np.hypot(u - 0.5, v) - 0.8),
-    "heart": lambda u, v: _max((0.85 - abs(u) - abs(v + 0.15)) / math.sqrt(2), 0.6 - np.hypot(abs(u) - 0.425, v - 0.275)),
-    "arrow": lambda u, v: _max(_min(v + 0.05, (0.8 * (1 - v) - abs(u)) / 1.28), _min(_min(0.26 - abs(u), v + 0.95), 0.1 - v)),
+    "heart": lambda u, v: _max(
+        (0.85 - abs(u) - abs(v + 0.15)) / math.sqrt(2), 0.6 - np.hypot(abs(u) - 0.425, v - 0.275)
+    ),
+    "arrow": lambda u, v: _max(
+        _min(v + 0.05, (0.8 * (1 - v) - abs(u)) / 1.28),
+        _min(_min(0.26 - abs(u), v + 0.95), 0.1 - v),
+    ),
 }
 # Patterns on the shape, -1..1.
 FILLS: dict[str, Figure] = {
@@ -62,7 +69,20 @@ FILLS: dict[str, Figure] = {
     "spiral": lambda u, v: np.sin(11 * np.hypot(u, v) + 2 * np.arctan2(u, v)),
 }
 # Five twelfths of the colour wheel from one to the next, so that few of them lie far apart.
-HUES = ("red", "mint", "magenta", "lime", "blue", "orange", "cyan", "pink", "green", "violet", "yellow", "azure")
+HUES = (
+    "red",
+    "mint",
+    "magenta",
+    "lime",
+    "blue",
+    "orange",
+    "cyan",
+    "pink",
+    "green",
+    "violet",
+    "yellow",
+    "azure",
+)
 # What tells classes apart, in this order: only as many of them as the number of classes needs; the rest is chance.
 _TRAITS = (tuple(FIGURES), tuple(FILLS), HUES, tuple(f"{hue}-rim" for hue in HUES))
 MAX_CLASSES = math.prod(len(trait) for trait in _TRAITS)
@@ -107,12 +127,20 @@ def draw(what: Look, width: int, height: int, rng: np.random.Generator) -> NDArr
     _shape(canvas, what, (x, y, radius), texture, rng)
     for _ in range(rng.integers(0, 3)):
         angle, away = rng.uniform(0, 2 * math.pi), radius * rng.uniform(0.4, 1.0)
-        _clutter(canvas, x + away * math.cos(angle), y + away * math.sin(angle), radius * rng.uniform(0.1, 0.2), rng)
+        _clutter(
+            canvas,
+            x + away * math.cos(angle),
+            y + away * math.sin(angle),
+            radius * rng.uniform(0.1, 0.2),
+            rng,
+        )
     # Slanted light and the noise of a sensor.
     canvas *= 1 + rng.uniform(-0.25, 0.25) * np.linspace(-1, 1, width, dtype=np.float32)
     canvas *= 1 + rng.uniform(-0.25, 0.25) * np.linspace(-1, 1, height, dtype=np.float32)[:, None]
     canvas += rng.uniform(0.004, 0.014) * rng.standard_normal((height, width), np.float32)
-    return np.ascontiguousarray((np.clip(canvas, 0, 1) * 255 + 0.5).astype(np.uint8).transpose(1, 2, 0))
+    return np.ascontiguousarray(
+        (np.clip(canvas, 0, 1) * 255 + 0.5).astype(np.uint8).transpose(1, 2, 0)
+    )
 
 
 def encode(pixels: NDArray[np.uint8], quality: int) -> bytes:
@@ -129,10 +157,14 @@ def _log_frequency(width: int, height: int) -> Plane:
     return np.asarray(np.log(frequency), np.float32)
 
 
-def _pink(width: int, height: int, steepness: float, rng: np.random.Generator) -> tuple[Plane, Plane]:
+def _pink(
+    width: int, height: int, steepness: float, rng: np.random.Generator
+) -> tuple[Plane, Plane]:
     """Two independent planes of noise with amplitude 1 / f^steepness, mean 0 and standard deviation 1."""
     amplitude = np.exp(-steepness * _log_frequency(width, height))
-    field = np.fft.ifft2(rng.standard_normal((height, width, 2), np.float32).view(np.complex64)[..., 0] * amplitude)
+    field = np.fft.ifft2(
+        rng.standard_normal((height, width, 2), np.float32).view(np.complex64)[..., 0] * amplitude
+    )
     one, other = (np.ascontiguousarray(part, np.float32) for part in (field.real, field.imag))
     return one / one.std(), other / other.std()
 
@@ -140,15 +172,21 @@ def _pink(width: int, height: int, steepness: float, rng: np.random.Generator) -
 def _colour(luma: float, hue: float, saturation: float) -> Plane:
     """RGB ``[3, 1, 1]`` of this luminance; hue in turns."""
     wheel = np.cos(2 * math.pi * hue - _HUE_ANGLES)
-    return np.asarray(luma + saturation * (wheel - (_LUMA * wheel).sum()), np.float32)[:, None, None]
+    return np.asarray(luma + saturation * (wheel - (_LUMA * wheel).sum()), np.float32)[
+        :, None, None
+    ]
 
 
-def _backdrop(texture: Plane, warm: Plane, red: Plane, border: Plane, rng: np.random.Generator) -> Plane:
+def _backdrop(
+    texture: Plane, warm: Plane, red: Plane, border: Plane, rng: np.random.Generator
+) -> Plane:
     """Two materials with a ragged border between them."""
     luma = rng.uniform(0.2, 0.75)
     one = _colour(luma, rng.random(), rng.uniform(0, 0.15))
     other = _colour(luma + rng.uniform(-0.2, 0.2), rng.random(), rng.uniform(0, 0.15))
-    canvas: Plane = one + (other - one) * np.clip(border * rng.uniform(4, 20) + rng.uniform(-4, 4), 0, 1)
+    canvas: Plane = one + (other - one) * np.clip(
+        border * rng.uniform(4, 20) + rng.uniform(-4, 4), 0, 1
+    )
     strength = rng.uniform(0.05, 0.12)
     # Luminance, yellow-blue and red-green vary about as 1 : 0.3 : 0.1 in photographs.
     canvas += strength * texture
@@ -187,25 +225,39 @@ def _clutter(canvas: Plane, x: float, y: float, size: float, rng: np.random.Gene
         rows, columns, u, v = _patch(canvas, x, y, size, turn, rng.uniform(1, 1.6))
         angle, distance = np.arctan2(u, v), 0.75 - np.hypot(u, v)
         for waves in (2, 3, 5):
-            distance += rng.uniform(0.05, 0.16) * np.cos(waves * angle + rng.uniform(0, 2 * math.pi))
+            distance += rng.uniform(0.05, 0.16) * np.cos(
+                waves * angle + rng.uniform(0, 2 * math.pi)
+            )
     paint = _colour(rng.uniform(0.1, 0.9), rng.random(), rng.uniform(0, 0.2))
     region = canvas[:, rows, columns]
     region += (paint * (1 + rng.uniform(-0.25, 0.25) * u) - region) * _cover(distance, size)
 
 
-def _shape(canvas: Plane, what: Look, place: tuple[float, float, float], texture: Plane, rng: np.random.Generator) -> None:
+def _shape(
+    canvas: Plane,
+    what: Look,
+    place: tuple[float, float, float],
+    texture: Plane,
+    rng: np.random.Generator,
+) -> None:
     """Draw the shape at ``place`` (x, y, radius in pixels) with its shadow, fill, rim and shade."""
     (x, y, radius), figure = place, list(FIGURES.values())[what.figure]
     turn, stretch = rng.uniform(-0.6, 0.6), rng.uniform(0.92, 1.09)
-    rows, columns, u, v = _patch(canvas, x + radius * rng.uniform(-0.15, 0.15), y + 0.12 * radius, radius, turn, stretch)
-    canvas[:, rows, columns] *= 1 - rng.uniform(0, 0.4) * _cover(figure(u, v), radius, 0.25 * radius)
+    rows, columns, u, v = _patch(
+        canvas, x + radius * rng.uniform(-0.15, 0.15), y + 0.12 * radius, radius, turn, stretch
+    )
+    canvas[:, rows, columns] *= 1 - rng.uniform(0, 0.4) * _cover(
+        figure(u, v), radius, 0.25 * radius
+    )
     rows, columns, u, v = _patch(canvas, x, y, radius, turn, stretch)
     region = canvas[:, rows, columns]
     distance = figure(u, v)
     paint, ink, rim = _paints(what, float((region.mean(axis=(1, 2)) * _LUMA).sum()), rng)
     fill = list(FILLS.values())[rng.integers(len(FILLS)) if what.fill is None else what.fill]
     surface = paint + (ink - paint) * (0.5 + 0.5 * fill(u, v))
-    surface += rng.uniform(0.03, 0.08) * texture[::-1, ::-1][rows, columns]  # grained, but not as the ground is
+    surface += (
+        rng.uniform(0.03, 0.08) * texture[::-1, ::-1][rows, columns]
+    )  # grained, but not as the ground is
     surface *= 1 + rng.uniform(-0.2, 0.2) * u + rng.uniform(-0.2, 0.2) * v
     if what.rim is not None or rng.random() < 0.5:
         surface += (rim - surface) * _cover(0.09 - distance, radius)
@@ -217,10 +269,15 @@ def _paints(what: Look, around: float, rng: np.random.Generator) -> tuple[Plane,
     apart = rng.uniform(0.25, 0.5)
     brighter = around + apart < 0.95 and (around - apart < 0.05 or rng.random() < 0.5)
     luma = around + apart if brighter else around - apart
-    hue, saturation = _hue(what.hue, rng), rng.uniform(*((0, 0.25) if what.hue is None else (0.2, 0.35)))
+    hue, saturation = (
+        _hue(what.hue, rng),
+        rng.uniform(*((0, 0.25) if what.hue is None else (0.2, 0.35))),
+    )
     contrast = rng.uniform(*((0, 0.14) if what.fill is None else (0.12, 0.25)))
     ink = _colour(luma + contrast * rng.choice((-1, 1)), hue, saturation)
-    rim = _colour(luma * rng.uniform(0.4, 0.8), _hue(what.rim, rng), 0.1 if what.rim is None else 0.3)
+    rim = _colour(
+        luma * rng.uniform(0.4, 0.8), _hue(what.rim, rng), 0.1 if what.rim is None else 0.3
+    )
     return _colour(luma, hue, saturation), ink, rim
 
 

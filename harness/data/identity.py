@@ -26,7 +26,12 @@ def identity(splits: Splits) -> dict[str, Any]:
     """
     train = splits.train
     root = os.path.abspath(os.path.expanduser(splits.root)) if splits.root else ""
-    found = {"name": splits.name, "root": root, "images": len(train), "classes": len(splits.classes)}
+    found = {
+        "name": splits.name,
+        "root": root,
+        "images": len(train),
+        "classes": len(splits.classes),
+    }
     return {**found, "digest": _digest(train.source)} if isinstance(train, ImageDataset) else found
 
 
@@ -36,20 +41,27 @@ def _digest(source: Source) -> str:
     while isinstance(whole, Subset):
         whole = whole.source
     if isinstance(whole, FolderSource):
-        folders = [os.path.join(whole.root, whole.classes[i]) for i in _spread(len(whole.classes), _LOOKED_AT)]
+        folders = [
+            os.path.join(whole.root, whole.classes[i])
+            for i in _spread(len(whole.classes), _LOOKED_AT)
+        ]
         for path in (whole.root, *folders, *map(source.where, _spread(len(source), _LOOKED_AT))):
             digest.update(os.fsencode(f"{path} {_state(path)}\n"))
     else:
         for i in _spread(len(source), _READ):
             content, label = source.read(i)
-            digest.update(f"{len(content) if isinstance(content, bytes) else content.shape} {label}".encode())
+            digest.update(
+                f"{len(content) if isinstance(content, bytes) else content.shape} {label}".encode()
+            )
             digest.update(content if isinstance(content, bytes) else content.tobytes())
     return digest.hexdigest()
 
 
 def _spread(length: int, most: int) -> list[int]:
     """At most ``most`` of the places 0 to ``length`` - 1, evenly spread, the first and the last among them."""
-    places: list[int] = np.unique(np.linspace(0, length - 1, min(length, most)).astype(np.int64)).tolist()
+    places: list[int] = np.unique(
+        np.linspace(0, length - 1, min(length, most)).astype(np.int64)
+    ).tolist()
     return places
 
 

@@ -79,5 +79,7 @@ class ImageDataset:
             raise
         except Exception as error:
             # a StopIteration that got out would end a worker's epoch in silence
-            reason = str(error) if isinstance(error, Undecodable) else f"{type(error).__name__}: {error}"
+            reason = (
+                str(error) if isinstance(error, Undecodable) else f"{type(error).__name__}: {error}"
+            )
             raise BadSample(self.where(index), reason) from error

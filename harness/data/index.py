@@ -33,7 +33,9 @@ _FORMAT = 3
 _RACY_NS = 2_000_000_000
 
 # A file of these names is an image or a fault; of any other, only if its first bytes say so.
-_SUFFIXES = frozenset(b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split())
+_SUFFIXES = frozenset(
+    b".jpg .jpeg .jpe .jfif .png .webp .bmp .dib .tif .tiff .gif .ppm .pgm .pbm .pnm .pfm".split()
+)
 _SHOWN = 5
 _BROKEN_LINK = "broken link"
 # whether access() can be asked for the user that files are opened as
@@ -59,7 +61,9 @@ class Index:
         self._file = file
         self.labels, self._ends, self._states, self._table, facts = _arrays(file)
         lists: dict[str, Any] = parsed(facts.tobytes())
-        self.folders, self._watched = (tuple(map(os.fsencode, lists[name])) for name in ("folders", "watched"))
+        self.folders, self._watched = (
+            tuple(map(os.fsencode, lists[name])) for name in ("folders", "watched")
+        )
         self.skipped = Counter[str](**lists["skipped"])
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -88,10 +92,17 @@ class Index:
             IndexError: a name begins beyond the table.
         """
         sizes = np.diff(self._ends, prepend=0)
-        fit = self.labels.shape == sizes.shape and (sizes > 0).all() and sizes.sum() == self._table.nbytes
+        fit = (
+            self.labels.shape == sizes.shape
+            and (sizes > 0).all()
+            and sizes.sum() == self._table.nbytes
+        )
         fit = fit and sizes.dtype == self.labels.dtype == np.int64 and self.skipped.total() >= 0
         names = b"/".join((b"", *self.folders, self._table.tobytes()))
-        out = re.search(rb"/[./]|\0", names) or np.isin(self._table[self._ends - sizes], list(b"./")).any()
+        out = (
+            re.search(rb"/[./]|\0", names)
+            or np.isin(self._table[self._ends - sizes], list(b"./")).any()
+        )
         if out or not fit or not np.isin(self.labels, np.arange(len(self.folders))).all():
             raise ValueError("holds what no scan finds")
 
@@ -151,7 +162,10 @@ def _arrays(file: MappedFile) -> list[np.ndarray]:
 def _packed(scan: _Scan) -> bytes:
     """What the file holds; its last eight bytes are a checksum of the others."""
     names = list(chain.from_iterable(scan.images))
-    lists = {"folders": list(map(os.fsdecode, scan.folders)), "watched": list(map(os.fsdecode, scan.watched))}
+    lists = {
+        "folders": list(map(os.fsdecode, scan.folders)),
+        "watched": list(map(os.fsdecode, scan.watched)),
+    }
     stream = io.BytesIO()
     for array in (
         np.repeat(np.arange(len(scan.folders), dtype=np.int64), list(map(len, scan.images))),
@@ -169,7 +183,9 @@ def _remembered(place: Path, root: bytes) -> Index | None:
     """The index at ``place``, if there is one that still holds."""
     try:
         file = MappedFile(open_regular(place, os.O_RDONLY | os.O_NOFOLLOW))
-        if checksum(np.frombuffer(file.map, np.uint8)[:-8]) != int.from_bytes(file.map[-8:], "little"):
+        if checksum(np.frombuffer(file.map, np.uint8)[:-8]) != int.from_bytes(
+            file.map[-8:], "little"
+        ):
             raise ValueError("its checksum differs")
         index = Index(file)
         index.check()
@@ -207,12 +223,18 @@ class _Scan:
             if entry.is_dir(follow_symlinks=False):
                 self.folders.append(entry.name)
             else:
-                self.skipped["link to a folder" if os.path.isdir(entry.path) else "file beside the class folders"] += 1
+                self.skipped[
+                    "link to a folder"
+                    if os.path.isdir(entry.path)
+                    else "file beside the class folders"
+                ] += 1
         self.folders.sort()
         self.images = [self._images(os.path.join(root, folder)) for folder in self.folders]
         if self._unreadable:
             names = [os.fsdecode(path) for path in sorted(self._unreadable)]
-            raise DataError(f"cannot read {listed(names)}: mend the permissions, or take them out of the folder")
+            raise DataError(
+                f"cannot read {listed(names)}: mend the permissions, or take them out of the folder"
+            )
 
     def _images(self, folder: bytes) -> list[bytes]:
         start = len(os.path.join(folder, b""))

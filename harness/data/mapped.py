@@ -32,11 +32,17 @@ class MappedFile:
 
     def __reduce__(self) -> tuple[object, ...]:
         status = os.fstat(self.fd)
-        return _opened, (f"/proc/{os.getpid()}/fd/{self.fd}", self.writable, (status.st_dev, status.st_ino))
+        return _opened, (
+            f"/proc/{os.getpid()}/fd/{self.fd}",
+            self.writable,
+            (status.st_dev, status.st_ino),
+        )
 
 
 def _opened(path: str, writable: bool, identity: tuple[int, int]) -> MappedFile:
-    found = MappedFile(os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC), writable)
+    found = MappedFile(
+        os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC), writable
+    )
     status = os.fstat(found.fd)
     # its holder closed it, and something else has the number
     if (status.st_dev, status.st_ino) != identity:

@@ -37,17 +37,23 @@ class Mix:
         seed: the run's.
     """
 
-    def __init__(self, erasing: float, mixup: float, cutmix: float, classes: int, seed: int) -> None:
+    def __init__(
+        self, erasing: float, mixup: float, cutmix: float, classes: int, seed: int
+    ) -> None:
         self._erasing = erasing
         self._classes = classes
         self._seed = seed
-        self._mixers = [(blend, alpha) for blend, alpha in ((_mixup, mixup), (_cutmix, cutmix)) if alpha]
+        self._mixers = [
+            (blend, alpha) for blend, alpha in ((_mixup, mixup), (_cutmix, cutmix)) if alpha
+        ]
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, classes: int | None, seed: int) -> Mix | None:
         """As ``augment`` wants it, None where it wants nothing of it; ``classes`` may be None where nothing is mixed."""
         wanted = augment.random_erasing, augment.mixup, augment.cutmix
-        assert classes is not None or not any(wanted[1:]), "mixed labels have a place for each class"
+        assert classes is not None or not any(wanted[1:]), (
+            "mixed labels have a place for each class"
+        )
         return cls(*wanted, classes or 0, seed) if any(wanted) else None
 
     def __call__(self, images: Tensor, labels: Tensor, batch: Numbered) -> tuple[Tensor, Tensor]:

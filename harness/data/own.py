@@ -125,7 +125,9 @@ class OwnDataset:
         return number
 
 
-def open_own(data: DataConfig, seed: int, split_seed: int) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
+def open_own(
+    data: DataConfig, seed: int, split_seed: int
+) -> tuple[Source, Source] | tuple[OwnDataset, OwnDataset]:
     """The training and the validation set that the user's function ``data.name`` opens.
 
     The function is given ``data`` and ``split_seed``; ``seed`` is the run's.
@@ -173,7 +175,9 @@ def _as_source(part: Any, where: str) -> Source | None:
     return OwnSource(part, where)
 
 
-def _as_dataset(part: Any, where: str, classes: tuple[str, ...], image_size: int, seed: int) -> OwnDataset:
+def _as_dataset(
+    part: Any, where: str, classes: tuple[str, ...], image_size: int, seed: int
+) -> OwnDataset:
     """``part`` as a data set, of which a sample has been tried."""
     if not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
         text = f"{where} is {_kind(part)}"

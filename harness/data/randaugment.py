@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.data.adjust import BRIGHTNESS, CONTRAST, SATURATION, adjust_sharpness, affine, blend, to_device
+from harness.data.adjust import (
+    BRIGHTNESS,
+    CONTRAST,
+    SATURATION,
+    adjust_sharpness,
+    affine,
+    blend,
+    to_device,
+)
 
 _BINS = 31
 # in torchvision's order, in which those that are done together are neighbours
@@ -62,8 +70,18 @@ class RandAugment:
         factors = 1.0 + signs * self._level(0.9)
         matrices = self._matrices(height, width)
         for first, last, act in (
-            (Op.ShearX, Op.Rotate, lambda part, at: affine(part, matrices[ops[at] - Op.ShearX, (signs[at] > 0).astype(int)])),
-            (Op.Brightness, Op.Contrast, lambda part, at: blend(part, _BLENDS[ops[at] - Op.Brightness], factors[at])),
+            (
+                Op.ShearX,
+                Op.Rotate,
+                lambda part, at: affine(
+                    part, matrices[ops[at] - Op.ShearX, (signs[at] > 0).astype(int)]
+                ),
+            ),
+            (
+                Op.Brightness,
+                Op.Contrast,
+                lambda part, at: blend(part, _BLENDS[ops[at] - Op.Brightness], factors[at]),
+            ),
             (Op.Sharpness, Op.Sharpness, lambda part, at: adjust_sharpness(part, factors[at])),
             (Op.Posterize, Op.Posterize, lambda part, at: functional.posterize(part, self._bits)),
             (Op.Solarize, Op.Solarize, lambda part, at: functional.solarize(part, self._threshold)),

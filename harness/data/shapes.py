@@ -60,10 +60,14 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     for split in _SPLITS:
         count = _count(generate, split)
         if count < generate.classes:
-            reason = f"is less than data.generate.classes={generate.classes}: every class needs an image"
+            reason = (
+                f"is less than data.generate.classes={generate.classes}: every class needs an image"
+            )
             raise ConfigError(f"data.generate.{split}_images={count} {reason}")
     digest = hashlib.sha256(json.dumps(_facts(generate), sort_keys=True).encode()).hexdigest()
-    tree = (Path(data.root).expanduser() if data.root else cache_root() / f"shapes-{digest[:12]}").absolute()
+    tree = (
+        Path(data.root).expanduser() if data.root else cache_root() / f"shapes-{digest[:12]}"
+    ).absolute()
     try:
         made = _is_made(tree, _facts(generate))
     except DataError:
@@ -78,7 +82,9 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     for split, source in zip(_SPLITS, sources, strict=True):
         if len(source) != _count(generate, split):
             counts = f"{len(source)} images in place of {_count(generate, split)}"
-            raise DataError(f"{printable(str(tree / split))}: {counts}; delete the folder above it and it is made anew")
+            raise DataError(
+                f"{printable(str(tree / split))}: {counts}; delete the folder above it and it is made anew"
+            )
     return sources
 
 
@@ -105,8 +111,12 @@ def _is_made(tree: Path, wanted: dict[str, int]) -> bool:
     except (OSError, ValueError) as error:
         raise DataError(f"{shown}: cannot be used ({error}); {way_out}") from error
     if found != wanted:
-        other = ", ".join(f"{key}={found.get(key)}" for key in wanted if found.get(key) != wanted[key])
-        raise DataError(f"{shown}: was generated with {other}; delete it, or set data.root to another folder")
+        other = ", ".join(
+            f"{key}={found.get(key)}" for key in wanted if found.get(key) != wanted[key]
+        )
+        raise DataError(
+            f"{shown}: was generated with {other}; delete it, or set data.root to another folder"
+        )
     return True
 
 
@@ -125,12 +135,16 @@ def _make(tree: Path, generate: GenerateConfig) -> None:
     try:
         make_once(tree, lambda: _is_made(tree, _facts(generate)), write, advice)
     except BrokenProcessPool as error:
-        raise DataError(f"{shown}: a process that draws was killed, perhaps for want of memory; start again") from error
+        raise DataError(
+            f"{shown}: a process that draws was killed, perhaps for want of memory; start again"
+        ) from error
 
 
 def _estimate_bytes(generate: GenerateConfig) -> int:
     """What the files will take on the disk, from a few of them."""
-    sizes = [len(_picture(generate, "train", index)) for index in range(min(4, generate.train_images))]
+    sizes = [
+        len(_picture(generate, "train", index)) for index in range(min(4, generate.train_images))
+    ]
     blocks = math.ceil(1.1 * max(sizes) / _BLOCK_BYTES)
     return blocks * _BLOCK_BYTES * (generate.train_images + generate.val_images)
 
@@ -142,10 +156,14 @@ def _write_tree(part: Path, generate: GenerateConfig) -> None:
     step = max(1, min(128, _CHUNK_PIXELS // (generate.width * generate.height)))
     write = functools.partial(_write, part, generate)
     processes = _processes(generate, math.ceil(len(images) / step))
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("forkserver"), workers.enter_worker)
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("forkserver"), workers.enter_worker
+    )
     with progress("Generating shapes", total=len(images), unit="images") as bar:
         try:
-            for _ in map(write, images) if processes == 1 else pool.map(write, images, chunksize=step):
+            for _ in (
+                map(write, images) if processes == 1 else pool.map(write, images, chunksize=step)
+            ):
                 bar.advance()
                 signals.check()
         finally:
@@ -170,4 +188,6 @@ def _picture(generate: GenerateConfig, split: str, index: int) -> bytes:
     """Image ``index`` of a split as a JPEG file; classes take turns."""
     rng = np.random.default_rng((generate.seed, _SPLITS.index(split), index))
     what = drawing.look(index % generate.classes, generate.classes)
-    return drawing.encode(drawing.draw(what, generate.width, generate.height, rng), generate.quality)
+    return drawing.encode(
+        drawing.draw(what, generate.width, generate.height, rng), generate.quality
+    )

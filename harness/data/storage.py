@@ -46,7 +46,9 @@ class FolderSource:
         DataError: ``root`` is missing, has no images, a class without images, or something that may not be read.
     """
 
-    def __init__(self, root: str | os.PathLike[str], within: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], within: str | os.PathLike[str] | None = None
+    ) -> None:
         self.root = os.path.abspath(root)
         _check_folder(self.root)
         limit = os.path.realpath(os.fsencode(within or self.root))
@@ -93,7 +95,9 @@ class FolderSource:
         try:
             return read_regular(self._path(i)), int(self.labels[i])
         except FileNotFoundError as error:
-            raise BadSample(self.where(i), "the file is gone; it was there when the folder was read") from error
+            raise BadSample(
+                self.where(i), "the file is gone; it was there when the folder was read"
+            ) from error
         except OSError as error:
             raise BadSample(self.where(i), f"cannot be read: {error.strerror or error}") from error
 
@@ -101,14 +105,23 @@ class FolderSource:
 def _check_folder(path: str) -> None:
     if not os.path.isdir(path):
         what = "not a folder" if os.path.lexists(path) else "no such folder"
-        raise DataError(f"data.root={printable(path)}: {what}; set it to the folder that holds the data set")
+        raise DataError(
+            f"data.root={printable(path)}: {what}; set it to the folder that holds the data set"
+        )
 
 
 class ArraySource:
     """Pixels in memory, ``images`` uint8 ``[N, H, W, 3]`` with integer ``labels`` ``[N]``; messages call them ``name``."""
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str) -> None:
-        assert images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and len(images) == len(labels)
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str
+    ) -> None:
+        assert (
+            images.dtype == np.uint8
+            and images.ndim == 4
+            and images.shape[3] == 3
+            and len(images) == len(labels)
+        )
         self.images = images
         self.labels = labels.astype(np.int64, copy=False)
         self.classes = tuple(classes)
@@ -119,7 +132,10 @@ class ArraySource:
             return self.__dict__
         # a worker maps the file too: a pickled map would be a copy of all pixels
         images = self.images
-        return {**self.__dict__, "images": (images.filename, np.uint8, "r", images.offset, images.shape)}
+        return {
+            **self.__dict__,
+            "images": (images.filename, np.uint8, "r", images.offset, images.shape),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -142,13 +158,20 @@ class Subset:
     """The samples of ``source`` at ``indices``, int64 ``[N]``, in that order; workers map the numbers, as they do an index."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        self._show(source, in_memory("subset", np.stack([indices, source.labels[indices]]).astype(np.int64).tobytes()))
+        self._show(
+            source,
+            in_memory(
+                "subset", np.stack([indices, source.labels[indices]]).astype(np.int64).tobytes()
+            ),
+        )
 
     def _show(self, source: Source, file: MappedFile) -> None:
         self.source = source
         self.classes = source.classes
         self._file = file
-        self.indices, self.labels = np.frombuffer(file.map, np.int64, len(file.map) // 16 * 2).reshape(2, -1)
+        self.indices, self.labels = np.frombuffer(
+            file.map, np.int64, len(file.map) // 16 * 2
+        ).reshape(2, -1)
 
     def __getstate__(self) -> tuple[Source, MappedFile]:
         return self.source, self._file
@@ -177,17 +200,22 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
     rng = random.Random(seed)
     chosen = np.zeros(len(source), dtype=bool)
     by_class = np.split(
-        np.argsort(source.labels, kind="stable"), np.bincount(source.labels, minlength=len(source.classes)).cumsum()[:-1]
+        np.argsort(source.labels, kind="stable"),
+        np.bincount(source.labels, minlength=len(source.classes)).cumsum()[:-1],
     )
     for name, members in zip(source.classes, by_class, strict=True):
         if len(members) < 2:
-            raise DataError(f"class {printable(name)} has {len(members)} images: too few to split for validation")
+            raise DataError(
+                f"class {printable(name)} has {len(members)} images: too few to split for validation"
+            )
         count = min(max(1, round(len(members) * fraction)), len(members) - 1)
         chosen[members[rng.sample(range(len(members)), count)]] = True
     return Subset(source, np.flatnonzero(~chosen)), Subset(source, np.flatnonzero(chosen))
 
 
-def open_folder_splits(root: str | os.PathLike[str], split_fraction: float | None, seed: int) -> tuple[Source, Source]:
+def open_folder_splits(
+    root: str | os.PathLike[str], split_fraction: float | None, seed: int
+) -> tuple[Source, Source]:
     """The training and the validation set below ``root``.
 
     Either ``root/train`` with one of ``root/val``, ``valid`` or ``validation`` (``test`` where there is none of these),
@@ -204,10 +232,14 @@ def open_folder_splits(root: str | os.PathLike[str], split_fraction: float | Non
     if not present and (base / "test").is_dir():
         present = ["test"]
     if len(present) > 1:
-        raise DataError(f"{shown}: {' and '.join(present)} may both be the validation set; keep one of them")
+        raise DataError(
+            f"{shown}: {' and '.join(present)} may both be the validation set; keep one of them"
+        )
     if not (base / "train").is_dir():
         if split_fraction is None:
-            raise DataError(f"{shown}: no train folder in it; for one tree of class folders set data.split_fraction=0.1")
+            raise DataError(
+                f"{shown}: no train folder in it; for one tree of class folders set data.split_fraction=0.1"
+            )
         return split(FolderSource(base), split_fraction, seed)
     if not present:
         advice = f"add it, or keep a part of train for it: data.root={shown}/train data.split_fraction=0.1"
@@ -217,8 +249,13 @@ def open_folder_splits(root: str | os.PathLike[str], split_fraction: float | Non
         raise ConfigError(f"data.split_fraction={split_fraction:g} {reason}")
     train, val = (FolderSource(base / name, _limit(base, name)) for name in ("train", present[0]))
     if train.classes != val.classes:
-        only = [(part.root, sorted({*part.classes} - {*other.classes})) for part, other in ((train, val), (val, train))]
-        text = "; ".join(f"only in {printable(path)}: {listed(names)}" for path, names in only if names)
+        only = [
+            (part.root, sorted({*part.classes} - {*other.classes}))
+            for part, other in ((train, val), (val, train))
+        ]
+        text = "; ".join(
+            f"only in {printable(path)}: {listed(names)}" for path, names in only if names
+        )
         raise DataError(f"the training and the validation set have different classes: {text}")
     return train, val
 

@@ -44,7 +44,9 @@ class Transform(Protocol):
         """The names of what it does, in order."""
         ...
 
-    def __call__(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None) -> None:
+    def __call__(
+        self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
+    ) -> None:
         """Write the result into ``out``, uint8 ``[3, S, S]`` of any strides; everything random comes from ``rng``.
 
         ``lap`` is to be called at the end of each stage, with its name; one that is left out takes no time. ``image`` is not
@@ -53,7 +55,9 @@ class Transform(Protocol):
         ...
 
 
-def random_crop_box(rng: SampleRng, width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]) -> Box:
+def random_crop_box(
+    rng: SampleRng, width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> Box:
     """The left, top, width and height of a random part of an image, in pixels.
 
     The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within ``scale`` of the image's, width
@@ -86,7 +90,9 @@ class EvalTransform:
     resize: int | None = None
     stages: ClassVar[tuple[str, ...]] = ("resize",)
 
-    def __call__(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None) -> None:
+    def __call__(
+        self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
+    ) -> None:
         """Write the result into ``out``, uint8 ``[3, size, size]``; ``rng`` is not used.
 
         Raises:
@@ -107,7 +113,9 @@ class EvalTransform:
         short = self.resize or round(self.size * _EVAL_SHARE)
         long = int(short * max(width, height) / min(width, height))
         if long > _MAX_SIDE:
-            raise ValueError(f"{width}x{height} pixels are too narrow: resized, the longer side would have {long}")
+            raise ValueError(
+                f"{width}x{height} pixels are too narrow: resized, the longer side would have {long}"
+            )
         return (short, long) if width <= height else (long, short)
 
 
@@ -125,18 +133,24 @@ class TrainTransform:
     resize: int | None = None
 
     @classmethod
-    def from_config(cls, augment: AugmentConfig, size: int, resize: int | None = None) -> TrainTransform:
+    def from_config(
+        cls, augment: AugmentConfig, size: int, resize: int | None = None
+    ) -> TrainTransform:
         """The transform that ``augment`` describes; ``size`` and ``resize`` as in ``EvalTransform``."""
         low, high = augment.scale
         narrow, wide = augment.ratio
-        return cls(size, augment.crop.name, (low, high), (narrow, wide), augment.pad, augment.hflip, resize)
+        return cls(
+            size, augment.crop.name, (low, high), (narrow, wide), augment.pad, augment.hflip, resize
+        )
 
     @property
     def stages(self) -> tuple[str, ...]:
         """A box is cut out, resized and mirrored in one go; only a pad crop comes after the resize."""
         return ("resize", "crop") if self.crop == "pad" else ("resize",)
 
-    def __call__(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None) -> None:
+    def __call__(
+        self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
+    ) -> None:
         """Write the result into ``out``, uint8 ``[3, size, size]``; of ``rng`` the crop comes first, then the flip."""
         if self.crop == "pad":
             self._pad_crop(image, rng, out, lap)
@@ -164,7 +178,13 @@ class TrainTransform:
             lap("crop")
 
 
-def resize_into(pixels: np.ndarray, box: Box, out: np.ndarray, flip: bool = False, size: tuple[int, int] | None = None) -> None:
+def resize_into(
+    pixels: np.ndarray,
+    box: Box,
+    out: np.ndarray,
+    flip: bool = False,
+    size: tuple[int, int] | None = None,
+) -> None:
     """Write part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``, uint8 ``[3, S, S]`` of any strides.
 
     The filter does not reach over the edge of the box. Strides as of a row of a channels_last batch are the quickest.
@@ -182,7 +202,12 @@ def resize_into(pixels: np.ndarray, box: Box, out: np.ndarray, flip: bool = Fals
     side = len(rows)
     new_width, new_height = size or (side, side)
     assert min(new_width, new_height) >= side
-    if rows.flags.c_contiguous and not flip and new_width == new_height == side and part.shape != rows.shape:
+    if (
+        rows.flags.c_contiguous
+        and not flip
+        and new_width == new_height == side
+        and part.shape != rows.shape
+    ):
         _kernel(_plain(part), rows)
         return
     x, y = round((new_width - side) / 2), round((new_height - side) / 2)

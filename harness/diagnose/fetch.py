@@ -22,7 +22,9 @@ _CHUNK_FILES = 2000
 _MOST_BYTES = 1 << 30
 _MOST_FILES = 20_000
 _GENUINE = 0.9  # of the bytes read must have come from storage
-_DIRTY_S = 60.0  # the kernel writes a changed page back within half of it; until then it cannot be dropped
+_DIRTY_S = (
+    60.0  # the kernel writes a changed page back within half of it; until then it cannot be dropped
+)
 _STUCK_S = 5.0  # longer than the limit, and a file that is being read is given up
 _LOOKED_AT = 24
 _LOOK_S = 1.0
@@ -83,7 +85,9 @@ def image_sizes(source: Source, now: Clock = time.perf_counter) -> tuple[tuple[i
             plugin = reader(data[:HEAD_BYTES]) if isinstance(data, bytes) else None
             if isinstance(data, bytes) and plugin is not None:
                 found.append(plugin(io.BytesIO(data)).size)
-        except Exception:  # Pillow's readers raise anything on damaged bytes; whoever loads the sample will tell
+        except (
+            Exception
+        ):  # Pillow's readers raise anything on damaged bytes; whoever loads the sample will tell
             continue
     return tuple(found)
 
@@ -96,8 +100,15 @@ def from_storage_bytes() -> int:
     """
     try:
         return int(psutil.Process().io_counters().read_bytes)
-    except (AttributeError, RuntimeError, psutil.Error, OSError) as error:  # psutil raises all of these
-        raise UnmeasuredError("this system does not tell what comes from storage and what from the page cache") from error
+    except (
+        AttributeError,
+        RuntimeError,
+        psutil.Error,
+        OSError,
+    ) as error:  # psutil raises all of these
+        raise UnmeasuredError(
+            "this system does not tell what comes from storage and what from the page cache"
+        ) from error
 
 
 def cold_fetch(
@@ -147,7 +158,12 @@ def _dropped(left: deque[str], end: float, now: Clock) -> deque[str]:
     """The next files of ``left``, at least one, which are in the page cache no more."""
     chunk: deque[str] = deque()
     size_bytes = 0
-    while left and len(chunk) < _CHUNK_FILES and size_bytes < _CHUNK_BYTES and (not chunk or now() < end):
+    while (
+        left
+        and len(chunk) < _CHUNK_FILES
+        and size_bytes < _CHUNK_BYTES
+        and (not chunk or now() < end)
+    ):
         chunk.append(left.popleft())
         size_bytes += _drop(chunk[-1])
     return chunk
@@ -193,7 +209,9 @@ def _read(chunk: deque[str], readers: int, end: float, now: Clock) -> list[int]:
     for thread in threads:
         thread.join(max(0.0, given_up - now()))
     if failed:
-        raise UnmeasuredError(f"{failed[0].filename}: cannot be read: {failed[0].strerror or failed[0]}")
+        raise UnmeasuredError(
+            f"{failed[0].filename}: cannot be read: {failed[0].strerror or failed[0]}"
+        )
     if any(thread.is_alive() for thread in threads):
         raise UnmeasuredError(f"the storage gave no file within {_STUCK_S:g} s")
     return sizes

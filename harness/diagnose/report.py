@@ -62,7 +62,9 @@ class Diagnosis:
         if folder is not None:
             path = folder / "diagnosis.json"
             try:
-                write_whole(path, (json.dumps(self.to_plain(), indent=1, allow_nan=False) + "\n").encode())
+                write_whole(
+                    path, (json.dumps(self.to_plain(), indent=1, allow_nan=False) + "\n").encode()
+                )
             except OSError as error:
                 _log.warning("%s: %s; it is printed above", path, error.strerror or error)
         if board is not None:
@@ -72,20 +74,34 @@ class Diagnosis:
         """The stages of a sample, what changes would give, the sentence, and what to type next."""
         found: list[str] = []
         if self.runs.stages is not None:
-            rows = [(s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}") for s in stage_rows(self.runs.stages)]
+            rows = [
+                (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
+                for s in stage_rows(self.runs.stages)
+            ]
             found.append("a sample in a worker, files as they are")
             found += aligned(("stage", "kind", "ms", "of it on a processor"), rows)
         if self.what_ifs:
-            changes = [(w.change, rate_in_words(w.images_per_s), f"{w.speedup:.2f}x") for w in self.what_ifs]
+            changes = [
+                (w.change, rate_in_words(w.images_per_s), f"{w.speedup:.2f}x")
+                for w in self.what_ifs
+            ]
             found.append("what if (arithmetic from the figures above)")
             found += aligned(("", "images/s", "speed-up"), changes)
-        return [*found, *(f"note: {note}" for note in self.notes), self.sentence, "next:", self.command]
+        return [
+            *found,
+            *(f"note: {note}" for note in self.notes),
+            self.sentence,
+            "next:",
+            self.command,
+        ]
 
     def to_plain(self) -> dict[str, Any]:
         """Everything as JSON can hold it, without what is not known."""
         whole = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         whole["stages"] = stage_rows(self.runs.stages) if self.runs.stages else None
-        found: dict[str, Any] = plain({name: value for name, value in whole.items() if value is not None})
+        found: dict[str, Any] = plain(
+            {name: value for name, value in whole.items() if value is not None}
+        )
         return found
 
 
@@ -118,11 +134,15 @@ def sentence(facts: Facts, found: Bound) -> str:
         f"Faster loading gives at most {facts.ceiling:.2f}x.",
     ]
     if facts.fetch_per_s is not None and facts.fetch_per_s < facts.got:
-        parts.append(f"Files that come cold from storage arrive at {rate_in_words(facts.fetch_per_s)} a second.")
+        parts.append(
+            f"Files that come cold from storage arrive at {rate_in_words(facts.fetch_per_s)} a second."
+        )
     return " ".join(parts)
 
 
-def command(config: Config, overridden: Sequence[str], bottleneck: Bottleneck, device: str, ranks: int) -> str:
+def command(
+    config: Config, overridden: Sequence[str], bottleneck: Bottleneck, device: str, ranks: int
+) -> str:
     """What to type next: the user's own overrides, flags such as ``--config-name=x`` among them, and what would help most."""
     trainer = config.trainer
     more: list[str] = []

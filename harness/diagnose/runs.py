@@ -67,7 +67,9 @@ class FirstReads:
         self.probed = feeds.probed
         self.held_bytes = feeds.held_bytes
 
-    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+    def probe(
+        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
+    ) -> Feed:
         """An endless feed."""
         self._again = again or self.warm
         feed = self._feeds.probe(settings, gauge, again=self._again)
@@ -165,14 +167,18 @@ class Session:
 
     def _supply(self, own: FeedSettings, limit_s: float) -> Trial:
         """Loading alone; of one worker where there are none, because one that hangs can be ended."""
-        return self.lab.attempt(Ask(own if own.num_workers else with_workers(own, 1), "supply", limit_s=limit_s))
+        return self.lab.attempt(
+            Ask(own if own.num_workers else with_workers(own, 1), "supply", limit_s=limit_s)
+        )
 
     def _loading(self, own: FeedSettings) -> tuple[Trial, StageTotals | None]:
         begin = self.now()
         self.rows.status(LOADING)
         trial = self._supply(own, _LOADING_S)
         if trial.rate is None:
-            raise LoaderError(f"loading does not work with {own}: {trial.refused}; try other loader settings")
+            raise LoaderError(
+                f"loading does not work with {own}: {trial.refused}; try other loader settings"
+            )
         self._row("", LOADING, trial.rate, begin, "")
         totals = self.probes.meter.read() if self.probes.meter else None
         return trial, totals if totals and totals.samples else None
@@ -182,17 +188,35 @@ class Session:
         rounds: list[_Round] = []
         begin = self.now()
         took_s = 0.0
-        while not rounds or (len(rounds) < _ROUNDS and rounds[-1].steps and self._left_s(took_s) > _AFTER_S):
+        while not rounds or (
+            len(rounds) < _ROUNDS and rounds[-1].steps and self._left_s(took_s) > _AFTER_S
+        ):
             round_began = self.now()
-            self.rows.status(f"the step on a batch that is at hand, then on the feed (round {len(rounds) + 1})")
-            found = self.lab.demand(_DEMAND_S, Rate.of)  # as real steps are counted, to be compared with them
+            self.rows.status(
+                f"the step on a batch that is at hand, then on the feed (round {len(rounds) + 1})"
+            )
+            found = self.lab.demand(
+                _DEMAND_S, Rate.of
+            )  # as real steps are counted, to be compared with them
             assert found is not None, "the lab has a batch"
             rounds.append(_Round(*found, self._steps(own, loading, found[0])))
             took_s = self.now() - round_began
         rates = [round_.steps.rate for round_ in rounds if round_.steps and round_.steps.rate]
-        self._row("G", DEMAND, _middle([round_.demand for round_ in rounds]), begin, f"{len(rounds)} rounds, A and G in turn")
+        self._row(
+            "G",
+            DEMAND,
+            _middle([round_.demand for round_ in rounds]),
+            begin,
+            f"{len(rounds)} rounds, A and G in turn",
+        )
         remark = "" if own.num_workers else "on images that were read before"
-        self._row("A", DELIVERED, _middle(rates) if rates else None, begin, remark if rates else self.notes[-1])
+        self._row(
+            "A",
+            DELIVERED,
+            _middle(rates) if rates else None,
+            begin,
+            remark if rates else self.notes[-1],
+        )
         return rounds
 
     def _steps(self, own: FeedSettings, loading: Trial, demand: Rate) -> Trial | None:
@@ -202,7 +226,11 @@ class Session:
         """
         need_s = _steps_need_s(own, loading, demand)
         left_s = self._left_s()
-        missing = f"the first batches would take {need_s:.0f} s, {max(0.0, left_s):.0f} s were left" if need_s > left_s else ""
+        missing = (
+            f"the first batches would take {need_s:.0f} s, {max(0.0, left_s):.0f} s were left"
+            if need_s > left_s
+            else ""
+        )
         if not own.num_workers and not self._has_seen():
             missing = _UNREAD
         if missing:
@@ -249,7 +277,9 @@ class Session:
                 self.notes.append(f"F was not measured: {other}")
                 self._row("F", COLD, None, begin, other)
                 return None
-        slowest = min((one for one in every if isinstance(one, Fetch)), key=lambda one: one.images_per_s)
+        slowest = min(
+            (one for one in every if isinstance(one, Fetch)), key=lambda one: one.images_per_s
+        )
         rate = Rate.of([slowest.files], [slowest.seconds])
         remark = f"{slowest.bytes_per_s / 1e6:.0f} MB/s, {readers} at a time, nothing decoded"
         self._row("F", COLD, rate, begin, remark)
@@ -282,4 +312,8 @@ def _steps_need_s(own: FeedSettings, loading: Trial, demand: Rate) -> float:
 
 def _middle(rates: list[Rate]) -> Rate:
     """The median of several rates with what their order says of its interval; a single one with its own."""
-    return rates[0] if len(rates) == 1 else Rate.typical([rate.images_per_s for rate in rates], [1.0] * len(rates))
+    return (
+        rates[0]
+        if len(rates) == 1
+        else Rate.typical([rate.images_per_s for rate in rates], [1.0] * len(rates))
+    )

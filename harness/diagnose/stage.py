@@ -35,7 +35,12 @@ _log = logging.getLogger(LOGGER)
 
 
 def diagnose(
-    feeds: Feeds, trainee: Trainee, limits: Limits, overridden: Sequence[str], folder: Path, board: Board | None
+    feeds: Feeds,
+    trainee: Trainee,
+    limits: Limits,
+    overridden: Sequence[str],
+    folder: Path,
+    board: Board | None,
 ) -> Diagnosis:
     """What bounds training, measured in a minute at most; printed and written into ``folder`` by the first rank.
 
@@ -59,9 +64,16 @@ def diagnose(
     world = feeds.world
     train = feeds.splits.train
     if not isinstance(train, ImageDataset):
-        raise ConfigError("mode=diagnose: cannot look into a Dataset of your own; open sources, or train with mode=train")
+        raise ConfigError(
+            "mode=diagnose: cannot look into a Dataset of your own; open sources, or train with mode=train"
+        )
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
-    with trainee.kept(), live_table(f"diagnosing (at most {BUDGET_S:g} s, nothing is trained)", COLUMNS, WIDTHS) as rows:
+    with (
+        trainee.kept(),
+        live_table(
+            f"diagnosing (at most {BUDGET_S:g} s, nothing is trained)", COLUMNS, WIDTHS
+        ) as rows,
+    ):
         size, notes = _batch_size(feeds, trainee)
         feeds = _with_batches_of(size, feeds)
         own = world.agreed(feeds.derived_settings(limits))
@@ -81,7 +93,13 @@ def diagnose(
         ceiling=None if found.bottleneck in NO_CEILING else facts.ceiling,
         measured=facts.is_measured,
         sentence=sentence(facts, found),
-        command=command(config, overridden, found.bottleneck, accelerator.of(world.device).kind, world.local_size),
+        command=command(
+            config,
+            overridden,
+            found.bottleneck,
+            accelerator.of(world.device).kind,
+            world.local_size,
+        ),
         settings=own,
         runs=runs,
         what_ifs=tuple(what_ifs(facts)),
@@ -98,7 +116,9 @@ def _batch_size(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
     if accelerator.of(trainee.device).kind == "cuda" or size <= _FEW:
         return size, []
     run = trainee.demand(feeds.noise(_FEW), 0.0)
-    image_s = -feeds.world.smallest(-min(s / n for s, n in zip(run.seconds, run.images, strict=True)))
+    image_s = -feeds.world.smallest(
+        -min(s / n for s, n in zip(run.seconds, run.images, strict=True))
+    )
     fitting = max(_FEW, int(_LONGEST_STEP_S / image_s))
     if fitting >= size:
         return size, []
@@ -111,7 +131,13 @@ def _with_batches_of(size: int, feeds: Feeds) -> Feeds:
     return Feeds(feeds.splits, dataclasses.replace(feeds.config, loader=loader), feeds.world)
 
 
-def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: Callable[[FeedSettings], str | None]) -> Facts:
+def _facts(
+    runs: Runs,
+    own: FeedSettings,
+    lab: Lab,
+    train: ImageDataset,
+    fits: Callable[[FeedSettings], str | None],
+) -> Facts:
     loading = runs.loading
     limits = lab.limits
     trainee = lab.trainee
@@ -122,7 +148,9 @@ def _facts(runs: Runs, own: FeedSettings, lab: Lab, train: ImageDataset, fits: C
         whole = StageCost(cost.wall_s * loading.images, cost.cpu_s * loading.images)
         stages = StageTotals(loading.images, 0, whole.wall_s, {SAMPLE: whole})
     else:  # with what a batch takes besides its samples
-        wall_s, cpu_s = (sum(each) / stages.samples for each in zip(*stages.stages.values(), strict=True))
+        wall_s, cpu_s = (
+            sum(each) / stages.samples for each in zip(*stages.stages.values(), strict=True)
+        )
         cost = dataclasses.replace(cost, wall_s=wall_s, cpu_s=cpu_s)
     return Facts(
         settings=own,

@@ -23,13 +23,21 @@ from harness.watch.verdict import MOST, MOST_PER_CORE
 # real steps get less than so much of what the model says: handing over is in the way
 _MODELLED = 0.85
 _CROWDED = 0.7
-_COPYING = 1.25  # copies alone give less than so many times what steps get: they are what fills the time
+_COPYING = (
+    1.25  # copies alone give less than so many times what steps get: they are what fills the time
+)
 _MORE = 0.9  # workers give less than so much of what could be had: they are too few
-_SHORT_SIDES = (1.15, 2.0)  # of stored images, in sides of the crop: as for evaluation, and with room for random crops
+_SHORT_SIDES = (
+    1.15,
+    2.0,
+)  # of stored images, in sides of the crop: as for evaluation, and with room for random crops
 _SMALLER = 0.9  # of the pixels: otherwise the files are small already
 _TELLING = 0.02  # of a sample's time: less is not worth a row
 _LEAST = 0.001  # of a sample's time is left whatever is taken away
-NO_CEILING: tuple[Bottleneck, ...] = ("unknown", "neighbours")  # as the rates are too uneven, or other programs' too
+NO_CEILING: tuple[Bottleneck, ...] = (
+    "unknown",
+    "neighbours",
+)  # as the rates are too uneven, or other programs' too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +113,11 @@ class Facts:
     def lost(self) -> float:
         """The share of the time that loading costs: steps wait for data, and are faster without loading."""
         lost = 1 - 1 / self.ceiling
-        return min(lost, self.wait_fraction) if self.is_measured and self.wait_fraction is not None else lost
+        return (
+            min(lost, self.wait_fraction)
+            if self.is_measured and self.wait_fraction is not None
+            else lost
+        )
 
     @property
     def ceiling(self) -> float:
@@ -157,11 +169,17 @@ def reachable(facts: Facts) -> tuple[float, int]:
 def bound(facts: Facts) -> Bound:
     """What bounds the steps; other programs where they took processors that the steps lack."""
     # processors that others fill keep a worker waiting in every stage
-    supply = reckon(facts.stages, None if facts.others else max(1.0, facts.settings.num_workers / facts.cores))
+    supply = reckon(
+        facts.stages, None if facts.others else max(1.0, facts.settings.num_workers / facts.cores)
+    )
     assert supply is not None, "at least one sample was made"
     found = _own_bound(facts, supply)
-    if facts.others and (facts.is_uneven or lacks_cores(found.bottleneck, supply, facts.on_cpu, facts.lost)):
-        return Bound("neighbours", f"Other programs took {facts.others:.2g} of the {facts.cores:g} cores")
+    if facts.others and (
+        facts.is_uneven or lacks_cores(found.bottleneck, supply, facts.on_cpu, facts.lost)
+    ):
+        return Bound(
+            "neighbours", f"Other programs took {facts.others:.2g} of the {facts.cores:g} cores"
+        )
     return found
 
 
@@ -169,7 +187,11 @@ def _own_bound(facts: Facts, supply: Supply) -> Bound:
     """What bounds the steps in this run itself."""
     if facts.is_uneven:
         return Bound("unknown", "The measurement is too uneven to tell what bounds training")
-    taken = ". Loading costs it processors rather than waits" if facts.on_cpu and facts.ceiling > 1 + HARM else ""
+    taken = (
+        ". Loading costs it processors rather than waits"
+        if facts.on_cpu and facts.ceiling > 1 + HARM
+        else ""
+    )
     if facts.lost < FED:
         return Bound("compute", f"The network takes nearly all of the time{taken}")
     if facts.lost < HARM:
@@ -179,7 +201,10 @@ def _own_bound(facts: Facts, supply: Supply) -> Bound:
     if facts.got < (_CROWDED if crowded else _MODELLED) * facts.reckoned:
         if facts.copy_per_s is not None and facts.copy_per_s < _COPYING * facts.got:
             memory = "page-locked" if facts.settings.pin_memory else "pageable"
-            return Bound("copy", f"Copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at most")
+            return Bound(
+                "copy",
+                f"Copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at most",
+            )
         return Bound("transport", "Batches are made in time, but reach the step late")
     share = f"{DOING[supply.kind].capitalize()} takes {supply.kind_s * 1e3:.3g} of the {supply.wall_s * 1e3:.3g} ms of a sample"
     if supply.kind == "storage" and supply.waits:
@@ -194,7 +219,10 @@ def _processors(facts: Facts, supply: Supply, share: str, crowded: bool) -> Boun
     """The bound where loading has all the processors that it can have."""
     together = f". The step shares the {facts.cores:g} cores" if crowded and facts.on_cpu else ""
     if crowded and facts.cores_from.startswith("quota"):
-        return Bound("quota", f"The {facts.cores:g} cores of the {facts.cores_from} are full. {share}{together}")
+        return Bound(
+            "quota",
+            f"The {facts.cores:g} cores of the {facts.cores_from} are full. {share}{together}",
+        )
     more = facts.fits(with_workers(facts.settings, facts.settings.num_workers + 1))
     full = f". No more workers fit: {more}" if more and not crowded else ""
     return Bound(supply.kind, f"{share}{together}{full}")
@@ -212,7 +240,9 @@ def what_ifs(facts: Facts) -> list[WhatIf]:
     demand = facts.demand.images_per_s
     rows = [WhatIf("loading were free (the ceiling)", max(demand, facts.got), facts.ceiling)]
     copies = math.inf if facts.copy_per_s is None else facts.copy_per_s
-    for change, changed, settings, cost in _changes(facts) if bottleneck not in ("transport", "copy") else ():
+    for change, changed, settings, cost in (
+        _changes(facts) if bottleneck not in ("transport", "copy") else ()
+    ):
         given = scale * model_of(changed, cost).delivered(settings.num_workers)
         rate = max(facts.got, min(changed.demand.images_per_s, copies, given))
         rows.append(WhatIf(change, rate, rate / facts.got))
@@ -238,18 +268,30 @@ def _changes(facts: Facts) -> Iterator[tuple[str, Facts, FeedSettings, SampleCos
     if waiting > _TELLING:
         yield "a disk twice as fast", facts, own, _cheaper(cost, StageCost(waiting / 2, 0.0))
     if encoded.wall_s > _TELLING:
-        yield "decoded images at hand (no reading, no decoding)", facts, own, _cheaper(cost, encoded)
+        yield (
+            "decoded images at hand (no reading, no decoding)",
+            facts,
+            own,
+            _cheaper(cost, encoded),
+        )
     for sides in _SHORT_SIDES:
         kept = kept_pixels(facts.sizes, sides * facts.image_size)
         if kept < _SMALLER:
             gone = StageCost((1 - kept) * encoded.wall_s, (1 - kept) * encoded.cpu_s)
-            yield f"files with a short side of {sides * facts.image_size:.0f} pixels", facts, own, _cheaper(cost, gone)
+            yield (
+                f"files with a short side of {sides * facts.image_size:.0f} pixels",
+                facts,
+                own,
+                _cheaper(cost, gone),
+            )
 
 
 def kept_pixels(sizes: Sequence[tuple[int, int]], short: float) -> float:
     """The share of their pixels that images of ``sizes`` keep when short sides over ``short`` pixels become that; 1 of none."""
     pixels = sum(width * height for width, height in sizes)
-    kept = sum(width * height * min(1.0, short / min(width, height)) ** 2 for width, height in sizes)
+    kept = sum(
+        width * height * min(1.0, short / min(width, height)) ** 2 for width, height in sizes
+    )
     return kept / pixels if pixels else 1.0
 
 
@@ -279,7 +321,9 @@ def _waiting(facts: Facts) -> float:
 def _cheaper(cost: SampleCost, gone: StageCost) -> SampleCost:
     """``cost`` without the shares of its wall and its processor time that are ``gone``."""
     left = max(_LEAST, 1 - gone.wall_s)
-    return dataclasses.replace(cost, wall_s=left * cost.wall_s, cpu_s=max(0.0, 1 - gone.cpu_s) * cost.cpu_s)
+    return dataclasses.replace(
+        cost, wall_s=left * cost.wall_s, cpu_s=max(0.0, 1 - gone.cpu_s) * cost.cpu_s
+    )
 
 
 def _with_cores(facts: Facts, more: int) -> Facts:
@@ -288,7 +332,12 @@ def _with_cores(facts: Facts, more: int) -> Facts:
     if not facts.on_cpu:
         return dataclasses.replace(facts, cores=cores)
     faster = cores / facts.cores
-    demand = Rate(*(rate * faster for rate in (facts.demand.images_per_s, facts.demand.low, facts.demand.high)))
+    demand = Rate(
+        *(
+            rate * faster
+            for rate in (facts.demand.images_per_s, facts.demand.low, facts.demand.high)
+        )
+    )
     return dataclasses.replace(facts, cores=cores, demand=demand)
 
 

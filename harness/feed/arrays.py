@@ -31,7 +31,9 @@ def in_form(settings: FeedSettings, form: str) -> FeedSettings:
     """Returns ``settings`` for another backend; arrays need no workers: nothing is ahead and nothing is kept."""
     if form != ARRAYS:
         return dataclasses.replace(settings, backend=form)
-    return dataclasses.replace(settings, backend=form, num_workers=0, prefetch_factor=None, persistent_workers=False)
+    return dataclasses.replace(
+        settings, backend=form, num_workers=0, prefetch_factor=None, persistent_workers=False
+    )
 
 
 class ArrayFeed(Feed):
@@ -71,7 +73,9 @@ class ArrayFeed(Feed):
         self._reading = dataclasses.replace(
             settings, backend=ARRAYS, num_workers=readers, prefetch_factor=_AHEAD, pin_memory=False
         )
-        self.meter = StageMeter((*stages_of(self.pixels.untransformed), _GATHER), readers + 1, shared=False)
+        self.meter = StageMeter(
+            (*stages_of(self.pixels.untransformed), _GATHER), readers + 1, shared=False
+        )
         self._timer = self.meter.timer(readers)
         self._gauge = gauge
         # the latest
@@ -84,7 +88,9 @@ class ArrayFeed(Feed):
 
     def _begin(self, epoch: int) -> _Pass:
         """Begin to read what the first batches of ``epoch`` lack."""
-        self._pass = begun = _Pass(self.order.batches(epoch), self.pixels, self._reading, self.meter)
+        self._pass = begun = _Pass(
+            self.order.batches(epoch), self.pixels, self._reading, self.meter
+        )
         begun.look_ahead()
         return begun
 
@@ -105,7 +111,9 @@ class ArrayFeed(Feed):
             laps.lap(START)
         wall_s = time.perf_counter()
         cpu_s = time.thread_time()
-        images, labels = self.pixels.batch(epoch, indices, self.settings.pin_memory and not self.on_device)
+        images, labels = self.pixels.batch(
+            epoch, indices, self.settings.pin_memory and not self.on_device
+        )
         wall_s = time.perf_counter() - wall_s
         cpu_s = time.thread_time() - cpu_s
         if laps is not None:
@@ -127,7 +135,11 @@ class _Pass:
     """
 
     def __init__(
-        self, batches: Iterator[np.ndarray], pixels: InMemoryImages, settings: FeedSettings, meter: StageMeter | None
+        self,
+        batches: Iterator[np.ndarray],
+        pixels: InMemoryImages,
+        settings: FeedSettings,
+        meter: StageMeter | None,
     ) -> None:
         self._indices = batches
         self._pixels = pixels

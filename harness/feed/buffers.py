@@ -51,11 +51,15 @@ class BufferPool:
 
     def _allocate(self) -> np.ndarray:
         try:
-            return torch.empty(self.slot_bytes, dtype=torch.uint8, pin_memory=self._pin_memory).numpy()
+            return torch.empty(
+                self.slot_bytes, dtype=torch.uint8, pin_memory=self._pin_memory
+            ).numpy()
         except RuntimeError as error:
             kind = "page-locked " if self._pin_memory else ""
             text = str(error).splitlines()[0]
-            raise MemoryError(f"no {kind}memory for another batch of {self.slot_bytes / 1e6:.1f} MB ({text})") from error
+            raise MemoryError(
+                f"no {kind}memory for another batch of {self.slot_bytes / 1e6:.1f} MB ({text})"
+            ) from error
 
 
 def _take_back(owner: weakref.ref[BufferPool], slot: np.ndarray) -> None:

@@ -27,12 +27,16 @@ class Filler:
         gauge: is told what each sample took that could be read.
     """
 
-    def __init__(self, dataset: FillableDataset, slot: int, meter: StageMeter | None, gauge: Gauge | None) -> None:
+    def __init__(
+        self, dataset: FillableDataset, slot: int, meter: StageMeter | None, gauge: Gauge | None
+    ) -> None:
         self._dataset = dataset
         self._slot = slot
         self._gauge = gauge
         self._staged = dataset if isinstance(dataset, StagedDataset) else None
-        self._timer = StageMeter(stages_of(dataset), 0).timer(0) if meter is None else meter.timer(slot)
+        self._timer = (
+            StageMeter(stages_of(dataset), 0).timer(0) if meter is None else meter.timer(slot)
+        )
         self._timers: Sequence[Laps | None] | None = None
 
     def begin(self, samples: int) -> None:
@@ -44,7 +48,12 @@ class Filler:
         self._timer.share()
 
     def fill(
-        self, epoch: int, indices: np.ndarray, pixels: np.ndarray, labels: np.ndarray, batches: int = 1
+        self,
+        epoch: int,
+        indices: np.ndarray,
+        pixels: np.ndarray,
+        labels: np.ndarray,
+        batches: int = 1,
     ) -> tuple[Errors, Stamps]:
         """Write the samples ``indices`` of ``epoch``; returns what went wrong, and when the chunk began and was made.
 
@@ -70,7 +79,11 @@ class Filler:
                 if gauge is not None:
                     wall_s = time.perf_counter()
                     cpu_s = time.thread_time()
-                labels[row] = fill(epoch, index, out) if laps is None else self._timed(laps, epoch, index, out)
+                labels[row] = (
+                    fill(epoch, index, out)
+                    if laps is None
+                    else self._timed(laps, epoch, index, out)
+                )
                 if gauge is not None:
                     gauge.add(self._slot, time.perf_counter() - wall_s, time.thread_time() - cpu_s)
             except BadSample as error:

@@ -68,7 +68,9 @@ class Feeds:
             return (named.name,)
         if isinstance(self.splits.train, OwnDataset):
             return (PROCESSES,)
-        return tuple(name for name in FORMS if name != ARRAYS or why_not_in_memory(self.splits.train) is None)
+        return tuple(
+            name for name in FORMS if name != ARRAYS or why_not_in_memory(self.splits.train) is None
+        )
 
     @property
     def default_form(self) -> str:
@@ -92,12 +94,17 @@ class Feeds:
         """
         if self.config.loader.pin_memory and not accelerator.of(self.world.device).has_streams:
             # accepted, so that a sweep over it runs anywhere
-            _log.warning("loader.pin_memory=true has no effect on %s: there is no copy to a device", self.world.device.type)
+            _log.warning(
+                "loader.pin_memory=true has no effect on %s: there is no copy to a device",
+                self.world.device.type,
+            )
         return self.derived_settings(limits)
 
     def derived_settings(self, limits: Limits) -> FeedSettings:
         """As ``settings``, without a word about what has no effect."""
-        derived = train_settings(self.config.loader, limits, accelerator.of(self.world.device).has_streams)
+        derived = train_settings(
+            self.config.loader, limits, accelerator.of(self.world.device).has_streams
+        )
         settings = in_form(derived, self.default_form)
         if isinstance(self.splits.train, OwnDataset) and settings.backend != PROCESSES:
             raise ConfigError(
@@ -116,7 +123,9 @@ class Feeds:
         """The training feed, of one epoch only the ``rest``; what probes hold in memory for another form of it goes."""
         if settings.backend != ARRAYS:
             self._pixels.clear()
-        return self._make(self.splits.train, dataclasses.replace(self._train_order(), rest=rest), settings)
+        return self._make(
+            self.splits.train, dataclasses.replace(self._train_order(), rest=rest), settings
+        )
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         """The settings of the validation feed that goes with a training feed of ``train``."""
@@ -125,11 +134,17 @@ class Feeds:
     def val(self, settings: FeedSettings) -> Feed:
         """The validation feed, with ``settings`` of its own: every sample once, on one of the ranks."""
         order = Order(
-            len(self.splits.val), settings.batch_size, shuffle=False, rank=self.world.rank, world_size=self.world.size
+            len(self.splits.val),
+            settings.batch_size,
+            shuffle=False,
+            rank=self.world.rank,
+            world_size=self.world.size,
         )
         return self._make(self.splits.val, order, settings)
 
-    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+    def probe(
+        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
+    ) -> Feed:
         """A feed like the training feed, but without an end or short batches, over samples that no probe has asked for before.
 
         Args:
@@ -139,7 +154,9 @@ class Feeds:
         """
         if not again:
             self._cursor.begin = self._cursor.asked
-        return self._make(self.splits.train, ProbeOrder(self._probe_order(), self._cursor, again), settings, gauge)
+        return self._make(
+            self.splits.train, ProbeOrder(self._probe_order(), self._cursor, again), settings, gauge
+        )
 
     def saw(self, batches: int) -> None:
         """Note that the last probe that was made has given so many batches."""
@@ -221,7 +238,9 @@ class Feeds:
         gauge: Gauge | None = None,
     ) -> Feed:
         if isinstance(dataset, FakeDataset):
-            return SyntheticFeed(order, settings, dataset.image_size, dataset.num_classes, self.world.device)
+            return SyntheticFeed(
+                order, settings, dataset.image_size, dataset.num_classes, self.world.device
+            )
         if settings.backend == ARRAYS and isinstance(dataset, ImageDataset):
             if dataset not in self._pixels:
                 self._pixels[dataset] = InMemoryImages(dataset, self.world.device)

@@ -51,7 +51,9 @@ class HostBatch(NamedTuple):
         """The same with what goes to the device in page-locked memory; torch's own loader asks for that."""
         images = self.images.pin_memory()
         labels = self.labels.pin_memory()
-        return self._replace(images=images, labels=labels, stamps=self.stamps and self.stamps.pin_memory())
+        return self._replace(
+            images=images, labels=labels, stamps=self.stamps and self.stamps.pin_memory()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,9 @@ class Feed(ABC):
                 if given == wanted:
                     break
             if given != wanted:
-                raise LoaderError(f"the feed ended after {given} of {wanted} batches; no batch may be lost")
+                raise LoaderError(
+                    f"the feed ended after {given} of {wanted} batches; no batch may be lost"
+                )
         finally:
             # no later pass runs, whose workers these would be
             if self._running in (None, own):
@@ -211,7 +215,9 @@ def too_slow(settings: FeedSettings) -> LoaderError:
 
 def alone(settings: FeedSettings) -> str:
     """What to set so that the trainer itself loads each sample, as overrides that can be typed."""
-    return f"{'loader.backend=processes ' if settings.backend == ARRAYS else ''}loader.num_workers=0"
+    return (
+        f"{'loader.backend=processes ' if settings.backend == ARRAYS else ''}loader.num_workers=0"
+    )
 
 
 def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
@@ -250,7 +256,12 @@ def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
 
 
 def _settings(
-    loader: LoaderConfig, batch_size: int, workers: int, pin: bool, prefetch: int | None, persistent: bool
+    loader: LoaderConfig,
+    batch_size: int,
+    workers: int,
+    pin: bool,
+    prefetch: int | None,
+    persistent: bool,
 ) -> FeedSettings:
     return FeedSettings(
         batch_size=batch_size,

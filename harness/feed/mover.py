@@ -117,7 +117,12 @@ class Mover:
             return self._prepared(batch, images, labels, (start, end), there_s)
 
     def _prepared(
-        self, batch: Any, images: Tensor, labels: Tensor, copy: tuple[Any, Any] | None, there_s: float | None
+        self,
+        batch: Any,
+        images: Tensor,
+        labels: Tensor,
+        copy: tuple[Any, Any] | None,
+        there_s: float | None,
     ) -> Ready:
         """``images`` and ``labels`` of ``batch`` as the network takes them."""
         if self._augment is not None:
@@ -149,7 +154,9 @@ class Mover:
 
     def let_go(self, most: int | None) -> None:
         """Drop the batches that are copied, and wait until at most ``most`` copies are under way; None: for none of them."""
-        while self._copying and (self._copying[0][0].query() or (most is not None and len(self._copying) > most)):
+        while self._copying and (
+            self._copying[0][0].query() or (most is not None and len(self._copying) > most)
+        ):
             # the host waits for the device, which without a side stream works in between
             self._copying[0][0].synchronize()
             self._copying.popleft()

@@ -44,7 +44,9 @@ class Normalise:
         reuse: bool = False,
     ) -> None:
         if len({None if values is None else len(values) for values in (mean, std)}) > 1:
-            raise ValueError(f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value for each channel")
+            raise ValueError(
+                f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value for each channel"
+            )
         self._plain = mean is None
         self._dtype = dtype
         self._format = torch.channels_last if channels_last else torch.contiguous_format
@@ -52,7 +54,8 @@ class Normalise:
         self._scales = tuple(1.0 / (255.0 * value) for value in std or ())
         if not self._plain:
             self._mean, self._scale = (
-                torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (self._means, self._scales)
+                torch.tensor(values, device=device).view(1, -1, 1, 1)
+                for values in (self._means, self._scales)
             )
         self._on_host = accelerator.of(device).kind == "cpu"
         self._pool = BufferPool(0, 0) if reuse else None
@@ -105,7 +108,9 @@ class Normalise:
         size = images.numel() * torch.float32.itemsize
         if size > self._pool.slot_bytes:
             self._pool = BufferPool(_SLOTS, size)
-        return self._pool.acquire(size).view(torch.float32).as_strided(images.shape, images.stride())
+        return (
+            self._pool.acquire(size).view(torch.float32).as_strided(images.shape, images.stride())
+        )
 
 
 @functools.lru_cache(maxsize=16)

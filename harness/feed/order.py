@@ -110,7 +110,9 @@ class Order:
         """This rank's batch at ``position`` of ``epoch``, whose ``indices()`` are ``order``."""
         batch = order[self.taken(epoch, position) : self.taken(epoch, position + 1)]
         size = len(batch) if self._left(epoch) is self.rest else self._step
-        return batch[size * self.rank // self.world_size : size * (self.rank + 1) // self.world_size]
+        return batch[
+            size * self.rank // self.world_size : size * (self.rank + 1) // self.world_size
+        ]
 
     @property
     def _step(self) -> int:
@@ -121,7 +123,11 @@ class Order:
         """What there is of ``epoch``: the very ``rest``, or all."""
         if self.rest is not None and self.rest.epoch == epoch:
             return self.rest
-        return Rest(epoch, 0, self.length - (self.length % (self._step * self.parts) if self.drop_last else 0))
+        return Rest(
+            epoch,
+            0,
+            self.length - (self.length % (self._step * self.parts) if self.drop_last else 0),
+        )
 
 
 @dataclass(slots=True)

@@ -35,7 +35,10 @@ def why_not_in_memory(dataset: object) -> str | None:
     """Why the images of ``dataset`` have no one form before crop and mirror; None where they have."""
     if not isinstance(dataset, ImageDataset):
         return f"{type(dataset).__name__} makes each sample anew"
-    if isinstance(dataset.transform, EvalTransform) or _crop(dataset.transform) in ("pad", "center"):
+    if isinstance(dataset.transform, EvalTransform) or _crop(dataset.transform) in (
+        "pad",
+        "center",
+    ):
         return None
     return "crops are cut from whole images, which have no common size"
 
@@ -102,7 +105,9 @@ class InMemoryImages:
         if device is not None and self._own.has_streams:
             self._memory = _taken(self._own, pixel_bytes(dataset))
         self.on_device = self._memory is not None
-        self._labels = torch.tensor(dataset.labels, device=self._own.device if self.on_device else None)
+        self._labels = torch.tensor(
+            dataset.labels, device=self._own.device if self.on_device else None
+        )
         self._there = np.zeros(len(dataset), bool)
         self._source = _rows_of(dataset)
         # without the margin and the mirroring that the transform draws for each epoch
@@ -149,9 +154,13 @@ class InMemoryImages:
         rows[flipped] = turned
         images = torch.from_numpy(cut)
         labels = torch.from_numpy(self._labels.numpy()[indices])
-        return _as_images(images.pin_memory() if pin_memory else images), labels.pin_memory() if pin_memory else labels
+        return _as_images(
+            images.pin_memory() if pin_memory else images
+        ), labels.pin_memory() if pin_memory else labels
 
-    def _gathered(self, indices: np.ndarray, begin: np.ndarray, mirrored: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _gathered(
+        self, indices: np.ndarray, begin: np.ndarray, mirrored: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
         """As ``batch``, by a few launches for all samples together."""
         # those to be mirrored come last, and lie together
         order = np.argsort(mirrored, kind="stable")
@@ -182,7 +191,9 @@ class InMemoryImages:
                 # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
                 pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
-                raise MemoryError(f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})") from error
+                raise MemoryError(
+                    f"no memory for images of {size / 1e6:.1f} MB ({error.strerror})"
+                ) from error
             self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         return self._memory
 
@@ -227,5 +238,9 @@ def _taken(own: accelerator.Accelerator, count: int) -> Tensor | None:
         with suppress(torch.OutOfMemoryError):
             # somebody else was quicker
             return torch.zeros(count, dtype=torch.uint8, device=own.device)
-    _log.info("arrays lie on the host: %.1f GB are more than half of the device's free %.1f GB", count / 1e9, free / 1e9)
+    _log.info(
+        "arrays lie on the host: %.1f GB are more than half of the device's free %.1f GB",
+        count / 1e9,
+        free / 1e9,
+    )
     return None

@@ -237,7 +237,10 @@ class _Pull:
             self._move.own.make_current()
             batches = iter(self._loader)
             try:
-                while self._permit.get() and (ready := self._move.pulled(batches, plain=False)) is not None:
+                while (
+                    self._permit.get()
+                    and (ready := self._move.pulled(batches, plain=False)) is not None
+                ):
                     self._ready.put(ready)
                     del ready
                 self._ready.put(None)

@@ -23,7 +23,14 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from harness.config import ConfigError
 from harness.feed.fill import Filler
 from harness.feed.gauge import Gauge
-from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of, too_slow
+from harness.feed.interface import (
+    Feed,
+    FeedSettings,
+    FillableDataset,
+    HostBatch,
+    stages_of,
+    too_slow,
+)
 from harness.feed.order import AnyOrder
 from harness.runtime import signals, workers
 from harness.runtime.errors import LoaderError
@@ -50,7 +57,13 @@ class ProcessFeed(Feed):
         ConfigError: from ``next()``, for a data set that cannot be pickled.
     """
 
-    def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings, gauge: Gauge | None = None) -> None:
+    def __init__(
+        self,
+        dataset: FillableDataset,
+        order: AnyOrder,
+        settings: FeedSettings,
+        gauge: Gauge | None = None,
+    ) -> None:
         super().__init__(order, settings)
         self._keys = _Keys(order)
         with suppress(RuntimeError, OSError):
@@ -69,7 +82,9 @@ class ProcessFeed(Feed):
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The live workers; empty without any, and until a pass has begun."""
-        return tuple(worker.pid for worker in self._workers if worker.pid is not None and worker.is_alive())
+        return tuple(
+            worker.pid for worker in self._workers if worker.pid is not None and worker.is_alive()
+        )
 
     def prime(self, epoch: int) -> None:
         """As in ``Feed``, in the background; nothing happens without workers.
@@ -126,7 +141,11 @@ class ProcessFeed(Feed):
         """Start the workers, or wake persistent ones, for ``epoch`` in the background."""
         own = torch.accelerator
         # a new thread is on the first device, and torch's pinning thread takes over the device of the one that starts it
-        device = (own.set_device_index, (own.current_device_index(),)) if self.settings.pin_memory else ()
+        device = (
+            (own.set_device_index, (own.current_device_index(),))
+            if self.settings.pin_memory
+            else ()
+        )
         pool = ThreadPoolExecutor(1, "prime", *device)
         self._started = pool.submit(self._start, epoch, _POLL_S)
         pool.shutdown(wait=False)
@@ -232,7 +251,9 @@ class _Keys:
 class _Batches(Dataset[HostBatch]):
     """The data set as a worker sees it: one request in, one whole batch out."""
 
-    def __init__(self, dataset: FillableDataset, meter: StageMeter | None, gauge: Gauge | None) -> None:
+    def __init__(
+        self, dataset: FillableDataset, meter: StageMeter | None, gauge: Gauge | None
+    ) -> None:
         self.dataset = dataset
         self.meter = meter
         self.gauge = gauge
@@ -282,7 +303,9 @@ def _enter_feed(worker: int) -> None:
 
 def _stop_pinning(batches: object) -> None:
     """End torch's thread that pins batches, while the workers that it reads from are alive: it cannot bear their death."""
-    done, thread = (getattr(batches, f"_pin_memory_thread{name}", None) for name in ("_done_event", ""))
+    done, thread = (
+        getattr(batches, f"_pin_memory_thread{name}", None) for name in ("_done_event", "")
+    )
     if done is not None and thread is not None:
         done.set()
         batches._worker_result_queue.put((None, None))  # type: ignore[attr-defined]  # wakes it

@@ -18,14 +18,25 @@ class SyntheticFeed(Feed):
 
     on_device = True
 
-    def __init__(self, order: AnyOrder, settings: FeedSettings, image_size: int, classes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        order: AnyOrder,
+        settings: FeedSettings,
+        image_size: int,
+        classes: int,
+        device: torch.device,
+    ) -> None:
         super().__init__(order, settings)
         generator = torch.Generator().manual_seed(0)
         size = (settings.batch_size, 3, image_size, image_size)
-        self._images = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).to(device)
+        self._images = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).to(
+            device
+        )
         self._labels = torch.randint(0, classes, size[:1], generator=generator).to(device)
 
     def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
         for indices in self.order.batches(epoch):
             n = len(indices)
-            yield HostBatch(self._images[:n], self._labels[:n], torch.from_numpy(indices), epoch=epoch)
+            yield HostBatch(
+                self._images[:n], self._labels[:n], torch.from_numpy(indices), epoch=epoch
+            )

@@ -44,7 +44,9 @@ _POLL_S = 0.5  # how soon a signal to the trainer ends a wait
 _IDLE_S = 5.0  # wake-up interval of an idle thread, in case a notification was missed
 _JOIN_S = 1.0  # how long ``close`` waits for threads that are busy
 _CHUNK = 8  # most samples that a thread takes at a time: between two chunks it looks whether it is still needed
-_CHUNKS = 4  # chunks per thread and batch, if the batch is large enough: the threads then finish together
+_CHUNKS = (
+    4  # chunks per thread and batch, if the batch is large enough: the threads then finish together
+)
 _HELD = 2  # batches that a consumer holds: one in use or on its way to the device, and one that it is given
 
 
@@ -60,9 +62,19 @@ class ThreadFeed(Feed):
         MemoryError: from ``next()``.
     """
 
-    def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings, gauge: Gauge | None = None) -> None:
+    def __init__(
+        self,
+        dataset: FillableDataset,
+        order: AnyOrder,
+        settings: FeedSettings,
+        gauge: Gauge | None = None,
+    ) -> None:
         super().__init__(order, settings)
-        self.most_threads = max(settings.num_workers, 8, 4 * (os.cpu_count() or 1)) if gauge is None else gauge.slots
+        self.most_threads = (
+            max(settings.num_workers, 8, 4 * (os.cpu_count() or 1))
+            if gauge is None
+            else gauge.slots
+        )
         self.meter = StageMeter(stages_of(dataset), self.most_threads, shared=False)
         self._dataset = dataset
         self._gauge = gauge
@@ -90,7 +102,9 @@ class ThreadFeed(Feed):
 
     def _begin(self, epoch: int) -> BatchThreads:
         """Let the threads begin with ``epoch``, if there are any."""
-        threads = self._threads or BatchThreads(self, self._dataset, self.settings, self.meter, self._gauge)
+        threads = self._threads or BatchThreads(
+            self, self._dataset, self.settings, self.meter, self._gauge
+        )
         self._threads = threads
         threads.begin(epoch, self.order.batches(epoch))
         return threads
@@ -112,7 +126,9 @@ class _PendingBatch:
     labels: np.ndarray
     handed: int = 0  # samples that threads have taken on
     made: int = 0  # samples that are there
-    chunks: list[tuple[int, Errors, Stamps]] = field(default_factory=list)  # the first row of each, and what came of it
+    chunks: list[tuple[int, Errors, Stamps]] = field(
+        default_factory=list
+    )  # the first row of each, and what came of it
     failure: BaseException | None = None  # of a chunk
 
     @property
@@ -127,7 +143,9 @@ class _PendingBatch:
         begun_s = min(stamps.begun_s for _, _, stamps in self.chunks)
         made_s = max(stamps.made_s for _, _, stamps in self.chunks)
         images, labels, indices = map(torch.from_numpy, (self.images, self.labels, self.indices))
-        return HostBatch(images, labels, indices, errors, self.epoch, Stamps(begun_s, made_s, made_s, made_s))
+        return HostBatch(
+            images, labels, indices, errors, self.epoch, Stamps(begun_s, made_s, made_s, made_s)
+        )
 
 
 class BatchThreads:
@@ -153,11 +171,15 @@ class BatchThreads:
         self.through = False
         self._settings = settings
         self._image_size = dataset.image_size
-        self._pools: tuple[BufferPool, BufferPool] | None = None  # of images and of labels, from the first batch on
+        self._pools: tuple[BufferPool, BufferPool] | None = (
+            None  # of images and of labels, from the first batch on
+        )
         self._device = torch.accelerator.current_device_index() if settings.pin_memory else None
         self._ahead = 1 + (settings.prefetch_factor or 0)
         self._filler = partial(Filler, dataset, meter=meter, gauge=gauge)
-        self._own = None if settings.num_workers else self._filler(0)  # the consumer's, where there are no threads
+        self._own = (
+            None if settings.num_workers else self._filler(0)
+        )  # the consumer's, where there are no threads
         self._epoch = 0
         self._requests: Iterator[np.ndarray] | None = None  # the indices of each batch to come
         self._pending: deque[_PendingBatch] = deque()
@@ -165,7 +187,9 @@ class BatchThreads:
         self._closed = False
         self._wanted = settings.num_workers
         self._threads: dict[int, threading.Thread] = {}
-        self._lock = threading.RLock()  # the collector may close this in the middle of a call of its own
+        self._lock = (
+            threading.RLock()
+        )  # the collector may close this in the middle of a call of its own
         self._work = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
 
@@ -181,7 +205,9 @@ class BatchThreads:
             except RuntimeError as error:
                 text = f"loader.num_workers={wanted}: {error}; lower it"
                 if self._settings.backend == ARRAYS:  # whose threads are no setting
-                    text = f"{error}, of {wanted} that were to read files; set {alone(self._settings)}"
+                    text = (
+                        f"{error}, of {wanted} that were to read files; set {alone(self._settings)}"
+                    )
                 self._fail(LoaderError(text))
 
     def resize(self, threads: int) -> int:
@@ -249,7 +275,9 @@ class BatchThreads:
         """Have so many threads; where one cannot be started, those before it."""
         for slot in range(threads):
             if slot not in self._threads:
-                thread = threading.Thread(target=self._serve, args=(slot,), name=f"feed-{slot}", daemon=True)
+                thread = threading.Thread(
+                    target=self._serve, args=(slot,), name=f"feed-{slot}", daemon=True
+                )
                 thread.start()
                 self._threads[slot] = thread
             self._wanted = max(self._wanted, slot + 1)
@@ -267,7 +295,11 @@ class BatchThreads:
         with self._lock:
             self._closed = True
             self._pending.clear()
-            threads = [thread for thread in self._threads.values() if thread is not threading.current_thread()]
+            threads = [
+                thread
+                for thread in self._threads.values()
+                if thread is not threading.current_thread()
+            ]
             self._work.notify_all()
             self._done.notify_all()
         until_s = time.monotonic() + _JOIN_S
@@ -335,7 +367,11 @@ class BatchThreads:
             filler.begin(count)
             last = rows.stop == len(pending.indices)
             errors, stamps = filler.fill(
-                pending.epoch, pending.indices[rows], pending.images[rows], pending.labels[rows], batches=int(last)
+                pending.epoch,
+                pending.indices[rows],
+                pending.images[rows],
+                pending.labels[rows],
+                batches=int(last),
             )
         except BaseException as error:  # raised by the consumer, when the batch is due
             pending.failure = pending.failure or error

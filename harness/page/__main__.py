@@ -12,8 +12,14 @@ from harness.page.report import write_sweep
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and say where it is; the exit code: 0, or 2 where there is no run or no room for it."""
-    parser = argparse.ArgumentParser(prog="wellfed page", description="Write report.html of a run or a sweep.")
-    parser.add_argument("folder", type=Path, help="a run's folder, or one with runs below it, such as multirun/DATE/TIME")
+    parser = argparse.ArgumentParser(
+        prog="wellfed page", description="Write report.html of a run or a sweep."
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="a run's folder, or one with runs below it, such as multirun/DATE/TIME",
+    )
     try:
         path, runs, notes = write_sweep(parser.parse_args(arguments).folder)
     except OSError as error:

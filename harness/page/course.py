@@ -24,7 +24,9 @@ def _columns(figure: Figure) -> list[str]:
     return [f"{figure.tag}/{of}" for of in SPREAD] if figure.unit == "ms" else [figure.tag]
 
 
-TAGS = tuple(dict.fromkeys(tag for figure in (*STEP_FIGURES.values(), *CHARTED) for tag in _columns(figure)))
+TAGS = tuple(
+    dict.fromkeys(tag for figure in (*STEP_FIGURES.values(), *CHARTED) for tag in _columns(figure))
+)
 _DRAWN = {
     *(f"time/step_ms/{of}" for of in SPREAD),
     *(f"time/{part}_ms/median" for part in PARTS),
@@ -139,11 +141,17 @@ def declared() -> dict[str, Any]:
             {
                 "title": title,
                 "unit": drawn[0].unit,
-                "series": [{"tag": _columns(figure)[0], "name": figure.label or figure.text} for figure in drawn],
+                "series": [
+                    {"tag": _columns(figure)[0], "name": figure.label or figure.text}
+                    for figure in drawn
+                ],
             }
             for title, drawn in charts.items()
         ],
-        "figures": [{"name": name, "unit": figure.unit, "text": figure.text} for name, figure in STEP_FIGURES.items()],
+        "figures": [
+            {"name": name, "unit": figure.unit, "text": figure.text}
+            for name, figure in STEP_FIGURES.items()
+        ],
     }
 
 
@@ -153,9 +161,15 @@ def spikes(windows: Windows) -> list[int]:
     known = [figure for figure in longest if figure is not None]
     if not known:
         return []
-    typical = median(figure for figure in windows.figures["time/step_ms/median"] if figure is not None)
+    typical = median(
+        figure for figure in windows.figures["time/step_ms/median"] if figure is not None
+    )
     least = max(_OF_TYPICAL * typical, _OF_USUAL * median(known))
-    over = [(figure, index) for index, figure in enumerate(longest) if figure is not None and figure > least]
+    over = [
+        (figure, index)
+        for index, figure in enumerate(longest)
+        if figure is not None and figure > least
+    ]
     return [index for _, index in sorted(over, key=lambda spike: (-spike[0], spike[1]))]
 
 

@@ -24,7 +24,9 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     plugin_name = "data_stalls"
 
-    def __init__(self, context: base_plugin.TBContext, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, context: base_plugin.TBContext, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._where = context.logdir, getattr(context.flags, "logdir_spec", None)
         self._now = now
         self._has_run = False
@@ -41,7 +43,11 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
             return serve.apps(serve.logdirs(*self._where))
         except Exception as error:
-            return {"/tab.js": _confession(f"The page cannot be served: {type(error).__name__}: {error}")}
+            return {
+                "/tab.js": _confession(
+                    f"The page cannot be served: {type(error).__name__}: {error}"
+                )
+            }
 
     def is_active(self) -> bool:
         """Whether there is a run to show, or an error to tell."""
@@ -59,7 +65,10 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 def _confession(text: str) -> Any:
     """A script for the tab that shows ``text`` and nothing else."""
     body = f"export async function render() {{ document.body.textContent = {json.dumps(text)}; }}".encode()
-    kind = [("Content-Type", "text/javascript; charset=utf-8"), ("X-Content-Type-Options", "nosniff")]
+    kind = [
+        ("Content-Type", "text/javascript; charset=utf-8"),
+        ("X-Content-Type-Options", "nosniff"),
+    ]
 
     def app(environ: Any, start: Any) -> list[bytes]:
         start("200 OK", kind)

@@ -23,7 +23,9 @@ SCRIPTS = (  # each imports from those before it
 STYLE = "page.css"
 _FEWEST_BUCKETS = 60
 
-_log = logging.getLogger("wellfed")  # the run's own, whose name stands in a room that is too heavy to import
+_log = logging.getLogger(
+    "wellfed"
+)  # the run's own, whose name stands in a room that is too heavy to import
 
 
 def write_report(folder: Path) -> None:
@@ -31,7 +33,9 @@ def write_report(folder: Path) -> None:
     try:
         name = run_name(folder)
         write_page(folder / "report.html", [run_json(folder, name)], (), name)
-    except Exception as error:  # the run is over and has its report.json: nothing here may change how it ends
+    except (
+        Exception
+    ) as error:  # the run is over and has its report.json: nothing here may change how it ends
         _log.warning("%s: %s; the run goes on without it", folder / "report.html", error)
 
 
@@ -45,8 +49,12 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
     notes: list[str] = []
     folders = find_runs(root, notes)
     if not folders:
-        raise FileNotFoundError(f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or a sweep")
-    buckets = max(_FEWEST_BUCKETS, min(BUCKETS, 3 * BUCKETS // len(folders)))  # the page stays below a megabyte
+        raise FileNotFoundError(
+            f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or a sweep"
+        )
+    buckets = max(
+        _FEWEST_BUCKETS, min(BUCKETS, 3 * BUCKETS // len(folders))
+    )  # the page stays below a megabyte
     path = root / "report.html"
     runs = told(folders, partial(run_json, buckets=buckets), notes)
     write_page(path, runs, notes, run_name(root))
@@ -75,7 +83,9 @@ def page(runs: Sequence[str], notes: Sequence[str], title: str) -> str:
     data = listed(runs, notes).replace("<", "\\u003c")  # cannot end its element
     parts = {
         "title": html.escape(title),
-        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),  # no other script may run
+        "digest": base64.b64encode(
+            hashlib.sha256(script.encode()).digest()
+        ).decode(),  # no other script may run
         "style": asset(STYLE),
         "data": data,
         "script": script,
@@ -96,7 +106,9 @@ def bundle() -> str:
 
 def _scoped(name: str) -> str:
     """A script as a function's body that gives its exports."""
-    text = re.sub(r'^import (\{.*\}) from "\./(.*)";$', r'const \1 = modules["\2"];', asset(name), flags=re.M)
+    text = re.sub(
+        r'^import (\{.*\}) from "\./(.*)";$', r'const \1 = modules["\2"];', asset(name), flags=re.M
+    )
     exports = re.findall(r"^export (?:async )?(?:function|const) (\w+)", text, flags=re.M)
     body = re.sub(r"^export ", "", text, flags=re.M)
     return f'modules["{name}"] = (() => {{\n{body}return {{ {", ".join(exports)} }};\n}})();\n'

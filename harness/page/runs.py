@@ -37,7 +37,9 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
     """
     found = [(changed_s(folder), name, folder) for name, folder in each_run(root, notes)]
     if len(found) > _MOST_RUNS:
-        notes.append(f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last")
+        notes.append(
+            f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
+        )
     kept = sorted(nlargest(_MOST_RUNS, found), key=lambda run: _natural(run[1]))
     return {name: folder for _, name, folder in kept}
 
@@ -49,11 +51,16 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
     """
     for count, (path, folders, files) in enumerate(os.walk(root)):
         if count == most:
-            notes.append(f"{root}: more than {most:,} folders; the rest, from {path} on, is not looked into: name one below it")
+            notes.append(
+                f"{root}: more than {most:,} folders; the rest, from {path} on, is not looked into: name one below it"
+            )
             return
         is_run = REPORT_JSON in files or METRICS_JSONL in files
         if is_run:
-            yield (os.path.relpath(path, root) if path != str(root) else root.resolve().name), Path(path)
+            yield (
+                (os.path.relpath(path, root) if path != str(root) else root.resolve().name),
+                Path(path),
+            )
         passed = _OF_A_RUN if is_run else ()
         looked_into = [name for name in folders if not name.startswith(".") and name not in passed]
         folders[:] = sorted(looked_into, key=_natural, reverse=True)
@@ -86,12 +93,17 @@ def told(runs: Mapping[str, Path], make: Callable[[Path, str], str], notes: list
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """A key by which job 10 comes after job 9."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"([0-9]+)", name)]
+    return [
+        (part.isdigit(), int(part) if part.isdigit() else 0, part)
+        for part in re.split(r"([0-9]+)", name)
+    ]
 
 
 def run_json(folder: Path, name: str, *, buckets: int = BUCKETS) -> str:
     """One run as JSON, in letters of ASCII."""
-    return json.dumps(read_run(folder, name, buckets=buckets), allow_nan=False, separators=(",", ":"))
+    return json.dumps(
+        read_run(folder, name, buckets=buckets), allow_nan=False, separators=(",", ":")
+    )
 
 
 def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, Any]:
@@ -103,9 +115,13 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
     windows = _windows(folder / METRICS_JSONL, notes) or Windows()
     report = fitted(_json(folder / REPORT_JSON, notes), REPORT)
     if report is None and not os.path.exists(folder / REPORT_JSON):
-        notes.append(f"{REPORT_JSON} is missing: the run has not ended or was killed; what is shown is what it wrote so far")
+        notes.append(
+            f"{REPORT_JSON} is missing: the run has not ended or was killed; what is shown is what it wrote so far"
+        )
     if report and windows.steps and windows.steps[-1] > report.get("steps", math.inf):
-        notes.append(f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step {windows.steps[-1]}")
+        notes.append(
+            f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step {windows.steps[-1]}"
+        )
     tuned = os.path.exists(folder / TUNING_JSON)  # Path.exists would raise where it may not look
     tuning = fitted(_json(folder / TUNING_JSON, notes), TUNING) if tuned else None
     if tuned and tuning is None and not any(TUNING_JSON in note for note in notes):

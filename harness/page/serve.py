@@ -43,13 +43,20 @@ def _expanded(path: str) -> str:
 def has_run(folders: Mapping[str, str]) -> bool:
     """Whether there is a run in one of ``folders``, or may be one: so many folders that a glance cannot tell."""
     unseen: list[str] = []
-    return any(next(each_run(Path(path), unseen, _GLANCED_AT), None) or unseen for path in _local(folders).values())
+    return any(
+        next(each_run(Path(path), unseen, _GLANCED_AT), None) or unseen
+        for path in _local(folders).values()
+    )
 
 
 def apps(folders: Mapping[str, str]) -> dict[str, App]:
     """What is served, by path: the page's files, ``/runs`` with few points of each, and ``/run?name=`` with as many as fit."""
     files = {f"/{name}": _file(ASSETS / name) for name in ("tab.js", STYLE, *SCRIPTS)}
-    return {**files, "/runs": _answer(partial(_list, folders)), "/run": _answer(partial(_one, folders))}
+    return {
+        **files,
+        "/runs": _answer(partial(_list, folders)),
+        "/run": _answer(partial(_one, folders)),
+    }
 
 
 def _local(folders: Mapping[str, str]) -> dict[str, str]:
@@ -59,20 +66,28 @@ def _local(folders: Mapping[str, str]) -> dict[str, str]:
 def _runs(folders: Mapping[str, str], notes: list[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for label, path in _local(folders).items():
-        found |= {f"{label}/{name}" if label else name: folder for name, folder in find_runs(Path(path), notes).items()}
+        found |= {
+            f"{label}/{name}" if label else name: folder
+            for name, folder in find_runs(Path(path), notes).items()
+        }
     return found
 
 
 def _list(folders: Mapping[str, str], query: Query) -> str:
     remote = [path for label, path in folders.items() if label not in _local(folders)]
-    notes = [f"{path} is not on this machine: this page reads run folders on a local disk only" for path in remote]
+    notes = [
+        f"{path} is not on this machine: this page reads run folders on a local disk only"
+        for path in remote
+    ]
     runs = told(_runs(folders, notes), partial(_run, buckets=_FEW_BUCKETS), notes)
     return listed(runs, notes)
 
 
 def _one(folders: Mapping[str, str], query: Query) -> str:
     name = query.get("name", [""])[0]
-    return _run(_runs(folders, [])[name], name, BUCKETS)  # a name is looked up and never made into a path
+    return _run(
+        _runs(folders, [])[name], name, BUCKETS
+    )  # a name is looked up and never made into a path
 
 
 def _run(folder: Path, name: str, buckets: int) -> str:
@@ -109,6 +124,10 @@ def _answer(make: Callable[[Query], str]) -> App:
 
 
 def _reply(start: Callable[..., Any], status: str, kind: str, body: bytes) -> list[bytes]:
-    headers = {"Content-Type": f"{kind}; charset=utf-8", "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+    headers = {
+        "Content-Type": f"{kind}; charset=utf-8",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
     start(status, [*headers.items(), ("Content-Length", str(len(body)))])
     return [body]

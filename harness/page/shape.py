@@ -11,7 +11,11 @@ _LONGEST = 4000  # characters of one text
 _LARGEST = 1e300  # what is beyond is no figure, and an integer of JSON may be too long for a float
 
 _SPREAD = {"median": float, "p95": float, "max": float}
-_RATE = {"images_per_s": float, "low": float, "high?": float}  # without high: the interval is open above
+_RATE = {
+    "images_per_s": float,
+    "low": float,
+    "high?": float,
+}  # without high: the interval is open above
 _SETTINGS = {str: object}  # texts, truth values and finite numbers, kept as they are
 
 REPORT: Mapping[Any, Any] = {

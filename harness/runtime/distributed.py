@@ -128,9 +128,13 @@ def spawn_size(config: Config) -> int:
     gpus = accelerator.count() if config.device in ("auto", "cuda") else 0
     nprocs = config.dist.nprocs or gpus
     if nprocs == 0:
-        raise ConfigError("dist.nprocs=null: there is no GPU to count; say how many processes, such as dist.nprocs=2")
+        raise ConfigError(
+            "dist.nprocs=null: there is no GPU to count; say how many processes, such as dist.nprocs=2"
+        )
     if gpus and nprocs > gpus:
-        raise ConfigError(f"dist.nprocs={nprocs}: there are {gpus} GPUs; lower it or set device=cpu")
+        raise ConfigError(
+            f"dist.nprocs={nprocs}: there are {gpus} GPUs; lower it or set device=cpu"
+        )
     return nprocs
 
 
@@ -144,13 +148,17 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     kind = config.dist.name
     if kind is DistName.torchrun:
         if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
-            raise ConfigError("dist=torchrun: not started by torchrun; use `torchrun --nproc-per-node N train.py ...`")
+            raise ConfigError(
+                "dist=torchrun: not started by torchrun; use `torchrun --nproc-per-node N train.py ...`"
+            )
         size = int(os.environ["WORLD_SIZE"])
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         rank = int(os.environ["RANK"])
     else:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(f"dist={kind.name}: started by torchrun, whose processes would not meet; add dist=torchrun")
+            raise ConfigError(
+                f"dist={kind.name}: started by torchrun, whose processes would not meet; add dist=torchrun"
+            )
         size = local_size = spawn_size(config) if kind is DistName.spawn else 1
         rank = local_rank
     device = choose_device(config.device, local_rank, local_size)
@@ -163,7 +171,9 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
         store.set_timeout(timeout)
         _refuse_shared_gpu(store, rank, size, own.uuid)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=own.place)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=own.place
+        )
     try:
         yield World(rank, size, local_rank, local_size, device)
     finally:
@@ -186,7 +196,9 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
     if device.type == "cuda":
         count = accelerator.count()
         if count == 0:
-            raise ConfigError(f"device={name}: torch sees no CUDA device; use device=cpu or device=auto")
+            raise ConfigError(
+                f"device={name}: torch sees no CUDA device; use device=cpu or device=auto"
+            )
         if device.index is not None and local_size > 1:
             raise ConfigError(f"device={name}: one device for {local_size} ranks; use device=cuda")
         # a launcher may show each rank its own GPU alone, as Slurm's --gpus-per-task=1 does
@@ -215,7 +227,11 @@ def _refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> 
         found: dict[bytes, list[str]] = {}
         for other, gpu in enumerate(store.multi_get([f"gpu/{other}" for other in range(size)])):
             found.setdefault(gpu, []).append(str(other))
-        shared = [f"ranks {', '.join(ranks)} have {gpu.decode()}" for gpu, ranks in found.items() if gpu and len(ranks) > 1]
+        shared = [
+            f"ranks {', '.join(ranks)} have {gpu.decode()}"
+            for gpu, ranks in found.items()
+            if gpu and len(ranks) > 1
+        ]
         store.set("gpus", "; ".join(shared))
     told = store.get("gpus").decode()
     store.set(f"told/{rank}", "")
@@ -223,7 +239,9 @@ def _refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> 
         if rank == 0:
             # the store may live in this process
             store.wait([f"told/{other}" for other in range(size)])
-        raise ConfigError(f"device: {told}; start one rank for each GPU that a node has, or show each rank another GPU")
+        raise ConfigError(
+            f"device: {told}; start one rank for each GPU that a node has, or show each rank another GPU"
+        )
 
 
 def _set_threads(config: Config, local_size: int) -> None:
@@ -239,7 +257,9 @@ def _backend(wanted: DistBackend, own: accelerator.Accelerator) -> str:
     if wanted is DistBackend.auto:
         return own.collective
     if wanted is DistBackend.nccl and own.collective != "nccl":
-        raise ConfigError(f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto or gloo")
+        raise ConfigError(
+            f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto or gloo"
+        )
     return wanted.name
 
 

@@ -102,7 +102,10 @@ def described(error: BaseException) -> tuple[str, int] | None:
         return "stopped by signal 2", 130
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         first = str(error).split(". ")[0] or "the host has no memory left"
-        return f"{first}; lower loader.batch_size, or set trainer.precision=bf16 or trainer.accumulate_steps", 8
+        return (
+            f"{first}; lower loader.batch_size, or set trainer.precision=bf16 or trainer.accumulate_steps",
+            8,
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None
@@ -119,7 +122,9 @@ def told(error: BaseException) -> tuple[str, int]:
 def tell(failures: Sequence[BaseException]) -> int:
     """Prints a line for each failure; returns the first one's exit code, 0 without any."""
     lines = [told(failure) for failure in failures]
-    colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    colours = (
+        sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    )
     name = "\x1b[1;31merror:\x1b[0m" if colours else "error:"
     with contextlib.suppress(OSError):
         # the exit code says it too

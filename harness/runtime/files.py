@@ -111,7 +111,9 @@ def typed(kind: Any, value: Any) -> Any:
     if isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
         hints = get_type_hints(kind)
         if value.keys() == hints.keys():
-            given = {name: item for name, item in value.items() if (hints[name], item) != (float, None)}
+            given = {
+                name: item for name, item in value.items() if (hints[name], item) != (float, None)
+            }
             return kind(**{name: typed(hints[name], item) for name, item in given.items()})
     elif isinstance(value, dict) and origin is Mapping:
         return {name: typed(inner[1], item) for name, item in value.items()}
@@ -149,7 +151,9 @@ def set_aside(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove what lies at ``path``, with all that is in it, as far as that can be done."""
-    shutil.rmtree(path, ignore_errors=True) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    shutil.rmtree(
+        path, ignore_errors=True
+    ) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 @contextmanager

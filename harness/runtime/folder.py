@@ -47,7 +47,10 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
     if name is None and goes_on not in (None, "auto") and Path(goes_on, "checkpoints").is_dir():
         folder = Path(goes_on)
     elif name is None:
-        return shared(lambda before: str(own(Path(before) if before else new_folder(outputs))), lasting=goes_on == "auto")
+        return shared(
+            lambda before: str(own(Path(before) if before else new_folder(outputs))),
+            lasting=goes_on == "auto",
+        )
     else:
         folder = outputs / name
     if is_first_rank():
@@ -70,10 +73,14 @@ def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
     if run_id is None:
         return make(None)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise ConfigError("run.name=null: this launcher keeps no store to share a folder's name; set run.name")
+        raise ConfigError(
+            "run.name=null: this launcher keeps no store to share a folder's name; set run.name"
+        )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_WAIT)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_WAIT
+    )
     kept = f"wellfed/folder/{run_id}"
     key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ["RANK"] == "0":
@@ -155,7 +162,11 @@ def _locked(path: Path, handle: TextIO, held: ExitStack) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        _log.warning("%s: no locks here (%s): only runs on this machine are kept out of the folder", path, error.strerror)
+        _log.warning(
+            "%s: no locks here (%s): only runs on this machine are kept out of the folder",
+            path,
+            error.strerror,
+        )
     name = held.enter_context(socket.socket(socket.AF_UNIX))
     try:
         name.bind(f"\0wellfed-{hashlib.sha256(os.fsencode(path)).hexdigest()}")
@@ -171,7 +182,9 @@ def refuse_used(folder: Path) -> None:
         ConfigError: with the ways out.
     """
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
-        raise ConfigError(f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another run.name")
+        raise ConfigError(
+            f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another run.name"
+        )
 
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:

@@ -59,7 +59,9 @@ def command(ranks: str | None = None) -> list[str]:
     return ["uv", "run", "train.py"] if "UV" in os.environ else ["python", "train.py"]
 
 
-def run_processes(work: Callable[[int, Any], Any], job: Any, count: int, grace_s: float = 25.0) -> None:
+def run_processes(
+    work: Callable[[int, Any], Any], job: Any, count: int, grace_s: float = 25.0
+) -> None:
     """Run ``work(i, job)`` in ``count`` fresh processes, i = 0 .. count - 1, and wait for all.
 
     A signal to this process is passed on, and all then have ``grace_s`` seconds. When one process fails by itself, the others
@@ -123,8 +125,12 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
                 continue
             found = _failure(process, pipe)
             if failure is None and not signals.received():
-                deadline = time.monotonic() + (max(_GRACE_S, grace_s) if found.exit_code in _SAVES else _GRACE_S)
-            if failure is None or (signals.received() and failure.exit_code > 128 > found.exit_code):
+                deadline = time.monotonic() + (
+                    max(_GRACE_S, grace_s) if found.exit_code in _SAVES else _GRACE_S
+                )
+            if failure is None or (
+                signals.received() and failure.exit_code > 128 > found.exit_code
+            ):
                 failure = found
     return failure
 
@@ -141,7 +147,10 @@ def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError:
         return ProcessError(*said)
     code = process.exitcode or 0
     if code < 0:
-        return ProcessError(f"{process.name} was killed by signal {-code} ({signal.Signals(-code).name})", 128 - code)
+        return ProcessError(
+            f"{process.name} was killed by signal {-code} ({signal.Signals(-code).name})",
+            128 - code,
+        )
     return ProcessError(f"{process.name} ended with exit code {code}", code)
 
 

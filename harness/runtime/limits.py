@@ -80,7 +80,9 @@ def _over(ranks: int, figure: _Figure) -> _Figure:
 
 def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
     """What one rank has of each bound on cores: its task's, shared by ``together`` ranks, and the node's, by ``ranks``."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     yield _over(together, (affinity, "affinity"))
     # a batch script is none of the job's tasks
     if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):
@@ -122,7 +124,11 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
     for line in lines:
         _, controllers, inside = line.split(":", 2)
         wanted = [c for c in controllers.split(",") if c in ("cpu", "memory")]
-        bases = [root / "sys/fs/cgroup" / name for name in wanted] if controllers else [root / "sys/fs/cgroup"]
+        bases = (
+            [root / "sys/fs/cgroup" / name for name in wanted]
+            if controllers
+            else [root / "sys/fs/cgroup"]
+        )
         for base in bases:
             folder = base / inside.lstrip("/")
             found += [f for f in (folder, *folder.parents) if f == base or base in f.parents]
@@ -165,7 +171,9 @@ def _memory_left(folder: Path) -> _Figure:
             stat = words(folder / "memory.stat")
             # given back before any kill
             cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))
-            return int(limit[0]) - max(0, int(used[0]) - cache), f"limit less use in {folder / limit_name}"
+            return int(limit[0]) - max(
+                0, int(used[0]) - cache
+            ), f"limit less use in {folder / limit_name}"
     return math.inf, "no limit"
 
 

@@ -56,7 +56,9 @@ class SampleRng:
         return int(stop * self.random())
 
 
-def uniforms(seed: int, epoch: int, indices: np.ndarray, draws: int, stream: int = SAMPLE) -> np.ndarray:
+def uniforms(
+    seed: int, epoch: int, indices: np.ndarray, draws: int, stream: int = SAMPLE
+) -> np.ndarray:
     """The first ``draws`` numbers of each sample's ``SampleRng``: float64 ``[len(indices), draws]`` in [0, 1)."""
     with np.errstate(over="ignore"):
         states = _mixed_array(np.uint64(_start(seed, epoch, stream)) + indices.astype(np.uint64))
@@ -150,7 +152,15 @@ def restore_random_state(state: dict[str, Any], device: torch.device | None = No
     random.setstate((version, tuple(internal), gauss))
     numpy_state = state["numpy"]
     keys = numpy_state["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy_state["kind"], keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"]))
+    np.random.set_state(
+        (
+            numpy_state["kind"],
+            keys,
+            numpy_state["position"],
+            numpy_state["has_gauss"],
+            numpy_state["cached"],
+        )
+    )
     torch.set_rng_state(state["torch"])
     if device is not None:
         accelerator.of(device).set_random_state(state["cuda"])

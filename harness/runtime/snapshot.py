@@ -34,7 +34,9 @@ class Snapshot:
         self._modes: list[tuple[nn.Module, bool]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         self._grads: list[tuple[Tensor, Tensor | None]] = []
-        self._optimizers: list[tuple[Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]] = []
+        self._optimizers: list[
+            tuple[Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]
+        ] = []
         self._scalers: list[tuple[GradScaler, dict[str, Any]]] = []
         self._others: list[tuple[Any, Any]] = []
         tensors: list[Tensor] = []
@@ -50,21 +52,28 @@ class Snapshot:
             self._buffers += [(module, dict(module._buffers)) for module in part.modules()]
             self._grads += [(parameter, parameter.grad) for parameter in part.parameters()]
             yield from (*part.parameters(), *part.buffers())
-            yield from (parameter.grad for parameter in part.parameters() if parameter.grad is not None)
+            yield from (
+                parameter.grad for parameter in part.parameters() if parameter.grad is not None
+            )
         elif isinstance(part, Optimizer):
             state = {parameter: dict(values) for parameter, values in part.state.items()}
             self._optimizers.append((part, state, [dict(group) for group in part.param_groups]))
             for held in (*state.values(), *part.param_groups):
                 yield from _tensors(held)
         elif isinstance(part, GradScaler):
-            values = {key: value if isinstance(value, Tensor) else copy.copy(value) for key, value in vars(part).items()}
+            values = {
+                key: value if isinstance(value, Tensor) else copy.copy(value)
+                for key, value in vars(part).items()
+            }
             # not its state_dict: two of its tensors are made when it is first used
             self._scalers.append((part, values))
             yield from _tensors(values)
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
             self._others.append((part, copy.deepcopy(part.state_dict())))
         else:
-            raise TypeError(f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be put back")
+            raise TypeError(
+                f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be put back"
+            )
 
     @torch.no_grad()
     def restore(self) -> None:

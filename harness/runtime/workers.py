@@ -71,7 +71,9 @@ def leave_with_parent() -> None:
     """End this process as soon as the one that asked for it has ended, however that came about."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_leave_with, args=(parent.sentinel,), name="watchdog", daemon=True).start()
+        threading.Thread(
+            target=_leave_with, args=(parent.sentinel,), name="watchdog", daemon=True
+        ).start()
 
 
 def _leave_with(sentinel: int) -> None:

@@ -78,7 +78,9 @@ def order(path: Path) -> tuple[int, int]:
 def sealed(facts: dict[str, Any]) -> bytes:
     """The content of the record with these ``facts``, its own digest among them."""
     blank = json.dumps({"schema": SCHEMA, **facts, "digest": ""})
-    return blank.replace('"digest": ""', f'"digest": "{hashlib.sha256(blank.encode()).hexdigest()}"').encode()
+    return blank.replace(
+        '"digest": ""', f'"digest": "{hashlib.sha256(blank.encode()).hexdigest()}"'
+    ).encode()
 
 
 class _PassingError(CheckpointError):
@@ -111,7 +113,9 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
         )
     # One may be of a first save that was killed.
     if len(list(folder.glob("step-*.pt"))) > 1:
-        raise CheckpointError(f"{folder}: the records (step-*.json) of its checkpoints are missing; put them there")
+        raise CheckpointError(
+            f"{folder}: the records (step-*.json) of its checkpoints are missing; put them there"
+        )
     return None
 
 
@@ -146,7 +150,9 @@ def read_any(path: Path) -> dict[str, Any]:
         return read(path)[1]
     if path.is_file():
         return _load(path, None)
-    raise CheckpointError(f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path")
+    raise CheckpointError(
+        f"model.weights={printable(str(path))}: no such file; use null, DEFAULT or a path"
+    )
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -191,7 +197,9 @@ def _record(manifest: Path) -> Record:
         facts = parsed(data)
         schema = typed(int, facts["schema"])
         if schema > SCHEMA:
-            raise CheckpointError(f"{name}: written by a newer version (schema {schema}, this one reads {SCHEMA})")
+            raise CheckpointError(
+                f"{name}: written by a newer version (schema {schema}, this one reads {SCHEMA})"
+            )
         step, epoch = (typed(int, facts[name]) for name in ("step", "epoch"))
         top1 = typed(float | None, facts["top1"] if facts["top1"] == facts["top1"] else None)
         digest = typed(str, facts["sha256"])
@@ -201,7 +209,9 @@ def _record(manifest: Path) -> Record:
         if schema > 1 and hashlib.sha256(data.replace(own, b"")).hexdigest().encode() != own:
             raise ValueError("changed since it was written")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{name}: missing, so the checkpoint beside it was never committed") from error
+        raise CheckpointError(
+            f"{name}: missing, so the checkpoint beside it was never committed"
+        ) from error
     except OSError as error:
         raise _unread(name, error) from error
     except (ValueError, KeyError, TypeError) as error:
@@ -214,14 +224,18 @@ def _target(path: Path) -> Path:
     target = path.resolve()
     # Where it is no such text, it is the file itself.
     with suppress(OSError, ValueError):
-        named = target.with_name(read_regular(target, _NAME_BYTES).decode().strip()).with_suffix(".pt")
+        named = target.with_name(read_regular(target, _NAME_BYTES).decode().strip()).with_suffix(
+            ".pt"
+        )
         return named if order(named) != UNNAMED else target
     return target
 
 
 def _unread(name: str, error: OSError) -> CheckpointError:
     if error.errno in _PASSING:
-        return _PassingError(f"{name}: cannot be read now: {error.strerror}; try again, or name an older one with resume=PATH")
+        return _PassingError(
+            f"{name}: cannot be read now: {error.strerror}; try again, or name an older one with resume=PATH"
+        )
     return CheckpointError(f"{name}: cannot be read: {error.strerror or error}")
 
 
@@ -234,7 +248,9 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
             if sha256 is not None:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
                 if found != sha256:
-                    raise CheckpointError(f"{name}: damaged: its digest is {found[:12]}..., recorded {sha256[:12]}...")
+                    raise CheckpointError(
+                        f"{name}: damaged: its digest is {found[:12]}..., recorded {sha256[:12]}..."
+                    )
             file.seek(0)
             if not zipfile.is_zipfile(file):
                 raise CheckpointError(f"{name}: not a checkpoint")
@@ -246,7 +262,9 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
         raise _unread(name, error) from error
     except Exception as error:
         # a damaged pickle may raise anything
-        raise CheckpointError(f"{name}: refused: holds more than tensors and plain containers, or is damaged") from error
+        raise CheckpointError(
+            f"{name}: refused: holds more than tensors and plain containers, or is damaged"
+        ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{name}: not a checkpoint")
     return state

@@ -24,7 +24,9 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
     """
     begun = saved.keys() & _POSITION.keys()
     if begun and (missing := _POSITION.keys() - begun):
-        raise CheckpointError(f"{where}: holds no {', '.join(sorted(missing))}; resume from another checkpoint")
+        raise CheckpointError(
+            f"{where}: holds no {', '.join(sorted(missing))}; resume from another checkpoint"
+        )
     if state is not None:
         weights_of({"model": saved["model"]}, where)
     for key in saved.keys() & (_COUNTS if state is None else _PARTS).keys():
@@ -33,11 +35,15 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
         # Odd contents may raise anything.
         except Exception as error:
             why = printable(f"{type(error).__name__}: {error}"[:200])
-            raise CheckpointError(f"{where}: its part {key} cannot be used ({why}); resume from another checkpoint") from error
+            raise CheckpointError(
+                f"{where}: its part {key} cannot be used ({why}); resume from another checkpoint"
+            ) from error
 
 
 def _optimizer(saved: Any, state: Any) -> None:
-    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in state.optimizer.param_groups for parameter in group["params"]
+    ]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if numbers != list(range(len(numbers))) or saved["state"].keys() - numbers:
         raise ValueError("odd parameters")
@@ -45,7 +51,11 @@ def _optimizer(saved: Any, state: Any) -> None:
     for number, kept in saved["state"].items() if len(numbers) == len(parameters) else ():
         for key in kept.keys() | next(iter(saved["state"].values())).keys():
             value = kept[key]
-            if not (is_plain(value) and value.is_floating_point() and value.shape in (parameters[number].shape, ())):
+            if not (
+                is_plain(value)
+                and value.is_floating_point()
+                and value.shape in (parameters[number].shape, ())
+            ):
                 raise ValueError(f"{key} of parameter {number} does not fit")
 
 
@@ -76,7 +86,10 @@ def _numbers(saved: Any, own: Any) -> None:
 # Where a run stands within an epoch; checkpoints of schema 1 have none of these.
 _POSITION: dict[str, Callable[[Any, Any], object]] = {
     **{key: lambda saved, state: typed(int, saved) for key in ("samples", "length")},
-    **{key: lambda saved, state: 1 // typed(int, saved) for key in ("ranks", "stop", "steps_per_epoch")},
+    **{
+        key: lambda saved, state: 1 // typed(int, saved)
+        for key in ("ranks", "stop", "steps_per_epoch")
+    },
     "pending": lambda saved, state: typed(bool, saved),
     "best_top1": lambda saved, state: typed(float | None, saved),
 }

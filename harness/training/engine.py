@@ -71,9 +71,22 @@ class Engine:
     """
 
     def __init__(
-        self, config: Config, world: World, step: Step, feed: Feed, val_feed: Feed, watch: Watch, place: Place
+        self,
+        config: Config,
+        world: World,
+        step: Step,
+        feed: Feed,
+        val_feed: Feed,
+        watch: Watch,
+        place: Place,
     ) -> None:
-        self.config, self.world, self.step, self.watch, self.place = config, world, step, watch, place
+        self.config, self.world, self.step, self.watch, self.place = (
+            config,
+            world,
+            step,
+            watch,
+            place,
+        )
         self.state = step.state
         self.feed, self.val_feed = feed, val_feed
         self.outcome = Outcome()
@@ -92,7 +105,9 @@ class Engine:
         self._epoch = Shown()
         self._told = ""  # of the last window, beside the bar
         self._starting = True  # no step has ended yet
-        self._trace = Trace(config.profile.steps if world.is_main else None, place.folder, watch.clock.pause)
+        self._trace = Trace(
+            config.profile.steps if world.is_main else None, place.folder, watch.clock.pause
+        )
 
     def fit(self) -> Outcome:
         """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error ends the run."""
@@ -104,7 +119,9 @@ class Engine:
                 self._save(evaluation)
             done = self._is_done()
             if done and evaluation is None:
-                say(f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs")
+                say(
+                    f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs"
+                )
                 self.outcome.status = "idle"
                 return self.outcome
             while not done:
@@ -115,7 +132,9 @@ class Engine:
                     self._note_turn()
                 if not state.pending:
                     say(f"epoch {epoch + 1}: training: {self._epoch}")
-                evaluation = self.evaluate(epoch, None if done else state.epoch) if state.pending else None
+                evaluation = (
+                    self.evaluate(epoch, None if done else state.epoch) if state.pending else None
+                )
                 if done or due or (epoch + 1) % config.checkpoint.every_epochs == 0:
                     self._save(evaluation)
             if self.world.size > 1:
@@ -142,14 +161,22 @@ class Engine:
         bar = progress(f"{name}: evaluating", len(self.val_feed), "batches")
         # a graph of its own would be compiled while training waits, for longer than a pass without gradients lasts
         with self._aside("evaluate"), self._eagerly(), bar as shown:
-            self.world.copy_from_first(self.state.network.buffers())  # each rank has norms' statistics of its own
-            result = evaluate(self.state.network, shown.over(self.val_batches), self.world, self.step.autocast)
+            self.world.copy_from_first(
+                self.state.network.buffers()
+            )  # each rank has norms' statistics of its own
+            result = evaluate(
+                self.state.network, shown.over(self.val_batches), self.world, self.step.autocast
+            )
             self.val_batches.close()
             self.val_feed.close()
         self.state.pending = False
         self.state.best_top1 = max(result.top1, self.state.best_top1 or 0.0)
         self.outcome.evaluation = result
-        values: dict[str, Value] = {Tag.VAL_TOP1: result.top1, Tag.VAL_TOP5: result.top5, Tag.VAL_LOSS: result.loss}
+        values: dict[str, Value] = {
+            Tag.VAL_TOP1: result.top1,
+            Tag.VAL_TOP5: result.top5,
+            Tag.VAL_LOSS: result.loss,
+        }
         self._write(epoch, {**values, **self.memory.evaluated()})
         accuracy = f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f}"
         trained = f"; training: {self._epoch}" if self._epoch.steps else ""
@@ -167,12 +194,20 @@ class Engine:
     def _aside(self, name: str) -> Iterator[None]:
         """A block whose time and load are not the training's."""
         sampler = self.watch.sampler
-        with self.watch.clock.pause(name), named(name), sampler.aside() if sampler else nullcontext():
+        with (
+            self.watch.clock.pause(name),
+            named(name),
+            sampler.aside() if sampler else nullcontext(),
+        ):
             yield
 
     def _eagerly(self) -> AbstractContextManager[None]:
         """A block in which the network runs without torch.compile, whose graph is kept for whole batches of training."""
-        return torch.compiler.set_stance("force_eager") if self.config.trainer.compile else nullcontext()
+        return (
+            torch.compiler.set_stance("force_eager")
+            if self.config.trainer.compile
+            else nullcontext()
+        )
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -184,7 +219,11 @@ class Engine:
             if isinstance(error, Interrupted):
                 self.outcome.status = "interrupted"
             # at another error the other ranks would not answer
-            if self._whole and not isinstance(error, NonFiniteError) and (expected or self.world.size == 1):
+            if (
+                self._whole
+                and not isinstance(error, NonFiniteError)
+                and (expected or self.world.size == 1)
+            ):
                 with nullcontext() if expected else suppress(Exception):
                     if self.state.step > self._logged_step:
                         self._close_window(self.state.epoch)
@@ -203,12 +242,18 @@ class Engine:
         batches, count = iter(self.train_batches), len(self.feed)
         whole = self.feed.settings.batch_size * self.world.size
         left, steps_left, due = count, self._steps_left(count), False
-        evaluated = (epoch + 1) % self.config.trainer.eval_every_epochs == 0 or self._is_last(epoch, count)
+        evaluated = (epoch + 1) % self.config.trainer.eval_every_epochs == 0 or self._is_last(
+            epoch, count
+        )
         lead = Lead(steps_left) if evaluated else None
         self._epoch = Shown()
         if self._starting:
-            say(f"training: {steps_left} steps in epoch {epoch + 1}, {whole * accumulate} images each; first step ...")
-        with progress(f"epoch {epoch + 1}/{self.config.trainer.epochs}", steps_left, "steps") as bar:
+            say(
+                f"training: {steps_left} steps in epoch {epoch + 1}, {whole * accumulate} images each; first step ..."
+            )
+        with progress(
+            f"epoch {epoch + 1}/{self.config.trainer.epochs}", steps_left, "steps"
+        ) as bar:
             while steps_left:
                 if lead is not None and lead.due(steps_left):
                     self.val_feed.prime(0)
@@ -283,7 +328,11 @@ class Engine:
         with self.watch.clock.noted("logging"):
             self._write(epoch, {**values, **self.memory.trained(self.state.step)})
         if figures.skipped:
-            _log.warning("step %d: %d updates skipped, a loss or gradient was not finite", self.state.step, figures.skipped)
+            _log.warning(
+                "step %d: %d updates skipped, a loss or gradient was not finite",
+                self.state.step,
+                figures.skipped,
+            )
         if figures.worst_streak > self.config.trainer.max_nonfinite_steps:
             raise NonFiniteError(
                 f"step {self.state.step}: {figures.worst_streak} updates in a row had a non-finite loss or gradient "
@@ -321,13 +370,21 @@ class Engine:
 
     def _steps_left(self, batches: int) -> int:
         """Steps that ``batches`` are good for and trainer.max_steps allows."""
-        steps, limit = math.ceil(batches / self.config.trainer.accumulate_steps), self.config.trainer.max_steps
+        steps, limit = (
+            math.ceil(batches / self.config.trainer.accumulate_steps),
+            self.config.trainer.max_steps,
+        )
         return steps if limit is None else max(0, min(steps, limit - self.state.step))
 
     def _is_last(self, epoch: int, batches: int) -> bool:
         """Whether the run ends with ``epoch``, of which so many ``batches`` are about to begin."""
-        limit, steps = self.config.trainer.max_steps, math.ceil(batches / self.config.trainer.accumulate_steps)
-        return epoch + 1 == self.config.trainer.epochs or (limit is not None and limit <= self.state.step + steps)
+        limit, steps = (
+            self.config.trainer.max_steps,
+            math.ceil(batches / self.config.trainer.accumulate_steps),
+        )
+        return epoch + 1 == self.config.trainer.epochs or (
+            limit is not None and limit <= self.state.step + steps
+        )
 
     def _is_done(self) -> bool:
         """Whether trainer.epochs or trainer.max_steps ends the run here."""

@@ -52,7 +52,9 @@ class Shown:
     stalled_s: float = 0.0
     lr: float = 0.0
 
-    def add(self, steps: int, loss: float | None, lr: float, window: Window | None, ranks: int) -> None:
+    def add(
+        self, steps: int, loss: float | None, lr: float, window: Window | None, ranks: int
+    ) -> None:
         """Add a window of ``steps`` steps of each of ``ranks`` ranks; the figures of ``window`` are of one."""
         self.lr = lr
         if loss is not None:

@@ -45,7 +45,9 @@ def evaluate(
     network.eval()
     # counts of images, top-1 and top-5, and the loss: exact up to 2**53 in float64, which Apple's GPUs do not have
     sums = torch.zeros(
-        4, device=world.device, dtype=torch.float32 if accelerator.of(world.device).kind == "mps" else torch.float64
+        4,
+        device=world.device,
+        dtype=torch.float32 if accelerator.of(world.device).kind == "mps" else torch.float64,
     )
     for images, labels in batches:
         with autocast():
@@ -62,4 +64,6 @@ def evaluate(
         raise Interrupted(signum)
     # the host waits for the device
     images_seen, top1, top5, loss_sum = world.total(sums).tolist()
-    return Evaluation(int(images_seen), top1 / images_seen, top5 / images_seen, loss_sum / images_seen)
+    return Evaluation(
+        int(images_seen), top1 / images_seen, top5 / images_seen, loss_sum / images_seen
+    )

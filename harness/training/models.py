@@ -18,7 +18,9 @@ from harness.training.small import small
 from harness.watch.console import say
 
 
-def build(config: ModelConfig, num_classes: int, *, image_size: int, filled: bool = False) -> nn.Module:
+def build(
+    config: ModelConfig, num_classes: int, *, image_size: int, filled: bool = False
+) -> nn.Module:
     """The network that ``config`` names, for images of ``image_size`` pixels a side, with a head for ``num_classes``.
 
     With ``weights=DEFAULT`` or a path, the head's weights are taken over where its shape fits, else they stay random. No
@@ -32,12 +34,25 @@ def build(config: ModelConfig, num_classes: int, *, image_size: int, filled: boo
     if parts.is_own(config.name):
         network = _own(config.name, num_classes, image_size)
     else:
-        network = small(num_classes) if config.name == "small" else _random(config, num_classes, image_size)
+        network = (
+            small(num_classes)
+            if config.name == "small"
+            else _random(config, num_classes, image_size)
+        )
     if config.weights is None or filled:
         return network
-    weights = published(config.name) if config.weights == "DEFAULT" else checkpoint.read_weights(Path(config.weights))
+    weights = (
+        published(config.name)
+        if config.weights == "DEFAULT"
+        else checkpoint.read_weights(Path(config.weights))
+    )
     where = f"model.weights={printable(config.weights)}"
-    if take_over(network, weights, f"{where}: does not fit model.name={config.name}", may_differ=_head_keys(network)):
+    if take_over(
+        network,
+        weights,
+        f"{where}: does not fit model.name={config.name}",
+        may_differ=_head_keys(network),
+    ):
         say(f"{where}: the head is new, for {num_classes} classes")
     return network
 
@@ -59,7 +74,9 @@ def check(config: ModelConfig, image_size: int) -> None:
         return
     patch = int(name.rpartition("_")[2])
     if image_size % patch:
-        raise ConfigError(f"data.image_size={image_size}: {name} cuts images into squares of {patch}; use a multiple of that")
+        raise ConfigError(
+            f"data.image_size={image_size}: {name} cuts images into squares of {patch}; use a multiple of that"
+        )
     if config.weights == "DEFAULT":
         published = zoo.get_model_weights(name).DEFAULT.meta["min_size"][0]
         if image_size != published:
@@ -87,10 +104,14 @@ def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
         with torch.no_grad():
             given = network.eval()(images)
     except Exception as error:
-        raise ConfigError(f"{where}: the network failed on images {list(images.shape)} with {parts.told(error)}") from error
+        raise ConfigError(
+            f"{where}: the network failed on images {list(images.shape)} with {parts.told(error)}"
+        ) from error
     found = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
     if found != [2, num_classes]:
-        raise ConfigError(f"{where}: the network gives {found} for 2 images; it must give [2, {num_classes}], one a class")
+        raise ConfigError(
+            f"{where}: the network gives {found} for 2 images; it must give [2, {num_classes}], one a class"
+        )
     return network.train()
 
 
@@ -98,9 +119,16 @@ def _random(config: ModelConfig, num_classes: int, image_size: int) -> nn.Module
     extra: dict[str, Any] = {}
     if config.name.startswith("vit_"):
         extra = {"image_size": image_size}
-    elif config.name in ("googlenet", "inception_v3"):  # no auxiliary heads: a classifier here gives one tensor
+    elif config.name in (
+        "googlenet",
+        "inception_v3",
+    ):  # no auxiliary heads: a classifier here gives one tensor
         # Their published weights come from TensorFlow, where images were normalised in another way.
-        extra = {"aux_logits": False, "init_weights": True, "transform_input": config.weights == "DEFAULT"}
+        extra = {
+            "aux_logits": False,
+            "init_weights": True,
+            "transform_input": config.weights == "DEFAULT",
+        }
     network: nn.Module = zoo.get_model(config.name, weights=None, num_classes=num_classes, **extra)
     return network
 
@@ -122,7 +150,12 @@ def published(name: str) -> dict[str, torch.Tensor]:
     return {key: value for key, value in weights.items() if not key.startswith("AuxLogits.")}
 
 
-def take_over(network: nn.Module, weights: dict[str, torch.Tensor], text: str, may_differ: Collection[str] = ()) -> bool:
+def take_over(
+    network: nn.Module,
+    weights: dict[str, torch.Tensor],
+    text: str,
+    may_differ: Collection[str] = (),
+) -> bool:
     """Loads ``weights`` into ``network``; returns whether the keys ``may_differ`` were left as they are.
 
     They are left where any of them is missing from ``weights`` or has another shape.
@@ -163,6 +196,14 @@ def refuse(problems: list[str], text: str) -> None:
 
 def _head_keys(network: nn.Module) -> set[str]:
     """The parameters of the last layer that has any: the classifier's head in every network here."""
-    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    layers = [
+        name
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    ]
     # A network of the user's may have none of either.
-    return {f"{last}.{name}" for last in layers[-1:] for name, _ in network.get_submodule(last).named_parameters()}
+    return {
+        f"{last}.{name}"
+        for last in layers[-1:]
+        for name, _ in network.get_submodule(last).named_parameters()
+    }

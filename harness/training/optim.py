@@ -28,7 +28,14 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
     if config.name is OptimName.adamw:
-        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+        return AdamW(
+            groups,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
     optimizer = SGD(
         groups,
         lr=config.lr,
@@ -59,7 +66,9 @@ class Schedule(LambdaLR):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def make_schedule(optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:
+def make_schedule(
+    optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int
+) -> Schedule:
     """The schedule, to be stepped once per update."""
     return Schedule(optimizer, lambda step: lr_factor(step, config, epochs, steps_per_epoch))
 
@@ -77,5 +86,7 @@ def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: i
         return float(config.gamma ** (step // steps_per_epoch // config.step_epochs))
     if config.name is ScheduleName.cosine:
         done = min(1.0, (step - warmup) / max(1.0, epochs * steps_per_epoch - warmup))
-        return config.final_fraction + (1 - config.final_fraction) * (1 + math.cos(math.pi * done)) / 2
+        return (
+            config.final_fraction + (1 - config.final_fraction) * (1 + math.cos(math.pi * done)) / 2
+        )
     return 1.0

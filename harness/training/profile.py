@@ -37,7 +37,9 @@ class Trace:
         pause: keeps the time that the profiler takes to start and to write out of the steps.
     """
 
-    def __init__(self, steps: str | None, folder: Path, pause: Callable[[str], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, steps: str | None, folder: Path, pause: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
         self._first, self._last = (int(n) for n in steps.split("-")) if steps else (1, 0)
         self._folder = folder / "trace"
         self._pause = pause
@@ -56,7 +58,11 @@ class Trace:
             spans.record(None)
             self._write(profiler)
         elif self._first <= self._last and not self._began:
-            _log.warning("profile.steps=%d-%d: none of these steps was trained, there is no trace", self._first, self._last)
+            _log.warning(
+                "profile.steps=%d-%d: none of these steps was trained, there is no trace",
+                self._first,
+                self._last,
+            )
         self._last = 0
 
     @contextmanager
@@ -81,7 +87,10 @@ class Trace:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._began = number
         try:
-            profiler = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+            profiler = profile(
+                activities=activities,
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
             profiler.start()
         except Exception as error:
             self._last = 0
@@ -106,4 +115,6 @@ class Trace:
         except Exception as error:
             _log.warning("profile.steps: no trace in %s: %s", os.path.relpath(path), error)
         else:
-            say(f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in https://ui.perfetto.dev")
+            say(
+                f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in https://ui.perfetto.dev"
+            )

@@ -26,7 +26,12 @@ from harness.watch.stages import GROUPS, StageTotals
 from harness.watch.verdict import Evidence, Verdict, judge
 
 _log = logging.getLogger(LOGGER)
-_HPARAMS = ("loader.batch_size", "model.name", "optim.lr", "trainer.precision")  # few: the page opens with five columns
+_HPARAMS = (
+    "loader.batch_size",
+    "model.name",
+    "optim.lr",
+    "trainer.precision",
+)  # few: the page opens with five columns
 
 
 class Page(NamedTuple):
@@ -69,7 +74,9 @@ class Reporter:
             error = caught
             raise
         finally:
-            if engine.watch.board is not None and engine.outcome.status != "idle":  # the report of what was done stays
+            if (
+                engine.watch.board is not None and engine.outcome.status != "idle"
+            ):  # the report of what was done stays
                 self._report(engine, error)
 
     def _report(self, engine: Engine, error: BaseException | None) -> None:
@@ -80,7 +87,11 @@ class Reporter:
             report = self.figures(engine)
         except Exception as fault:  # a device that has failed answers nothing more; how the run ended is not up to its report
             _log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
-            report = {"status": outcome.status, "epochs": engine.state.epoch, "steps": engine.state.step}
+            report = {
+                "status": outcome.status,
+                "epochs": engine.state.epoch,
+                "steps": engine.state.step,
+            }
         if error is not None:
             known = described(error)
             report["error"] = known[0] if known else f"{type(error).__name__}: {error}"
@@ -116,7 +127,9 @@ class Reporter:
             "epochs": engine.state.epoch,
             "steps": engine.state.step,
             "world_size": world.size,
-            "global_batch_size": self.config.loader.batch_size * world.size * self.config.trainer.accumulate_steps,
+            "global_batch_size": self.config.loader.batch_size
+            * world.size
+            * self.config.trainer.accumulate_steps,
             **by_name(total.of_ranks(world.size)),
             "shares": dict(total.shares) or None,
             "wait_parts": dict(total.wait_parts) or None,
@@ -129,7 +142,10 @@ class Reporter:
             "ranks": outcome.ranks or None,
             "pauses_s": dict(total.pauses_s),
             "goodput": engine.watch.course.goodput(total),
-            "turns_ms": [{"val": val_ms, "train": train_ms} for val_ms, train_ms in outcome.turns_ms] or None,
+            "turns_ms": [
+                {"val": val_ms, "train": train_ms} for val_ms, train_ms in outcome.turns_ms
+            ]
+            or None,
             "loader": engine.feed.settings,
             "tuning": self.tuning and self.tuning(total),
             "cache": self.cache.stats() if self.cache is not None else None,
@@ -145,7 +161,13 @@ class Reporter:
             found |= {"val_images": evaluation.images, "best_top1": engine.state.best_top1}
         return {key: value for key, value in found.items() if value is not None}
 
-    def _evidence(self, engine: Engine, total: Window, worked: StageTotals | None, sampled: Mapping[str, float]) -> Evidence:
+    def _evidence(
+        self,
+        engine: Engine,
+        total: Window,
+        worked: StageTotals | None,
+        sampled: Mapping[str, float],
+    ) -> Evidence:
         trainer = self.config.trainer
         return Evidence(
             window=total,
@@ -179,7 +201,9 @@ class Reporter:
         if "top1" in report:
             say(f"top-1          {report['top1']:.4f} on {report['val_images']} validation images")
         if "step_ms" in report:
-            say(f"speed          {report['images_per_s']:.0f} images/s while training, {_spread(report['step_ms'])} a step")
+            say(
+                f"speed          {report['images_per_s']:.0f} images/s while training, {_spread(report['step_ms'])} a step"
+            )
             say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
         if "goodput" in report:
             say(f"goodput        {_goodput(report['goodput'])}")
@@ -201,8 +225,14 @@ class Reporter:
         """Say where a run stands that ended too early, and the command that goes on with it."""
         state = engine.state
         folder = os.path.relpath(engine.place.folder)
-        amid = f" and {state.samples} of {engine.order.stop(state.epoch)} images of the next" if state.samples else ""
-        say(f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} epochs{amid}")
+        amid = (
+            f" and {state.samples} of {engine.order.stop(state.epoch)} images of the next"
+            if state.samples
+            else ""
+        )
+        say(
+            f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} epochs{amid}"
+        )
         if saved := engine.saves.last:
             say(f"saved          {os.path.relpath(saved)}")
             say(f"go on with     {_command(self.config, self.overridden, folder, engine.world)}")
@@ -222,7 +252,9 @@ def _command(config: Config, overridden: tuple[str, ...], folder: str, world: Wo
     ranks = None
     if config.dist.name is DistName.torchrun:
         ranks = f"--nproc-per-node={world.local_size}" if world.size == world.local_size else "..."
-    return shlex.join([*launch.command(ranks), *kept, "resume=auto" if named else f"resume={folder}"])
+    return shlex.join(
+        [*launch.command(ranks), *kept, "resume=auto" if named else f"resume={folder}"]
+    )
 
 
 def _tuned(tuning: Mapping[str, Any] | None) -> str:

@@ -21,7 +21,15 @@ from harness.watch.console import say
 
 _NETWORK = {"model.name", "trainer.precision", "trainer.channels_last"}
 # What training goes on by, besides data.* and the network.
-_TRAINS = ("augment.", "optim.", "schedule.", "seed", "loader.batch_size", "trainer.accumulate_steps", "trainer.epochs")
+_TRAINS = (
+    "augment.",
+    "optim.",
+    "schedule.",
+    "seed",
+    "loader.batch_size",
+    "trainer.accumulate_steps",
+    "trainer.epochs",
+)
 # Of data.*, what a network expects of its images; the rest says which images.
 _PIXELS = {
     f"data.{name}"
@@ -47,10 +55,16 @@ def find(config: Config, folder: Path) -> Saved | None:
     """
     if config.resume is not None:
         auto = config.resume == "auto"
-        found = checkpoint.newest(folder / "checkpoints") if auto else checkpoint.read(Path(config.resume))
+        found = (
+            checkpoint.newest(folder / "checkpoints")
+            if auto
+            else checkpoint.read(Path(config.resume))
+        )
         if found is None:
             if config.mode is Mode.evaluate:
-                raise CheckpointError(f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH")
+                raise CheckpointError(
+                    f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH"
+                )
             say("resume=auto: no checkpoint yet, starting at epoch 1")
             return None
         record, state, damaged = found
@@ -78,7 +92,9 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
     evaluating = config.mode is Mode.evaluate
     if saved is None or "settings" not in saved.state:
         if saved is not None and evaluating:
-            say(f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are those of this command")
+            say(
+                f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are those of this command"
+            )
         return config
     try:
         trained = _trained(saved.state)
@@ -95,7 +111,9 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
         if evaluating and path not in kept:
             if path in ("model.name", "data.name") and ":" in theirs[path]:
                 # a file that somebody gave away must not name what is imported and called here
-                raise CheckpointError(f"{saved.where}: needs code of yours; add {path}={theirs[path]} if you trust it")
+                raise CheckpointError(
+                    f"{saved.where}: needs code of yours; add {path}={theirs[path]} if you trust it"
+                )
             group, _, name = path.rpartition(".")
             setattr(attrgetter(group)(used), name, theirs[path])
             taken.append(f"{path}={shown(theirs[path])}")
@@ -109,7 +127,9 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
     return from_plain(to_plain(used))
 
 
-def rest(config: Config, saved: Saved | None, world: World, length: int) -> tuple[Config, Rest | None]:
+def rest(
+    config: Config, saved: Saved | None, world: World, length: int
+) -> tuple[Config, Rest | None]:
     """Returns the settings with the checkpoint's global batch, and what is left of the epoch that it was saved in.
 
     Another number of ranks changes ``trainer.accumulate_steps`` or ``loader.batch_size`` where both are as they were, so that
@@ -126,7 +146,10 @@ def rest(config: Config, saved: Saved | None, world: World, length: int) -> tupl
     if not state["samples"]:
         return config, None
     seed = state["settings"]["seed"]
-    for name, then, now in (("seed", seed, config.seed), ("number of training images", state["length"], length)):
+    for name, then, now in (
+        ("seed", seed, config.seed),
+        ("number of training images", state["length"], length),
+    ):
         if then != now:
             raise CheckpointError(
                 f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's {now}: the rest of the epoch "
@@ -149,7 +172,10 @@ def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Conf
     """``config`` for ``size`` ranks, with as many images in an update as ``trained`` had on so many ``ranks``."""
     batch = config.loader.batch_size
     parts = config.trainer.accumulate_steps
-    if ranks == size or (batch, parts) != (trained.loader.batch_size, trained.trainer.accumulate_steps):
+    if ranks == size or (batch, parts) != (
+        trained.loader.batch_size,
+        trained.trainer.accumulate_steps,
+    ):
         return config
     images = batch * parts * ranks
     same = copy.deepcopy(config)
@@ -158,10 +184,14 @@ def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Conf
     elif images % (parts * size) == 0:
         same.loader.batch_size = images // (parts * size)
     else:
-        say(f"checkpoint: {ranks} ranks, now {size}: they cannot share {images} images; an update has {batch * parts * size}")
+        say(
+            f"checkpoint: {ranks} ranks, now {size}: they cannot share {images} images; an update has {batch * parts * size}"
+        )
         return config
     used = f"loader.batch_size={same.loader.batch_size} trainer.accumulate_steps={same.trainer.accumulate_steps}"
-    say(f"checkpoint: {ranks} ranks, now {size}: {used}, so that an update still has {images} images")
+    say(
+        f"checkpoint: {ranks} ranks, now {size}: {used}, so that an update still has {images} images"
+    )
     return same
 
 
@@ -177,7 +207,9 @@ def _kept(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
     return kept
 
 
-def take_over(state: TrainState, saved: Saved | None, config: Config, world: World, classes: tuple[str, ...]) -> int | None:
+def take_over(
+    state: TrainState, saved: Saved | None, config: Config, world: World, classes: tuple[str, ...]
+) -> int | None:
     """Puts what ``saved`` holds into ``state``; returns the step to go on from, None for a run that begins.
 
     Raises:
@@ -193,7 +225,11 @@ def take_over(state: TrainState, saved: Saved | None, config: Config, world: Wor
             )
         if config.mode is Mode.evaluate:
             weights = checkpoint.weights_of(saved.state, saved.where)
-            models.take_over(state.network, weights, f"{saved.where}: does not fit model.name={config.model.name}")
+            models.take_over(
+                state.network,
+                weights,
+                f"{saved.where}: does not fit model.name={config.model.name}",
+            )
             if "settings" in saved.state:
                 state.epoch = int(saved.state["epoch"])
                 state.step = int(saved.state["step"])
@@ -202,11 +238,19 @@ def take_over(state: TrainState, saved: Saved | None, config: Config, world: Wor
             state.load_dict(saved.state, saved.where, config.trainer.precision)
             threads = saved.state.get("num_threads")
             if threads != torch.get_num_threads():
-                _log.warning("saved with %s torch threads, now %d: not bitwise the same", threads, torch.get_num_threads())
+                _log.warning(
+                    "saved with %s torch threads, now %d: not bitwise the same",
+                    threads,
+                    torch.get_num_threads(),
+                )
             amid = f", {state.samples} images of the next" if state.samples else ""
-            say(f"resumed {saved.where}: {state.epoch} epochs{amid} and {state.step} steps are done")
+            say(
+                f"resumed {saved.where}: {state.epoch} epochs{amid} and {state.step} steps are done"
+            )
     if world.smallest(state.step) != world.largest(state.step)[0]:
-        raise CheckpointError("the ranks see different checkpoints; the run folder must be shared by all nodes")
+        raise CheckpointError(
+            "the ranks see different checkpoints; the run folder must be shared by all nodes"
+        )
     return state.step if config.resume is not None else None
 
 

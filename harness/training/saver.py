@@ -69,7 +69,9 @@ class Saver:
         """
         self.wait()
         self._awaited.clear()
-        write = partial(save, self._folder, self._host.copy(state), step=step, epoch=epoch, top1=top1)
+        write = partial(
+            save, self._folder, self._host.copy(state), step=step, epoch=epoch, top1=top1
+        )
         self._last = self._thread.submit(write, keep_last=self._keep_last, rest=self._rest)
 
     def _rest(self, seconds: float) -> None:
@@ -124,7 +126,9 @@ class _Host:
             if key not in self._copied:
                 self._copied[key] = self._room(storage.nbytes()).copy_(storage)
             found = torch.empty(0, dtype=value.dtype)
-            return found.set_(self._copied[key], value.storage_offset(), value.shape, value.stride())
+            return found.set_(
+                self._copied[key], value.storage_offset(), value.shape, value.stride()
+            )
         if isinstance(value, dict):
             # Keeps the _metadata of a network's state, too.
             made = copy.copy(value)
@@ -138,7 +142,10 @@ class _Host:
         if nbytes == 0:
             # A slice would have the address of the next one, and torch refuses one address under two types.
             return torch.UntypedStorage(0)
-        while self._chunk < len(self._chunks) and self._used + nbytes > self._chunks[self._chunk].nbytes():
+        while (
+            self._chunk < len(self._chunks)
+            and self._used + nbytes > self._chunks[self._chunk].nbytes()
+        ):
             self._chunk += 1
             self._used = 0
         if self._chunk == len(self._chunks):
@@ -171,7 +178,9 @@ def save(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear(folder)
-        serial = 1 + max((taken for of, taken in map(order, folder.glob("step-*")) if of == step), default=0)
+        serial = 1 + max(
+            (taken for of, taken in map(order, folder.glob("step-*")) if of == step), default=0
+        )
         if serial > 1:
             path = folder / f"step-{step}.{serial}.pt"
         # The digest of the whole file makes torch's checksums needless, and they take longer.
@@ -198,7 +207,9 @@ def _retain(folder: Path, newest: Record, keep_last: int) -> None:
     committed = records(folder)
     # Those of later steps belong to a past that a resume has left.
     past = [old for old in committed if order(old.path) <= order(newest.path)]
-    best = max((old for old in past if old.top1 is not None), key=lambda old: old.top1 or 0.0, default=None)
+    best = max(
+        (old for old in past if old.top1 is not None), key=lambda old: old.top1 or 0.0, default=None
+    )
     _point(folder / "last.pt", newest.path)
     if best is not None:
         _point(folder / "best.pt", best.path)
@@ -214,12 +225,16 @@ def _clear(folder: Path) -> None:
     Only one run owns the folder, so no save of another can be under way.
     """
     for path in (*folder.glob(".*.tmp"), *folder.glob("step-*.pt")):
-        vouched = path.suffix == ".pt" and (order(path) == UNNAMED or path.with_suffix(".json").exists())
+        vouched = path.suffix == ".pt" and (
+            order(path) == UNNAMED or path.with_suffix(".json").exists()
+        )
         if not vouched and not path.is_dir():
             path.unlink(missing_ok=True)
 
 
-def _write(path: Path, fill: Callable[[_Hashing], object], rest: Callable[[float], object] | None = None) -> str:
+def _write(
+    path: Path, fill: Callable[[_Hashing], object], rest: Callable[[float], object] | None = None
+) -> str:
     """Write ``path`` whole or not at all, and to the disk before its name shows; the SHA-256 of its bytes."""
     with replacing(path) as temporary, _Hashing(FileIO(temporary, "xb"), rest) as file:
         try:

@@ -33,7 +33,9 @@ class Place:
 class Boundary:
     """What all ranks agree on between two steps: whether a signal ends the run there, whether it is time to save."""
 
-    def __init__(self, config: Config, world: World, step: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: Config, world: World, step: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         minutes = config.checkpoint.every_minutes if config.checkpoint.enabled else None
         self._world = world
         self._now = now
@@ -63,7 +65,9 @@ class Boundary:
         heard, saves, step_s = self._world.largest(signum, due and self._world.is_main, own_s)
         self._asked = step
         self._asked_s = self._now()
-        self._next = step + max(1, min(self._window - step % self._window, int(_HEARD_S / max(1e-6, step_s))))
+        self._next = step + max(
+            1, min(self._window - step % self._window, int(_HEARD_S / max(1e-6, step_s)))
+        )
         return int(heard), bool(saves)
 
 
@@ -73,7 +77,9 @@ class Saves:
     What is there at first is not written: it is nothing yet, or comes from a checkpoint.
     """
 
-    def __init__(self, config: Config, world: World, state: TrainState, order: Order, place: Place) -> None:
+    def __init__(
+        self, config: Config, world: World, state: TrainState, order: Order, place: Place
+    ) -> None:
         self._config = config
         self._ranks = world.size
         self._state = state

@@ -19,7 +19,9 @@ def small(num_classes: int) -> nn.Module:
     are few where pixels are many, for that is where a CPU's time goes; pooling comes before the norm (as in Jordan 2024,
     https://arxiv.org/abs/2404.00498), which then has a quarter of the work.
     """
-    stages = itertools.chain(*(_stage(before, after) for before, after in itertools.pairwise(_WIDTHS)))
+    stages = itertools.chain(
+        *(_stage(before, after) for before, after in itertools.pairwise(_WIDTHS))
+    )
     return nn.Sequential(
         nn.Conv2d(3, _WIDTHS[0], 5, stride=2, padding=2, bias=False),
         nn.BatchNorm2d(_WIDTHS[0]),
@@ -34,7 +36,12 @@ def small(num_classes: int) -> nn.Module:
 
 def _stage(before: int, after: int) -> tuple[nn.Module, ...]:
     """Layers after which the resolution is half."""
-    return _convolution(before, after), nn.MaxPool2d(2), nn.BatchNorm2d(after), nn.ReLU(inplace=True)
+    return (
+        _convolution(before, after),
+        nn.MaxPool2d(2),
+        nn.BatchNorm2d(after),
+        nn.ReLU(inplace=True),
+    )
 
 
 def _convolution(before: int, after: int) -> nn.Conv2d:

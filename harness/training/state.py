@@ -73,7 +73,9 @@ class TrainState:
         """
         needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
         if missing := needed - saved.keys():
-            raise CheckpointError(f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}")
+            raise CheckpointError(
+                f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}"
+            )
         contents.check(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
         ours = self.optimizer.state_dict()["param_groups"]
@@ -100,7 +102,10 @@ class TrainState:
         return next(self.network.parameters()).device
 
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
-        own = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        own = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
         base_lrs = self.schedule.base_lrs
         self.optimizer.load_state_dict(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
@@ -110,7 +115,9 @@ class TrainState:
             self.schedule.last_epoch = round((saved["epoch"] + share) * self.steps_per_epoch)
         self.schedule.base_lrs = base_lrs
         factor = self.schedule.lr_lambdas[0](self.schedule.last_epoch)
-        for group, settings, base_lr in zip(self.optimizer.param_groups, own, base_lrs, strict=True):
+        for group, settings, base_lr in zip(
+            self.optimizer.param_groups, own, base_lrs, strict=True
+        ):
             group.update(settings, lr=base_lr * factor)
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
@@ -119,14 +126,18 @@ class TrainState:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def make_state(config: Config, num_classes: int, world: World, steps_per_epoch: int, *, filled: bool = False) -> TrainState:
+def make_state(
+    config: Config, num_classes: int, world: World, steps_per_epoch: int, *, filled: bool = False
+) -> TrainState:
     """A fresh network on this rank's device, and what trains it; no weights are read if the caller fills it (``filled``).
 
     Raises:
         ConfigError: the network's name or its published weights.
         CheckpointError: the file that ``model.weights`` names.
     """
-    network = models.build(config.model, num_classes, image_size=config.data.image_size, filled=filled).to(world.device)
+    network = models.build(
+        config.model, num_classes, image_size=config.data.image_size, filled=filled
+    ).to(world.device)
     if config.trainer.channels_last:
         network = network.to(memory_format=torch.channels_last)
     if config.trainer.compile:

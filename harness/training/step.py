@@ -27,7 +27,11 @@ from harness.training.state import TrainState
 from harness.watch.clock import StepClock
 from harness.watch.spans import named
 
-DTYPES = {Precision.fp32: torch.float32, Precision.fp16: torch.float16, Precision.bf16: torch.bfloat16}
+DTYPES = {
+    Precision.fp32: torch.float32,
+    Precision.fp16: torch.float16,
+    Precision.bf16: torch.bfloat16,
+}
 _AS_IT_IS = contextlib.nullcontext()
 
 
@@ -56,7 +60,9 @@ class Step:
         classes: how many there are; needed where mixup or CutMix is wanted.
     """
 
-    def __init__(self, state: TrainState, config: Config, world: World, classes: int | None = None) -> None:
+    def __init__(
+        self, state: TrainState, config: Config, world: World, classes: int | None = None
+    ) -> None:
         self.state = state
         self._config = config
         self._device = world.device
@@ -69,14 +75,18 @@ class Step:
         own = accelerator.of(world.device)
         self._on_host = own.kind == "cpu"
         if world.size > 1:
-            self.model = DistributedDataParallel(state.network, device_ids=None if own.place is None else [own.place])
+            self.model = DistributedDataParallel(
+                state.network, device_ids=None if own.place is None else [own.place]
+            )
         # on the device, until they are read together
         self._losses: list[Tensor] = []
         self._found_inf: list[Tensor] = []
         self._streak = 0
         state.optimizer.register_step_pre_hook(self._note_found_inf)
         alone = world.size == 1 or own.kind != "cpu" or config.trainer.compile
-        self._forward = None if alone else _ForwardTimer(state.network, config.trainer.accumulate_steps)
+        self._forward = (
+            None if alone else _ForwardTimer(state.network, config.trainer.accumulate_steps)
+        )
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
         """Train on one of the ``parts`` batches of an update; the last one makes the update.
@@ -97,7 +107,9 @@ class Step:
 
     def batches(self, feed: Iterable[Any], clock: StepClock | None = None) -> DataPrefetcher:
         """The batches of ``feed`` as the step trains on them: augmented, normalised, mixed."""
-        return device_batches(feed, self._config, self._device, clock, augment=self._augment, mix=self._mix)
+        return device_batches(
+            feed, self._config, self._device, clock, augment=self._augment, mix=self._mix
+        )
 
     @property
     def forward_ms(self) -> float | None:
@@ -215,7 +227,9 @@ def device_batches(
     )
 
 
-def autocast_of(device: torch.device, precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
+def autocast_of(
+    device: torch.device, precision: Precision
+) -> Callable[[], AbstractContextManager[Any]]:
     """Returns what makes the autocast context of a precision for one block; a plain context in fp32."""
     if precision is Precision.fp32:
         return lambda: _AS_IT_IS

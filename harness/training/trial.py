@@ -43,7 +43,9 @@ class StepTrials:
         now: the clock; None: the device's own.
     """
 
-    def __init__(self, step: Step, config: Config, world: World, now: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, step: Step, config: Config, world: World, now: Callable[[], float] | None = None
+    ) -> None:
         self._step = step
         self._config = config
         self._world = world
@@ -71,7 +73,9 @@ class StepTrials:
         """
         state = self._step.state
         step = state.step
-        snapshot = Snapshot((state.network, state.optimizer, state.schedule, state.scaler), state.device)
+        snapshot = Snapshot(
+            (state.network, state.optimizer, state.schedule, state.scaler), state.device
+        )
         self._made = 0
         with self._step.kept():
             try:
@@ -110,11 +114,17 @@ class StepTrials:
             steps += -steps % self._parts
         groups: list[tuple[float, float]] = []
         cpu = time.process_time()
-        while len(groups) < _GROUPS and self._world.agreed(len(groups) < 2 or self._now() - begin < limit_s):
+        while len(groups) < _GROUPS and self._world.agreed(
+            len(groups) < 2 or self._now() - begin < limit_s
+        ):
             groups.append(self._group(batches, steps))
         cpu_s = time.process_time() - cpu
         images = size * steps
-        launch_s = 0.0 if self._config.loader.device_prefetch else min(launch_s for _, launch_s in groups) / size
+        launch_s = (
+            0.0
+            if self._config.loader.device_prefetch
+            else min(launch_s for _, launch_s in groups) / size
+        )
         return StepRun(
             images=(images,) * len(groups),
             seconds=tuple(seconds for seconds, _ in groups),
@@ -150,7 +160,9 @@ class StepTrials:
         seconds = clock.device_steps(len(done)) or tuple(seconds for _, seconds in done)
         return StepRun(tuple(images for images, _ in done), seconds, stall, cpu_s)
 
-    def _stretch(self, source: _Source, clock: StepClock, least: int, most: float, limit_s: float) -> list[_Done]:
+    def _stretch(
+        self, source: _Source, clock: StepClock, least: int, most: float, limit_s: float
+    ) -> list[_Done]:
         """Up to ``most`` steps while ``limit_s`` is not over, but ``least``; fewer once any rank's feed has failed.
 
         The host waits for the device only where it is two steps ahead, or ranks agree.
@@ -187,7 +199,9 @@ class StepTrials:
                 done[-1] = count, step_s + self._now() - end
         return done
 
-    def _group(self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False) -> tuple[float, float]:
+    def _group(
+        self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False
+    ) -> tuple[float, float]:
         """The seconds of so many steps, and the host's of the first; each makes an update while warming up."""
         launch_s = 0.0
         begin = self._now()

@@ -38,7 +38,9 @@ class Needs:
 NONE = Needs()
 
 
-def needs(settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int = 0) -> Needs:
+def needs(
+    settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int = 0
+) -> Needs:
     """What a feed of ``settings`` takes before a consumer that stands still: all batches in flight are page-locked.
 
     Args:
@@ -47,7 +49,12 @@ def needs(settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, he
         worker_bytes: private memory of one worker process, without its batches.
         held_bytes: what the feed holds besides its batches.
     """
-    return Needs(*(sum(amount for _, amount in terms) for terms in _terms(settings, batch_bytes, worker_bytes, held_bytes)))
+    return Needs(
+        *(
+            sum(amount for _, amount in terms)
+            for terms in _terms(settings, batch_bytes, worker_bytes, held_bytes)
+        )
+    )
 
 
 def refusal(
@@ -70,10 +77,14 @@ def refusal(
     """
     shm, memory, files = _terms(settings, batch_bytes, worker_bytes, held_bytes)
     fifth = "a fifth is kept back"
-    if limits.shm_bytes is not None and (sums := _over(shm, beside.shm_bytes, _SHARE * limits.shm_bytes)):
+    if limits.shm_bytes is not None and (
+        sums := _over(shm, beside.shm_bytes, _SHARE * limits.shm_bytes)
+    ):
         return f"{sums} of shared memory, of which {shown(limits.shm_bytes)} are free ({fifth}): not tried"
     if sums := _over(memory, beside.memory_bytes, _SHARE * limits.memory_bytes):
-        return f"{sums} of memory, of which {shown(limits.memory_bytes)} are free ({fifth}): not tried"
+        return (
+            f"{sums} of memory, of which {shown(limits.memory_bytes)} are free ({fifth}): not tried"
+        )
     free = limits.open_files - limits.files_open
     if sums := _over(files, beside.open_files, free - _FILES_KEPT, str):
         return f"{sums} open files, of which {free} are free ({_FILES_KEPT} are kept back; ulimit -n raises them): not tried"
@@ -123,10 +134,16 @@ def _terms(
     size = batch_bytes or 0
     threads = settings.backend == THREADS
     ready = prefetch if threads else workers * prefetch
-    words = f"prefetch_factor={prefetch}" if threads else f"num_workers={workers} x prefetch_factor={prefetch}"
+    words = (
+        f"prefetch_factor={prefetch}"
+        if threads
+        else f"num_workers={workers} x prefetch_factor={prefetch}"
+    )
 
     def batches(more: int, each: int, kind: str = "") -> tuple[str, int]:
-        return f"{f'({words} + {more})' if ready else f'{more} batches'} x {shown(each)}{kind}", (ready + more) * each
+        return f"{f'({words} + {more})' if ready else f'{more} batches'} x {shown(each)}{kind}", (
+            ready + more
+        ) * each
 
     pinned = batches(_PINNED, _pinned_bytes(settings, size), " page-locked")
     if threads:
@@ -141,7 +158,12 @@ def _terms(
             pinned,
             (f"{shown(held_bytes)} of images", held_bytes),
         ],
-        [(f"num_workers={workers} x ({_FILES_PER_BATCH} x prefetch_factor={prefetch} + {_FILES_PER_WORKER})", workers * each)],
+        [
+            (
+                f"num_workers={workers} x ({_FILES_PER_BATCH} x prefetch_factor={prefetch} + {_FILES_PER_WORKER})",
+                workers * each,
+            )
+        ],
     )
 
 
@@ -154,10 +176,14 @@ def _pinned_bytes(settings: FeedSettings, size: int) -> int:
     return sum(1 << (tensor - 1).bit_length() for tensor in (images, labels))
 
 
-def _over(terms: _Terms, taken: int, allowed: float, show: Callable[[int], str] = shown) -> str | None:
+def _over(
+    terms: _Terms, taken: int, allowed: float, show: Callable[[int], str] = shown
+) -> str | None:
     """The sum of ``terms`` in words where, with what is ``taken``, it is more than ``allowed``; of nothing, nothing is."""
     own = sum(amount for _, amount in terms)
     if own == 0 or own + taken <= allowed:
         return None
-    parts = [text for text, amount in terms if amount] + ([f"{show(taken)} of the other feed"] if taken else [])
+    parts = [text for text, amount in terms if amount] + (
+        [f"{show(taken)} of the other feed"] if taken else []
+    )
     return f"{' + '.join(parts)} = {show(own + taken)}"

@@ -15,7 +15,23 @@ from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.watch.figures import StepRun
 
-_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.2, 2.18, 2.16, 2.14, 2.13)  # Student's t, from 1 degree
+_T95 = (
+    12.71,
+    4.30,
+    3.18,
+    2.78,
+    2.57,
+    2.45,
+    2.36,
+    2.31,
+    2.26,
+    2.23,
+    2.2,
+    2.18,
+    2.16,
+    2.14,
+    2.13,
+)  # Student's t, from 1 degree
 # two rates off by so much look alike from no waiting to waiting half of the time: (1 - 0.3) / (1 + 0.3) = 0.54
 _UNEVEN = 0.3
 MOSTLY = 0.9  # of the time: steps that wait longer are too short besides to tell their own speed
@@ -41,7 +57,9 @@ class Rate:
         if len(count) < 2:
             return cls(mean, 0.0, math.inf)
         residual = count - mean * spent
-        error = math.sqrt(float((residual**2).sum()) * len(count) / (len(count) - 1)) / float(spent.sum())
+        error = math.sqrt(float((residual**2).sum()) * len(count) / (len(count) - 1)) / float(
+            spent.sum()
+        )
         half = (_T95[len(count) - 2] if len(count) - 2 < len(_T95) else 1.96) * error
         return cls(mean, max(0.0, mean - half), mean + half)
 
@@ -55,7 +73,9 @@ class Rate:
         """The median block's rate, and the interval that order statistics give it: a few slow blocks change nothing."""
         rates = np.sort(np.asarray(images, float) / np.asarray(seconds, float))
         n = len(rates)
-        beyond = max(0, math.floor((n - 1.96 * math.sqrt(n)) / 2))  # blocks on each side that lie outside of it
+        beyond = max(
+            0, math.floor((n - 1.96 * math.sqrt(n)) / 2)
+        )  # blocks on each side that lie outside of it
         return cls(float(np.median(rates)), float(rates[beyond]), float(rates[n - 1 - beyond]))
 
     @property
@@ -70,7 +90,11 @@ class Rate:
 
     def __str__(self) -> str:
         if self.low == self.high:
-            return f"about {self.images_per_s:.3g}" if self.images_per_s < 100 else f"about {self.images_per_s:.0f}"
+            return (
+                f"about {self.images_per_s:.3g}"
+                if self.images_per_s < 100
+                else f"about {self.images_per_s:.0f}"
+            )
         mean = f"{self.images_per_s:.3g}" if self.images_per_s < 100 else f"{self.images_per_s:.0f}"
         return mean + (f" ±{self.half_width:.0%}" if math.isfinite(self.half_width) else "")
 
@@ -120,7 +144,11 @@ class Trial:
     @property
     def working(self) -> float:
         """Images/s of the steps but for their waits for data; 0 where there was no rate."""
-        return self.rate.images_per_s / (1 - min(MOSTLY, self.wait_fraction or 0.0)) if self.rate else 0.0
+        return (
+            self.rate.images_per_s / (1 - min(MOSTLY, self.wait_fraction or 0.0))
+            if self.rate
+            else 0.0
+        )
 
 
 class Trainee(Protocol):
@@ -185,7 +213,9 @@ class Probes(Protocol):
         """The validation feed's settings beside a training feed of ``train``."""
         ...
 
-    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+    def probe(
+        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
+    ) -> Feed:
         """An endless feed over samples that no probe has asked for, or ``again`` round those of the last ``saw``."""
         ...
 

@@ -59,7 +59,9 @@ def _cause(report: TuningReport, total: Window) -> str:
     batch = report.settings.batch_size
     if report.demand is not None and total.compute_ms is not None:
         was_ms = batch / report.demand.images_per_s * 1e3
-        is_ms = total.compute_ms.median + (total.prepare_ms.median if total.prepare_ms else 0.0)  # both are what a step takes
+        is_ms = total.compute_ms.median + (
+            total.prepare_ms.median if total.prepare_ms else 0.0
+        )  # both are what a step takes
         if is_ms < (1 - _CHANGED) * was_ms:
             return f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
     expected = report.after.images_per_s

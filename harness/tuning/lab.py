@@ -49,7 +49,9 @@ class Lab:
     _sample_s: float = 0.0  # the longest mean of a probe
     _start_s: float = 0.0  # of as many workers as there are cores, the longest that was seen
     _seen: int = 0  # batches of the last probe on samples of its own
-    _batch_bytes: dict[int, int] = field(default_factory=dict)  # by batch size, where only loading one tells
+    _batch_bytes: dict[int, int] = field(
+        default_factory=dict
+    )  # by batch size, where only loading one tells
 
     def attempt(self, ask: Ask) -> Trial:
         """What came of one measurement: the slowest rank's figures.
@@ -77,10 +79,14 @@ class Lab:
         for _, where in outcomes:
             if where is not None:
                 raise BadSample(*where)
-        return min((trial for trial, _ in outcomes), key=lambda t: t.rate.images_per_s if t.rate else -1.0)
+        return min(
+            (trial for trial, _ in outcomes), key=lambda t: t.rate.images_per_s if t.rate else -1.0
+        )
 
     def demand(
-        self, limit_s: float, rate: Callable[[Sequence[float], Sequence[float]], Rate] = Rate.typical
+        self,
+        limit_s: float,
+        rate: Callable[[Sequence[float], Sequence[float]], Rate] = Rate.typical,
     ) -> tuple[Rate, float] | None:
         """Images/s of the step on the slowest rank, and its processor seconds per image; None without any batch.
 
@@ -106,7 +112,9 @@ class Lab:
             return False
         pays = self.refusal(dataclasses.replace(own, pin_memory=True)) is None
         try:
-            pageable_s, pinned_s = probe.measure_copies(self.batch.images, self.trainee.device) if pays else (0.0, 0.0)
+            pageable_s, pinned_s = (
+                probe.measure_copies(self.batch.images, self.trainee.device) if pays else (0.0, 0.0)
+            )
         except RuntimeError:  # no room for page-locked memory
             pays = False
         return self.ranks.smallest(float(pays and pinned_s < (1 - _PIN_GAIN) * pageable_s)) > 0
@@ -114,7 +122,9 @@ class Lab:
     def refusal(self, settings: FeedSettings) -> str | None:
         """Why ``settings`` cannot fit, with the arithmetic, or None."""
         held = self.probes.held_bytes(settings)
-        return capacity.refusal(settings, self.batch_bytes(settings), self.worker_bytes, self.limits, held_bytes=held)
+        return capacity.refusal(
+            settings, self.batch_bytes(settings), self.worker_bytes, self.limits, held_bytes=held
+        )
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         """Bytes of one batch's tensors, where they are known."""
@@ -131,7 +141,9 @@ class Lab:
             gauge = Gauge(ask.settings.num_workers)
         except (OSError, RuntimeError) as error:
             raise LoaderError(f"no shared memory for counting: {error}") from error
-        again = ask.settings.num_workers == 0 and self._seen > 0  # none of these hangs this process, and none is to be decoded
+        again = (
+            ask.settings.num_workers == 0 and self._seen > 0
+        )  # none of these hangs this process, and none is to be decoded
         feed = self.probes.probe(self._patient(ask.settings), gauge, again=again)
         until = probe.Until(
             ask.limit_s,
@@ -146,10 +158,14 @@ class Lab:
             self._seen = found.batches
             self.probes.saw(found.batches)
         memory = self.memory_bytes(ask.settings)
-        return Trial(ask.settings, "supply", found.rate, found.images, cost=found.cost, memory_bytes=memory)
+        return Trial(
+            ask.settings, "supply", found.rate, found.images, cost=found.cost, memory_bytes=memory
+        )
 
     def _steps(self, ask: Ask) -> Trial:
-        in_process = ask.settings.num_workers == 0  # these samples have come from workers: none of them hangs this process
+        in_process = (
+            ask.settings.num_workers == 0
+        )  # these samples have come from workers: none of them hangs this process
         feed = self.probes.probe(self._patient(ask.settings), again=in_process)
         try:
             run = self.trainee.deliver(feed, in_flight(ask.settings), ask.limit_s)
@@ -157,20 +173,33 @@ class Lab:
             feed.close()
         if not run.images:
             raise LoaderError("refused on another rank")
-        bursts = ask.settings.num_workers if ask.settings.backend == PROCESSES else 1  # of a batch from each worker
+        bursts = (
+            ask.settings.num_workers if ask.settings.backend == PROCESSES else 1
+        )  # of a batch from each worker
         memory = self.memory_bytes(ask.settings)
         rate = _rate(run, max(1, bursts))
-        return Trial(ask.settings, "steps", rate, sum(run.images), wait_fraction=run.stall_fraction, memory_bytes=memory)
+        return Trial(
+            ask.settings,
+            "steps",
+            rate,
+            sum(run.images),
+            wait_fraction=run.stall_fraction,
+            memory_bytes=memory,
+        )
 
     def _passes(self, ask: Ask) -> Trial:
         settings = self._patient(ask.settings)
-        images, seconds = probe.measure_passes(lambda: self.probes.probe(settings), PASSES, PASS_BATCHES)
+        images, seconds = probe.measure_passes(
+            lambda: self.probes.probe(settings), PASSES, PASS_BATCHES
+        )
         return Trial(ask.settings, "supply", Rate.of([images], [seconds]), images)
 
     def _learn(self, found: probe.Supply, workers: int) -> None:
         seen = int(-self.ranks.smallest(-found.worker_bytes))
         if seen:
-            self.worker_bytes = seen if self.worker_bytes == _WORKER_BYTES else max(self.worker_bytes, seen)
+            self.worker_bytes = (
+                seen if self.worker_bytes == _WORKER_BYTES else max(self.worker_bytes, seen)
+            )
         self._sample_s = max(self._sample_s, found.cost.wall_s)
         if workers:
             self._start_s = max(self._start_s, found.first_s / self._turns(workers))
@@ -182,7 +211,9 @@ class Lab:
     def _patient(self, settings: FeedSettings) -> FeedSettings:
         """``settings`` that wait for a batch as long as workers took to start and three batches to be made, at the slowest."""
         wait_s = 3 * settings.batch_size * self._sample_s if self._sample_s else 2 * probe.STUCK_S
-        return dataclasses.replace(settings, timeout_s=self._starting_s(settings) + wait_s + probe.STUCK_S)
+        return dataclasses.replace(
+            settings, timeout_s=self._starting_s(settings) + wait_s + probe.STUCK_S
+        )
 
     def _starting_s(self, settings: FeedSettings) -> float:
         """Seconds that the workers may take to start: as long as was seen, for each time that the cores have to start some."""
@@ -196,7 +227,11 @@ class Lab:
 
 def _symptom(text: str) -> str:
     """The text of a LoaderError, less advice on settings that are the probe's own."""
-    return "no batch came: the workers hang, or the storage does" if "loader.timeout_s" in text else text
+    return (
+        "no batch came: the workers hang, or the storage does"
+        if "loader.timeout_s" in text
+        else text
+    )
 
 
 def _rate(run: StepRun, cycle: int) -> Rate:
@@ -206,4 +241,7 @@ def _rate(run: StepRun, cycle: int) -> Rate:
     skip = len(run.images) % cycle
     size = cycle * -(-max(1, len(run.images) // cycle) // _BLOCKS)
     blocks = range(skip, len(run.images), size)
-    return Rate.of([sum(run.images[i : i + size]) for i in blocks], [sum(run.seconds[i : i + size]) for i in blocks])
+    return Rate.of(
+        [sum(run.images[i : i + size]) for i in blocks],
+        [sum(run.seconds[i : i + size]) for i in blocks],
+    )

@@ -32,7 +32,13 @@ Step = Callable[[Any], object]
 _WARM_UP_STEPS = 3
 _GROUPS = 20
 _COPIES = 16
-_NO_ROOM = ("No space left", "Too many open files", "Cannot allocate memory", "unable to open shared memory", "MemoryError")
+_NO_ROOM = (
+    "No space left",
+    "Too many open files",
+    "Cannot allocate memory",
+    "unable to open shared memory",
+    "MemoryError",
+)
 
 
 def tune(
@@ -72,11 +78,19 @@ def tune(
         ValueError: there are fewer samples than one batch takes.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError(f"dataset: {type(dataset).__name__} is not map-style; tune() needs __len__ and __getitem__")
+        raise TypeError(
+            f"dataset: {type(dataset).__name__} is not map-style; tune() needs __len__ and __getitem__"
+        )
     if len(dataset) < batch_size:
         raise ValueError(f"batch_size={batch_size}: the data set has only {len(dataset)} samples")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        raise RuntimeError("tune() works in one process; call it in a run of its own, and give its answer to all ranks")
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise RuntimeError(
+            "tune() works in one process; call it in a run of its own, and give its answer to all ranks"
+        )
     method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
     own = FeedSettings(
         batch_size=batch_size,
@@ -88,8 +102,17 @@ def tune(
         start_method=method,
     )
     probes = _Probes(dataset, collate_fn, worker_init_fn)
-    trainee = _Trainee(probes, step, state, _device_of(state) if device is None else torch.device(device))
-    return tune_probes(probes, trainee, own, config or TunerConfig(), limits.measure(), World(0, 1, 0, 1, trainee.device))
+    trainee = _Trainee(
+        probes, step, state, _device_of(state) if device is None else torch.device(device)
+    )
+    return tune_probes(
+        probes,
+        trainee,
+        own,
+        config or TunerConfig(),
+        limits.measure(),
+        World(0, 1, 0, 1, trainee.device),
+    )
 
 
 class _Probes:
@@ -98,7 +121,10 @@ class _Probes:
     forms = ("processes",)
 
     def __init__(
-        self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any], worker_init_fn: Callable[[int], None] | None
+        self,
+        dataset: Dataset[Any],
+        collate_fn: Callable[[list[Any]], Any],
+        worker_init_fn: Callable[[int], None] | None,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
@@ -117,7 +143,9 @@ class _Probes:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return train
 
-    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+    def probe(
+        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
+    ) -> Feed:
         order = Order(self._length, settings.batch_size, drop_last=True)
         self._batches = len(order)
         if not again:
@@ -134,7 +162,9 @@ class _Probes:
 class _Feed(ProcessFeed):
     """The ``processes`` form with the caller's samples; gives the first tensor of each batch as its images."""
 
-    def __init__(self, probes: _Probes, order: ProbeOrder, settings: FeedSettings, gauge: Gauge | None) -> None:
+    def __init__(
+        self, probes: _Probes, order: ProbeOrder, settings: FeedSettings, gauge: Gauge | None
+    ) -> None:
         super().__init__(probes.dataset, order, settings)  # type: ignore[arg-type]  # never filled from
         self._probes = probes
         self._gauge = gauge
@@ -147,13 +177,19 @@ class _Feed(ProcessFeed):
                 if batch is not None:
                     self._probes.last = batch
                     first = next(_tensors(batch), torch.empty(size, 0))
-                    batch = HostBatch(first, torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
+                    batch = HostBatch(
+                        first,
+                        torch.zeros(size, dtype=torch.int64),
+                        torch.zeros(size, dtype=torch.int64),
+                    )
                 yield batch
         except Exception as error:
             text = f"{error}".strip()
             if self.settings.num_workers == 0:
                 raise BadSample("the data set", f"{type(error).__name__}: {text}") from error
-            if not text.startswith("Caught "):  # torch's own: a worker died, or no batch came in time
+            if not text.startswith(
+                "Caught "
+            ):  # torch's own: a worker died, or no batch came in time
                 raise
             if any(symptom in text for symptom in _NO_ROOM):
                 raise LoaderError(text.splitlines()[-1]) from error
@@ -197,7 +233,9 @@ class _Indices:
 class _Trainee:
     """The caller's step."""
 
-    def __init__(self, probes: _Probes, step: Step, state: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, probes: _Probes, step: Step, state: Sequence[Any], device: torch.device
+    ) -> None:
         self._probes = probes
         self._step = step
         self._state = state
@@ -205,7 +243,9 @@ class _Trainee:
         self._own = accelerator.of(device)
         self._now = self._own.now
         self._lead = Lead(self._own, self._now) if self._own.has_streams else None
-        self.overlaps = self._own.has_streams  # a plain loop on a CPU loads while its step does not run
+        self.overlaps = (
+            self._own.has_streams
+        )  # a plain loop on a CPU loads while its step does not run
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -213,7 +253,9 @@ class _Trainee:
         try:
             for part in self._state:
                 for group in part.param_groups if isinstance(part, Optimizer) else ():
-                    group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+                    group["lr"] = (
+                        torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+                    )
             yield
         finally:
             snapshot.restore()
@@ -270,7 +312,12 @@ class _Trainee:
         return StepRun(images, seconds, (window.stall_fraction or 0.0) if window else 0.0, cpu_s)
 
     def _stretch(
-        self, batches: Iterator[HostBatch], clock: StepClock, least: int, most: int | None, limit_s: float
+        self,
+        batches: Iterator[HostBatch],
+        clock: StepClock,
+        least: int,
+        most: int | None,
+        limit_s: float,
     ) -> list[tuple[int, float]]:
         done: list[tuple[int, float]] = []
         begin = end = self._now()
@@ -298,7 +345,11 @@ def _device_of(state: Sequence[Any]) -> torch.device:
         if isinstance(part, nn.Module):
             groups: list[Any] = [list(part.parameters())]
         else:
-            groups = [group["params"] for group in part.param_groups] if isinstance(part, Optimizer) else []
+            groups = (
+                [group["params"] for group in part.param_groups]
+                if isinstance(part, Optimizer)
+                else []
+            )
         for parameter in (parameter for group in groups for parameter in group):
             return torch.device(parameter.device)
     return torch.device("cpu")

@@ -86,7 +86,9 @@ class Policy:
         # a sample's time when the number was set, and periods since the start
         self._sample_s = math.inf
         self._seen = 0
-        self._tried: tuple[int, Period] | None = None  # what there was before a try that is not judged
+        self._tried: tuple[int, Period] | None = (
+            None  # what there was before a try that is not judged
+        )
         # a sample's time at the last try in vain, and periods to go
         self._vain_s = 0.0
         self._rest = 0
@@ -106,7 +108,10 @@ class Policy:
         if self._tried is not None:
             threads, before = self._tried
             self._tried = None
-            if period.images_per_s < (_GAIN if threads < self.threads else _LOSS) * before.images_per_s:
+            if (
+                period.images_per_s
+                < (_GAIN if threads < self.threads else _LOSS) * before.images_per_s
+            ):
                 rates = f"{self.threads} gave {period.images_per_s:.0f} images/s, {threads} gave {before.images_per_s:.0f}"
                 self._vain_s = before.wall_s
                 self._rest = self._next_rest
@@ -135,12 +140,16 @@ class Policy:
             return self.threads, ""
         if period.wall_s * _OTHER < self._sample_s:
             fewer = wanted if wanted < self.threads else self._fewest
-            return min(self.threads, max(fewer, self._fewest)), f"{now} instead of {self._sample_s * 1e3:.2g}"
+            return min(
+                self.threads, max(fewer, self._fewest)
+            ), f"{now} instead of {self._sample_s * 1e3:.2g}"
         at_work = period.images_per_s * period.wall_s >= _AT_WORK * self.threads
         full = period.images_per_s >= BUSY * model.roofline or period.busy >= _FULL
         if period.stall <= 1 - FED or not at_work or full:
             return self.threads, ""
-        return max(self.threads, wanted), f"Training waited for data {period.stall:.0%} of the time. {now}"
+        return max(
+            self.threads, wanted
+        ), f"Training waited for data {period.stall:.0%} of the time. {now}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +202,15 @@ class Live:
         self._before_sample_s = 0.0
         self._cpu_now = cpu_now
         self._machine_now = machine_now
-        room = first.settings.batch_size * (1 + (first.settings.prefetch_factor or 0))  # samples in the making at once
+        room = first.settings.batch_size * (
+            1 + (first.settings.prefetch_factor or 0)
+        )  # samples in the making at once
         self._policy = Policy(first.settings.num_workers, cores, min(most, room))
         self._step = step
         self._step_cpu_s = 0.0
-        self._pure = True  # nothing but steps since the last period, so that the processor time is theirs
+        self._pure = (
+            True  # nothing but steps since the last period, so that the processor time is theirs
+        )
         self._begin()
 
     @property
@@ -223,7 +236,11 @@ class Live:
         self._steps = self._images = 0
         self._seconds = self._stalled_s = 0.0
         self._pure = True
-        self._worked, self._began_cpu_s, self._machine_s = self._meter.read(), self._cpu_now(), self._machine_now()
+        self._worked, self._began_cpu_s, self._machine_s = (
+            self._meter.read(),
+            self._cpu_now(),
+            self._machine_now(),
+        )
 
     def _period(self) -> Period | None:
         worked = self._meter.read().since(self._worked)
@@ -232,8 +249,12 @@ class Live:
         loading_s = sum(cost.cpu_s for cost in worked.stages.values())
         busy = 0.0
         if self._pure:
-            self._step_cpu_s = max(0.0, self._cpu_now() - self._began_cpu_s - loading_s) / self._images
-            total_s, busy_s = (now - then for now, then in zip(self._machine_now(), self._machine_s, strict=True))
+            self._step_cpu_s = (
+                max(0.0, self._cpu_now() - self._began_cpu_s - loading_s) / self._images
+            )
+            total_s, busy_s = (
+                now - then for now, then in zip(self._machine_now(), self._machine_s, strict=True)
+            )
             busy = busy_s / total_s if total_s > 0 else 0.0
         return Period(
             images_per_s=self._images / self._seconds,
@@ -261,5 +282,9 @@ class Live:
         if self._before is None:
             self._before = period.images_per_s
             self._before_sample_s = period.wall_s
-        self.changes.append(Change(self._step, started, before, period.images_per_s, self._policy.reason))
-        say(f"Step {self._step}: {started} threads load instead of {before}. {self._policy.reason}.")
+        self.changes.append(
+            Change(self._step, started, before, period.images_per_s, self._policy.reason)
+        )
+        say(
+            f"Step {self._step}: {started} threads load instead of {before}. {self._policy.reason}."
+        )

@@ -21,7 +21,9 @@ FED = 0.95  # delivered over demand with which there is nothing to gain
 _GAIN = 0.05  # what a costlier setting must deliver more than the user's own
 _FAR = 1.5  # times as much: no disturbance
 _LESS = 0.03  # and what a cheaper one may deliver less than the best
-_WAITING = 0.8  # on a processor for less of its time, a sample waits: for storage, or for the interpreter
+_WAITING = (
+    0.8  # on a processor for less of its time, a sample waits: for storage, or for the interpreter
+)
 _LONG_STEP_S = 0.25  # beside a step that takes longer, what threads share with it is nothing
 # standard deviation of a batch's time, over its mean and in seconds: no short run can judge
 _UNEVEN = 0.3
@@ -128,9 +130,15 @@ class Look:
         for form in sorted(self.problem.forms, key=lambda form: form != ARRAYS):
             if not self.complete:  # one that needs less time to be tried is not to win by that
                 return
-            if form == self.form or self._is_fed(self._best()) or (form == PROCESSES and self._processors_are_full()):
+            if (
+                form == self.form
+                or self._is_fed(self._best())
+                or (form == PROCESSES and self._processors_are_full())
+            ):
                 continue
-            yield from self._tried(with_workers(self._base(form), self._wanted(form)), beside=form != PROCESSES)
+            yield from self._tried(
+                with_workers(self._base(form), self._wanted(form)), beside=form != PROCESSES
+            )
 
     def _tried(self, settings: FeedSettings, *, beside: bool) -> Asking:
         """What ``settings`` give alone, and ``beside`` real steps, which may be slower there, if they would be the best."""
@@ -162,8 +170,14 @@ class Look:
         takes_s = _STEPS_TAKE_S if steps else _SUPPLY_TAKES_S
         if not self._has(takes_s):
             self.complete = False
-            return chosen if self._got(chosen).images_per_s >= _FAR * self._got(have).images_per_s else have
-        yield from self._measure(self._ask_steps(have) if steps else self._ask_supply(have), takes_s, again=True)
+            return (
+                chosen
+                if self._got(chosen).images_per_s >= _FAR * self._got(have).images_per_s
+                else have
+            )
+        yield from self._measure(
+            self._ask_steps(have) if steps else self._ask_supply(have), takes_s, again=True
+        )
         return self._best()
 
     def _enough(self, model: Model, got: float) -> int:
@@ -174,31 +188,52 @@ class Look:
     # What follows from it
 
     def _of(self, kind: str, settings: FeedSettings | None = None) -> list[Trial]:
-        return [t for t in self.trials if t.kind == kind and t.rate and (settings is None or t.settings == settings)]
+        return [
+            t
+            for t in self.trials
+            if t.kind == kind and t.rate and (settings is None or t.settings == settings)
+        ]
 
     def _refused(self, settings: FeedSettings) -> bool:
-        return any(t.refused for t in self.trials if t.settings == settings) or self.problem.fits(settings) is not None
+        return (
+            any(t.refused for t in self.trials if t.settings == settings)
+            or self.problem.fits(settings) is not None
+        )
 
     def _base(self, form: str) -> FeedSettings:
         """The user's settings in ``form``, pinned if that pays, with as many batches in flight as fit with one worker."""
-        base = dataclasses.replace(in_form(self.problem.own, form), pin_memory=self.problem.pin_memory)
+        base = dataclasses.replace(
+            in_form(self.problem.own, form), pin_memory=self.problem.pin_memory
+        )
         depth = 2 if self._refused(self.problem.own) else base.prefetch_factor or 2
-        fitting = (k for k in range(depth, 1, -1) if self.problem.fits(with_workers(base, 1, k)) is None)
-        return base if form == ARRAYS else dataclasses.replace(base, prefetch_factor=next(fitting, 1))
+        fitting = (
+            k for k in range(depth, 1, -1) if self.problem.fits(with_workers(base, 1, k)) is None
+        )
+        return (
+            base if form == ARRAYS else dataclasses.replace(base, prefetch_factor=next(fitting, 1))
+        )
 
     def _first(self) -> FeedSettings:
         """The user's own setting; where it does not work or fit, that of the probe, or as many workers of its as fit."""
         probed = self.problem.calibration[-1].settings
-        fitting = with_workers(self._base(self.form), min(probed.num_workers, self._most(self.form)))
+        fitting = with_workers(
+            self._base(self.form), min(probed.num_workers, self._most(self.form))
+        )
         return next((s for s in (self.problem.own, probed) if not self._refused(s)), fitting)
 
     def _most(self, form: str) -> int:
         """The most workers that may be tried and that fit; at least 1."""
         base = self._base(form)
         # what was refused before it ran is for ``fits`` to say
-        failed = [t.settings.num_workers for t in self.trials if t.refused and t.seconds and t.settings.backend == form]
+        failed = [
+            t.settings.num_workers
+            for t in self.trials
+            if t.refused and t.seconds and t.settings.backend == form
+        ]
         top = min([self.problem.most, *(n - 1 for n in failed)])
-        return next((n for n in range(top, 1, -1) if self.problem.fits(with_workers(base, n)) is None), 1)
+        return next(
+            (n for n in range(top, 1, -1) if self.problem.fits(with_workers(base, n)) is None), 1
+        )
 
     def _wanted(self, form: str) -> int:
         """The workers of ``form`` that demand asks for by the model, or that fill the processors."""
@@ -212,17 +247,26 @@ class Look:
         model = self.models.get(settings.backend)
         if model is None or self._refused(settings):
             return Rate.exactly(0.0)
-        supply = sorted(trial.rate.images_per_s for trial in self._of("supply", settings) if trial.rate)[-1:]
+        supply = sorted(
+            trial.rate.images_per_s for trial in self._of("supply", settings) if trial.rate
+        )[-1:]
         seen = [trial for trial in self._of("steps") if trial.settings.backend == settings.backend]
         pace = [trial.working for trial in seen]
         # no fewer workers give more
-        more = [t.rate.images_per_s for t in seen if t.rate and t.settings.num_workers >= settings.num_workers]
+        more = [
+            t.rate.images_per_s
+            for t in seen
+            if t.rate and t.settings.num_workers >= settings.num_workers
+        ]
         return Rate.exactly(min([model.delivered(settings.num_workers), *supply, *pace, *more]))
 
     def _suffices(self, settings: FeedSettings) -> bool:
         """Whether the loader alone gives what steps take; the processors may still be too few for both."""
         supply = [trial.rate.images_per_s for trial in self._of("supply", settings) if trial.rate]
-        return max(supply, default=self._got(settings).images_per_s) >= FED * self.problem.demand.images_per_s
+        return (
+            max(supply, default=self._got(settings).images_per_s)
+            >= FED * self.problem.demand.images_per_s
+        )
 
     def _is_fed(self, settings: FeedSettings) -> bool:
         return self._got(settings).images_per_s >= FED * self.problem.demand.images_per_s
@@ -233,7 +277,10 @@ class Look:
     def _samples_wait(self) -> bool:
         """Whether a sample spends much of its time on no processor, so that it may take one worker alone less."""
         cost = self.models[self.form].cost
-        return cost.cpu_s < _WAITING * cost.wall_s and self.problem.calibration[-1].settings.num_workers > 1
+        return (
+            cost.cpu_s < _WAITING * cost.wall_s
+            and self.problem.calibration[-1].settings.num_workers > 1
+        )
 
     def _processors_are_full(self) -> bool:
         return self._got(self._best()).images_per_s >= BUSY * self.models[self.form].roofline
@@ -252,7 +299,11 @@ class Look:
         enough = min(model.workers_for(_SPARE * model.reachable), self._most(self.form))
         workers = max(enough, min(self.have.num_workers, self._most(self.form)))
         depth = max(DEEP.get(self.form, 2), self.have.prefetch_factor or 0)
-        fitting = (k for k in range(depth, 1, -1) if self.problem.fits(with_workers(base, workers, k)) is None)
+        fitting = (
+            k
+            for k in range(depth, 1, -1)
+            if self.problem.fits(with_workers(base, workers, k)) is None
+        )
         return with_workers(base, workers, next(fitting, 1))
 
     def _best(self, *, unseen: bool = False) -> FeedSettings:
@@ -265,7 +316,9 @@ class Look:
         demand = self.problem.demand.images_per_s
         rates = {have: min(demand, self._got(have).images_per_s)}
         for settings in dict.fromkeys(trial.settings for trial in self.trials if trial.rate):
-            counts = unseen or settings.backend in (have.backend, PROCESSES) or self._steps_are_long()
+            counts = (
+                unseen or settings.backend in (have.backend, PROCESSES) or self._steps_are_long()
+            )
             rate = min(demand, self._got(settings).images_per_s)
             pays = cost_of(settings) <= cost_of(have) or rate >= (1 + _GAIN) * rates[have]
             if (counts or self._of("steps", settings)) and pays and not self._refused(settings):
@@ -292,7 +345,9 @@ class Look:
     def _waits(self, settings: FeedSettings, got: Rate) -> float:
         """The share of the time that steps wait for data."""
         runs = [t.wait_fraction for t in self._of("steps", settings) if t.wait_fraction is not None]
-        return min(runs) if runs else max(0.0, 1 - got.images_per_s / self.problem.demand.images_per_s)
+        return (
+            min(runs) if runs else max(0.0, 1 - got.images_per_s / self.problem.demand.images_per_s)
+        )
 
     def _reason(self, chosen: FeedSettings) -> str:
         model = self.models.get(chosen.backend) or self.models[self.form]
@@ -301,7 +356,9 @@ class Look:
         who = "the trainer" if chosen.backend == ARRAYS else "a worker"
         each = f"A sample takes {who} {wall_s * 1e3:.2g} ms, {min(1.0, cpu_s / wall_s):.0%} of it on a processor"
         if not self.complete:
-            return f"{each}. The time was over before more could be tried (tuner.budget_s gives more)"
+            return (
+                f"{each}. The time was over before more could be tried (tuner.budget_s gives more)"
+            )
         if self._is_uneven():
             return f"{each}, and a few take far longer: more batches are kept ahead"
         if len(self.trials) == len(self.problem.calibration):

@@ -22,9 +22,20 @@ from harness.runtime.limits import Limits
 from harness.watch.host import environment
 
 _MAX_AGE_S = 30 * 24 * 3600.0
-_SOURCES = ("data", "feed", "tuning")  # rooms whose code decides what a sample costs, and what is chosen
+_SOURCES = (
+    "data",
+    "feed",
+    "tuning",
+)  # rooms whose code decides what a sample costs, and what is chosen
 _SETTINGS = {  # those that decide what a sample or a step costs, besides all of augment and tuner
-    "data": ("image_size", "eval_resize", "exif_orientation", "cache", "cache_gb", "cache_max_side"),
+    "data": (
+        "image_size",
+        "eval_resize",
+        "exif_orientation",
+        "cache",
+        "cache_gb",
+        "cache_max_side",
+    ),
     "loader": ("backend", "batch_size", "start_method", "device_prefetch"),
     "model": ("name",),
     "optim": ("name",),
@@ -43,7 +54,9 @@ class Memory:
     def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
         text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
         self.fingerprint = json.loads(text)  # as it comes back from a file
-        self.path = (folder or cache_root() / "tuning") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        self.path = (
+            folder or cache_root() / "tuning"
+        ) / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         self._warned = False
 
     def recall(self, read: Callable[[Any], Any], now: Callable[[], float] = time.time) -> Any:
@@ -55,7 +68,9 @@ class Memory:
             entry = read_json(self.path)
             if entry["fingerprint"] != self.fingerprint:
                 raise ValueError("of another run")
-            if abs(now() - typed(float, entry["saved_at"])) > _MAX_AGE_S:  # from the future too: a clock was wrong
+            if (
+                abs(now() - typed(float, entry["saved_at"])) > _MAX_AGE_S
+            ):  # from the future too: a clock was wrong
                 return None
             return read(entry["answer"])
         except FileNotFoundError:
@@ -67,7 +82,9 @@ class Memory:
 
     def keep(self, answer: Mapping[str, Any]) -> None:
         """Remember ``answer``, which holds what JSON can, in place of any before it."""
-        text = json.dumps({"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": answer}, indent=1)
+        text = json.dumps(
+            {"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": answer}, indent=1
+        )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, text.encode())
@@ -103,12 +120,21 @@ class Memory:
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            _log.warning("%s: %s; tuning is not remembered; set WELLFED_CACHE", self.path.parent, error.strerror or error)
+            _log.warning(
+                "%s: %s; tuning is not remembered; set WELLFED_CACHE",
+                self.path.parent,
+                error.strerror or error,
+            )
         self._warned = True
 
 
 def fingerprint(
-    config: Config, data_identity: Mapping[str, Any], limits: Limits, world_size: int, local_size: int, device_name: str
+    config: Config,
+    data_identity: Mapping[str, Any],
+    limits: Limits,
+    world_size: int,
+    local_size: int,
+    device_name: str,
 ) -> dict[str, Any]:
     """All that decides which loader settings are best, as plain values.
 
@@ -125,13 +151,21 @@ def fingerprint(
     import torch
 
     plain = to_plain(config)
-    settings = {f"{group}.{name}": plain[group][name] for group, names in _SETTINGS.items() for name in names}
+    settings = {
+        f"{group}.{name}": plain[group][name]
+        for group, names in _SETTINGS.items()
+        for name in names
+    }
     tuner = {name: value for name, value in plain["tuner"].items() if name not in ("fresh", "live")}
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "packages": {name: metadata.version(name) for name in ("numpy", "pillow", "simplejpeg")},
         "sources": _sources(),
-        "own": [parts.digest(name) for name in (config.data.name, config.model.name) if parts.is_own(name)],
+        "own": [
+            parts.digest(name)
+            for name in (config.data.name, config.model.name)
+            if parts.is_own(name)
+        ],
         "ranks": [world_size, local_size],
         "threads": torch.get_num_threads(),
         "data": dict(data_identity),

@@ -100,7 +100,9 @@ def measure_supply(
                 continue
             over = -1.0 if failure else float(meter.look(now()))
             looked = now()
-            if (agreed := ranks.smallest(over)) != 0:  # every rank comes here equally often, whatever its own feed does
+            if (
+                agreed := ranks.smallest(over)
+            ) != 0:  # every rank comes here equally often, whatever its own feed does
                 break
         if failure is not None:
             raise failure
@@ -151,7 +153,9 @@ class _Meter:
     batches: int = 0
     last: HostBatch | None = None
     began: float | None = None  # when every worker had moved, or all were seen to be at work
-    seen: tuple[float, int] | None = None  # when a sample was last seen to be done, and how many were
+    seen: tuple[float, int] | None = (
+        None  # when a sample was last seen to be done, and how many were
+    )
     first_s: float = 0.0
 
     @property
@@ -173,13 +177,17 @@ class _Meter:
         if at - self.seen[0] <= allowed_s:
             return None
         what = "sample" if samples == 0 else "further sample"
-        return LoaderError(f"no {what} within {allowed_s:g} s: the workers hang, or the storage does")
+        return LoaderError(
+            f"no {what} within {allowed_s:g} s: the workers hang, or the storage does"
+        )
 
     def look(self, at: float) -> bool:
         """Note how far the workers are; whether enough is known."""
         work = self.gauge.read()
         skipped = self.batches >= self.until.skip
-        full = self.batches > self.until.skip + in_flight(self.settings)  # what came before is no measure of the feed's speed
+        full = self.batches > self.until.skip + in_flight(
+            self.settings
+        )  # what came before is no measure of the feed's speed
         if self.began is None and (full or (skipped and work.moved >= self.workers)):
             self.began = at
         if self.began is None or not (full or self.points or at - self.began >= _QUEUE_S):
@@ -190,7 +198,9 @@ class _Meter:
         return self._enough(at - self.points[0][0])
 
     def _enough(self, elapsed_s: float) -> bool:
-        none = self.points[0][1].samples == self.points[-1][1].samples  # one may take longer than the limit
+        none = (
+            self.points[0][1].samples == self.points[-1][1].samples
+        )  # one may take longer than the limit
         if elapsed_s < min(_SHORTEST_S, self.until.limit_s) or len(self.points) < 3 or none:
             return False
         rate = self.rate()
@@ -210,7 +220,9 @@ class _Meter:
             if i and (at - times[edges[-1]] >= step * (1 - 1e-9) or i == len(times) - 1):
                 edges.append(i)
         pairs = list(itertools.pairwise(edges))
-        rate = Rate.of([samples[b] - samples[a] for a, b in pairs], [times[b] - times[a] for a, b in pairs])
+        rate = Rate.of(
+            [samples[b] - samples[a] for a, b in pairs], [times[b] - times[a] for a, b in pairs]
+        )
         cut = math.sqrt(self.workers) / (times[-1] - times[0])
         mean = rate.images_per_s
         return Rate(mean, max(0.0, min(rate.low, mean - cut)), max(rate.high, mean + cut))
@@ -225,10 +237,14 @@ class _Meter:
         variation = math.sqrt(max(0.0, square - wall**2)) / wall
         made = (last.cpu_s - first.cpu_s) / count
         receive = (self.cpu_s[-1] - self.cpu_s[0]) / count
-        if self.settings.backend != PROCESSES or self.settings.num_workers == 0:  # the samples are made in this process
+        if (
+            self.settings.backend != PROCESSES or self.settings.num_workers == 0
+        ):  # the samples are made in this process
             receive = max(0.0, receive - made)
         cost = SampleCost(wall, made, variation, receive)
-        return Supply(self.rate(), count, cost, worker_bytes, self.batches, _owned(self.last), self.first_s)
+        return Supply(
+            self.rate(), count, cost, worker_bytes, self.batches, _owned(self.last), self.first_s
+        )
 
 
 def _owned(batch: HostBatch | None) -> HostBatch | None:
@@ -236,11 +252,15 @@ def _owned(batch: HostBatch | None) -> HostBatch | None:
     return (
         None
         if batch is None
-        else batch._replace(images=batch.images.clone(), labels=batch.labels.clone(), indices=batch.indices.clone())
+        else batch._replace(
+            images=batch.images.clone(), labels=batch.labels.clone(), indices=batch.indices.clone()
+        )
     )
 
 
-def measure_passes(feed_of: Callable[[], Feed], passes: int, batches: int, now: Clock = time.perf_counter) -> tuple[int, float]:
+def measure_passes(
+    feed_of: Callable[[], Feed], passes: int, batches: int, now: Clock = time.perf_counter
+) -> tuple[int, float]:
     """Images and seconds of ``passes`` passes over ``batches`` batches each, as the tutorial times them: start-up included."""
     images = 0
     begin = now()
@@ -258,7 +278,9 @@ def measure_passes(feed_of: Callable[[], Feed], passes: int, batches: int, now: 
     return images, now() - begin
 
 
-def measure_copies(images: torch.Tensor, device: torch.device, repeats: int = 10) -> tuple[float, float]:
+def measure_copies(
+    images: torch.Tensor, device: torch.device, repeats: int = 10
+) -> tuple[float, float]:
     """Median seconds of a batch's copy to a CUDA device from pageable and from page-locked memory, in turn.
 
     Measured on the device, by events, as its own stream sees it: from pageable memory the driver first copies to a

@@ -94,15 +94,24 @@ class TuningReport:
         for name in ("batch_size", "num_workers", "prefetch_factor"):
             if (value := getattr(self.val, name)) != getattr(derived, name):
                 words[f"val.{name}"] = value
-        return " ".join(f"loader.{name}={str(value).lower()}" for name, value in words.items() if value is not None)
+        return " ".join(
+            f"loader.{name}={str(value).lower()}"
+            for name, value in words.items()
+            if value is not None
+        )
 
     @property
     def loader_arguments(self) -> dict[str, Any]:
         """The choice as keyword arguments of torch's ``DataLoader``."""
         own = self.settings
-        workers: dict[str, Any] = {"prefetch_factor": own.prefetch_factor, "persistent_workers": own.persistent_workers}
+        workers: dict[str, Any] = {
+            "prefetch_factor": own.prefetch_factor,
+            "persistent_workers": own.persistent_workers,
+        }
         counts = {"batch_size": own.batch_size, "num_workers": own.num_workers}
-        if own.start_method != get_all_start_methods()[0]:  # the first is what Python does by itself
+        if (
+            own.start_method != get_all_start_methods()[0]
+        ):  # the first is what Python does by itself
             workers["multiprocessing_context"] = own.start_method
         return {**counts, **(workers if own.num_workers else {}), "pin_memory": own.pin_memory}
 
@@ -123,20 +132,30 @@ class TuningReport:
             try:
                 self.write(folder)
             except OSError as error:
-                _log.warning("%s: %s; the run goes on without it", folder / "tuning.json", error.strerror or error)
+                _log.warning(
+                    "%s: %s; the run goes on without it",
+                    folder / "tuning.json",
+                    error.strerror or error,
+                )
         if board is not None:
             board.text("tuning", lines)
 
     def lines(self) -> list[str]:
         """The outcome: before and after, the sentence, how to get it again, what was refused."""
-        alone = "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
+        alone = (
+            "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
+        )
         return [
             self._title(),
             *self._sides(),
             self.sentence,
             f"the same without tuning: {self.override}",
             f"the same {alone}: {self.dataloader}",
-            *(f"refused {trial.settings}: {trial.refused}" for trial in self.trials if trial.refused),
+            *(
+                f"refused {trial.settings}: {trial.refused}"
+                for trial in self.trials
+                if trial.refused
+            ),
             *(f"note: {note}" for note in self.notes),
         ]
 
@@ -156,7 +175,9 @@ class TuningReport:
     def write(self, folder: Path) -> None:
         """Write everything as ``tuning.json``, whole or not at all."""
         whole = {**self.to_plain(), "override": self.override, "dataloader": self.dataloader}
-        write_whole(folder / "tuning.json", (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
+        write_whole(
+            folder / "tuning.json", (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
+        )
 
     def to_plain(self) -> dict[str, Any]:
         """Everything as JSON can hold it, an open end of an interval as None; ``files.typed`` is the inverse."""
@@ -166,12 +187,20 @@ class TuningReport:
         if self.reused:
             return f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
         spent = "" if self.complete else ", the time was over"
-        return f"tuner={self.search}: {len(self.trials)} measurements in {self.seconds:.1f} s{spent}"
+        return (
+            f"tuner={self.search}: {len(self.trials)} measurements in {self.seconds:.1f} s{spent}"
+        )
 
     def _sides(self) -> list[str]:
         what = "images/s" if self.demand else "images/s (loader alone)"
         rows = [
-            (name, _shown(side.images_per_s), _percent(side.wait_fraction), _size(side.memory_bytes), str(side.settings))
+            (
+                name,
+                _shown(side.images_per_s),
+                _percent(side.wait_fraction),
+                _size(side.memory_bytes),
+                str(side.settings),
+            )
             for name, side in (("before", self.before), ("after", self.after))
         ]
         return aligned(("", what, "waiting", "memory", "setting"), rows)

@@ -89,10 +89,16 @@ class Choice:
 Search = Generator[Ask, Trial, Choice]
 # batches ahead where samples are uneven: of all threads together, of each process
 DEEP = {THREADS: 16, PROCESSES: 4}
-_CHEAPEST = (ARRAYS, THREADS, PROCESSES)  # forms by what they take beside their workers: processes share no memory
+_CHEAPEST = (
+    ARRAYS,
+    THREADS,
+    PROCESSES,
+)  # forms by what they take beside their workers: processes share no memory
 
 
-def with_workers(settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None) -> FeedSettings:
+def with_workers(
+    settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None
+) -> FeedSettings:
     """``settings`` with another number of workers, kept alive between epochs, and what goes with it; arrays never have any."""
     if settings.backend == ARRAYS:
         return in_form(settings, ARRAYS)
@@ -100,7 +106,8 @@ def with_workers(settings: FeedSettings, num_workers: int, prefetch_factor: int 
         settings,
         num_workers=num_workers,
         prefetch_factor=(prefetch_factor or settings.prefetch_factor or 2) if num_workers else None,
-        persistent_workers=num_workers > 0 and (settings.persistent_workers or not settings.num_workers),
+        persistent_workers=num_workers > 0
+        and (settings.persistent_workers or not settings.num_workers),
     )
 
 
@@ -157,6 +164,10 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
                     yield from attempt(with_workers(base, near))
             break
     usable = [trial for trial in trials if trial.rate] or trials[:1]
-    chosen = min(usable, key=lambda t: (-t.rate.images_per_s if t.rate else 0.0, cost_of(t.settings)))
+    chosen = min(
+        usable, key=lambda t: (-t.rate.images_per_s if t.rate else 0.0, cost_of(t.settings))
+    )
     reason = "It is the fastest of those tried, start-up included. How fast the model is was not measured"
-    return Choice(chosen.settings, trials[0].rate, chosen.rate, reason=reason, complete=not enough())
+    return Choice(
+        chosen.settings, trials[0].rate, chosen.rate, reason=reason, complete=not enough()
+    )

@@ -63,7 +63,11 @@ class Tuned:
         if not (self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers):
             watch.on_window.append(follow.look)
             return
-        threads = [one for one in (feed, val_feed if self.val_follows else None) if isinstance(one, ThreadFeed)]
+        threads = [
+            one
+            for one in (feed, val_feed if self.val_follows else None)
+            if isinstance(one, ThreadFeed)
+        ]
         most = min(self.most, *(one.most_threads for one in threads))
         self.live = live = Live(threads, self.report.limits.cores, most, step=step, before=before)
 
@@ -86,9 +90,12 @@ class Tuned:
             found["changes"] = live.changes
         if live is not None and live.settled != self.report.settings.num_workers:
             settings, val = (
-                dataclasses.replace(one, num_workers=live.settled) for one in (self.report.settings, self.report.val)
+                dataclasses.replace(one, num_workers=live.settled)
+                for one in (self.report.settings, self.report.val)
             )
-            now = dataclasses.replace(self.report, settings=settings, val=val if self.val_follows else self.report.val)
+            now = dataclasses.replace(
+                self.report, settings=settings, val=val if self.val_follows else self.report.val
+            )
             found["settled"] = now.override
         return found
 
@@ -97,7 +104,11 @@ class Tuned:
         report = self.report
         rate = self.report.before.images_per_s
         known = rate is not None and report.demand is not None and not report.reused
-        return rate.images_per_s if known and rate and report.settings != report.before.settings else None
+        return (
+            rate.images_per_s
+            if known and rate and report.settings != report.before.settings
+            else None
+        )
 
 
 def tuned(
@@ -119,29 +130,46 @@ def tuned(
     begin = time.perf_counter()
     own = feeds.settings(limits)
     device = accelerator.of(world.device).name
-    facts = fingerprint(config, identity(feeds.splits), limits, world.size, world.local_size, device)
+    facts = fingerprint(
+        config, identity(feeds.splits), limits, world.size, world.local_size, device
+    )
     memory = Memory(facts) if world.is_main else None
     with memory.held() if memory else nullcontext():
         if memory and config.tuner.fresh:
             memory.forget()
-        read: Callable[[Any], TuningReport | None] = lambda answer: _recalled(answer, own, feeds, limits)
+        read: Callable[[Any], TuningReport | None] = lambda answer: _recalled(
+            answer, own, feeds, limits
+        )
         report: TuningReport | None = world.agreed(memory and memory.recall(read))
         if report is not None:
             report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
         else:
-            report = tune(feeds, trainee, own, config.tuner, limits, world, _images_left(config, feeds, step or 0))
+            report = tune(
+                feeds,
+                trainee,
+                own,
+                config.tuner,
+                limits,
+                world,
+                _images_left(config, feeds, step or 0),
+            )
             sound = report.complete and report.others_cores is None
             if memory and sound and report.after.images_per_s is not None:
                 when = f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
                 memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
     asked = config.tuner.live
     by_look = config.tuner.name is TunerName.auto
-    follows = by_look and world.size == 1 and (asked if asked is not None else not accelerator.of(world.device).has_streams)
+    follows = (
+        by_look
+        and world.size == 1
+        and (asked if asked is not None else not accelerator.of(world.device).has_streams)
+    )
     return Tuned(
         report,
         memory.forget if memory else None,
         most_workers(config.tuner, limits) if follows else None,
-        val_follows=config.loader.val.num_workers is None and report.val.num_workers == report.settings.num_workers,
+        val_follows=config.loader.val.num_workers is None
+        and report.val.num_workers == report.settings.num_workers,
     )
 
 
@@ -162,7 +190,9 @@ def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> T
     """
     report: TuningReport = typed(TuningReport, answer)
     settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
-    if not _may_be_chosen(settings, own, feeds, limits) or (report.demand and not report.demand.images_per_s):
+    if not _may_be_chosen(settings, own, feeds, limits) or (
+        report.demand and not report.demand.images_per_s
+    ):
         raise ValueError(f"no choice for this run: {settings}")
     size = feeds.batch_bytes(settings)
     worker_bytes = _worker_bytes(report, feeds)
@@ -173,7 +203,9 @@ def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> T
     val = capacity.beside(settings, val, size, feeds.batch_bytes(val), worker_bytes, limits)
     notes = report.notes
     if own != dataclasses.replace(report.before.settings, timeout_s=own.timeout_s):
-        notes += (f"before and the ceiling are that run's, which came with {report.before.settings}; yours is {own}",)
+        notes += (
+            f"before and the ceiling are that run's, which came with {report.before.settings}; yours is {own}",
+        )
     return dataclasses.replace(report, settings=settings, val=val, notes=notes, reused=True)
 
 

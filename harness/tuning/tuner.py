@@ -28,7 +28,17 @@ _LOOK_STEPS = 7
 _SHARE = 0.1  # of what is left of the run: a look never takes more
 _DEMAND_S = 0.5
 _FIRST_S = 0.5
-_COLUMNS = ("backend", "num_workers", "prefetch", "pinned", "measured", "images/s", "waiting", "seconds", "")
+_COLUMNS = (
+    "backend",
+    "num_workers",
+    "prefetch",
+    "pinned",
+    "measured",
+    "images/s",
+    "waiting",
+    "seconds",
+    "",
+)
 
 _log = logging.getLogger(LOGGER)
 
@@ -72,7 +82,9 @@ def tune(
         session = _Session(lab, config, rows, Neighbours(limits.cores if alone else None))
         if config.name is TunerName.grid:
             pins = (False, True) if device.has_streams else (False,)
-            choice = session.follow(grid(own, max(1, int(limits.cores)), pins, config.budget_s or math.inf))
+            choice = session.follow(
+                grid(own, max(1, int(limits.cores)), pins, config.budget_s or math.inf)
+            )
         else:
             choice = session.automatic(own, begin, images_left)
         session.warn()
@@ -95,7 +107,9 @@ class _Session:
     neighbours: Neighbours
     trials: list[Trial] = dataclasses.field(default_factory=list)
     demand: Rate | None = None
-    others: float | None = None  # cores that other programs took, the most at a time that spoilt something
+    others: float | None = (
+        None  # cores that other programs took, the most at a time that spoilt something
+    )
 
     def follow(self, search: Search) -> Choice:
         """Run a search to its choice."""
@@ -122,7 +136,19 @@ class _Session:
             return self._unmeasured(own)
         self.demand, step_cpu_s = found
         self.others = self.neighbours.look()
-        self.rows.add(("", "", "", "", "demand", str(self.demand), "", "", "steps on one batch that is at hand"))
+        self.rows.add(
+            (
+                "",
+                "",
+                "",
+                "",
+                "demand",
+                str(self.demand),
+                "",
+                "",
+                "steps on one batch that is at hand",
+            )
+        )
         lab = self.lab
         problem = Problem(
             own=own,
@@ -135,7 +161,9 @@ class _Session:
             pin_memory=lab.pays_to_pin(own),
             alone_s=lab.launch_s if lab.trainee.overlaps else 1 / self.demand.images_per_s,
             fits=lambda settings: lab.ranks.agreed(lab.refusal(settings)),
-            budget_s=lab.ranks.agreed(self._allowed_s(own, images_left) + lab.first_s - (lab.now() - begin)),
+            budget_s=lab.ranks.agreed(
+                self._allowed_s(own, images_left) + lab.first_s - (lab.now() - begin)
+            ),
         )
         return self.follow(Look(problem).run())
 
@@ -154,14 +182,24 @@ class _Session:
         if self.others is None:
             return
         again = self.lab.demand(_DEMAND_S) if self.demand else None
-        steps = f"; the step took {self.demand} images/s at first and {again[0]} at last" if again else ""
-        _log.warning("%s%s; tune again when they have ended", self.neighbours.told(self.others), steps)
+        steps = (
+            f"; the step took {self.demand} images/s at first and {again[0]} at last"
+            if again
+            else ""
+        )
+        _log.warning(
+            "%s%s; tune again when they have ended", self.neighbours.told(self.others), steps
+        )
 
     def _unmeasured(self, own: FeedSettings) -> Choice:
         """The user's setting, or no workers where not even one fits into memory."""
         symptom = self.trials[-1].refused
-        if any(trial.refused and trial.seconds for trial in self.trials):  # it did run, and died or hung
-            _log.warning("tuning could not measure any setting, the loader stays as it was: %s", symptom)
+        if any(
+            trial.refused and trial.seconds for trial in self.trials
+        ):  # it did run, and died or hung
+            _log.warning(
+                "tuning could not measure any setting, the loader stays as it was: %s", symptom
+            )
             return Choice(own, None, None, reason="No setting could be measured", complete=False)
         _log.warning("not even one worker fits, the trainer itself will load: %s", symptom)
         return Choice(with_workers(own, 0), None, None, reason="Not even one worker fits")
@@ -173,7 +211,9 @@ class _Session:
         """
         modest = with_workers(own, 1, 1)
         first = own if own.num_workers else with_workers(own, 1)
-        for settings in dict.fromkeys((first, modest, *(in_form(modest, form) for form in self.lab.probes.forms))):
+        for settings in dict.fromkeys(
+            (first, modest, *(in_form(modest, form) for form in self.lab.probes.forms))
+        ):
             if settings.backend != own.backend and any(trial.seconds for trial in self.trials):
                 break
             if self.attempt(Ask(settings, "supply", limit_s=_FIRST_S)).rate is not None:
@@ -186,18 +226,26 @@ class _Session:
         ceiling = None
         demand = self.demand
         if demand is not None and choice.demand is not None and choice.before is not None:
-            more = choice.demand / demand.images_per_s  # where a loader has delivered more than that
-            demand = Rate(*(value * more for value in (demand.images_per_s, demand.low, demand.high)))
+            more = (
+                choice.demand / demand.images_per_s
+            )  # where a loader has delivered more than that
+            demand = Rate(
+                *(value * more for value in (demand.images_per_s, demand.low, demand.high))
+            )
             ceiling = max(1.0, choice.demand / choice.before.images_per_s)
         val = lab.probes.val_settings(choice.settings)
         sizes = lab.batch_bytes(choice.settings), lab.batch_bytes(val)
-        fitting = lab.ranks.agreed(capacity.beside(choice.settings, val, *sizes, lab.worker_bytes, lab.limits))
+        fitting = lab.ranks.agreed(
+            capacity.beside(choice.settings, val, *sizes, lab.worker_bytes, lab.limits)
+        )
         return TuningReport(
             search=self.config.name.name,
             settings=choice.settings,
             val=fitting,
             before=Side(own, choice.before, choice.waits[0], lab.memory_bytes(own)),
-            after=Side(choice.settings, choice.after, choice.waits[1], lab.memory_bytes(choice.settings)),
+            after=Side(
+                choice.settings, choice.after, choice.waits[1], lab.memory_bytes(choice.settings)
+            ),
             demand=demand,
             ceiling=ceiling,
             sentence=_sentence(own, choice, demand, ceiling),
@@ -218,9 +266,13 @@ class _Session:
             else f"probes asked for the training set {read:.1f} times: what fits in the page cache was warm"
         ]
         if (ranks := len(self.lab.ranks.gathered(None))) > 1:
-            notes.append(f"images/s are those of one rank, the slowest of {ranks} ranks that were measured together")
+            notes.append(
+                f"images/s are those of one rank, the slowest of {ranks} ranks that were measured together"
+            )
         if fitting != val:
-            notes.append(f"the validation feed gets {fitting} instead of {val}, to fit beside the training feed")
+            notes.append(
+                f"the validation feed gets {fitting} instead of {val}, to fit beside the training feed"
+            )
         return tuple(notes)
 
 
@@ -240,9 +292,18 @@ def _sentence(own: FeedSettings, choice: Choice, demand: Rate | None, ceiling: f
     """What the step takes, what the settings deliver, and why this one was chosen."""
     before = choice.before
     after = choice.after
-    if demand is None or choice.demand is None or before is None or after is None or ceiling is None:
+    if (
+        demand is None
+        or choice.demand is None
+        or before is None
+        or after is None
+        or ceiling is None
+    ):
         return f"Chosen: {choice.settings}. {choice.reason}."
-    takes, gets, got = (f"{rate if rate.is_uneven else round(rate.images_per_s)}" for rate in (demand, before, after))
+    takes, gets, got = (
+        f"{rate if rate.is_uneven else round(rate.images_per_s)}"
+        for rate in (demand, before, after)
+    )
     rates = f"The model takes {takes} images/s. {own} delivers {gets}"
     if choice.settings != own:
         return f"{rates}, {choice.settings} {got}. {choice.reason}."

@@ -35,7 +35,12 @@ class Board:
     """
 
     def __init__(
-        self, folder: Path, *, tensorboard: bool, resumed_step: int | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        resumed_step: int | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0
         self._step = 0  # the last one logged
@@ -43,7 +48,9 @@ class Board:
         self._now = now
         self._began = now()
         self._metrics = _Records(folder / "metrics.jsonl")
-        self._there: set[tuple[int, str]] = set()  # what the step that the run goes on from has already
+        self._there: set[tuple[int, str]] = (
+            set()
+        )  # what the step that the run goes on from has already
         self._guarded(self._metrics.path, lambda: self._go_on(resumed_step))
         self._events = _EventFile(folder, resumed_step) if tensorboard else None
 
@@ -126,7 +133,11 @@ class Board:
         except OSError as error:
             if not self.dropped:
                 reason = error.strerror or error
-                _log.warning("%s: %s; figures are lost until it can be written, training goes on", path, reason)
+                _log.warning(
+                    "%s: %s; figures are lost until it can be written, training goes on",
+                    path,
+                    reason,
+                )
             self.dropped += 1
 
 
@@ -142,7 +153,9 @@ class _Records:
         """Append one record; when it does not fit, the file stays as it was."""
         data = self.head + data
         if self._handle is None:
-            self._handle = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+            self._handle = open_regular(
+                self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            )
         if (written := os.write(self._handle, data)) < len(data):
             os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
             raise OSError(f"only {written} of {len(data)} bytes were written")
@@ -169,7 +182,9 @@ class _EventFile(_Records):
         self._heads = dict[str, bytes]()
         self._summary: Any = summary
         self.head = self._record(file_version="brain.Event:2")
-        if resumed_step is not None:  # TensorBoard hides what the folder's older files have from this step on
+        if (
+            resumed_step is not None
+        ):  # TensorBoard hides what the folder's older files have from this step on
             self.head += self._record(step=resumed_step + 1, session_log={"status": "START"})
 
     def scalars(self, step: int, figures: Mapping[str, float]) -> None:
@@ -181,9 +196,13 @@ class _EventFile(_Records):
     def text(self, tag: str, markdown: str) -> None:
         self.append(self._record(summary=self._summary.text(tag, markdown)))
 
-    def hparams(self, step: int, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
+    def hparams(
+        self, step: int, settings: Mapping[str, Any], metrics: Mapping[str, float | None]
+    ) -> None:
         cells = {name: _hparam(value) for name, value in settings.items()}
-        summaries = self._summary.hparams(cells, dict(metrics))  # of the experiment, the session's start and its end
+        summaries = self._summary.hparams(
+            cells, dict(metrics)
+        )  # of the experiment, the session's start and its end
         self.append(b"".join(self._record(summary=summary) for summary in summaries))
         self.scalars(step, {tag: value for tag, value in metrics.items() if value is not None})
 
@@ -202,7 +221,10 @@ def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
     """Wall milliseconds per sample of each stage, and how busy the workers were in ``worker_s`` seconds of them together."""
     if not totals.samples or worker_s <= 0:
         return {}
-    each = {f"stages/{name}_ms": 1e3 * cost.wall_s / totals.samples for name, cost in totals.stages.items()}
+    each = {
+        f"stages/{name}_ms": 1e3 * cost.wall_s / totals.samples
+        for name, cost in totals.stages.items()
+    }
     return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / worker_s)}
 
 

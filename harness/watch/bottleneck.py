@@ -13,7 +13,18 @@ Bottleneck = Literal[
 
 HARM = 0.10  # of the time: MLPerf Storage asks for an accelerator utilisation of 0.90
 FED = 0.02  # what a stall below this would give back cannot be told from noise
-_NEEDS_CORES = {"decode", "augment", "collate", "workers", "transport", "host", "launch", "quota", "compute", "balanced"}
+_NEEDS_CORES = {
+    "decode",
+    "augment",
+    "collate",
+    "workers",
+    "transport",
+    "host",
+    "launch",
+    "quota",
+    "compute",
+    "balanced",
+}
 _MOSTLY = 0.75  # of the time: a network that takes more is named first
 _CLASS: dict[Bottleneck, str] = {
     "storage": "Storage-bound",

@@ -69,7 +69,9 @@ class StepClock:
             events = Events(lambda: own.event(timed=True), own.stream, own.idle_stream(), own.delay)
         self.now = now or own.now
         self._timeline = Timeline(slots, events, self.now, keep_steps) if events else None
-        self._times_compute = own.kind == "cpu" and not events  # when a call returns, a CPU has done its work; MPS has not
+        self._times_compute = (
+            own.kind == "cpu" and not events
+        )  # when a call returns, a CPU has done its work; MPS has not
         self._ledger = Ledger()
         self._closed = Ledger()
         self._mark: float | None = None  # when the running step began; None outside
@@ -121,7 +123,9 @@ class StepClock:
         """
         return Block(self._begin_compute, self._end_compute)
 
-    def copied(self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None) -> None:
+    def copied(
+        self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None
+    ) -> None:
         """Take the recorded events around one batch's copy, before the block that computes on that batch.
 
         ``ready`` is recorded after what else the device did to it, such as normalising. A batch that was not copied has
@@ -212,7 +216,9 @@ class StepClock:
             self._ledger.first_s += late_s
             self._mark += self._active() - before
 
-    def watch(self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None) -> Iterator[Batch]:
+    def watch(
+        self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None
+    ) -> Iterator[Batch]:
         """Yield one epoch of ``batches``, with the body of the caller's loop as the step.
 
         ``images`` counts a batch's images; by default it is the length of the first tensor. Time before and after the loop
@@ -239,7 +245,11 @@ class StepClock:
     def device_steps(self, count: int) -> tuple[float, ...]:
         """Seconds of the last ``count`` settled steps, from end to end on the device; empty where they are not known."""
         ends_s = self._timeline.ends_s[-count - 1 :] if self._timeline else []
-        return tuple(later - earlier for earlier, later in pairwise(ends_s)) if len(ends_s) > count else ()
+        return (
+            tuple(later - earlier for earlier, later in pairwise(ends_s))
+            if len(ends_s) > count
+            else ()
+        )
 
     def close_window(self) -> Window | None:
         """The figures since the last call; None where no step has ended since. Never waits for the device."""
@@ -283,7 +293,9 @@ class StepClock:
             if self._prepare_s:
                 ledger.prepare_s += self._prepare_s
                 sketches["prepare_ms"].add(1e3 * self._prepare_s)
-            sketches["host_ms"].add(1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s))
+            sketches["host_ms"].add(
+                1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s)
+            )
 
     def _begin_wait(self) -> bool:
         if self._in_wait or self._pause_since is not None:
@@ -306,7 +318,9 @@ class StepClock:
         self._prepare_s += ended - there
         if self._paused_s == paused_s:
             if self._stamps is not None:
-                add_all(self._wait_parts_s, wait_parts(began + paused_s, there + paused_s, self._stamps))
+                add_all(
+                    self._wait_parts_s, wait_parts(began + paused_s, there + paused_s, self._stamps)
+                )
             if self._timeline:
                 self._timeline.waited(began + paused_s, there + paused_s)
 

@@ -56,9 +56,14 @@ class LiveTable:
     On a terminal ``live`` draws it anew for each; where there is none, a row is a line, padded to ``widths``.
     """
 
-    def __init__(self, title: str, columns: Sequence[str], widths: Sequence[int], live: Live | None) -> None:
+    def __init__(
+        self, title: str, columns: Sequence[str], widths: Sequence[int], live: Live | None
+    ) -> None:
         names = list(map(printable, columns))
-        self._widths, self._live = [max(len(name), width) for name, width in zip(names, widths, strict=True)], live
+        self._widths, self._live = (
+            [max(len(name), width) for name, width in zip(names, widths, strict=True)],
+            live,
+        )
         self._grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in names:
             self._grid.add_column(Text(name))
@@ -81,7 +86,9 @@ class LiveTable:
             self._live.update(Group(Text(self._title), self._grid, *below), refresh=True)
 
     def _padded(self, cells: Sequence[str]) -> str:
-        return "  ".join(cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)).rstrip()
+        return "  ".join(
+            cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)
+        ).rstrip()
 
     def _line(self, line: str) -> None:
         _log.info("%s", line)
@@ -90,7 +97,9 @@ class LiveTable:
 
 
 @contextmanager
-def live_table(title: str, columns: Sequence[str], widths: Sequence[int] | None = None) -> Iterator[LiveTable]:
+def live_table(
+    title: str, columns: Sequence[str], widths: Sequence[int] | None = None
+) -> Iterator[LiveTable]:
     """Show a table that grows, inside the block: drawn anew on a terminal, a line for each row in a pipe and in the log.
 
     Where a ``progress`` or another live table is open it is lines too; a ``progress`` inside it shows nothing. ``widths`` are
@@ -117,7 +126,9 @@ def live_table(title: str, columns: Sequence[str], widths: Sequence[int] | None 
 class Bar:
     """Progress of long work, which ``show`` lets the user see."""
 
-    def __init__(self, description: str, total: int | None, unit: str, show: Callable[[Bar], object]) -> None:
+    def __init__(
+        self, description: str, total: int | None, unit: str, show: Callable[[Bar], object]
+    ) -> None:
         self.done, self.total = 0, total
         self._description, self._unit, self._show = printable(description), unit, show
         self._note = ""
@@ -149,7 +160,11 @@ class Bar:
     def counts(self) -> str:
         """What is being done, and how much of it is done."""
         counts = [n for n in (self.done, self.total) if n is not None]
-        shown, unit = ([f"{n / 1e6:.1f}" for n in counts], "MB") if self._unit == "B" else (map(str, counts), self._unit)
+        shown, unit = (
+            ([f"{n / 1e6:.1f}" for n in counts], "MB")
+            if self._unit == "B"
+            else (map(str, counts), self._unit)
+        )
         return f"{self._description}: {' of '.join(shown)} {unit}"
 
 
@@ -176,7 +191,9 @@ class _Lines:
 
 
 @contextmanager
-def progress(description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic) -> Iterator[Bar]:
+def progress(
+    description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic
+) -> Iterator[Bar]:
     """Show how far long work is, inside the block: a bar on a terminal, a few plain lines in a pipe.
 
     Inside another ``progress`` it shows nothing. ``total`` is None where it is not known; ``unit`` is what is counted, in the
@@ -193,7 +210,12 @@ def progress(description: str, total: int | None, unit: str, *, now: Callable[[]
             left = TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True))
             columns = TextColumn("{task.description}", markup=False), BarColumn(None), left
             with Progress(*columns, console=_console, transient=True, expand=True) as live:
-                bar = Bar(description, total, unit, lambda b: live.update(task, description=str(b), completed=b.done))
+                bar = Bar(
+                    description,
+                    total,
+                    unit,
+                    lambda b: live.update(task, description=str(b), completed=b.done),
+                )
                 task = live.add_task(str(bar), total=total)
                 yield bar
         else:
@@ -218,7 +240,9 @@ def _print(line: str, style: str = "", *, wraps: bool = False) -> None:
         else:
             encoding = sys.stdout.encoding or "utf-8"
             print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError:  # the reader (head, less), the terminal or the disk's room has gone; training has not
+    except (
+        OSError
+    ):  # the reader (head, less), the terminal or the disk's room has gone; training has not
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

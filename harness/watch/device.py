@@ -51,15 +51,23 @@ class Source:
     def sample(self) -> dict[str, float]:
         """What can be had now, by tag."""
         found: dict[str, float] = {}
-        reasons: dict[str, list[str]] = {}  # with the tags: a driver that falls over takes many along
+        reasons: dict[
+            str, list[str]
+        ] = {}  # with the tags: a driver that falls over takes many along
         for tags, read in list(self._reads.items()):
             try:
                 figures = read()
-            except Exception as error:  # whatever a driver or a kernel comes up with, training goes on
+            except (
+                Exception
+            ) as error:  # whatever a driver or a kernel comes up with, training goes on
                 del self._reads[tags]
                 reasons.setdefault(str(error) or type(error).__name__, []).extend(tags)
             else:
-                found |= {tag: figure for tag, figure in zip(tags, figures, strict=False) if figure is not None}
+                found |= {
+                    tag: figure
+                    for tag, figure in zip(tags, figures, strict=False)
+                    if figure is not None
+                }
         for reason, lost in reasons.items():
             self.lost.update(lost)
             _log.log(self._level, "no %s from here on: %s", ", ".join(lost), reason)
@@ -81,16 +89,22 @@ class GpuSource(Source):
         super().__init__()
         nvml = _started()
         if nvml is None:
-            _log.warning("no GPU figures: NVML is not there (no driver, or nvidia-ml-py is not installed)")
+            _log.warning(
+                "no GPU figures: NVML is not there (no driver, or nvidia-ml-py is not installed)"
+            )
             return
         try:
             handle, is_mig = _handle(nvml, uuid)
-        except Exception as error:  # NVML's own, or whatever another module of its name comes up with
+        except (
+            Exception
+        ) as error:  # NVML's own, or whatever another module of its name comes up with
             _log.warning("no GPU figures: NVML does not know GPU %s: %s", uuid, error)
             return
         self._reads = {
             (Tag.GPU_UTILIZATION,): lambda: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,),
-            (Tag.GPU_MEMORY_USED_BYTES,): lambda: (float(nvml.nvmlDeviceGetMemoryInfo(handle).used),),
+            (Tag.GPU_MEMORY_USED_BYTES,): lambda: (
+                float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            ),
             (Tag.GPU_POWER_W,): lambda: (nvml.nvmlDeviceGetPowerUsage(handle) / 1000,),
             (Tag.GPU_OTHERS_UTILIZATION,): _Others(nvml, handle).read,
         }
@@ -112,7 +126,9 @@ class _SmUtilization:
         if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
         if is_mig:
-            self._take = partial(nvml.nvmlGpmMigSampleGet, device, nvml.nvmlDeviceGetGpuInstanceId(handle))
+            self._take = partial(
+                nvml.nvmlGpmMigSampleGet, device, nvml.nvmlDeviceGetGpuInstanceId(handle)
+            )
         else:
             self._take = partial(nvml.nvmlGpmSampleGet, device)
         self._nvml = nvml
@@ -128,7 +144,9 @@ class _SmUtilization:
         if not self._taken:
             self._taken = True
             return ()
-        asked = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, self._before, self._after)
+        asked = nvml.c_nvmlGpmMetricsGet_t(
+            nvml.NVML_GPM_METRICS_GET_VERSION, 1, self._before, self._after
+        )
         asked.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
         metric = nvml.nvmlGpmMetricsGet(asked).metrics[0]
         if metric.nvmlReturn:
@@ -149,7 +167,9 @@ class _Others:
         """The share of the time since the read before in which they ran kernels, added up."""
         nvml = self._nvml
         try:
-            running = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
+            running = {
+                process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+            }
             samples = nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
         except Exception:  # not supported, or nothing ran
             return ()

@@ -12,7 +12,9 @@ from harness.watch.supply import reckon
 
 _LARGEST_CEILING = 1000.0
 _FULL = 0.9  # of the processors' time: so much in use, some work waits for a processor
-THROTTLED = 0.25  # of the scheduling periods: kubernetes-mixin's CPUThrottlingHigh warns from here on
+THROTTLED = (
+    0.25  # of the scheduling periods: kubernetes-mixin's CPUThrottlingHigh warns from here on
+)
 
 
 class LoaderSettings(Protocol):
@@ -116,12 +118,17 @@ class Reckoning:
         elapsed_s = max(window.elapsed_s, 1e-9)
         self.host = shares.get("host", 0.0)
         # named work that a device did not wait for, because it had steps in store, is no part of it
-        self.host_parts = {name: min(self.host, spent_s / elapsed_s) for name, spent_s in window.host_parts_s.items()}
+        self.host_parts = {
+            name: min(self.host, spent_s / elapsed_s)
+            for name, spent_s in window.host_parts_s.items()
+        }
         self.launch = shares.get("launch", 0.0)
         self.prepare = shares.get("prepare", 0.0)
         self.lost = self.starved + self.copy + self.host + self.launch
         named = {name: window.wait_parts.get(name, 0.0) for name in ("make", "transport", "pin")}
-        self.parts = {**named, "move": max(0.0, 1 - sum(named.values()))} if window.wait_parts else {}
+        self.parts = (
+            {**named, "move": max(0.0, 1 - sum(named.values()))} if window.wait_parts else {}
+        )
         self.supply = reckon(evidence.stages, self._lone_crowding())
 
     def sampled(self, tag: Tag) -> float | None:
@@ -131,7 +138,11 @@ class Reckoning:
     def suspects(self) -> dict[str, float]:
         """The share of the time that each kind of bottleneck held the steps up; compute's is the steps' own."""
         parts = self.parts or {"make": 1.0}
-        found = {"compute": (self.compute or 0.0) + self.prepare, "host": self.host, "launch": self.launch}
+        found = {
+            "compute": (self.compute or 0.0) + self.prepare,
+            "host": self.host,
+            "launch": self.launch,
+        }
         found["copy"] = self.copy + self.starved * parts.get("move", 0.0)
         found["transport"] = self.starved * (parts.get("transport", 0.0) + parts.get("pin", 0.0))
         made = self.starved * parts["make"]
@@ -168,7 +179,16 @@ class Reckoning:
         """The most that the processors can have been crowded; None where they were full."""
         used = self.sampled(Tag.CPU_CORES)
         machine = self.sampled(Tag.CPU_FRACTION)
-        shares = [share for share in (used and used / self.evidence.cores, machine) if share is not None]
-        if max(shares, default=0.0) >= _FULL or (self.sampled(Tag.THROTTLED_FRACTION) or 0.0) >= THROTTLED:
+        shares = [
+            share for share in (used and used / self.evidence.cores, machine) if share is not None
+        ]
+        if (
+            max(shares, default=0.0) >= _FULL
+            or (self.sampled(Tag.THROTTLED_FRACTION) or 0.0) >= THROTTLED
+        ):
             return None
-        return 1.0 if shares else max(1.0, (self.evidence.settings.num_workers + 1) / self.evidence.cores)
+        return (
+            1.0
+            if shares
+            else max(1.0, (self.evidence.settings.num_workers + 1) / self.evidence.cores)
+        )

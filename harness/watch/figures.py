@@ -58,14 +58,32 @@ class Tag(StrEnum):
     LOSS = "train/loss", "", "mean training loss of the window"
     LR = "train/lr", "", "learning rate of the first parameter group"
     VAL_TOP1 = "val/top1", "fraction", "validation images whose label is the first guess"
-    VAL_TOP5 = "val/top5", "fraction", "validation images whose label is among the first five guesses"
+    VAL_TOP5 = (
+        "val/top5",
+        "fraction",
+        "validation images whose label is among the first five guesses",
+    )
     VAL_LOSS = "val/loss", "", "mean validation loss"
-    VAL_MEMORY_PEAK_BYTES = "val/memory_peak_allocated_bytes", "bytes", "most that torch had allocated in the evaluation"
-    GPU_UTILIZATION = "gpu/utilization", "fraction", "of the time some kernel ran", _UTILIZATION, "some kernel ran"
+    VAL_MEMORY_PEAK_BYTES = (
+        "val/memory_peak_allocated_bytes",
+        "bytes",
+        "most that torch had allocated in the evaluation",
+    )
+    GPU_UTILIZATION = (
+        "gpu/utilization",
+        "fraction",
+        "of the time some kernel ran",
+        _UTILIZATION,
+        "some kernel ran",
+    )
     GPU_SM_UTILIZATION = (
         "gpu/sm_utilization", "fraction", "of the multiprocessors at work", _UTILIZATION, "its processors in use",
     )  # fmt: skip
-    GPU_OTHERS_UTILIZATION = "gpu/others_utilization", "fraction", "of the time kernels of other programs ran"
+    GPU_OTHERS_UTILIZATION = (
+        "gpu/others_utilization",
+        "fraction",
+        "of the time kernels of other programs ran",
+    )
     GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes", "bytes", "memory of the whole GPU in use"
     GPU_MEMORY_PEAK_ALLOCATED_BYTES = (
         "gpu/memory_peak_allocated_bytes", "bytes", "most that torch had allocated in the window",
@@ -79,14 +97,30 @@ class Tag(StrEnum):
         "Workers making batches", "share of their time",
     )  # fmt: skip
     NUM_WORKERS = "loader/num_workers", "", "workers that load", "Workers", "processes or threads"
-    CPU_FRACTION = "host/cpu_fraction", "fraction", "of the machine's processor time in use, by all programs"
+    CPU_FRACTION = (
+        "host/cpu_fraction",
+        "fraction",
+        "of the machine's processor time in use, by all programs",
+    )
     MACHINE_CPU_CORES = (
         "host/machine_cpu_cores", "cores", "cores that all programs use", _PROCESSORS, "the whole machine",
     )  # fmt: skip
     CPU_CORES = "host/own_cpu_cores", "cores", "cores that this run uses", _PROCESSORS, "this run"
-    OTHERS_CPU_CORES = "host/others_cpu_cores", "cores", "cores that others take of those this run may use"
-    QUEUED_THREADS = "host/own_queued_threads", "", "threads of this run that wait for a core, on average"
-    RAM_USED_BYTES = "host/ram_used_bytes", "bytes", "memory of the machine that is neither free nor cache"
+    OTHERS_CPU_CORES = (
+        "host/others_cpu_cores",
+        "cores",
+        "cores that others take of those this run may use",
+    )
+    QUEUED_THREADS = (
+        "host/own_queued_threads",
+        "",
+        "threads of this run that wait for a core, on average",
+    )
+    RAM_USED_BYTES = (
+        "host/ram_used_bytes",
+        "bytes",
+        "memory of the machine that is neither free nor cache",
+    )
     THROTTLED_FRACTION = (
         "host/throttled_fraction", "fraction", "of the periods a processor quota stopped this run",
         _HELD_BACK, "throttled by a processor quota",
@@ -95,7 +129,11 @@ class Tag(StrEnum):
         "host/memory_stall_fraction", "fraction", "of the time some task waited for memory",
         _HELD_BACK, "waiting for memory",
     )  # fmt: skip
-    DISK_READ_BYTES_PER_S = "host/disk_read_bytes_per_s", "bytes/s", "read from local disks, by all programs"
+    DISK_READ_BYTES_PER_S = (
+        "host/disk_read_bytes_per_s",
+        "bytes/s",
+        "read from local disks, by all programs",
+    )
     READ_BYTES_PER_S = (
         "host/own_read_bytes_per_s", "bytes/s", "returned to this run by read calls", _READS, "asked for",
     )  # fmt: skip
@@ -103,7 +141,11 @@ class Tag(StrEnum):
         "host/own_storage_bytes_per_s", "bytes/s", "fetched from storage for this run",
         _READS, "came from storage (not from the page cache)",
     )  # fmt: skip
-    MAJOR_FAULTS_PER_S = "host/major_faults_per_s", "", "page faults of this run that waited for storage, per second"
+    MAJOR_FAULTS_PER_S = (
+        "host/major_faults_per_s",
+        "",
+        "page faults of this run that waited for storage, per second",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,36 +191,66 @@ class Window:
     images: int
     elapsed_s: float
     stall_fraction: float | None = _figure(
-        "stall/data_fraction", "fraction", "of the time the device had nothing to run for want of data", _STALLED, "stalled"
+        "stall/data_fraction",
+        "fraction",
+        "of the time the device had nothing to run for want of data",
+        _STALLED,
+        "stalled",
     )
-    images_per_s: float | None = _figure("speed/images_per_s", "images/s", "images trained on", "Throughput", "images/s")
+    images_per_s: float | None = _figure(
+        "speed/images_per_s", "images/s", "images trained on", "Throughput", "images/s"
+    )
     step_ms: Spread | None = _figure(
-        "time/step_ms", "ms", "one step: end to end of computing on the device, where the host runs ahead; else host time"
+        "time/step_ms",
+        "ms",
+        "one step: end to end of computing on the device, where the host runs ahead; else host time",
     )
     data_wait_ms: Spread | None = _figure(
-        "time/data_wait_ms", "ms", "host time blocked on the feed: harmless while the device has queued work"
+        "time/data_wait_ms",
+        "ms",
+        "host time blocked on the feed: harmless while the device has queued work",
     )
-    copy_ms: Spread | None = _figure("time/copy_ms", "ms", "one batch to the device, by CUDA events")
+    copy_ms: Spread | None = _figure(
+        "time/copy_ms", "ms", "one batch to the device, by CUDA events"
+    )
     compute_ms: Spread | None = _figure(
-        "time/compute_ms", "ms", "forward, backward and update: device time on CUDA, host time on a CPU"
+        "time/compute_ms",
+        "ms",
+        "forward, backward and update: device time on CUDA, host time on a CPU",
     )
-    gap_ms: Spread | None = _figure("time/gap_ms", "ms", "between two blocks of computing on the device")
+    gap_ms: Spread | None = _figure(
+        "time/gap_ms", "ms", "between two blocks of computing on the device"
+    )
     exposed_copy_ms: Spread | None = _figure(
-        "time/exposed_copy_ms", "ms", "of the gap: a copy ran of a batch that the host had asked for"
+        "time/exposed_copy_ms",
+        "ms",
+        "of the gap: a copy ran of a batch that the host had asked for",
     )
-    prepare_ms: Spread | None = _figure("time/prepare_ms", "ms", "batches were augmented and normalised")
+    prepare_ms: Spread | None = _figure(
+        "time/prepare_ms", "ms", "batches were augmented and normalised"
+    )
     starved_ms: Spread | None = _figure(
-        "time/starved_ms", "ms", "of the gap: no batch was ready; without device events all of the data wait"
+        "time/starved_ms",
+        "ms",
+        "of the gap: no batch was ready; without device events all of the data wait",
     )
-    host_ms: Spread | None = _figure("time/host_ms", "ms", "the rest: launches, logging, garbage collection")
+    host_ms: Spread | None = _figure(
+        "time/host_ms", "ms", "the rest: launches, logging, garbage collection"
+    )
     launch_ms: Spread | None = _figure(
-        "time/launch_ms", "ms", "host time within computing, where the device has a time line of its own"
+        "time/launch_ms",
+        "ms",
+        "host time within computing, where the device has a time line of its own",
     )
     data_wait_fraction: float | None = _figure(
-        "stall/data_wait_fraction", "fraction", "of the time the host was blocked on the feed: an upper bound on the harm"
+        "stall/data_wait_fraction",
+        "fraction",
+        "of the time the host was blocked on the feed: an upper bound on the harm",
     )
     device_full_fraction: float | None = _figure(
-        "time/device_full_fraction", "fraction", "of the time the host waited, two steps ahead of the device: no harm"
+        "time/device_full_fraction",
+        "fraction",
+        "of the time the host waited, two steps ahead of the device: no harm",
     )
     compute_fraction: float | None = None  # of the time, by the clock that ``stall_basis`` names
     shares: Mapping[str, float]
@@ -223,10 +295,16 @@ class StepRun:
 
     images: tuple[int, ...]
     seconds: tuple[float, ...]
-    stall_fraction: float = 0.0  # of the time, as ``Window`` has it: on the device's clock, where that has one
+    stall_fraction: float = (
+        0.0  # of the time, as ``Window`` has it: on the device's clock, where that has one
+    )
     cpu_s: float = 0.0  # processor time of this process, all its threads, over the steps
-    first_s: float = 0.0  # what the very first step took longer than the others: compiling, choosing kernels
-    launch_s: float = 0.0  # host seconds per image in which a loop that loads in its own thread cannot load
+    first_s: float = (
+        0.0  # what the very first step took longer than the others: compiling, choosing kernels
+    )
+    launch_s: float = (
+        0.0  # host seconds per image in which a loop that loads in its own thread cannot load
+    )
 
 
 def steps_of_group(step_s: float, limit_s: float, has_streams: bool) -> int:

@@ -56,8 +56,19 @@ class Course:
         if busy is None or wall_s <= 0:
             return None
         busy_s = min(busy * figures.elapsed_s, wall_s)
-        shares_s = {name: share * figures.elapsed_s for name, share in figures.shares.items() if name != "compute"}
-        spent = {**self._spent_s, **shares_s, "first_steps": figures.first_step_s or 0.0, **figures.pauses_s}
+        shares_s = {
+            name: share * figures.elapsed_s
+            for name, share in figures.shares.items()
+            if name != "compute"
+        }
+        spent = {
+            **self._spent_s,
+            **shares_s,
+            "first_steps": figures.first_step_s or 0.0,
+            **figures.pauses_s,
+        }
         spent["other"] = wall_s - busy_s - sum(spent.values())  # making feeds, printing, closing
-        parts = sorted((Part(name, s) for name, s in spent.items() if s > 0), key=lambda part: -part.s)
+        parts = sorted(
+            (Part(name, s) for name, s in spent.items() if s > 0), key=lambda part: -part.s
+        )
         return Goodput(busy_s / wall_s, busy_s, wall_s, tuple(parts))

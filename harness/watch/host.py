@@ -30,7 +30,12 @@ class HostSource(Source):
     the page cache and network file systems are no disks. Rates are means since the sample before.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic, root: Path = Path("/"), cores: float | None = None) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        root: Path = Path("/"),
+        cores: float | None = None,
+    ) -> None:
         """``cores`` may be used, by these processes alone; None: what others take of the cores is not looked at."""
         super().__init__()
         self._now = now
@@ -45,13 +50,17 @@ class HostSource(Source):
             (Tag.RAM_USED_BYTES,): lambda: (float(psutil.virtual_memory().used),),
             (Tag.DISK_READ_BYTES_PER_S,): self._disk_rate,
             (Tag.CPU_CORES, Tag.MAJOR_FAULTS_PER_S): self._processor,
-            (Tag.READ_BYTES_PER_S, Tag.STORAGE_BYTES_PER_S): lambda: self._rates("read", self._tree.read_bytes()),
+            (Tag.READ_BYTES_PER_S, Tag.STORAGE_BYTES_PER_S): lambda: self._rates(
+                "read", self._tree.read_bytes()
+            ),
             (Tag.THROTTLED_FRACTION,): self._throttled,
             (Tag.MEMORY_STALL_FRACTION,): self._memory_stall,
         }
         if cores is not None:
             self._reads[(Tag.OTHERS_CPU_CORES,)] = lambda: self._others(cores)
-            self._reads[(Tag.QUEUED_THREADS,)] = lambda: self._rates("queued", (self._tree.queued_s(),))
+            self._reads[(Tag.QUEUED_THREADS,)] = lambda: self._rates(
+                "queued", (self._tree.queued_s(),)
+            )
 
     def _machine(self) -> Figures:
         self._busy = None
@@ -181,7 +190,9 @@ def throttled(groups: Sequence[Path]) -> dict[Path, tuple[int, int]]:
     for group in groups:
         stat = limits.words(group / "cpu.stat")
         counters = dict(zip(stat[::2], stat[1::2], strict=False))
-        if "nr_periods" in counters:  # version 2 leaves it out where the group has no processor controller
+        if (
+            "nr_periods" in counters
+        ):  # version 2 leaves it out where the group has no processor controller
             found[group] = int(counters["nr_periods"]), int(counters["nr_throttled"])
     return found
 
@@ -195,16 +206,22 @@ def memory_stalled(groups: Sequence[Path], root: Path = Path("/")) -> tuple[Path
         FileNotFoundError: none can be read, as where the kernel was started without PSI.
     """
     for path in (*(group / "memory.pressure" for group in groups), root / "proc/pressure/memory"):
-        said = limits.words(path)  # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
+        said = limits.words(
+            path
+        )  # some avg10=0.00 avg60=0.00 avg300=0.00 total=<microseconds> full ...
         if said:
             return path, int(said[4].removeprefix("total=")) / 1e6
-    raise FileNotFoundError(f"{path} cannot be read; the kernel may have been built or started without PSI")
+    raise FileNotFoundError(
+        f"{path} cannot be read; the kernel may have been built or started without PSI"
+    )
 
 
 def machine_times() -> tuple[float, float]:
     """Seconds of all the machine's cores since it started, and those in which one was neither idle nor waiting for a disk."""
     times = psutil.cpu_times()
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # both are in user already
+    total = (
+        sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    )  # both are in user already
     return total, total - times.idle - getattr(times, "iowait", 0.0)
 
 

@@ -16,7 +16,9 @@ from harness.watch.figures import Spread, Window
 Key = TypeVar("Key", bound=Hashable)
 Number = TypeVar("Number", int, float)
 
-HOST_STEP = "host_step_ms"  # steps by the host's clock: ``Window.step_ms`` where no device tells its own
+HOST_STEP = (
+    "host_step_ms"  # steps by the host's clock: ``Window.step_ms`` where no device tells its own
+)
 
 _ERROR = 0.01  # relative error of a quantile
 _LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))  # of the buckets' bounds
@@ -102,11 +104,15 @@ class Ledger:
     first_steps: int = 0
     first_s: float = 0.0
     dropped: int = 0
-    device_s: dict[str, float] = field(default_factory=dict)  # by the same names as ``Window.shares``
+    device_s: dict[str, float] = field(
+        default_factory=dict
+    )  # by the same names as ``Window.shares``
     wait_parts_s: dict[str, float] = field(default_factory=dict)
     host_parts_s: dict[str, float] = field(default_factory=dict)
     pauses_s: dict[str, float] = field(default_factory=dict)
-    sketches: defaultdict[str, Sketch] = field(default_factory=lambda: defaultdict(Sketch))  # by field of ``Window``
+    sketches: defaultdict[str, Sketch] = field(
+        default_factory=lambda: defaultdict(Sketch)
+    )  # by field of ``Window``
 
     def merge(self, other: Ledger) -> None:
         """Adds all that ``other`` holds."""

@@ -47,7 +47,13 @@ class Neighbours:
         others = sampled.get(Tag.OTHERS_CPU_CORES)
         busy = sampled.get(Tag.CPU_FRACTION)
         # what is measured by turns shows no threads that wait all the time: full processors are enough
-        if self._cores and others is not None and busy is not None and busy >= _FULL and others >= SPOILT * self._cores:
+        if (
+            self._cores
+            and others is not None
+            and busy is not None
+            and busy >= _FULL
+            and others >= SPOILT * self._cores
+        ):
             return others
         return taken(sampled)
 

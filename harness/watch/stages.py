@@ -22,17 +22,31 @@ from harness.watch.rows import Rows
 
 START = ""  # told to a lap at the beginning of a sample
 SAMPLE = "sample"  # all of a sample, where a data set names no stages
-COLLATE, SHARE = "collate", "share"  # a batch but for its samples; of that, memory that another process can map
+COLLATE, SHARE = (
+    "collate",
+    "share",
+)  # a batch but for its samples; of that, memory that another process can map
 GROUPS: Mapping[str, str] = MappingProxyType(
-    {"read": "storage", "decode": "decode", COLLATE: "collate", SHARE: "transport", SAMPLE: "sample"}
+    {
+        "read": "storage",
+        "decode": "decode",
+        COLLATE: "collate",
+        SHARE: "transport",
+        SAMPLE: "sample",
+    }
 )
 AUGMENT = "augment"  # the group of every stage that is not in GROUPS
 
 Clock = Callable[[], float]
-Lap = Callable[[str], None]  # called by a data set at the end of each of its stages, with the stage's name
+Lap = Callable[
+    [str], None
+]  # called by a data set at the end of each of its stages, with the stage's name
 
 _COUNTS = 3  # samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then processor seconds
-_WALL_BUDGET, _CPU_BUDGET = 2e-4, 5e-5  # of the work, for looks at the wall clock and at the processor clock, a system call
+_WALL_BUDGET, _CPU_BUDGET = (
+    2e-4,
+    5e-5,
+)  # of the work, for looks at the wall clock and at the processor clock, a system call
 _COLD = 3.0  # timing a sample amid work that fills the caches costs 1 to 5 times what it does in a loop of its own, as measured
 _FEW = 16  # samples that make timing a batch worth while, where it has so many
 _MEMORY = 512  # timed samples by which a batch is divided where not all of its own are
@@ -141,19 +155,29 @@ class StageMeter:
         self._of_samples = tuple(stages)
         if len({START, COLLATE, SHARE, *stages}) < len(stages) + 3:
             own = f"{COLLATE!r} and {SHARE!r} are the batch's"
-            raise ValueError(f"stages {self._of_samples} of a data set: give each a name of its own ({own})")
+            raise ValueError(
+                f"stages {self._of_samples} of a data set: give each a name of its own ({own})"
+            )
         self._columns = _COUNTS + 2 * len(self.stages)
         self._rows = Rows(max(1, workers), self._columns, shared=shared)
 
     def read(self) -> StageTotals:
         """The totals over all slots, now; batches whose time is not divided yet are divided like those before them."""
-        counts, wall_s, cpu_s = self._rows.read().split((_COUNTS, len(self.stages), len(self.stages)), dim=1)
+        counts, wall_s, cpu_s = self._rows.read().split(
+            (_COUNTS, len(self.stages), len(self.stages)), dim=1
+        )
         scale = (counts[:, 2] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0).unsqueeze(1)
         samples, batches, busy_s = counts.sum(dim=0).tolist()
-        costs = map(StageCost, (wall_s * scale).sum(dim=0).tolist(), (cpu_s * scale).sum(dim=0).tolist())
-        return StageTotals(int(samples), int(batches), busy_s, dict(zip(self.stages, costs, strict=True)))
+        costs = map(
+            StageCost, (wall_s * scale).sum(dim=0).tolist(), (cpu_s * scale).sum(dim=0).tolist()
+        )
+        return StageTotals(
+            int(samples), int(batches), busy_s, dict(zip(self.stages, costs, strict=True))
+        )
 
-    def timer(self, slot: int, now: Clock = time.perf_counter, cpu_now: Clock = time.thread_time) -> StageTimer:
+    def timer(
+        self, slot: int, now: Clock = time.perf_counter, cpu_now: Clock = time.thread_time
+    ) -> StageTimer:
         """What writes the row of worker ``slot``; used in its process, and in one thread at a time."""
         row = self._rows.cells[slot * self._columns : (slot + 1) * self._columns]
         return StageTimer(row, self._of_samples, SHARE in self.stages, now, cpu_now)
@@ -167,7 +191,9 @@ class Laps:
         due_s: after so many seconds of work samples may be timed again.
     """
 
-    def __init__(self, stages: Sequence[str], budget: float, now: Clock, cpu_now: Clock | None = None) -> None:
+    def __init__(
+        self, stages: Sequence[str], budget: float, now: Clock, cpu_now: Clock | None = None
+    ) -> None:
         self.due_s = 0.0
         self._stages, self._budget, self._offset, self._spent_s = tuple(stages), budget, 0.0, 0.0
         self._marks: list[tuple[str, float, float]] = []
@@ -181,7 +207,9 @@ class Laps:
         if work_s < self.due_s:
             return []
         few, spare_s = min(samples, _FEW), self._budget * work_s - self._spent_s
-        count = samples if samples * self._cost_s <= spare_s else max(few, int(spare_s / self._cost_s))
+        count = (
+            samples if samples * self._cost_s <= spare_s else max(few, int(spare_s / self._cost_s))
+        )
         self._spent_s += count * self._cost_s
         self.due_s = (self._spent_s + few * self._cost_s) / self._budget
         self._offset = (self._offset + _GOLDEN) % 1.0
@@ -210,12 +238,20 @@ class Laps:
                     cpu_s[stage] += cpu - cpu_then
                 wall_then, cpu_then = wall, cpu
         except KeyError:
-            raise ValueError(f"stage {stage!r} is not among the data set's stages {self._stages}") from None
+            raise ValueError(
+                f"stage {stage!r} is not among the data set's stages {self._stages}"
+            ) from None
         if timed and timed == len(self._marks):
-            raise ValueError(f"the data set names the stages {self._stages} and never tells the end of one: call lap(stage)")
+            raise ValueError(
+                f"the data set names the stages {self._stages} and never tells the end of one: call lap(stage)"
+            )
         self._marks.clear()
         own_s = timed * self._own_s
-        return timed, [max(0.0, s - own_s) for s in wall_s.values()], [max(0.0, s - own_s) for s in cpu_s.values()]
+        return (
+            timed,
+            [max(0.0, s - own_s) for s in wall_s.values()],
+            [max(0.0, s - own_s) for s in cpu_s.values()],
+        )
 
     def _trial(self, now: Clock) -> tuple[float, float]:
         """Seconds that it took to time a sample of nothing, and what of that is in each of its stages."""
@@ -227,7 +263,9 @@ class Laps:
         return (now() - begin_s) / _FEW, sum(wall_s) / (_FEW * len(wall_s))
 
 
-def _marker(mark: Callable[[tuple[str, float, float]], None], now: Clock, cpu_now: Clock | None) -> Lap:
+def _marker(
+    mark: Callable[[tuple[str, float, float]], None], now: Clock, cpu_now: Clock | None
+) -> Lap:
     """Gives ``mark`` each stage with the clocks; as little as can be, for it runs amid work that fills the caches."""
 
     def lap(stage: str) -> None:
@@ -257,15 +295,27 @@ class _Recent:
 class StageTimer:
     """Times the batches of one worker: for each batch ``begin``, ``share`` where it is shared, ``fill`` and ``end``."""
 
-    def __init__(self, row: memoryview[float], stages: Sequence[str], shares: bool, now: Clock, cpu_now: Clock) -> None:
+    def __init__(
+        self,
+        row: memoryview[float],
+        stages: Sequence[str],
+        shares: bool,
+        now: Clock,
+        cpu_now: Clock,
+    ) -> None:
         self._row, self._shares, self._now, self._cpu_now = row, shares, now, cpu_now
-        self._laps, self._cpu_laps = Laps(stages, _WALL_BUDGET, now), Laps(stages, _CPU_BUDGET, now, cpu_now)
+        self._laps, self._cpu_laps = (
+            Laps(stages, _WALL_BUDGET, now),
+            Laps(stages, _CPU_BUDGET, now, cpu_now),
+        )
         columns = len(stages) + 1 + shares
         self._wall, self._both = _Recent(columns), _Recent(2 * columns)
         self._timing = False  # whether samples of this batch are timed
         self._begun_s = self._sharing_s = self._filling_s = 0.0
         self._begun_cpu_s = self._sharing_cpu_s = self._filling_cpu_s = 0.0
-        self._busy_s = self._undivided_s = 0.0  # so far, and as much of it as is not divided among the stages
+        self._busy_s = self._undivided_s = (
+            0.0  # so far, and as much of it as is not divided among the stages
+        )
 
     def begin(self, samples: int) -> Sequence[Laps | None] | None:
         """A batch of so many samples begins; gives what is to time each, None where that is none of them."""
@@ -318,13 +368,23 @@ class StageTimer:
             marks.insert(1, (self._sharing_s, self._sharing_cpu_s))
         around = [(end_s - begin_s) / samples for (begin_s, _), (end_s, _) in pairwise(marks)]
         around_cpu = [(end_s - begin_s) / samples for (_, begin_s), (_, end_s) in pairwise(marks)]
-        own = [*(a + b for a, b in zip(wall_s, both_wall_s, strict=True)), *(timed * each_s for each_s in around)]
-        own_both = [*both_wall_s, *(both * each_s for each_s in around), *both_cpu_s, *(both * each_s for each_s in around_cpu)]
+        own = [
+            *(a + b for a, b in zip(wall_s, both_wall_s, strict=True)),
+            *(timed * each_s for each_s in around),
+        ]
+        own_both = [
+            *both_wall_s,
+            *(both * each_s for each_s in around),
+            *both_cpu_s,
+            *(both * each_s for each_s in around_cpu),
+        ]
         recent, recent_both = self._wall.add(own, timed), self._both.add(own_both, both)
         shares = own if alone and timed == samples else recent
         both_sums = own_both if both == samples else recent_both
         total_s, stages = sum(shares), len(shares)
-        for place, (share, both_s, cpu_s) in enumerate(zip(shares, both_sums[:stages], both_sums[stages:], strict=True)):
+        for place, (share, both_s, cpu_s) in enumerate(
+            zip(shares, both_sums[:stages], both_sums[stages:], strict=True)
+        ):
             cost_s = self._undivided_s * _ratio(share, total_s)
             self._row[_COUNTS + place] += cost_s
             self._row[_COUNTS + stages + place] += cost_s * min(1.0, _ratio(cpu_s, both_s))

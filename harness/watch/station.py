@@ -38,7 +38,9 @@ class Watch:
 
 
 @contextmanager
-def watched(config: Config, world: World, folder: Path, began_s: float, resumed_step: int | None = None) -> Iterator[Watch]:
+def watched(
+    config: Config, world: World, folder: Path, began_s: float, resumed_step: int | None = None
+) -> Iterator[Watch]:
     """The ``Watch`` of a run in ``folder``; its files and threads are closed at the end of the block, whatever ends it.
 
     The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's where the run goes on from

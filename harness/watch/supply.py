@@ -26,7 +26,9 @@ DOING: Mapping[Kind, str] = MappingProxyType(
 )  # in words
 
 SPARE = 1.1  # how much more than a demand workers should give: samples are uneven
-_TELLING = 0.1  # share of the processor time from which a stage tells how crowded the processors are
+_TELLING = (
+    0.1  # share of the processor time from which a stage tells how crowded the processors are
+)
 _WAITING = 0.5  # share of its time from which a stage is said to wait
 _OUTSIDE = 0.1  # share of its time in which a stage that waits has a processor, at most, where processors are full
 
@@ -124,7 +126,11 @@ def _crowding(stages: Mapping[str, StageCost], lone_crowding: float | None) -> f
     A lone stage that lasts long by being crowded out cannot be told from one that waits.
     """
     cpu_s = sum(cost.cpu_s for cost in stages.values())
-    telling = [cost.wall_s / cost.cpu_s for cost in stages.values() if cost.cpu_s > 0 and cost.cpu_s >= _TELLING * cpu_s]
+    telling = [
+        cost.wall_s / cost.cpu_s
+        for cost in stages.values()
+        if cost.cpu_s > 0 and cost.cpu_s >= _TELLING * cpu_s
+    ]
     if len(telling) == 1 and lone_crowding is not None:
         telling.append(lone_crowding)
     return max(1.0, min(telling, default=1.0))

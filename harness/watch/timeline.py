@@ -20,7 +20,9 @@ from harness.watch.ledger import Ledger, add_all
 Span = tuple[float, float]  # from when to when, in seconds of the host's clock
 
 _LAG = 8  # blocks between an event's recording and the first look at it: by then it has nearly always come
-_SLOWEST = 1 - 1e-4  # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
+_SLOWEST = (
+    1 - 1e-4
+)  # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
 _FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device may be waiting for launches
 _LOOK_STEPS = 10  # how often that is looked at
 # steps that a device is held back for, and by how much at most
@@ -51,7 +53,9 @@ class Events(NamedTuple):
     make: Callable[[], TimingEvent]
     stream: Callable[[], Any]  # the one that the network runs on
     idle: Any  # a stream that nothing else runs on
-    delay: Callable[[float], object] | None = None  # keeps the network's stream busy for so many seconds, and not the host
+    delay: Callable[[float], object] | None = (
+        None  # keeps the network's stream busy for so many seconds, and not the host
+    )
 
 
 class Copy(NamedTuple):
@@ -83,7 +87,11 @@ class _Slot:
 
     def passed(self) -> bool:
         """Whether the device has done the block, the copies for it and the mark."""
-        return self.end.query() and self.mark.query() and all(copy.ready.query() for copy in self.copies)
+        return (
+            self.end.query()
+            and self.mark.query()
+            and all(copy.ready.query() for copy in self.copies)
+        )
 
 
 class Timeline:
@@ -99,7 +107,9 @@ class Timeline:
         ends_s: when the device ended each step, by the host's clock; empty unless they are kept.
     """
 
-    def __init__(self, slots: int, events: Events, now: Callable[[], float], keep_steps: bool = False) -> None:
+    def __init__(
+        self, slots: int, events: Events, now: Callable[[], float], keep_steps: bool = False
+    ) -> None:
         self._events = events
         self._now = now
         self._free = [_Slot(events.make(), events.make(), events.make()) for _ in range(slots)]
@@ -107,7 +117,9 @@ class Timeline:
         self._running: _Slot | None = None  # of the block that has begun, if it is measured
         self._waits: deque[Span] = deque(maxlen=slots)  # since the last block
         self._copies: deque[Copy] = deque(maxlen=slots)  # likewise
-        self._previous: _Slot | None = None  # the last slot that was read: the next gap begins at its end
+        self._previous: _Slot | None = (
+            None  # the last slot that was read: the next gap begins at its end
+        )
         self._passed_s = -math.inf  # when the device passed that end, by the host's clock
         self._fresh = True  # the running block will not be measured; between blocks: the next one's gap will not be known
         self._unended = 0  # measured blocks of the running step
@@ -226,7 +238,10 @@ class Timeline:
         gap_s = max(0.0, previous.end.elapsed_time(slot.start)) / 1e3 if previous else 0.0
         compute_s = slot.start.elapsed_time(slot.end) / 1e3
         start_s = self._place(slot, gap_s, compute_s)
-        spent_s = {"compute": compute_s, **_explain(slot, previous, (start_s - gap_s, start_s), ledger)}
+        spent_s = {
+            "compute": compute_s,
+            **_explain(slot, previous, (start_s - gap_s, start_s), ledger),
+        }
         known = previous is not None and not slot.fresh
         if known and not slot.first:
             add_all(ledger.device_s, spent_s)
@@ -258,7 +273,9 @@ class Timeline:
 
 def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> dict[str, float]:
     """Seconds of the ``gap`` between two blocks by what the device had to wait for, or did in between."""
-    asked_s = slot.waits[0][0] if slot.waits else -math.inf  # a copy before that is ahead of its time, and delays nothing
+    asked_s = (
+        slot.waits[0][0] if slot.waits else -math.inf
+    )  # a copy before that is ahead of its time, and delays nothing
     free_s = max(gap[0], asked_s)
     spent_s = {"exposed_copy": 0.0, "prepare": 0.0}
     exposed: list[Span] = []

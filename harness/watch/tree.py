@@ -53,7 +53,9 @@ class Tree:
                 found[thread] = int(self._read(thread, "schedstat").split()[1])
         if not found:
             raise FileNotFoundError(f"{self._proc}/{self._pid}/task has no schedstat")
-        self._queued_s += sum(max(0, ns - self._queued_ns.get(thread, 0)) for thread, ns in found.items()) / 1e9
+        self._queued_s += (
+            sum(max(0, ns - self._queued_ns.get(thread, 0)) for thread, ns in found.items()) / 1e9
+        )
         self._queued_ns = found
         return self._queued_s
 
@@ -65,7 +67,9 @@ class Tree:
     def _threads(self) -> Iterator[str]:
         for pid in self.pids():
             with suppress(FileNotFoundError, ProcessLookupError):
-                yield from [f"{pid}/task/{thread}" for thread in os.listdir(f"{self._proc}/{pid}/task")]
+                yield from [
+                    f"{pid}/task/{thread}" for thread in os.listdir(f"{self._proc}/{pid}/task")
+                ]
 
     def _sums(self, name: str, figures: Callable[[bytes], tuple[int, int]]) -> list[int] | None:
         """The figures of ``/proc/<pid>/<name>`` over all members; None where processes end faster than they can be read.

@@ -16,7 +16,9 @@ from harness.watch.supply import DOING, Supply
 
 _MIN_STEPS = 10  # fewer say nothing about a run
 _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise where steps are short
-_FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device follows the host
+_FOLLOWS = (
+    0.9  # launching as a share of the block's device time, from which the device follows the host
+)
 _QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
 _FAULT_S = 1e-4  # the least that a page from a disk costs: one read of an NVMe drive
 # of the bytes read: from here on the page cache does not hold the files; up to here it does
@@ -74,10 +76,14 @@ def judge(evidence: Evidence) -> Verdict:
         few = f"Unknown. {window.steps} steps are too few for a verdict. Try: let the run go on for longer."
         return Verdict("unknown", None, few, None, ())
     r = Reckoning(evidence)
-    found = _straggler(evidence.ranks, evidence.autotuned) or (_unharmed(r) if r.lost < HARM else _harmed(r))
+    found = _straggler(evidence.ranks, evidence.autotuned) or (
+        _unharmed(r) if r.lost < HARM else _harmed(r)
+    )
     found = _short_of_memory(r, found) or _throttled(r, found) or _crowded(r, found) or found
     r.ceiling = max(r.ceiling, 1 / (1 - found.held_up))
-    return Verdict(found.bottleneck, r.ceiling, _sentence(r, found), found.next_step, _clauses(r, found))
+    return Verdict(
+        found.bottleneck, r.ceiling, _sentence(r, found), found.next_step, _clauses(r, found)
+    )
 
 
 def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | None:
@@ -86,7 +92,10 @@ def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | No
         return None
     columns = {
         _WAITING: ([rank.stalled_ms for rank in ranks], "look at that rank's storage and cores"),
-        "Python between two steps": (_known([rank.host_ms for rank in ranks]), "look at what else runs on that rank's cores"),
+        "Python between two steps": (
+            _known([rank.host_ms for rank in ranks]),
+            "look at what else runs on that rank's cores",
+        ),
         "the forward pass": (
             _known([rank.forward_ms for rank in ranks]),
             "look whether that rank's device is slower or shared",
@@ -103,7 +112,9 @@ def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | No
     if what != _WAITING:
         return _Finding("rank", cause, None, columns[what][1])
     held_up = min(_MOST_HELD_UP, _beyond(columns[what][0], slowest) / max(step_ms, 1e-9))
-    return _Finding("rank", cause, None if autotuned else "loader.autotune=true", columns[what][1], held_up)
+    return _Finding(
+        "rank", cause, None if autotuned else "loader.autotune=true", columns[what][1], held_up
+    )
 
 
 def _known(column: list[float | None]) -> list[float]:
@@ -128,7 +139,13 @@ def _unharmed(r: Reckoning) -> _Finding:
     launch = r.window.launch_ms
     compute = r.window.compute_ms
     gap = r.window.gap_ms
-    follows = launch and compute and gap and launch.median >= _FOLLOWS * compute.median and gap.median > _QUEUED_MS
+    follows = (
+        launch
+        and compute
+        and gap
+        and launch.median >= _FOLLOWS * compute.median
+        and gap.median > _QUEUED_MS
+    )
     if follows and "launch" not in r.window.shares:  # a device that cannot be held back to tell
         return _launched(r)
     beside = f", preparing batches {r.prepare:.0%}" if r.prepare >= FED else ""
@@ -138,7 +155,9 @@ def _unharmed(r: Reckoning) -> _Finding:
     steps = ["trainer.precision=bf16"] if e.precision == "fp32" else []
     steps += [] if e.channels_last else ["trainer.channels_last=true"]
     steps += [] if steps or e.compiled else ["trainer.compile=true"]
-    return _Finding("compute", cause, " ".join(steps) or None, None if steps else "a smaller network or image")
+    return _Finding(
+        "compute", cause, " ".join(steps) or None, None if steps else "a smaller network or image"
+    )
 
 
 def _harmed(r: Reckoning) -> _Finding:
@@ -159,7 +178,11 @@ def _starved(r: Reckoning) -> _Finding:
     supply = r.supply
     tuned = r.evidence.autotuned
     if supply is None:
-        return _Finding("unknown", f"{_waited(r)}. The feed does not say for what", None if tuned else "loader.autotune=true")
+        return _Finding(
+            "unknown",
+            f"{_waited(r)}. The feed does not say for what",
+            None if tuned else "loader.autotune=true",
+        )
     more, why = (None, "") if tuned else _more(r, supply)
     took = f"{DOING[supply.kind].capitalize()} takes {1e3 * supply.kind_s:.3g} of the {1e3 * supply.wall_s:.3g} ms of a sample"
     took += f", most of them in {supply.stage}" if supply.kind == "augment" else ""
@@ -168,8 +191,14 @@ def _starved(r: Reckoning) -> _Finding:
         return _Finding(supply.kind, f"{_waited(r)}. {took}", more, CHEAPER[supply.kind])
     if more:
         return _Finding("workers", f"{_waited(r)}. {why}", more)
-    full = f". The {r.evidence.cores:g} cores have no room for more workers" if r.room() < 1 + HARM else ""
-    next_step = "loader.autotune=true" if supply.kind == "transport" and not tuned else None  # other forms share nothing
+    full = (
+        f". The {r.evidence.cores:g} cores have no room for more workers"
+        if r.room() < 1 + HARM
+        else ""
+    )
+    next_step = (
+        "loader.autotune=true" if supply.kind == "transport" and not tuned else None
+    )  # other forms share nothing
     return _Finding(supply.kind, f"{_waited(r)}. {took}{full}", next_step, CHEAPER[supply.kind])
 
 
@@ -184,11 +213,21 @@ def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
     room = r.room()
     if workers and r.unmade() == 0:
         uneven = f"{workers} workers are enough on average, but their batches come unevenly"
-        return (f"loader.prefetch_factor={min(2 * depth, deepest)}", uneven) if depth < deepest else (None, "")
-    wanted = min(supply.workers_for(min(room, r.ceiling) * rate), max(MOST, int(MOST_PER_CORE * cores)))
+        return (
+            (f"loader.prefetch_factor={min(2 * depth, deepest)}", uneven)
+            if depth < deepest
+            else (None, "")
+        )
+    wanted = min(
+        supply.workers_for(min(room, r.ceiling) * rate), max(MOST, int(MOST_PER_CORE * cores))
+    )
     if room < 1 + HARM or wanted <= workers or settings.backend == _WORKERLESS:
         return None, ""
-    does = f"A sample takes one of the {workers} workers {1e3 * supply.wall_s:.3g} ms" if workers else "Loading has no workers"
+    does = (
+        f"A sample takes one of the {workers} workers {1e3 * supply.wall_s:.3g} ms"
+        if workers
+        else "Loading has no workers"
+    )
     return f"loader.num_workers={wanted}", f"{does}. The {cores:g} cores have room for more"
 
 
@@ -202,7 +241,9 @@ def _where_from(r: Reckoning) -> str:
         return ". Hardly a byte came from a disk: opening files is slow, or a network's file system"
     cold = ": the files were not in the page cache" if stored >= _FROM_DISK * read else ""
     # pages of mapped files come from the disk too, and are not read
-    return f". Of {max(read, stored) / 1e6:.3g} MB/s, {stored / 1e6:.3g} came from a disk or NFS{cold}"
+    return (
+        f". Of {max(read, stored) / 1e6:.3g} MB/s, {stored / 1e6:.3g} came from a disk or NFS{cold}"
+    )
 
 
 def _handed_over(r: Reckoning, handed: float) -> _Finding:
@@ -215,7 +256,9 @@ def _handed_over(r: Reckoning, handed: float) -> _Finding:
     waited_s = r.starved / window.images_per_s if window.images_per_s else 0.0  # for an image
     tuned = r.evidence.autotuned
     next_step = None if tuned else "loader.autotune=true"
-    if not tuned and settings.num_workers and supply and supply.wall_s < waited_s:  # making it here is quicker than fetching it
+    if (
+        not tuned and settings.num_workers and supply and supply.wall_s < waited_s
+    ):  # making it here is quicker than fetching it
         next_step = "loader.num_workers=0"
     return _Finding("transport", cause, next_step, "make images or batches smaller")
 
@@ -227,22 +270,37 @@ def _copied(r: Reckoning) -> _Finding:
     if (moved := r.parts.get("move", 0.0)) * r.starved > r.copy:
         took = f"Moving and normalising batches took {moved:.0%} of that"
     cause = f"{_waited(r)}. {took}{', from pageable memory' if pageable else ''}"
-    return _Finding("copy", cause, "loader.pin_memory=true" if pageable else None, "make images smaller, or steps longer")
+    return _Finding(
+        "copy",
+        cause,
+        "loader.pin_memory=true" if pageable else None,
+        "make images smaller, or steps longer",
+    )
 
 
 def _hosted(r: Reckoning) -> _Finding:
     """Python keeps the device waiting between two steps."""
-    named = sorted(((name, share) for name, share in r.host_parts.items() if share >= _WORTH), key=lambda part: -part[1])
+    named = sorted(
+        ((name, share) for name, share in r.host_parts.items() if share >= _WORTH),
+        key=lambda part: -part[1],
+    )
     rest = r.host - sum(share for _, share in named)
     shown = [f"{_HOST_WORDS.get(name, name)} {share:.0%}" for name, share in named]
     shown += [f"unnamed work {rest:.0%}"] if rest >= _WORTH else []
     cause = f"Python held the steps up {r.host:.0%} of the time: {', '.join(shown)}"
     name = named[0][0] if named and named[0][1] >= rest else ""
     if name == "gc":
-        return _Finding("host", cause, advice="keep fewer objects alive, or call gc.freeze() before training")
+        return _Finding(
+            "host", cause, advice="keep fewer objects alive, or call gc.freeze() before training"
+        )
     if name == "logging":
         return _Finding("host", cause, f"watch.window_steps={10 * r.evidence.window_steps}")
-    return _Finding("host", cause, f"loader.batch_size={2 * r.evidence.settings.batch_size}", "do less between two steps")
+    return _Finding(
+        "host",
+        cause,
+        f"loader.batch_size={2 * r.evidence.settings.batch_size}",
+        "do less between two steps",
+    )
 
 
 def _launched(r: Reckoning) -> _Finding:
@@ -250,7 +308,11 @@ def _launched(r: Reckoning) -> _Finding:
     launch = r.window.launch_ms
     share = f" {r.launch:.0%} of the time" if r.launch else ""
     took = f". Launching a step takes {launch.median:.1f} ms" if launch else ""
-    faster = f"loader.batch_size={2 * r.evidence.settings.batch_size}" if r.evidence.compiled else "trainer.compile=true"
+    faster = (
+        f"loader.batch_size={2 * r.evidence.settings.batch_size}"
+        if r.evidence.compiled
+        else "trainer.compile=true"
+    )
     return _Finding("launch", f"The device waited for Python within the step{share}{took}", faster)
 
 
@@ -261,7 +323,12 @@ def _short_of_memory(r: Reckoning, found: _Finding) -> _Finding | None:
     mapped = found.bottleneck == "storage"  # files that are mapped fault where they are read
     if stalled is None and faults is not None and not mapped:
         stalled = min(1.0, faults * _FAULT_S)
-    if stalled is None or stalled < HARM or found.bottleneck == "rank" or not harmful(r.evidence.device == "cpu", r.lost):
+    if (
+        stalled is None
+        or stalled < HARM
+        or found.bottleneck == "rank"
+        or not harmful(r.evidence.device == "cpu", r.lost)
+    ):
         return None
     settings = r.evidence.settings
     fewer = None
@@ -279,7 +346,9 @@ def _throttled(r: Reckoning, found: _Finding) -> _Finding | None:
     if throttled is None or throttled < THROTTLED or not _lacks_cores(r, found):
         return None
     cause = f"The quota stopped this run in {throttled:.0%} of its periods. {r.evidence.cores:.3g} cores are too few"
-    return _Finding("quota", cause, advice="raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)")
+    return _Finding(
+        "quota", cause, advice="raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)"
+    )
 
 
 def _crowded(r: Reckoning, found: _Finding) -> _Finding | None:
@@ -287,12 +356,25 @@ def _crowded(r: Reckoning, found: _Finding) -> _Finding | None:
     others = taken(r.evidence.sampled)
     gpu = r.sampled(Tag.GPU_OTHERS_UTILIZATION)
     if others is not None and _lacks_cores(r, found):
-        threads = f"On average, {r.sampled(Tag.QUEUED_THREADS):.2g} threads of this run waited for a core"
+        threads = (
+            f"On average, {r.sampled(Tag.QUEUED_THREADS):.2g} threads of this run waited for a core"
+        )
         cause = f"Other programs take {others:.2g} of the {r.evidence.cores:.3g} cores. {threads}"
-        return _Finding("neighbours", cause, advice="wait until these programs end, or train on cores of your own")
-    if gpu is not None and gpu >= SPOILT and r.evidence.device == "cuda" and found.bottleneck == "compute":
+        return _Finding(
+            "neighbours",
+            cause,
+            advice="wait until these programs end, or train on cores of your own",
+        )
+    if (
+        gpu is not None
+        and gpu >= SPOILT
+        and r.evidence.device == "cuda"
+        and found.bottleneck == "compute"
+    ):
         cause = f"Other programs keep the GPU busy {gpu:.0%} of the time"
-        return _Finding("neighbours", cause, advice="wait until these programs end, or train on another GPU")
+        return _Finding(
+            "neighbours", cause, advice="wait until these programs end, or train on another GPU"
+        )
     return None
 
 
@@ -327,7 +409,12 @@ def _clauses(r: Reckoning, found: _Finding) -> tuple[str, ...]:
     """The figures, then the two next suspects."""
     window = r.window
     supply = r.supply
-    shares = {"compute": r.compute or 0.0, "launch": r.launch, "starved": r.starved, "exposed copy": r.copy}
+    shares = {
+        "compute": r.compute or 0.0,
+        "launch": r.launch,
+        "starved": r.starved,
+        "exposed copy": r.copy,
+    }
     shares |= {"prepare": r.prepare, "host": r.host}
     clauses = [f"time on the {window.stall_basis}'s clock: {_listed(shares)}"]
     if r.parts and r.starved >= _WORTH:
@@ -337,9 +424,16 @@ def _clauses(r: Reckoning, found: _Finding) -> tuple[str, ...]:
         clauses.append(f"a sample takes {each}: {_listed(supply.parts)}")
     if r.host >= _WORTH and (named := _listed(r.host_parts)):
         clauses.append(f"named work between steps: {named}")
-    others = {name: share for name, share in r.suspects().items() if name != found.bottleneck and share >= _WORTH}
+    others = {
+        name: share
+        for name, share in r.suspects().items()
+        if name != found.bottleneck and share >= _WORTH
+    }
     next_two = sorted(others, key=lambda name: -others[name])[:2]
-    return (*clauses, *(f"next suspect: {name}, {others[name]:.0%} of the time" for name in next_two))
+    return (
+        *clauses,
+        *(f"next suspect: {name}, {others[name]:.0%} of the time" for name in next_two),
+    )
 
 
 def _listed(shares: Mapping[str, float]) -> str:

@@ -11,7 +11,15 @@ from pictures import pictures
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.data.adjust import BRIGHTNESS, CONTRAST, SATURATION, adjust_hue, adjust_sharpness, affine, blend
+from harness.data.adjust import (
+    BRIGHTNESS,
+    CONTRAST,
+    SATURATION,
+    adjust_hue,
+    adjust_sharpness,
+    affine,
+    blend,
+)
 
 SIZES = [(8, 8), (33, 20), (64, 64)]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
@@ -28,15 +36,21 @@ def _one_thread(kept_globals: None) -> None:
     torch.set_num_threads(1)  # the images are tiny
 
 
-def one_by_one(function: Callable[[Tensor, float], Tensor], images: Tensor, parameters: np.ndarray) -> Tensor:
+def one_by_one(
+    function: Callable[[Tensor, float], Tensor], images: Tensor, parameters: np.ndarray
+) -> Tensor:
     """``function`` on each image with its own parameter."""
-    return torch.stack([function(image, float(value)) for image, value in zip(images, parameters, strict=True)])
+    return torch.stack(
+        [function(image, float(value)) for image, value in zip(images, parameters, strict=True)]
+    )
 
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", BLENDS, ids=["brightness", "contrast", "saturation"])
-def test_blends_are_torchvisions(kind: int, layout: torch.memory_format, height: int, width: int) -> None:
+def test_blends_are_torchvisions(
+    kind: int, layout: torch.memory_format, height: int, width: int
+) -> None:
     """Brightness, contrast and saturation equal torchvision's bit for bit."""
     images = pictures(len(FACTORS), height, width, layout)
     expected = one_by_one(BLENDS[kind], images, FACTORS)
@@ -46,7 +60,10 @@ def test_blends_are_torchvisions(kind: int, layout: torch.memory_format, height:
 def test_each_image_has_a_kind_of_its_own() -> None:
     """Three kinds of blend in one call give what three calls give."""
     images, kinds = pictures(6, 16, 16), np.array([2, 0, 1, 1, 0, 2])
-    expected = [BLENDS[kind](image, value) for image, kind, value in zip(images, kinds, FACTORS, strict=True)]
+    expected = [
+        BLENDS[kind](image, value)
+        for image, kind, value in zip(images, kinds, FACTORS, strict=True)
+    ]
     assert torch.equal(blend(images, kinds, FACTORS), torch.stack(expected))
 
 
@@ -56,7 +73,9 @@ def test_hues_are_torchvisions(layout: torch.memory_format, height: int, width: 
     """Turned hues equal torchvision's but for one grey level in one value of ten thousand; its rounding is another."""
     turns = np.array([-0.5, -0.21, 0.0, 0.1, 1 / 3, 0.5])
     images = pictures(len(turns), height, width, layout)
-    off = (adjust_hue(images, turns).int() - one_by_one(functional.adjust_hue, images, turns).int()).abs()
+    off = (
+        adjust_hue(images, turns).int() - one_by_one(functional.adjust_hue, images, turns).int()
+    ).abs()
     assert off.max() <= 1
     assert (off > 0).float().mean() <= 1e-4
 
@@ -72,7 +91,9 @@ def test_a_hue_turned_by_a_third_exchanges_the_channels() -> None:
 def test_sharpness_is_torchvisions(layout: torch.memory_format, height: int, width: int) -> None:
     """Sharpened and blurred images equal torchvision's bit for bit."""
     images = pictures(len(FACTORS), height, width, layout)
-    assert torch.equal(adjust_sharpness(images, FACTORS), one_by_one(functional.adjust_sharpness, images, FACTORS))
+    assert torch.equal(
+        adjust_sharpness(images, FACTORS), one_by_one(functional.adjust_sharpness, images, FACTORS)
+    )
 
 
 def test_a_shift_moves_whole_pixels_and_leaves_black() -> None:
@@ -110,4 +131,6 @@ def test_neutral_parameters_change_nothing() -> None:
     assert torch.equal(blend(images, np.array([0, 1, 2]), one), images)
     assert torch.equal(adjust_hue(images, 0 * one), images)
     assert torch.equal(adjust_sharpness(images, one), images)
-    assert torch.equal(affine(images, np.repeat(np.eye(2, 3, dtype=np.float32)[None], 3, axis=0)), images)
+    assert torch.equal(
+        affine(images, np.repeat(np.eye(2, 3, dtype=np.float32)[None], 3, axis=0)), images
+    )

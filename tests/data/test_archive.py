@@ -19,7 +19,9 @@ GOOD = {"set/one": b"1" * 1000, "set/two": b"2"}
 WANTED = {"set/one": 1000, "set/two": 1000}
 
 
-def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644
+) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.mode = kind, link, mode
     return info
@@ -74,28 +76,56 @@ def refused(archive: Path, reason: str, wanted: dict[str, int] = WANTED) -> None
 
 def test_wanted_members(archive: Path) -> None:
     """The wanted members come by name; others and folders are passed over."""
-    write_members(archive, GOOD | {"set/readme.html": b"hello"}, [member("set", tarfile.DIRTYPE, mode=0o2755)])
+    write_members(
+        archive, GOOD | {"set/readme.html": b"hello"}, [member("set", tarfile.DIRTYPE, mode=0o2755)]
+    )
     assert read_members(archive, WANTED) == GOOD
 
 
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        pytest.param([member("../canary")], r"member \.\./canary has a name that leads out", id="up"),
+        pytest.param(
+            [member("../canary")], r"member \.\./canary has a name that leads out", id="up"
+        ),
         pytest.param([member("set/../../canary")], "leads out", id="down and up"),
         pytest.param([member("/tmp/canary")], "leads out", id="absolute"),
-        pytest.param([member("a", tarfile.SYMTYPE, "/etc/passwd")], "member a is a link", id="absolute symlink"),
-        pytest.param([member("a", tarfile.SYMTYPE, "set/one")], "member a is a link", id="symlink inside"),
-        pytest.param([member("a", tarfile.LNKTYPE, "../../etc/passwd")], "member a is a link", id="hard link out"),
+        pytest.param(
+            [member("a", tarfile.SYMTYPE, "/etc/passwd")],
+            "member a is a link",
+            id="absolute symlink",
+        ),
+        pytest.param(
+            [member("a", tarfile.SYMTYPE, "set/one")], "member a is a link", id="symlink inside"
+        ),
+        pytest.param(
+            [member("a", tarfile.LNKTYPE, "../../etc/passwd")],
+            "member a is a link",
+            id="hard link out",
+        ),
         pytest.param(link_chain(), "member a is a link", id="CVE-2025-4517"),
-        pytest.param([member("a", tarfile.FIFOTYPE)], "a is a link, a device or another", id="FIFO"),
-        pytest.param([member("a", tarfile.CHRTYPE)], "a is a link, a device or another", id="character device"),
-        pytest.param([member("a", tarfile.BLKTYPE)], "a is a link, a device or another", id="block device"),
+        pytest.param(
+            [member("a", tarfile.FIFOTYPE)], "a is a link, a device or another", id="FIFO"
+        ),
+        pytest.param(
+            [member("a", tarfile.CHRTYPE)],
+            "a is a link, a device or another",
+            id="character device",
+        ),
+        pytest.param(
+            [member("a", tarfile.BLKTYPE)], "a is a link, a device or another", id="block device"
+        ),
         pytest.param([sparse("a")], "a is a link, a device or another", id="4 GiB sparse"),
         pytest.param([member("a", mode=0o4755)], "member a is setuid or setgid", id="setuid"),
         pytest.param([member("set/one")], "member set/one is there twice", id="twice"),
-        pytest.param([member(f"m{i}") for i in range(1500)], "more than 1000 members", id="too many"),
-        pytest.param([member("\x1b[2Ja", tarfile.SYMTYPE, "x")], r"member \\x1b\[2Ja is", id="terminal escape in a name"),
+        pytest.param(
+            [member(f"m{i}") for i in range(1500)], "more than 1000 members", id="too many"
+        ),
+        pytest.param(
+            [member("\x1b[2Ja", tarfile.SYMTYPE, "x")],
+            r"member \\x1b\[2Ja is",
+            id="terminal escape in a name",
+        ),
     ],
 )
 def test_refused_member(archive: Path, more: list[tarfile.TarInfo], reason: str) -> None:
@@ -125,12 +155,19 @@ def test_missing_members(archive: Path) -> None:
 def test_ratio_bomb(archive: Path) -> None:
     """A member that unpacks to hundreds of times the archive's size stops the reading early."""
     write_members(archive, {"set/bomb": bytes(64 << 20)})
-    refused(archive, r"unpacks to more than \d+ bytes, too much for its size", wanted={"set/bomb": 1 << 30})
+    refused(
+        archive,
+        r"unpacks to more than \d+ bytes, too much for its size",
+        wanted={"set/bomb": 1 << 30},
+    )
 
 
 def test_other_members_cap(archive: Path) -> None:
     """Members that nobody wants may not be large either."""
-    with gzip.open(archive, "wb", compresslevel=0) as packed, tarfile.open(fileobj=packed, mode="w|") as tar:
+    with (
+        gzip.open(archive, "wb", compresslevel=0) as packed,
+        tarfile.open(fileobj=packed, mode="w|") as tar,
+    ):
         info = member("rest")
         info.size = 20 << 20
         tar.addfile(info, io.BytesIO(bytes(info.size)))
@@ -154,7 +191,16 @@ def bad_block(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "damage", [cut, without_trailer, wrong_checksum, bad_block, lambda _: b"", lambda _: b"not an archive", gzip.compress]
+    "damage",
+    [
+        cut,
+        without_trailer,
+        wrong_checksum,
+        bad_block,
+        lambda _: b"",
+        lambda _: b"not an archive",
+        gzip.compress,
+    ],
 )
 def test_damage(archive: Path, damage: Callable[[bytes], bytes]) -> None:
     """A damaged archive is an error that says so, also where the damage lies behind the last member."""

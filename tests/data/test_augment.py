@@ -35,10 +35,14 @@ def made(config: AugmentConfig, seed: int = 0) -> BatchAugment:
     return found
 
 
-def drawn(strengths: tuple[float, float, float, float], draws: np.ndarray, patch: pytest.MonkeyPatch) -> tuple[np.ndarray, ...]:
+def drawn(
+    strengths: tuple[float, float, float, float], draws: np.ndarray, patch: pytest.MonkeyPatch
+) -> tuple[np.ndarray, ...]:
     """The kinds and the amounts that colour jitter of ``strengths`` makes of ``draws``: each ``[N, turns]``."""
     turns: list[tuple[np.ndarray, np.ndarray]] = []
-    patch.setattr(augment, "_adjusted", lambda images, kinds, amounts: turns.append((kinds, amounts)))
+    patch.setattr(
+        augment, "_adjusted", lambda images, kinds, amounts: turns.append((kinds, amounts))
+    )
     ColorJitter(*strengths)(torch.empty(0), draws)
     return tuple(np.stack(parts, axis=1) for parts in zip(*turns, strict=True))
 
@@ -65,7 +69,9 @@ def test_jittered_pixels_are_torchvisions(strengths: tuple[float, float, float, 
     theirs = v2.ColorJitter(*strengths)
     expected = []
     for image, order, factors in zip(images, kinds, amounts, strict=True):
-        params = dict.fromkeys(NAMES) | {NAMES[kind]: factor for kind, factor in zip(order, factors, strict=True)}
+        params = dict.fromkeys(NAMES) | {
+            NAMES[kind]: factor for kind, factor in zip(order, factors, strict=True)
+        }
         expected.append(theirs.transform(image, params | {"fn_idx": torch.from_numpy(order)}))
     off = (jitter(images, draws).int() - torch.stack(expected).int()).abs()
     assert (off > 0).float().mean() <= (2e-4 if strengths[HUE] else 0.0)
@@ -81,7 +87,9 @@ def test_jitter_draws_as_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     theirs = [v2.ColorJitter(*strengths).make_params([]) for _ in range(3000)]
     for kind, name in enumerate(NAMES):
-        assert ks_2samp(amounts[kinds == kind], [params[name] for params in theirs]).pvalue > 0.001, name
+        assert (
+            ks_2samp(amounts[kinds == kind], [params[name] for params in theirs]).pvalue > 0.001
+        ), name
 
 
 def test_nothing_wanted_is_nothing_done() -> None:

@@ -38,7 +38,11 @@ def test_pixels_are_the_cpus(config: AugmentConfig) -> None:
     """All but one value of two hundred are within a grey level of the CPU's: the devices round differently, and operations
     after that may widen it.
     """
-    augment, images, batch = BatchAugment.from_config(config, 0), pictures(64, 48, 40), numbered(torch.arange(64))
+    augment, images, batch = (
+        BatchAugment.from_config(config, 0),
+        pictures(64, 48, 40),
+        numbered(torch.arange(64)),
+    )
     assert augment is not None
     made = augment(images.cuda(), batch)
     off = (made.cpu().int() - augment(images, batch).int()).abs()
@@ -49,10 +53,16 @@ def test_pixels_are_the_cpus(config: AugmentConfig) -> None:
 @pytest.mark.parametrize("config", MIXED.values(), ids=MIXED)
 def test_mixed_values_are_the_cpus(config: AugmentConfig) -> None:
     """Erased and mixed images and labels are the CPU's but for rounding."""
-    mix, images, labels = Mix.from_config(config, 5, 0), torch.rand(16, 3, 24, 20), torch.arange(16) % 5
+    mix, images, labels = (
+        Mix.from_config(config, 5, 0),
+        torch.rand(16, 3, 24, 20),
+        torch.arange(16) % 5,
+    )
     assert mix is not None
     batch = numbered(torch.arange(16))
-    for ours, expected in zip(mix(images.cuda(), labels.cuda(), batch), mix(images, labels, batch), strict=True):
+    for ours, expected in zip(
+        mix(images.cuda(), labels.cuda(), batch), mix(images, labels, batch), strict=True
+    ):
         torch.testing.assert_close(ours.cpu(), expected)
 
 

@@ -76,7 +76,9 @@ def touch(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, touch], ids=["size", "time"])
-def test_a_changed_file_is_decoded_again(source: FolderSource, change: Callable[[Path], None]) -> None:
+def test_a_changed_file_is_decoded_again(
+    source: FolderSource, change: Callable[[Path], None]
+) -> None:
     """A later run does not take pixels of a file that is another now, and keeps the new ones; views of old ones stay."""
     kept = cache_of(source)
     kept.put(0, pixels_of(0))
@@ -91,7 +93,9 @@ def test_a_changed_file_is_decoded_again(source: FolderSource, change: Callable[
     assert np.array_equal(later.get(1), pixels_of(1))  # type: ignore[arg-type]
 
 
-def test_a_file_is_looked_at_once_in_a_run(source: FolderSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_looked_at_once_in_a_run(
+    source: FolderSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the first read of an image asks for its file, whichever process has it."""
     first = cache_of(source)
     first.put(0, pixels_of(0))
@@ -104,7 +108,9 @@ def test_a_file_is_looked_at_once_in_a_run(source: FolderSource, monkeypatch: py
     assert looks == [source.where(0)]
 
 
-def test_what_a_run_has_kept_it_need_not_check(source: FolderSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_has_kept_it_need_not_check(
+    source: FolderSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run that wrote an image neither looks at its file again nor reads all of its pixels for their checksum."""
     kept = cache_of(source)
     kept.put(0, pixels_of(0))
@@ -145,7 +151,9 @@ def test_a_file_that_went_has_no_pixels(source: FolderSource) -> None:
     assert kept.stats()["images"] == 0
 
 
-def test_a_file_of_just_now_is_not_kept(source: FolderSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_just_now_is_not_kept(
+    source: FolderSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may change again without another time of change; a while later it is kept."""
     kept = cache_of(source)
     monkeypatch.setattr(cache, "_RACY_S", 2.0)
@@ -170,11 +178,17 @@ def swapped_rows(pixels: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("damage", [lost_page, flipped_bits, swapped_rows])
-def test_damaged_pixels_are_not_used(source: FolderSource, damage: Callable[[np.ndarray], None]) -> None:
+def test_damaged_pixels_are_not_used(
+    source: FolderSource, damage: Callable[[np.ndarray], None]
+) -> None:
     """Pixels that are not those that were kept cost that image alone, and once."""
     kept = cache_of(source)
     put_all(kept, range(3))
-    damage(np.frombuffer(kept._file.map, np.uint8)[(kept._places[2] >> 30) * 512 : kept.stats()["bytes"]])
+    damage(
+        np.frombuffer(kept._file.map, np.uint8)[
+            (kept._places[2] >> 30) * 512 : kept.stats()["bytes"]
+        ]
+    )
     later = next_run(kept, source)
     assert right(later, COUNT) == [0, 1]
     put_all(later, [2])
@@ -205,7 +219,9 @@ def test_a_full_cache_keeps_what_fits(source: FolderSource) -> None:
     found, stats = right(kept, COUNT), kept.stats()
     assert 0 < len(found) == stats["images"] < COUNT == stats["samples"]
     assert stats["bytes"] <= stats["limit"] == 100_000
-    assert kept.summary().startswith(f"{len(found)} of 40 images, 0.0 of at most 0.0 GB, full: the others")
+    assert kept.summary().startswith(
+        f"{len(found)} of 40 images, 0.0 of at most 0.0 GB, full: the others"
+    )
     assert os.fstat(kept._file.fd).st_size == 100_000
     assert "full" not in cache_of(source).summary()
 
@@ -218,7 +234,9 @@ def test_a_side_beyond_a_row_is_left_out(source: FolderSource) -> None:
 
 
 @pytest.mark.parametrize("short", [True, False], ids=["short", "error"])
-def test_a_full_disk_ends_the_filling(source: FolderSource, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_filling(
+    source: FolderSource, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk may have less left than it had at first: what was kept stays, and nobody tries again."""
     kept = cache_of(source)
     put_all(kept, range(3))
@@ -274,7 +292,9 @@ def test_threads_fill_at_once(source: FolderSource) -> None:
     assert right(kept, COUNT) == list(range(COUNT))
 
 
-def test_a_killed_writer_leaves_whole_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_writer_leaves_whole_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed in the midst, a process leaves images that are whole, and the file free for others."""
     monkeypatch.setattr(cache, "_RACY_S", 0.0)
     source = source_of(tmp_path / "set", 1000)
@@ -304,7 +324,13 @@ def test_what_lies_in_a_place_is_not_given_out_again(source: FolderSource) -> No
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\xff" * 100, bytes(1 << 16), FACTS.encode() + bytes(1 << 16), FACTS.encode() + b"\x7f" * (1 << 16)],
+    [
+        b"",
+        b"\xff" * 100,
+        bytes(1 << 16),
+        FACTS.encode() + bytes(1 << 16),
+        FACTS.encode() + b"\x7f" * (1 << 16),
+    ],
     ids=["empty", "short", "zeros", "no limit", "cut"],
 )
 def test_another_file_is_not_taken(content: bytes) -> None:

@@ -41,7 +41,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cache, "_RACY_S", 0.0)
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
-    for part, name, count in (("train", "cat", 3), ("train", "dog", 3), ("val", "cat", 1), ("val", "dog", 1)):
+    for part, name, count in (
+        ("train", "cat", 3),
+        ("train", "dog", 3),
+        ("val", "cat", 1),
+        ("val", "dog", 1),
+    ):
         (tmp_path / "set" / part / name).mkdir(parents=True)
         for i in range(count):
             image = Image.fromarray(rng.integers(0, 256, (40 + i, 60, 3), dtype=np.uint8))
@@ -49,12 +54,20 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "set"
 
 
-def loaded(root: Path, kind: DataCache, gathered: Callable[[Any], list[Any]] = lambda value: [value], **changes: Any) -> Splits:
+def loaded(
+    root: Path,
+    kind: DataCache,
+    gathered: Callable[[Any], list[Any]] = lambda value: [value],
+    **changes: Any,
+) -> Splits:
     settings = {"cache_gb": 0.001, **changes}
     if kind is DataCache.none:
         settings["cache_gb"] = None
     return load(
-        DataConfig(name="imagefolder", root=str(root), image_size=24, cache=kind, **settings), AugmentConfig(), 0, gathered
+        DataConfig(name="imagefolder", root=str(root), image_size=24, cache=kind, **settings),
+        AugmentConfig(),
+        0,
+        gathered,
     )
 
 
@@ -86,7 +99,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
 
     found: list[bytes] = []
     real = module.decode
-    monkeypatch.setattr(module, "decode", lambda data, options: found.append(data) or real(data, options))
+    monkeypatch.setattr(
+        module, "decode", lambda data, options: found.append(data) or real(data, options)
+    )
     return found
 
 
@@ -103,11 +118,15 @@ def test_a_cache_changes_no_pixel(root: Path, kind: DataCache, decoded: list[byt
 
 
 @pytest.mark.parametrize("form", [ProcessFeed, ThreadFeed], ids=["processes", "threads"])
-def test_a_feed_fills_and_reads_the_cache(root: Path, form: type[ProcessFeed] | type[ThreadFeed]) -> None:
+def test_a_feed_fills_and_reads_the_cache(
+    root: Path, form: type[ProcessFeed] | type[ThreadFeed]
+) -> None:
     """Batches of two workers are those of an uncached feed, in the epoch that fills the cache and in the next one."""
     plain, kept = loaded(root, DataCache.none), loaded(root, RAM)
     assert isinstance(kept.train, ImageDataset)
-    feed = form(kept.train, Order(6, 2, seed=3), samples.settings(2, batch_size=2, start_method="fork"))
+    feed = form(
+        kept.train, Order(6, 2, seed=3), samples.settings(2, batch_size=2, start_method="fork")
+    )
     try:
         for epoch in range(2):
             feed.set_epoch(epoch)
@@ -145,7 +164,9 @@ def test_memory_that_the_cache_will_fill_is_reserved(root: Path) -> None:
     assert loaded(root, DISK).reserved_bytes == loaded(root, DataCache.none).reserved_bytes == 0
 
 
-def test_the_next_run_finds_the_disk(root: Path, decoded: list[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_run_finds_the_disk(
+    root: Path, decoded: list[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Pixels on the disk outlive the run, and the next one decodes nothing."""
     first = loaded(root, DISK)
     expected = batch(first.train, 0)
@@ -197,12 +218,18 @@ def test_a_second_run_only_reads(root: Path, caplog: pytest.LogCaptureFixture) -
     other = loaded(root, DISK, exif_orientation=True)
     assert kept_by(other) is None
     assert "another process fills it; of other pixels: nothing is kept in this run" in caplog.text
-    advice = "wait until it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
-    with pytest.raises(ConfigError, match=rf"^data\.cache_max_side=50: .* fills it, with other pixels; {advice}$"):
+    advice = (
+        "wait until it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
+    )
+    with pytest.raises(
+        ConfigError, match=rf"^data\.cache_max_side=50: .* fills it, with other pixels; {advice}$"
+    ):
         loaded(root, DISK, cache_max_side=50)  # without the cache its images would be larger
 
 
-def test_a_second_run_waits_until_the_file_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_waits_until_the_file_is_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who comes while the first run makes the file has it as well."""
     came, seconds, make_blank, flock = threading.Event(), [], cache.make_blank, fcntl.flock
     late = threading.Thread(target=lambda: seconds.append(loaded(root, DISK)))
@@ -252,7 +279,11 @@ def test_a_full_file_is_named(root: Path, kind: DataCache) -> None:
     assert kept is not None
     text = kept.summary()
     assert "full: the others are decoded each time" in text
-    named = [str(path) for path in (root.parent / "cache").glob("decoded/*") if f"delete {path} to keep" in text]
+    named = [
+        str(path)
+        for path in (root.parent / "cache").glob("decoded/*")
+        if f"delete {path} to keep" in text
+    ]
     assert len(named) == (kind is DISK)
 
 
@@ -274,7 +305,10 @@ def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
     """With no cache there, and none to be made, the setting has no effect."""
     (root.parent / "cache").mkdir()
     (root.parent / "cache/decoded").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"^data\.cache=disk: .*decoded/.*; free space, set WELLFED_CACHE to another folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.cache=disk: .*decoded/.*; free space, set WELLFED_CACHE to another folder",
+    ):
         loaded(root, DISK)
 
 
@@ -285,7 +319,10 @@ def test_half_of_the_memory_is_the_most(root: Path, monkeypatch: pytest.MonkeyPa
     kept = kept_by(loaded(root, RAM, cache_gb=None))
     assert kept is not None
     assert kept.stats()["limit"] == 5_000_000
-    with pytest.raises(ConfigError, match=r"data\.cache_gb=0\.02: only 0\.0 GB are free \(of memory: .*\); lower it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.cache_gb=0\.02: only 0\.0 GB are free \(of memory: .*\); lower it",
+    ):
         loaded(root, RAM, cache_gb=0.02)
 
 
@@ -297,7 +334,10 @@ def test_half_of_the_free_disk_is_the_most(root: Path) -> None:
         assert kept is not None
         assert kept.stats()["limit"] == pytest.approx(free.f_bavail * free.f_frsize / 2, rel=0.05)
         del kept
-    with pytest.raises(ConfigError, match=r"data\.cache_gb=1e\+06: only .* GB are free \(on the disk of .*decoded\); lower it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.cache_gb=1e\+06: only .* GB are free \(on the disk of .*decoded\); lower it",
+    ):
         loaded(root, DISK, cache_gb=1e6)
 
 
@@ -306,7 +346,10 @@ def test_a_file_that_is_too_large_is_not_cut(root: Path) -> None:
     first = loaded(root, DISK)
     batch(first.train, 0)
     del first
-    with pytest.raises(ConfigError, match=r"data\.cache_gb=1e-05: .* has 0\.0 GB already; raise it, or delete that file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.cache_gb=1e-05: .* has 0\.0 GB already; raise it, or delete that file",
+    ):
         loaded(root, DISK, cache_gb=1e-5)
 
 
@@ -321,7 +364,9 @@ def test_pixels_in_memory_need_no_cache() -> None:
 @pytest.mark.parametrize("name", ["digits", "cifar10", "fake"])
 def test_a_cache_without_effect_is_refused(name: str) -> None:
     """So do the data sets that hold pixels, or numbers alone."""
-    with pytest.raises(ConfigError, match=rf"^data\.cache=ram has no effect with data={name}; leave it out"):
+    with pytest.raises(
+        ConfigError, match=rf"^data\.cache=ram has no effect with data={name}; leave it out"
+    ):
         load(DataConfig(name=name, cache=RAM), AugmentConfig(), 0)
 
 
@@ -373,11 +418,15 @@ def test_what_one_rank_is_refused_all_are(root: Path, machine: str | None) -> No
             loaded(root, RAM, rank, cache_gb=cache_gb)
 
 
-def test_shrunk_images_say_how_far_they_change(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shrunk_images_say_how_far_they_change(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a longest side, the error is measured on some images and told; later epochs have the first one's pixels."""
     kept = loaded(root, RAM, cache_max_side=32)
     out = capsys.readouterr().out
-    assert "data.cache_max_side=32: of some training images looked at, larger images change by " in out
+    assert (
+        "data.cache_max_side=32: of some training images looked at, larger images change by " in out
+    )
     plain = loaded(root, DataCache.none)
     assert isinstance(plain.train, ImageDataset)
     error = crop_error(plain.train, 32)
@@ -390,7 +439,9 @@ def test_shrunk_images_say_how_far_they_change(root: Path, capsys: pytest.Captur
     assert not np.array_equal(first, batch(plain.train, 0))
 
 
-def test_images_that_are_small_enough_do_not_change(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_that_are_small_enough_do_not_change(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A longest side that no image exceeds has no error to tell."""
     loaded(root, RAM, cache_max_side=64)
     assert "looked at, no image was larger" in capsys.readouterr().out
@@ -398,7 +449,9 @@ def test_images_that_are_small_enough_do_not_change(root: Path, capsys: pytest.C
 
 @pytest.mark.timeout(60)
 @oddities.every
-def test_an_odd_cache_is_made_again(root: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_odd_cache_is_made_again(
+    root: Path, plant: Plant, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever lies in the place of the pixels gives way, with one warning."""
     first = loaded(root, DISK)
     expected = batch(first.train, 0)
@@ -421,7 +474,10 @@ def test_an_odd_turn_gives_way(root: Path, plant: Plant, caplog: pytest.LogCaptu
     found = loaded(root, DISK)
     batch(found.train, 0)
     assert images(found) == 6 and oddities.untouched(turn)
-    assert [text for text in caplog.messages if str(turn) in text] in ([], [f"{turn}: not a regular file: made again"])
+    assert [text for text in caplog.messages if str(turn) in text] in (
+        [],
+        [f"{turn}: not a regular file: made again"],
+    )
 
 
 def test_a_turn_that_is_not_given_up_is_waited_for_aloud(
@@ -456,4 +512,7 @@ def test_a_turn_is_not_waited_for_without_end(
     with (root.parent / "cache/decoded/opening").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert images(loaded(root, DISK)) == 6
-    assert "still held by another process after 0 s; what is in it is used, nothing is added" in caplog.text
+    assert (
+        "still held by another process after 0 s; what is in it is used, nothing is added"
+        in caplog.text
+    )

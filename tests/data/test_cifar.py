@@ -39,7 +39,13 @@ from harness.data.storage import ArraySource
 from harness.runtime import signals
 from harness.runtime.errors import DataError, DiskError, Interrupted
 
-ARRAYS = ["complete.json", "train_images.npy", "train_labels.npy", "val_images.npy", "val_labels.npy"]
+ARRAYS = [
+    "complete.json",
+    "train_images.npy",
+    "train_labels.npy",
+    "val_images.npy",
+    "val_labels.npy",
+]
 BATCH = "cifar-10-batches-py/data_batch_3"
 META = "cifar-10-batches-py/batches.meta"
 
@@ -79,7 +85,10 @@ def protocol(number: int) -> Callable[[object], bytes]:
     [
         pytest.param(py2_pickle, id="Python 2"),
         pytest.param(lambda value: old_numpy(pickle.dumps(value, protocol=2)), id="numpy 1"),
-        *(pytest.param(protocol(number), id=f"protocol {number}") for number in range(pickle.HIGHEST_PROTOCOL + 1)),
+        *(
+            pytest.param(protocol(number), id=f"protocol {number}")
+            for number in range(pickle.HIGHEST_PROTOCOL + 1)
+        ),
     ],
 )
 def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
@@ -87,7 +96,9 @@ def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
     md5 = write_cifar10(tmp_path, rows=12, pickled=pickled)
     train, val = open_cifar10(settings(tmp_path, md5))
     batches = cifar10_batches(rows=12)
-    data = np.concatenate([batches[f"cifar-10-batches-py/data_batch_{i}"]["data"] for i in range(1, 6)])
+    data = np.concatenate(
+        [batches[f"cifar-10-batches-py/data_batch_{i}"]["data"] for i in range(1, 6)]
+    )
     assert (len(train), len(val)) == (60, 12)
     assert train.classes == val.classes == CIFAR10_CLASSES
     assert train.labels.tolist() == list(map(int, [*range(10), 0, 1] * 5))
@@ -96,7 +107,8 @@ def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
     for row, y, x, channel in [(0, 0, 0, 0), (17, 3, 30, 1), (59, 31, 31, 2)]:
         assert train.images[row, y, x, channel] == data[row, channel * 1024 + y * 32 + x]
     assert np.array_equal(
-        val.images[5], batches["cifar-10-batches-py/test_batch"]["data"][5].reshape(3, 32, 32).transpose(1, 2, 0)
+        val.images[5],
+        batches["cifar-10-batches-py/test_batch"]["data"][5].reshape(3, 32, 32).transpose(1, 2, 0),
     )
     assert listing(tmp_path) == made(tmp_path)
 
@@ -128,7 +140,9 @@ def test_python2_text(tmp_path: Path) -> None:
     """Python 2's text protocol gives the same arrays as its binary one."""
     (tmp_path / "text").mkdir()
     (tmp_path / "binary").mkdir()
-    text, _ = open_cifar10(settings(tmp_path / "text", write_cifar10(tmp_path / "text", pickled=py2_text)))
+    text, _ = open_cifar10(
+        settings(tmp_path / "text", write_cifar10(tmp_path / "text", pickled=py2_text))
+    )
     binary, _ = open_cifar10(settings(tmp_path / "binary", write_cifar10(tmp_path / "binary")))
     assert np.array_equal(text.images, binary.images)
 
@@ -140,7 +154,9 @@ def test_columns_first(tmp_path: Path) -> None:
     assert isinstance(data, np.ndarray)
     for number in (2, 5):
         batches[BATCH]["data"] = np.asfortranarray(data)
-        md5 = write_members(tmp_path / CIFAR10, {name: pickle.dumps(part, number) for name, part in batches.items()})
+        md5 = write_members(
+            tmp_path / CIFAR10, {name: pickle.dumps(part, number) for name, part in batches.items()}
+        )
         train, _ = open_cifar10(settings(tmp_path, md5))
         assert np.array_equal(train.images[40:60].transpose(0, 3, 1, 2).reshape(20, 3072), data)
 
@@ -169,11 +185,16 @@ class Call:
 # An array of objects whose flags say that it holds none: numpy itself takes the sixteen bytes for two addresses.
 FORGED = (
     b"}(S'data'\ncnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntS'b'\ntR(I1\n(I1\nI3072\nt"
-    b"cnumpy\ndtype\n(S'O8'\nI00\nI01\ntR(I3\nS'|'\nNNNI-1\nI-1\nI0\ntbI00\nS'" + b"A" * 24576 + b"'\ntbS'labels'\n](I0\neu."
+    b"cnumpy\ndtype\n(S'O8'\nI00\nI01\ntR(I3\nS'|'\nNNNI-1\nI-1\nI0\ntbI00\nS'"
+    + b"A" * 24576
+    + b"'\ntbS'labels'\n](I0\neu."
 )
 CANARY = "touch canary"
 MALICIOUS = {
-    **{f"os.system, protocol {n}": pickle.dumps({"data": Call(os.system, CANARY)}, n) for n in range(6)},
+    **{
+        f"os.system, protocol {n}": pickle.dumps({"data": Call(os.system, CANARY)}, n)
+        for n in range(6)
+    },
     "eval by STACK_GLOBAL": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x1b__import__('os').mkdir('x')\x85R.",
     "INST": b"(S'touch canary'\nios\nsystem\n.",
     "OBJ": b"(cos\nsystem\nS'touch canary'\no.",
@@ -195,13 +216,17 @@ MALICIOUS = {
 }
 
 
-@pytest.mark.parametrize("content", [pytest.param(content, id=name) for name, content in MALICIOUS.items()])
+@pytest.mark.parametrize(
+    "content", [pytest.param(content, id=name) for name, content in MALICIOUS.items()]
+)
 @pytest.mark.parametrize("place", [BATCH, META])
 def test_malicious_pickle(tmp_path: Path, place: str, content: bytes) -> None:
     """Whatever a pickle asks for, nothing is executed, the member is named, and only the archive is there."""
     members = {name: py2_pickle(part) for name, part in cifar10_batches(rows=2).items()}
     md5 = write_members(tmp_path / CIFAR10, members | {place: content})
-    with pytest.raises(DataError, match=f"{CIFAR10}: member {place} is not as published: .*; get the archive from") as caught:
+    with pytest.raises(
+        DataError, match=f"{CIFAR10}: member {place} is not as published: .*; get the archive from"
+    ) as caught:
         open_cifar10(settings(tmp_path, md5))
     assert "touch" not in str(caught.value)
     assert os.listdir() == []
@@ -211,7 +236,9 @@ def test_malicious_pickle(tmp_path: Path, place: str, content: bytes) -> None:
 def test_names_stay_as_they_are(tmp_path: Path) -> None:
     """A pickle that changes a name which it was given does not change it for the next one."""
     members = {name: py2_pickle(part) for name, part in cifar10_batches(rows=2).items()}
-    md5 = write_members(tmp_path / CIFAR10, members | {META: b"cnumpy\ndtype\n(cnumpy\nndarray\n(S'x'\nt}Ntb."})
+    md5 = write_members(
+        tmp_path / CIFAR10, members | {META: b"cnumpy\ndtype\n(cnumpy\nndarray\n(S'x'\nt}Ntb."}
+    )
     with pytest.raises(DataError, match="not a dictionary"):
         open_cifar10(settings(tmp_path, md5))
     train, _ = open_cifar10(settings(tmp_path, write_cifar10(tmp_path, rows=2)))
@@ -228,7 +255,9 @@ def test_forged_dtype_is_believed_by_numpy() -> None:
 def test_names_what_is_refused(tmp_path: Path) -> None:
     """The error names what the pickle asked for."""
     members = {name: py2_pickle(part) for name, part in cifar10_batches(rows=2).items()}
-    md5 = write_members(tmp_path / CIFAR10, members | {BATCH: pickle.dumps(Call(os.system, CANARY))})
+    md5 = write_members(
+        tmp_path / CIFAR10, members | {BATCH: pickle.dumps(Call(os.system, CANARY))}
+    )
     with pytest.raises(DataError, match=r"it asks for posix\.system, which no CIFAR file needs"):
         open_cifar10(settings(tmp_path, md5))
 
@@ -239,28 +268,52 @@ DATA = np.zeros((20, 3072), np.uint8)
 @pytest.mark.parametrize(
     ("place", "changes", "reason"),
     [
-        pytest.param(BATCH, {"labels": [0] * 19}, "labels is not a list of 20 labels", id="too few labels"),
+        pytest.param(
+            BATCH, {"labels": [0] * 19}, "labels is not a list of 20 labels", id="too few labels"
+        ),
         pytest.param(BATCH, {"labels": None}, "labels is not a list of 20 labels", id="no labels"),
         pytest.param(BATCH, {"labels": [10] * 20}, "whole number from 0 to 9", id="label too high"),
         pytest.param(BATCH, {"labels": [-1] * 20}, "whole number from 0 to 9", id="label below 0"),
         pytest.param(BATCH, {"labels": [True] * 20}, "whole number from 0 to 9", id="bool labels"),
         pytest.param(BATCH, {"labels": ["cat"] * 20}, "whole number from 0 to 9", id="text labels"),
         pytest.param(BATCH, {"data": DATA[:, :3071]}, "not rows of 3072 bytes", id="short rows"),
-        pytest.param(BATCH, {"data": DATA.reshape(20, 3, 32, 32)}, "not rows of 3072 bytes", id="other shape"),
-        pytest.param(BATCH, {"data": DATA[:0], "labels": []}, "not rows of 3072 bytes", id="no rows"),
-        pytest.param(BATCH, {"data": DATA.astype(np.float32)}, "not an array of bytes", id="other dtype"),
+        pytest.param(
+            BATCH, {"data": DATA.reshape(20, 3, 32, 32)}, "not rows of 3072 bytes", id="other shape"
+        ),
+        pytest.param(
+            BATCH, {"data": DATA[:0], "labels": []}, "not rows of 3072 bytes", id="no rows"
+        ),
+        pytest.param(
+            BATCH, {"data": DATA.astype(np.float32)}, "not an array of bytes", id="other dtype"
+        ),
         pytest.param(BATCH, {"data": "pixels"}, "not an array of bytes", id="text for pixels"),
-        pytest.param(META, {"label_names": [*CIFAR10_CLASSES[:9], "lorry"]}, "not those of cifar10: lorry", id="other class"),
-        pytest.param(META, {"label_names": list(CIFAR10_CLASSES[::-1])}, "another order", id="other order"),
-        pytest.param(META, {"label_names": list(CIFAR10_CLASSES[:9])}, "9 names or another order", id="nine classes"),
-        pytest.param(META, {"label_names": 10}, "no list of class names under label_names", id="no names"),
+        pytest.param(
+            META,
+            {"label_names": [*CIFAR10_CLASSES[:9], "lorry"]},
+            "not those of cifar10: lorry",
+            id="other class",
+        ),
+        pytest.param(
+            META, {"label_names": list(CIFAR10_CLASSES[::-1])}, "another order", id="other order"
+        ),
+        pytest.param(
+            META,
+            {"label_names": list(CIFAR10_CLASSES[:9])},
+            "9 names or another order",
+            id="nine classes",
+        ),
+        pytest.param(
+            META, {"label_names": 10}, "no list of class names under label_names", id="no names"
+        ),
     ],
 )
 def test_other_content(tmp_path: Path, place: str, changes: dict[str, object], reason: str) -> None:
     """Content that differs from the published form is refused by its member and its key."""
     batches = cifar10_batches()
     batches[place].update(changes)
-    md5 = write_members(tmp_path / CIFAR10, {name: pickle.dumps(part) for name, part in batches.items()})
+    md5 = write_members(
+        tmp_path / CIFAR10, {name: pickle.dumps(part) for name, part in batches.items()}
+    )
     with pytest.raises(DataError, match=f"member {place} is not as published: .*{reason}"):
         open_cifar10(settings(tmp_path, md5))
     assert listing(tmp_path) == [CIFAR10]
@@ -289,7 +342,10 @@ def flip(path: Path) -> None:
 
 
 DAMAGES = {
-    **{f"bit in {name}": partial(lambda name, folder: flip(folder / name), name) for name in ARRAYS[1:]},
+    **{
+        f"bit in {name}": partial(lambda name, folder: flip(folder / name), name)
+        for name in ARRAYS[1:]
+    },
     "cut array": lambda folder: os.truncate(folder / "train_images.npy", 5000),
     "empty array": lambda folder: os.truncate(folder / "val_labels.npy", 0),
     "missing array": lambda folder: (folder / "val_images.npy").unlink(),
@@ -301,8 +357,12 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", [pytest.param(damage, id=name) for name, damage in DAMAGES.items()])
-def test_damaged_arrays(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize(
+    "damage", [pytest.param(damage, id=name) for name, damage in DAMAGES.items()]
+)
+def test_damaged_arrays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
+) -> None:
     """Damaged or half-written arrays are made anew from the archive, with one warning."""
     md5 = write_cifar10(tmp_path)
     first = open_cifar10(settings(tmp_path, md5))[0].images.copy()
@@ -372,7 +432,10 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     md5 = write_cifar10(tmp_path)
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(DiskError, match=r"cifar10-arrays: cannot be written: No space left on device; free space or set"):
+    with pytest.raises(
+        DiskError,
+        match=r"cifar10-arrays: cannot be written: No space left on device; free space or set",
+    ):
         open_cifar10(settings(tmp_path, md5))
     assert listing(tmp_path) == [CIFAR10]
 
@@ -381,7 +444,8 @@ def test_foreign_archive(tmp_path: Path) -> None:
     """An archive that was put there by hand is checked too, and not deleted."""
     md5 = write_cifar10(tmp_path)
     with pytest.raises(
-        DataError, match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; delete .* set data.md5={md5} if"
+        DataError,
+        match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; delete .* set data.md5={md5} if",
     ):
         open_cifar10(settings(tmp_path))
     assert listing(tmp_path) == [CIFAR10]
@@ -417,7 +481,10 @@ def test_failed_download(tmp_path: Path) -> None:
     """A download that fails says why, which file to put where, and what needs no network."""
     with (
         site(lambda handler: reply(handler, 404)) as here,
-        pytest.raises(DataError, match=f"/pub/{CIFAR10}: HTTP 404 .*; or put {CIFAR10} into {tmp_path}, or take data=shapes"),
+        pytest.raises(
+            DataError,
+            match=f"/pub/{CIFAR10}: HTTP 404 .*; or put {CIFAR10} into {tmp_path}, or take data=shapes",
+        ),
     ):
         fetched(tmp_path, here.address, None)
     assert listing(tmp_path) == []
@@ -430,7 +497,9 @@ def test_wrong_checksum(tmp_path: Path) -> None:
     content = (tmp_path / "there" / CIFAR10).read_bytes()
     with (
         site(files({f"pub/{CIFAR10}": content})) as here,
-        pytest.raises(DataError, match="md5 digest differs: expected c58f30108f718f92721af3b95e74349a"),
+        pytest.raises(
+            DataError, match="md5 digest differs: expected c58f30108f718f92721af3b95e74349a"
+        ),
     ):
         fetched(tmp_path / "here", here.address, None)
     assert listing(tmp_path / "here") == []
@@ -449,7 +518,9 @@ def test_default_root(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["complete.json", "val_labels.npy", "."])
 @oddities.every
-def test_odd_arrays(tmp_path: Path, name: str, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+def test_odd_arrays(
+    tmp_path: Path, name: str, plant: Plant, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever lies in the place of a file of the arrays, or of their folder, gives way, with one warning."""
     md5 = write_cifar10(tmp_path)
     expected = open_cifar10(settings(tmp_path, md5))[1].images.copy()
@@ -458,7 +529,9 @@ def test_odd_arrays(tmp_path: Path, name: str, plant: Plant, caplog: pytest.LogC
     caplog.clear()
     for _ in range(2):
         assert np.array_equal(open_cifar10(settings(tmp_path, md5))[1].images, expected)
-    assert caplog.messages == [f"{tmp_path}/cifar10-arrays: damaged, or of another archive: made anew"]
+    assert caplog.messages == [
+        f"{tmp_path}/cifar10-arrays: damaged, or of another archive: made anew"
+    ]
 
 
 @pytest.mark.timeout(20)
@@ -466,6 +539,8 @@ def test_odd_arrays(tmp_path: Path, name: str, plant: Plant, caplog: pytest.LogC
 def test_odd_archive(tmp_path: Path, plant: Plant) -> None:
     """No archive but a regular file is read; without leave to fetch one it is an error that names the file."""
     oddities.put(plant, tmp_path / CIFAR10)
-    with pytest.raises(DataError, match=rf"^{tmp_path}/{CIFAR10}: (not there|the md5 digest differs)"):
+    with pytest.raises(
+        DataError, match=rf"^{tmp_path}/{CIFAR10}: (not there|the md5 digest differs)"
+    ):
         open_cifar10(settings(tmp_path, "0" * 32))
     assert oddities.untouched(tmp_path / CIFAR10)

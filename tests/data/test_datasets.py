@@ -35,7 +35,9 @@ def tree(root: Path, per_class: int = 5) -> Path:
             folder = root / part / name
             folder.mkdir(parents=True)
             for i in range(per_class):
-                Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+                Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(
+                    folder / f"{i}.png"
+                )
     return root
 
 
@@ -50,7 +52,11 @@ def test_a_folder_is_loaded(tmp_path: Path, name: str) -> None:
     assert (len(splits.train), len(splits.val), splits.train.classes) == (10, 10, ("cat", "dog"))
     assert splits.train.labels.tolist() == [0] * 5 + [1] * 5
     assert splits.val.where(9).endswith("val/dog/4.png")
-    assert (splits.train.seed, splits.train.image_size, splits.train.options.max_pixels) == (3, 16, 600)
+    assert (splits.train.seed, splits.train.image_size, splits.train.options.max_pixels) == (
+        3,
+        16,
+        600,
+    )
     assert filled(splits.train, 0, 0).std() > 0
 
 
@@ -59,7 +65,11 @@ def test_one_tree_is_split_the_same_for_every_seed(tmp_path: Path) -> None:
     root = tree(tmp_path) / "train"
     parts = []
     for seed in (0, 1):
-        val = load(DataConfig(name="imagefolder", root=str(root), split_fraction=0.4), AugmentConfig(), seed).val
+        val = load(
+            DataConfig(name="imagefolder", root=str(root), split_fraction=0.4),
+            AugmentConfig(),
+            seed,
+        ).val
         assert isinstance(val, ImageDataset)
         parts.append([val.where(i) for i in range(len(val))])
     assert parts[0] == parts[1]
@@ -68,16 +78,28 @@ def test_one_tree_is_split_the_same_for_every_seed(tmp_path: Path) -> None:
 
 def test_digits() -> None:
     """scikit-learn's digits: all 1797, none in both parts, every class in both, full contrast, three equal channels."""
-    splits = load(DataConfig(name="digits", image_size=32, eval_resize=32), AugmentConfig(crop=Crop.pad, hflip=0.0), 0)
+    splits = load(
+        DataConfig(name="digits", image_size=32, eval_resize=32),
+        AugmentConfig(crop=Crop.pad, hflip=0.0),
+        0,
+    )
     assert isinstance(splits.train, ImageDataset)
     assert isinstance(splits.val, ImageDataset)
     assert splits.classes == tuple("0123456789")
     assert len(splits.train) + len(splits.val) == 1797
-    train, val = ([np.asarray(part.source.read(i)[0]) for i in range(len(part))] for part in (splits.train, splits.val))
+    train, val = (
+        [np.asarray(part.source.read(i)[0]) for i in range(len(part))]
+        for part in (splits.train, splits.val)
+    )
     assert not {image.tobytes() for image in train} & {image.tobytes() for image in val}
-    assert {(image.shape, image.dtype.name, image.min()) for image in train} == {((8, 8, 3), "uint8", 0)}
+    assert {(image.shape, image.dtype.name, image.min()) for image in train} == {
+        ((8, 8, 3), "uint8", 0)
+    }
     assert np.max(train) == 255
-    assert np.abs(np.bincount(splits.val.labels) / np.bincount(splits.train.labels) - 0.25).max() < 0.01
+    assert (
+        np.abs(np.bincount(splits.val.labels) / np.bincount(splits.train.labels) - 0.25).max()
+        < 0.01
+    )
     pixels = filled(splits.val, 0, 0)
     assert pixels.max() > 200
     assert (pixels == pixels[0]).all()
@@ -115,19 +137,40 @@ def test_a_new_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"name": "cifar"}, r"data\.name=cifar: no such data set; choose from shapes, .*fake; did you mean cifar10\?"),
+        (
+            {"name": "cifar"},
+            r"data\.name=cifar: no such data set; choose from shapes, .*fake; did you mean cifar10\?",
+        ),
         ({"name": "zzz"}, r"data\.name=zzz: no such data set; choose from shapes, .*fake$"),
-        ({"name": "imagefolder"}, r"data\.root: .* needs it, for example data\.root=/data/imagefolder"),
+        (
+            {"name": "imagefolder"},
+            r"data\.root: .* needs it, for example data\.root=/data/imagefolder",
+        ),
         ({"name": "imagenet"}, r"data\.root: .* needs it, for example data\.root=/data/imagenet"),
-        ({"name": "cifar10", "split_fraction": 0.1}, r"data\.split_fraction=0\.1 has no effect with data=cifar10"),
-        ({"name": "cifar100", "generate": GenerateConfig(classes=3)}, r"data\.generate=.* has no effect with data=cifar100"),
+        (
+            {"name": "cifar10", "split_fraction": 0.1},
+            r"data\.split_fraction=0\.1 has no effect with data=cifar10",
+        ),
+        (
+            {"name": "cifar100", "generate": GenerateConfig(classes=3)},
+            r"data\.generate=.* has no effect with data=cifar100",
+        ),
         ({"name": "cifar10", "max_pixels": 9}, r"data\.max_pixels=9 has no effect"),
-        ({"name": "imagefolder", "mirror": "http://x"}, r"data\.mirror=http://x has no effect with data=imagefolder"),
+        (
+            {"name": "imagefolder", "mirror": "http://x"},
+            r"data\.mirror=http://x has no effect with data=imagefolder",
+        ),
         ({"name": "imagenet", "md5": "0"}, r"data\.md5=0 has no effect"),
         ({"name": "imagenet", "download": False}, r"data\.download=False has no effect"),
-        ({"name": "shapes", "split_fraction": 0.1}, r"data\.split_fraction=0\.1 has no effect with data=shapes"),
+        (
+            {"name": "shapes", "split_fraction": 0.1},
+            r"data\.split_fraction=0\.1 has no effect with data=shapes",
+        ),
         ({"name": "digits", "root": "/x"}, r"data\.root=/x has no effect with data=digits"),
-        ({"name": "fake", "exif_orientation": True}, r"data\.exif_orientation=True has no effect with data=fake"),
+        (
+            {"name": "fake", "exif_orientation": True},
+            r"data\.exif_orientation=True has no effect with data=fake",
+        ),
         ({"name": "fake", "root": "/x"}, r"data\.root=/x has no effect with data=fake"),
         (
             {"name": "digits", "eval_resize": 8, "image_size": 16},

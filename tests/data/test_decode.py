@@ -34,7 +34,9 @@ def photo(width: int = 96, height: int = 64) -> Image.Image:
     """Smooth colours with a little noise, as photographs have."""
     y, x = np.mgrid[0:height, 0:width]
     waves = np.stack([np.sin(x / 9), np.cos(y / 7), np.sin((x + y) / 11)], axis=2) * 90 + 128
-    return Image.fromarray((waves + np.random.default_rng(0).normal(0, 5, waves.shape)).clip(0, 255).astype(np.uint8))
+    return Image.fromarray(
+        (waves + np.random.default_rng(0).normal(0, 5, waves.shape)).clip(0, 255).astype(np.uint8)
+    )
 
 
 def pixels(data: bytes, options: DecodeOptions = OPTIONS) -> np.ndarray:
@@ -54,10 +56,18 @@ def png(width: int, height: int, depth: int, kind: int, rows: bytes, extra: byte
     """A PNG written by hand, for what Pillow reads and does not write."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        return (
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + extra
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def ycck_jpeg(cmyk: tuple[int, int, int, int]) -> bytes:
@@ -65,7 +75,9 @@ def ycck_jpeg(cmyk: tuple[int, int, int, int]) -> bytes:
     inks = np.asarray(Image.new("RGB", (16, 16), cmyk[:3]).convert("YCbCr"))
     # Pillow inverts all channels as it writes, of which YCCK has only black inverted, and marks "no transform".
     written = np.dstack([255 - inks, np.full((16, 16), cmyk[3], np.uint8)])
-    data = encoded(Image.frombytes("CMYK", (16, 16), written.tobytes()), "JPEG", quality=100, subsampling=0)
+    data = encoded(
+        Image.frombytes("CMYK", (16, 16), written.tobytes()), "JPEG", quality=100, subsampling=0
+    )
     at = data.index(b"Adobe")
     return data[: at + 11] + b"\x02" + data[at + 12 :]
 
@@ -84,7 +96,12 @@ def test_every_format_gives_its_pixels(kind: str) -> None:
 @pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "jpeg"])
 def test_compressed_tiff(compression: str) -> None:
     """TIFF's compressions are read."""
-    assert np.abs(pixels(encoded(photo(), "TIFF", compression=compression)) - np.asarray(photo())).mean() < 4
+    assert (
+        np.abs(
+            pixels(encoded(photo(), "TIFF", compression=compression)) - np.asarray(photo())
+        ).mean()
+        < 4
+    )
 
 
 def test_the_first_frame_of_an_animation() -> None:
@@ -210,17 +227,29 @@ def test_greys_without_a_known_white_are_refused(values: np.ndarray, text: str) 
 
 def test_a_clear_value_of_sixteen_bits() -> None:
     """The one transparent grey of a 16-bit PNG shows the background, its neighbour does not."""
-    chunk = struct.pack(">I", 2) + b"tRNS" + b"\x80\x00" + struct.pack(">I", zlib.crc32(b"tRNS\x80\x00"))
+    chunk = (
+        struct.pack(">I", 2)
+        + b"tRNS"
+        + b"\x80\x00"
+        + struct.pack(">I", zlib.crc32(b"tRNS\x80\x00"))
+    )
     data = png(2, 1, 16, 0, b"\0" + struct.pack(">2H", 32768, 32767), extra=chunk)
     assert (pixels(data)[0] == np.array([OPTIONS.background, (127,) * 3])).all()
 
 
 def test_twelve_bits() -> None:
     """White of a 12-bit TIFF is 4095."""
-    rows = bytes([0x00, 0x08, 0x00, 0xFF, 0xF0, 0x00])  # 0, 2048, 4095 and 0, two values in three bytes
+    rows = bytes(
+        [0x00, 0x08, 0x00, 0xFF, 0xF0, 0x00]
+    )  # 0, 2048, 4095 and 0, two values in three bytes
     tags = {256: 4, 257: 1, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1, 279: len(rows)}
-    entries = b"".join(struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, 1, value) for tag, value in tags.items())
-    data = b"II*\0" + struct.pack("<I", 14) + rows + struct.pack("<H", len(tags)) + entries + bytes(4)
+    entries = b"".join(
+        struct.pack("<HHII", tag, 4 if tag in (273, 279) else 3, 1, value)
+        for tag, value in tags.items()
+    )
+    data = (
+        b"II*\0" + struct.pack("<I", 14) + rows + struct.pack("<H", len(tags)) + entries + bytes(4)
+    )
     assert (pixels(data)[0] == np.array([[0], [128], [255], [0]])).all()
 
 
@@ -252,18 +281,24 @@ def test_an_orientation_in_xmp_counts() -> None:
     """A JPEG that says in XMP alone how it is to be turned is turned as Pillow turns it."""
     xmp = b'<rdf:Description tiff:Orientation="6"/>'
     data = encoded(photo(), "JPEG", xmp=xmp)
-    assert np.array_equal(pixels(data, DecodeOptions(exif_orientation=True)), np.rot90(pixels(data), -1))
+    assert np.array_equal(
+        pixels(data, DecodeOptions(exif_orientation=True)), np.rot90(pixels(data), -1)
+    )
 
 
 @pytest.mark.parametrize("option", [False, True], ids=["as stored", "upright"])
-def test_pillow_is_not_asked_for_a_plain_jpeg(option: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pillow_is_not_asked_for_a_plain_jpeg(
+    option: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What nothing is unusual about is decoded without Pillow, in either setting of the orientation."""
     data = encoded(photo(), "JPEG")
     monkeypatch.setattr(decode_room, "_by_pillow", None)
     assert pixels(data, DecodeOptions(exif_orientation=option)).shape == (64, 96, 3)
 
 
-@pytest.mark.parametrize("block", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0garbage!"])
+@pytest.mark.parametrize(
+    "block", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0garbage!"]
+)
 @pytest.mark.parametrize("option", [False, True])
 def test_a_broken_exif_block_harms_nothing(block: bytes, option: bool) -> None:
     """The pixels are whole: nothing fails, and without the option nothing warns."""
@@ -311,17 +346,30 @@ def test_bad_bytes_are_bad_samples(data: bytes, text: str) -> None:
 def test_a_text_bomb_in_a_png_is_refused() -> None:
     """A compressed comment of 50 MB is damage, not memory."""
     body = b"k\0\0" + zlib.compress(bytes(50 << 20))
-    chunk = struct.pack(">I", len(body)) + b"zTXt" + body + struct.pack(">I", zlib.crc32(b"zTXt" + body))
+    chunk = (
+        struct.pack(">I", len(body))
+        + b"zTXt"
+        + body
+        + struct.pack(">I", zlib.crc32(b"zTXt" + body))
+    )
     assert "cannot be decoded" in reason(png(1, 1, 8, 0, b"\0\0", extra=chunk))
 
 
 @pytest.mark.parametrize(
     ("data", "limit", "text"),
     [
-        (png(60000, 60000, 8, 2, b""), 178_956_970, "60000x60000 pixels, more than data.max_pixels=178956970"),
+        (
+            png(60000, 60000, 8, 2, b""),
+            178_956_970,
+            "60000x60000 pixels, more than data.max_pixels=178956970",
+        ),
         (png(15000, 15000, 8, 2, b""), 178_956_970, "15000x15000 pixels"),
         (b"P6 12000 12000 255\n", 100_000_000, "12000x12000 pixels"),
-        (encoded(photo(96, 64), "JPEG"), 96 * 64 - 1, "96x64 pixels, more than data.max_pixels=6143"),
+        (
+            encoded(photo(96, 64), "JPEG"),
+            96 * 64 - 1,
+            "96x64 pixels, more than data.max_pixels=6143",
+        ),
         (encoded(photo(96, 64), "WEBP"), 1000, "96x64 pixels"),
     ],
     ids=["claims 60000", "claims 15000", "beyond Pillow's warning", "own limit", "webp"],
@@ -345,14 +393,29 @@ def large_jpeg(data: bytes) -> bytes:
 def tile(side: int) -> bytes:
     """A TIFF of 16x16 pixels in a tile that claims to be larger."""
     rows = zlib.compress(bytes(256))
-    tags = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 134, 325: len(rows)}
+    tags = {
+        256: 16,
+        257: 16,
+        258: 8,
+        259: 8,
+        262: 1,
+        277: 1,
+        322: side,
+        323: side,
+        324: 134,
+        325: len(rows),
+    }
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    return b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + entries + bytes(4) + rows
+    return (
+        b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + entries + bytes(4) + rows
+    )
 
 
 SIDE = 13_001
 SHORT, LONG = SIDE.to_bytes(2, "little"), SIDE.to_bytes(4, "little")
-ANIMATION = encoded(Image.new("RGB", (9, 9)), "WEBP", save_all=True, append_images=[Image.new("RGB", (9, 9), RED)])
+ANIMATION = encoded(
+    Image.new("RGB", (9, 9)), "WEBP", save_all=True, append_images=[Image.new("RGB", (9, 9), RED)]
+)
 LOSSLESS = encoded(photo(), "WEBP", lossless=True)
 CLAIMS: dict[str, bytes] = {
     "JPEG": large_jpeg(encoded(photo(), "JPEG")),
@@ -365,9 +428,13 @@ CLAIMS: dict[str, bytes] = {
     "plain PPM": b"P3 13001 13001 255\n1 2 3",
     "TIFF": encoded(Image.new("1", (SIDE, SIDE)), "TIFF", compression="group4"),
     "tile of a TIFF": tile(SIDE),
-    "animated WebP": claiming(ANIMATION, 24, (SIDE - 1).to_bytes(3, "little"), (SIDE - 1).to_bytes(3, "little")),
+    "animated WebP": claiming(
+        ANIMATION, 24, (SIDE - 1).to_bytes(3, "little"), (SIDE - 1).to_bytes(3, "little")
+    ),
     "lossy WebP": claiming(encoded(photo(), "WEBP"), 26, SHORT, SHORT),
-    "lossless WebP": LOSSLESS[:21] + (SIDE - 1 | SIDE - 1 << 14).to_bytes(4, "little") + LOSSLESS[25:],
+    "lossless WebP": LOSSLESS[:21]
+    + (SIDE - 1 | SIDE - 1 << 14).to_bytes(4, "little")
+    + LOSSLESS[25:],
 }
 
 
@@ -388,7 +455,11 @@ def test_no_reader_of_a_large_webp_is_made(monkeypatch: pytest.MonkeyPatch) -> N
         assert "too large" in reason(CLAIMS[kind])
 
 
-@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif\0\0"}], ids=["lossy", "lossless", "extended"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lossless": True}, {"exif": b"Exif\0\0"}],
+    ids=["lossy", "lossless", "extended"],
+)
 def test_sides_of_a_webp_are_known(options: dict[str, Any]) -> None:
     """A WebP of exactly max_pixels is decoded, whatever its header is like, and one of a row more is not."""
     data = encoded(photo(96, 64), "WEBP", **options)
@@ -398,7 +469,11 @@ def test_sides_of_a_webp_are_known(options: dict[str, Any]) -> None:
 
 def test_forty_megapixels_are_decoded() -> None:
     """The largest photographs of today's cameras are within the default limit."""
-    assert pixels(encoded(Image.new("L", (8000, 5000)), "JPEG"), DecodeOptions()).shape == (5000, 8000, 3)
+    assert pixels(encoded(Image.new("L", (8000, 5000)), "JPEG"), DecodeOptions()).shape == (
+        5000,
+        8000,
+        3,
+    )
 
 
 def cut_with_an_end(image: Image.Image, **options: Any) -> bytes:
@@ -429,19 +504,30 @@ def test_a_jpeg_without_all_pixels_is_refused(data: bytes, upright: bool) -> Non
 def test_a_jpeg_with_a_few_bytes_too_many_is_whole(at: int, upright: bool) -> None:
     """Bytes that belong to nothing change no pixel."""
     data = encoded(photo(), "JPEG", exif=b"Exif\0\0")
-    assert (pixels(data[:at] + bytes(5) + data[at:], DecodeOptions(exif_orientation=upright)) == pixels(data)).all()
+    assert (
+        pixels(data[:at] + bytes(5) + data[at:], DecodeOptions(exif_orientation=upright))
+        == pixels(data)
+    ).all()
 
 
 def test_the_limit_itself_is_allowed() -> None:
     """An image of exactly max_pixels is decoded."""
-    assert pixels(encoded(photo(96, 64), "JPEG"), DecodeOptions(max_pixels=96 * 64)).shape == (64, 96, 3)
+    assert pixels(encoded(photo(96, 64), "JPEG"), DecodeOptions(max_pixels=96 * 64)).shape == (
+        64,
+        96,
+        3,
+    )
 
 
 @pytest.mark.filterwarnings("error")
 def test_large_images_within_the_limit_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between Pillow's limit and the user's, nothing warns."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    assert pixels(encoded(photo(96, 64), "PNG"), DecodeOptions(max_pixels=96 * 64)).shape == (64, 96, 3)
+    assert pixels(encoded(photo(96, 64), "PNG"), DecodeOptions(max_pixels=96 * 64)).shape == (
+        64,
+        96,
+        3,
+    )
 
 
 def test_a_missing_limit_of_pillows_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,7 +545,9 @@ def test_ghostscript_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     assert "not an image" in reason(EPS)
-    assert "not an image" in reason(b"\xc5\xd0\xd3\xc6" + struct.pack("<6I", 30, len(EPS), 0, 0, 0, 0) + EPS)
+    assert "not an image" in reason(
+        b"\xc5\xd0\xd3\xc6" + struct.pack("<6I", 30, len(EPS), 0, 0, 0, 0) + EPS
+    )
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1)])
@@ -487,7 +575,9 @@ def repeat_a_part(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM"])
 @pytest.mark.parametrize("mutate", [flip_bits, shorten, repeat_a_part])
-def test_mutated_files_give_pixels_or_are_undecodable(kind: str, mutate: Callable[[bytes, random.Random], bytes]) -> None:
+def test_mutated_files_give_pixels_or_are_undecodable(
+    kind: str, mutate: Callable[[bytes, random.Random], bytes]
+) -> None:
     """A damaged file never raises anything else."""
     data, rng = encoded(photo(24, 16), kind), random.Random(f"{kind} {mutate.__name__}")
     options = DecodeOptions(exif_orientation=True, max_pixels=1_000_000)

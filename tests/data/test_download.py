@@ -49,7 +49,9 @@ def listing(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def get(here: Site, target: Path, *, stall_s: float = 5.0, pauses_s: list[float] | None = None) -> None:
+def get(
+    here: Site, target: Path, *, stall_s: float = 5.0, pauses_s: list[float] | None = None
+) -> None:
     waited = [] if pauses_s is None else pauses_s
     fetch(f"{here.address}/{NAME}", target, md5=MD5, stall_s=stall_s, sleep=waited.append)
 
@@ -88,7 +90,10 @@ def test_server_without_ranges(tmp_path: Path) -> None:
 def test_cut_off_for_good(tmp_path: Path) -> None:
     """After three retries with growing pauses the part stays, and the next run goes on from there."""
     pauses_s: list[float] = []
-    with site(cut) as here, pytest.raises(DataError, match="connection closed after 256000 of 512000 bytes"):
+    with (
+        site(cut) as here,
+        pytest.raises(DataError, match="connection closed after 256000 of 512000 bytes"),
+    ):
         get(here, tmp_path / NAME, pauses_s=pauses_s)
     assert pauses_s == [1, 2, 4]
     assert len(here.asked) == 4
@@ -100,7 +105,11 @@ def test_cut_off_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "left", [pytest.param(b"x" * 1000, id="part of another file"), pytest.param(BODY + b"x", id="longer than the file")]
+    "left",
+    [
+        pytest.param(b"x" * 1000, id="part of another file"),
+        pytest.param(BODY + b"x", id="longer than the file"),
+    ],
 )
 def test_unfit_part(tmp_path: Path, left: bytes) -> None:
     """A part that does not fit is thrown away and the whole file fetched."""
@@ -136,14 +145,36 @@ def test_passing_fault(tmp_path: Path, code: int) -> None:
     [
         pytest.param(lambda h: reply(h, 404), "HTTP 404 Not Found", id="404"),
         pytest.param(lambda h: reply(h, 403), "HTTP 403 Forbidden", id="403"),
-        pytest.param(lambda h: reply(h, 200, b"hm", Content_Type="text/html; charset=utf-8"), "web page", id="HTML by type"),
-        pytest.param(lambda h: reply(h, 200, b"\n<!DOCTYPE html><html>"), "web page", id="HTML by content"),
-        pytest.param(lambda h: reply(h, 302, Location=h.path), "a redirect that cannot be followed", id="redirect loop"),
-        pytest.param(lambda h: reply(h, 302, Location="file:///etc/passwd"), "a redirect that", id="redirect to a file"),
-        pytest.param(lambda h: reply(h, 200, BODY, Content_Length=""), "Content-Length", id="no length"),
+        pytest.param(
+            lambda h: reply(h, 200, b"hm", Content_Type="text/html; charset=utf-8"),
+            "web page",
+            id="HTML by type",
+        ),
+        pytest.param(
+            lambda h: reply(h, 200, b"\n<!DOCTYPE html><html>"), "web page", id="HTML by content"
+        ),
+        pytest.param(
+            lambda h: reply(h, 302, Location=h.path),
+            "a redirect that cannot be followed",
+            id="redirect loop",
+        ),
+        pytest.param(
+            lambda h: reply(h, 302, Location="file:///etc/passwd"),
+            "a redirect that",
+            id="redirect to a file",
+        ),
+        pytest.param(
+            lambda h: reply(h, 200, BODY, Content_Length=""), "Content-Length", id="no length"
+        ),
         pytest.param(lambda h: reply(h, 200), "Content-Length", id="no bytes"),
-        pytest.param(lambda h: reply(h, 200, Content_Length=str(2**40)), "more than any archive", id="1 TiB"),
-        pytest.param(lambda h: reply(h, 200, BODY[::-1]), f"expected {MD5}, got [0-9a-f]+ .set data.md5", id="digest"),
+        pytest.param(
+            lambda h: reply(h, 200, Content_Length=str(2**40)), "more than any archive", id="1 TiB"
+        ),
+        pytest.param(
+            lambda h: reply(h, 200, BODY[::-1]),
+            f"expected {MD5}, got [0-9a-f]+ .set data.md5",
+            id="digest",
+        ),
     ],
 )
 def test_refused(tmp_path: Path, answer: Answer, reason: str) -> None:
@@ -151,7 +182,9 @@ def test_refused(tmp_path: Path, answer: Answer, reason: str) -> None:
     pauses_s: list[float] = []
     with (
         site(answer) as here,
-        pytest.raises(DataError, match=f"^{here.address}/{NAME}: .*({reason}).*; check the .*mirror"),
+        pytest.raises(
+            DataError, match=f"^{here.address}/{NAME}: .*({reason}).*; check the .*mirror"
+        ),
     ):
         get(here, tmp_path / NAME, pauses_s=pauses_s)
     assert pauses_s == []
@@ -160,7 +193,10 @@ def test_refused(tmp_path: Path, answer: Answer, reason: str) -> None:
 
 def test_redirect_to_ftp(tmp_path: Path) -> None:
     """A redirect may not lead to another protocol."""
-    with site(lambda h: reply(h, 302, Location="ftp://127.0.0.1/x")) as here, pytest.raises(DataError, match="ftp"):
+    with (
+        site(lambda h: reply(h, 302, Location="ftp://127.0.0.1/x")) as here,
+        pytest.raises(DataError, match="ftp"),
+    ):
         get(here, tmp_path / NAME)
     assert listing(tmp_path) == []
 
@@ -190,7 +226,9 @@ def silence(handler: BaseHTTPRequestHandler, closing: threading.Event) -> None:
 
 @pytest.mark.parametrize("slow", [drip_headers, drip_body, silence])
 def test_stall(
-    tmp_path: Path, slow: Callable[[BaseHTTPRequestHandler, threading.Event], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    slow: Callable[[BaseHTTPRequestHandler, threading.Event], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A server that keeps the line open without sending is given up."""
     monkeypatch.setattr("harness.data.download._PAUSES_S", (0.0, 1.0))
@@ -201,7 +239,10 @@ def test_stall(
         except OSError:
             handler.close_connection = True
 
-    with site(answer) as here, pytest.raises(DataError, match="stalled: fewer than 64 KiB in 0.3 s|timed out"):
+    with (
+        site(answer) as here,
+        pytest.raises(DataError, match="stalled: fewer than 64 KiB in 0.3 s|timed out"),
+    ):
         get(here, tmp_path / NAME, stall_s=0.3)
     assert len(here.asked) == 2
     assert set(listing(tmp_path)) <= {f"{NAME}.part"}
@@ -218,10 +259,16 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert listing(tmp_path) == []
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://a/b", "/etc/passwd", "http://", "http://a:x/b", "http://[/b"])
+@pytest.mark.parametrize(
+    "url",
+    ["file:///etc/passwd", "ftp://a/b", "/etc/passwd", "http://", "http://a:x/b", "http://[/b"],
+)
 def test_address(tmp_path: Path, url: str) -> None:
     """An address that is not of http or https is refused by name, before anything is made."""
-    with pytest.raises(DataError, match=r"data\.mirror: .* is not an http or https address; set one, or put the file"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.mirror: .* is not an http or https address; set one, or put the file",
+    ):
         fetch(url, tmp_path / "new" / NAME)
     assert listing(tmp_path) == []
 
@@ -251,7 +298,10 @@ def test_two_processes(tmp_path: Path) -> None:
                 assert started.wait(30)
                 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
                     assert second.stdout is not None
-                    assert second.stdout.readline() == f"Waiting for the process that holds {tmp_path / NAME}.part\n"
+                    assert (
+                        second.stdout.readline()
+                        == f"Waiting for the process that holds {tmp_path / NAME}.part\n"
+                    )
                     go.set()
         finally:
             go.set()
@@ -280,7 +330,10 @@ def test_signal(tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     """A folder that cannot be made is a fault of the disk, named with its path."""
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DiskError, match=r"file/things\.tar\.gz\.part: cannot be written: .*; free space or set another"):
+    with pytest.raises(
+        DiskError,
+        match=r"file/things\.tar\.gz\.part: cannot be written: .*; free space or set another",
+    ):
         fetch("http://127.0.0.1:9/x", tmp_path / "file" / NAME)
     assert listing(tmp_path) == ["file"]
 

@@ -64,7 +64,12 @@ def test_the_identity_of_a_tree_stays_and_can_be_stored(tree: Path) -> None:
     """Opened anew, the same files have the same identity: plain values with name, place and size."""
     found = of_tree(tree)
     assert found == of_tree(tree) == json.loads(json.dumps(found))
-    assert (found["name"], found["root"], found["images"], found["classes"]) == ("imagefolder", str(tree), 6, 2)
+    assert (found["name"], found["root"], found["images"], found["classes"]) == (
+        "imagefolder",
+        str(tree),
+        6,
+        2,
+    )
 
 
 @pytest.mark.parametrize("change", [add, replace, rewrite, grow])

@@ -85,7 +85,9 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
     assert not np.array_equal(first, filled(dataset(seed=1), 1, 2))
     source = numbers()
     source.images[:] = source.images[0]
-    assert not np.array_equal(filled(dataset(source=source), 1, 2), filled(dataset(source=source), 1, 3))
+    assert not np.array_equal(
+        filled(dataset(source=source), 1, 2), filled(dataset(source=source), 1, 3)
+    )
 
 
 def test_labels_go_to_a_worker_as_the_source_sends_them() -> None:
@@ -98,7 +100,11 @@ def test_labels_go_to_a_worker_as_the_source_sends_them() -> None:
     source = numbers(10_000, 1)
     images = dataset(source=Mapped(source.images, source.labels, source.classes, "mapped"))
     assert len(pickle.dumps(images)) < 2000
-    assert len(images.labels) == len(images) == 10_000 and images.where(5) == "mapped[5]" and images.classes == ("a", "b", "c")
+    assert (
+        len(images.labels) == len(images) == 10_000
+        and images.where(5) == "mapped[5]"
+        and images.classes == ("a", "b", "c")
+    )
 
 
 def test_a_row_of_a_batch_is_filled() -> None:
@@ -133,7 +139,10 @@ def test_cached_pixels_give_the_same_samples(folder: FolderSource, transform: Tr
 
 def test_a_cached_sample_is_read_and_not_decoded(folder: FolderSource) -> None:
     """The time of a look into the cache is part of reading; nothing is decoded."""
-    images, out = ImageDataset(folder, TrainTransform(32), OPTIONS, 32, 0, Kept()), np.empty((3, 32, 32), np.uint8)
+    images, out = (
+        ImageDataset(folder, TrainTransform(32), OPTIONS, 32, 0, Kept()),
+        np.empty((3, 32, 32), np.uint8),
+    )
     told: list[list[str]] = [[], []]
     for laps in told:
         images.fill(0, 1, out, laps.append)
@@ -151,7 +160,9 @@ def test_what_a_cache_makes_of_an_image_holds_from_the_first_epoch_on(folder: Fo
     """A sample does not depend on whether it was in the cache already."""
     images = ImageDataset(folder, EvalTransform(32), OPTIONS, 32, 0, Shrinking())
     first = filled(images, 0, 1)
-    assert not np.array_equal(first, filled(ImageDataset(folder, EvalTransform(32), OPTIONS, 32, 0), 0, 1))
+    assert not np.array_equal(
+        first, filled(ImageDataset(folder, EvalTransform(32), OPTIONS, 32, 0), 0, 1)
+    )
     assert np.array_equal(first, filled(images, 0, 1))
 
 
@@ -159,12 +170,21 @@ def test_what_a_cache_makes_of_an_image_holds_from_the_first_epoch_on(folder: Fo
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_many_threads_fill_one_batch(folder: FolderSource, transform: Transform, kind: str) -> None:
     """Any number of threads at once give what one gives."""
-    source, samples = numbers(5) if kind == "arrays" else folder, [(epoch, index) for epoch in range(12) for index in range(5)]
+    source, samples = (
+        numbers(5) if kind == "arrays" else folder,
+        [(epoch, index) for epoch in range(12) for index in range(5)],
+    )
     alone = ImageDataset(source, transform, OPTIONS, 32, 1)
-    images = ImageDataset(source, transform, OPTIONS, 32, 1, Kept() if kind == "cached files" else None)
+    images = ImageDataset(
+        source, transform, OPTIONS, 32, 1, Kept() if kind == "cached files" else None
+    )
     batch = np.empty((len(samples), 32, 32, 3), np.uint8).transpose(0, 3, 1, 2)
     with ThreadPoolExecutor(8) as threads:
-        labels = list(threads.map(lambda row, sample: images.fill(*sample, batch[row]), range(len(samples)), samples))
+        labels = list(
+            threads.map(
+                lambda row, sample: images.fill(*sample, batch[row]), range(len(samples)), samples
+            )
+        )
     assert labels == [alone.labels[index] for _, index in samples]
     assert np.array_equal(batch, [filled(alone, *sample) for sample in samples])
 
@@ -176,7 +196,10 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     image.save(tmp_path / "a" / "0.jpg")
     image.resize((large, large)).save(tmp_path / "a" / "1.jpg")
     (tmp_path / "a" / "2.jpg").write_bytes((tmp_path / "a" / "0.jpg").read_bytes()[:-2000])
-    images, out = ImageDataset(FolderSource(tmp_path), TrainTransform(32), OPTIONS, 32, 0), np.empty((3, 32, 32), np.uint8)
+    images, out = (
+        ImageDataset(FolderSource(tmp_path), TrainTransform(32), OPTIONS, 32, 0),
+        np.empty((3, 32, 32), np.uint8),
+    )
     process, held = psutil.Process(), []
 
     def fill_all() -> None:
@@ -195,7 +218,9 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     assert held[-1] - held[1] < 4 << 20
 
 
-@pytest.mark.parametrize("error", [StopIteration(), ValueError("odd"), KeyError("k"), OSError(5, "I/O")])
+@pytest.mark.parametrize(
+    "error", [StopIteration(), ValueError("odd"), KeyError("k"), OSError(5, "I/O")]
+)
 def test_every_fault_in_a_sample_is_a_bad_sample(error: Exception) -> None:
     """Whatever a transform raises comes out as one type that names the sample and the original."""
     with pytest.raises(BadSample, match=rf"^numbers\[2\]: {type(error).__name__}: ") as caught:
@@ -229,7 +254,10 @@ def test_a_bad_sample_keeps_its_reason(folder: FolderSource) -> None:
     ("data", "reason"),
     [
         (b"", "empty file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS pointer.*run `git lfs pull`"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+            "Git LFS pointer.*run `git lfs pull`",
+        ),
         (b"<html>404</html>", "not an image of a supported format"),
     ],
     ids=["empty", "lfs", "html"],

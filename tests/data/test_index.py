@@ -54,7 +54,9 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The roots that are scanned."""
     found: list[bytes] = []
     real = module._Scan
-    monkeypatch.setattr(module, "_Scan", lambda root, limit: found.append(root) or real(root, limit))
+    monkeypatch.setattr(
+        module, "_Scan", lambda root, limit: found.append(root) or real(root, limit)
+    )
     return found
 
 
@@ -97,11 +99,21 @@ def move_folder(root: Path) -> None:
             ["a/1.jpg", "a/x/0.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"],
             id="added",
         ),
-        pytest.param(lambda root: (root / "a/x/2.jpg").unlink(), ["a/1.jpg", "b/3.jpg", "b/4.jpg"], id="removed"),
+        pytest.param(
+            lambda root: (root / "a/x/2.jpg").unlink(),
+            ["a/1.jpg", "b/3.jpg", "b/4.jpg"],
+            id="removed",
+        ),
         pytest.param(rename, ["a/1.jpg", "a/x/2.jpg", "b/0.jpg", "b/4.jpg"], id="renamed"),
-        pytest.param(lambda root: (root / "c").mkdir(), ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"], id="new class"),
+        pytest.param(
+            lambda root: (root / "c").mkdir(),
+            ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"],
+            id="new class",
+        ),
         pytest.param(replace_beside, ["a/1.jpg", "a/x/2.jpg", "b/3.jpg"], id="a link's target"),
-        pytest.param(move_folder, ["a/1.jpg", "b/3.jpg", "b/4.jpg", "b/x/2.jpg"], id="folder moved"),
+        pytest.param(
+            move_folder, ["a/1.jpg", "b/3.jpg", "b/4.jpg", "b/x/2.jpg"], id="folder moved"
+        ),
         pytest.param(
             add_and_set_the_time_back,
             ["a/1.jpg", "a/x/0.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"],
@@ -109,7 +121,9 @@ def move_folder(root: Path) -> None:
         ),
     ],
 )
-def test_a_changed_tree_is_scanned_again(root: Path, change: Callable[[Path], object], expected: list[str]) -> None:
+def test_a_changed_tree_is_scanned_again(
+    root: Path, change: Callable[[Path], object], expected: list[str]
+) -> None:
     """What comes, goes or is renamed anywhere is seen, even where a copying program sets a folder's time back."""
     before = opened(root).digest()
     change(root)
@@ -149,7 +163,9 @@ def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "replace", replace)
     first = opened(root)
     assert len({*parts}) == 2
-    assert [paths(index) for index in (first, *twins, opened(root))] == [["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]] * 3
+    assert [paths(index) for index in (first, *twins, opened(root))] == [
+        ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
+    ] * 3
     assert len(list((root.parent / "kept").iterdir())) == 1
 
 
@@ -157,9 +173,18 @@ def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:], "damaged (its checksum differs): made again"),
-        (lambda content: content[:7] + bytes([content[7] ^ 0x80]) + content[8:], "damaged (its checksum differs): made again"),
-        (lambda content: content[8:16] + content[:8] + content[16:], "damaged (its checksum differs): made again"),
+        (
+            lambda content: content[:-5] + bytes([content[-5] ^ 1]) + content[-4:],
+            "damaged (its checksum differs): made again",
+        ),
+        (
+            lambda content: content[:7] + bytes([content[7] ^ 0x80]) + content[8:],
+            "damaged (its checksum differs): made again",
+        ),
+        (
+            lambda content: content[8:16] + content[:8] + content[16:],
+            "damaged (its checksum differs): made again",
+        ),
         (lambda content: content[:200], "damaged (its checksum differs): made again"),
         (lambda content: bytes(len(content)), "damaged (its checksum differs): made again"),
         (lambda content: b"", "damaged (cannot mmap an empty file): made again"),
@@ -183,7 +208,9 @@ def test_a_damaged_index_is_made_anew(
 @pytest.mark.timeout(20)
 @pytest.mark.usefixtures("settled")
 @oddities.every
-def test_an_odd_index_is_made_again(root: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_odd_index_is_made_again(
+    root: Path, plant: Plant, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever lies in the index's place gives way, with one warning."""
     expected = paths(opened(root))
     (place,) = (root.parent / "kept").iterdir()
@@ -197,11 +224,15 @@ def _sealed(content: bytes) -> bytes:
     return content + checksum(np.frombuffer(content, np.uint8)).to_bytes(8, "little")
 
 
-def _with(number: int, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[list[np.ndarray]], bytes]:
+def _with(
+    number: int, change: Callable[[np.ndarray], np.ndarray]
+) -> Callable[[list[np.ndarray]], bytes]:
     def content(arrays: list[np.ndarray]) -> bytes:
         stream = io.BytesIO()
         for i, array in enumerate(arrays):
-            np.lib.format.write_array(stream, change(array) if i == number else array, version=(1, 0))
+            np.lib.format.write_array(
+                stream, change(array) if i == number else array, version=(1, 0)
+            )
         return stream.getvalue()
 
     return content
@@ -209,7 +240,9 @@ def _with(number: int, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[
 
 def _facts(name: str, value: object) -> Callable[[list[np.ndarray]], bytes]:
     def change(facts: np.ndarray) -> np.ndarray:
-        return np.frombuffer(json.dumps(json.loads(facts.tobytes()) | {name: value}).encode(), np.uint8)
+        return np.frombuffer(
+            json.dumps(json.loads(facts.tobytes()) | {name: value}).encode(), np.uint8
+        )
 
     return _with(4, change)
 
@@ -235,13 +268,26 @@ LABELS, ENDS, STATES, NAMES, FACTS = range(5)
         pytest.param(_with(ENDS, lambda a: a + 1), id="ends beyond the names"),
         pytest.param(_with(ENDS, lambda a: a * 10**17), id="ends beyond everything"),
         pytest.param(_with(NAMES, lambda a: a[:-1]), id="names cut off"),
-        pytest.param(_with(NAMES, lambda a: np.frombuffer(b"../xx" + a.tobytes()[5:], np.uint8)), id="a name that leads out"),
-        pytest.param(_with(NAMES, lambda a: np.frombuffer(b"/etcx" + a.tobytes()[5:], np.uint8)), id="a whole path"),
-        pytest.param(_with(NAMES, lambda a: np.frombuffer(b"a/../" + a.tobytes()[5:], np.uint8)), id="a way back"),
+        pytest.param(
+            _with(NAMES, lambda a: np.frombuffer(b"../xx" + a.tobytes()[5:], np.uint8)),
+            id="a name that leads out",
+        ),
+        pytest.param(
+            _with(NAMES, lambda a: np.frombuffer(b"/etcx" + a.tobytes()[5:], np.uint8)),
+            id="a whole path",
+        ),
+        pytest.param(
+            _with(NAMES, lambda a: np.frombuffer(b"a/../" + a.tobytes()[5:], np.uint8)),
+            id="a way back",
+        ),
         pytest.param(_with(NAMES, lambda a: a * 0), id="zeros for names"),
         pytest.param(_with(FACTS, lambda a: a[:9]), id="facts cut off"),
-        pytest.param(_with(FACTS, lambda a: np.frombuffer(b"[" * 100_000, np.uint8)), id="deep facts"),
-        pytest.param(_with(FACTS, lambda a: np.frombuffer(b"[1]", np.uint8)), id="facts that are a list"),
+        pytest.param(
+            _with(FACTS, lambda a: np.frombuffer(b"[" * 100_000, np.uint8)), id="deep facts"
+        ),
+        pytest.param(
+            _with(FACTS, lambda a: np.frombuffer(b"[1]", np.uint8)), id="facts that are a list"
+        ),
         pytest.param(_facts("folders", [1, 2]), id="folders that are numbers"),
         pytest.param(_facts("folders", ["a"]), id="too few folders"),
         pytest.param(_facts("folders", ["..", "b"]), id="a folder that leads out"),
@@ -258,7 +304,11 @@ def test_a_sealed_index_of_odd_content_is_made_again(
     """A right checksum is no reason to believe what no scan finds."""
     expected = paths(opened(root))
     (place,) = (root.parent / "kept").iterdir()
-    place.write_bytes(_sealed(content(list(map(np.array, module._arrays(MappedFile(os.open(place, os.O_RDONLY))))))))
+    place.write_bytes(
+        _sealed(
+            content(list(map(np.array, module._arrays(MappedFile(os.open(place, os.O_RDONLY))))))
+        )
+    )
     assert [paths(opened(root)), paths(opened(root))] == [expected, expected]
     assert [text.split(" (")[0] for text in caplog.messages] == [f"{place}: damaged"]
 
@@ -268,7 +318,11 @@ def test_an_index_need_not_be_kept(root: Path) -> None:
     """Where nothing can be written the index lies in memory, and other processes share it all the same."""
     (root.parent / "kept").write_text("in the way")
     index = opened(root)
-    assert paths(pickle.loads(pickle.dumps(index))) == paths(index) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
+    assert (
+        paths(pickle.loads(pickle.dumps(index)))
+        == paths(index)
+        == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
+    )
 
 
 @pytest.mark.usefixtures("settled")
@@ -313,7 +367,9 @@ def test_a_worker_that_reads_the_index_does_not_grow(tmp_path: Path) -> None:
             os.close(os.open(tmp_path / f"set/{label:04d}/{i:08d}.jpg", os.O_CREAT))
     index = opened(tmp_path / "set")
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    worker = multiprocessing.get_context("forkserver").Process(target=read_all, args=(index, sender))
+    worker = multiprocessing.get_context("forkserver").Process(
+        target=read_all, args=(index, sender)
+    )
     worker.start()
     total, before, after = receiver.recv()
     worker.join()

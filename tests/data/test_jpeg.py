@@ -20,7 +20,9 @@ def photo(width: int = 97, height: int = 61) -> Image.Image:
     """Smooth colours with a little noise, as photographs have, and sides that no block divides."""
     y, x = np.mgrid[0:height, 0:width]
     waves = np.stack([np.sin(x / 9), np.cos(y / 7), np.sin((x + y) / 11)], axis=2) * 90 + 128
-    return Image.fromarray((waves + np.random.default_rng(0).normal(0, 5, waves.shape)).clip(0, 255).astype(np.uint8))
+    return Image.fromarray(
+        (waves + np.random.default_rng(0).normal(0, 5, waves.shape)).clip(0, 255).astype(np.uint8)
+    )
 
 
 def encoded(image: Image.Image, **options: Any) -> bytes:
@@ -142,7 +144,9 @@ LOSSES: dict[str, tuple[bytes, str]] = {
 def test_missing_pixels_are_refused(kind: str) -> None:
     """Wherever libjpeg-turbo would paint what is missing in grey, its warning is the reason."""
     data, text = LOSSES[kind]
-    with pytest.raises(ValueError, match=rf"^damaged: the decoder reported missing data \(.*{text}.*\)$"):
+    with pytest.raises(
+        ValueError, match=rf"^damaged: the decoder reported missing data \(.*{text}.*\)$"
+    ):
         decode_jpeg(data, 100 * LIMIT)
 
 
@@ -151,9 +155,13 @@ def test_many_scans_are_refused(pad: int) -> None:
     """Each scan of ten bytes would go through all pixels; as many as libjpeg writes are read."""
     data = encoded(Image.new("L", (3000, 3000)), progressive=True, icc_profile=bytes(pad))
     start, end = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"][:2]
-    scan = data[start : start + 9] + b"\0" + data[start + 10 : end]  # of all bits, for else they must differ
+    scan = (
+        data[start : start + 9] + b"\0" + data[start + 10 : end]
+    )  # of all bits, for else they must differ
     assert decode_jpeg(data[:start] + scan * 32 + data[-2:], 10 * LIMIT) is not None
-    with pytest.raises(ValueError, match=r"^more than 32 scans, which take too long; encode the file again$"):
+    with pytest.raises(
+        ValueError, match=r"^more than 32 scans, which take too long; encode the file again$"
+    ):
         decode_jpeg(data[:start] + scan * 40 + data[-2:], 10 * LIMIT)
 
 
@@ -203,7 +211,9 @@ def drop_a_part(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("mutate", [flip_bits, flip_in_the_header, drop_a_part])
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "restart markers"])
-def test_damage_gives_pillows_pixels_or_none(kind: str, mutate: Callable[[bytes, random.Random], bytes]) -> None:
+def test_damage_gives_pillows_pixels_or_none(
+    kind: str, mutate: Callable[[bytes, random.Random], bytes]
+) -> None:
     """Whatever happens to a file, pixels that come out are those that Pillow gives of it; where some are missing, none do."""
     rng, decoded = random.Random(f"{kind} {mutate.__name__}"), 0
     for _ in range(100):

@@ -49,7 +49,9 @@ atexit.register(lambda: print(os.fstat(file.fd).st_size))  # the first to regist
 from harness.data.mapped import in_memory
 file = in_memory("test", b"content")
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (ended.stdout, ended.stderr) == ("7\n", "")
 
 
@@ -67,7 +69,9 @@ def test_memory_is_taken_as_it_is_written() -> None:
     assert os.fstat(file.fd).st_blocks * 512 < 1 << 22
 
 
-CONTENT = np.random.default_rng(0).integers(0, 256, 40_003, dtype=np.uint8)  # with a rest that fills no word
+CONTENT = np.random.default_rng(0).integers(
+    0, 256, 40_003, dtype=np.uint8
+)  # with a rest that fills no word
 CONTENT.flags.writeable = False
 
 
@@ -100,11 +104,16 @@ def zeroed(start: int, count: int) -> np.ndarray:
         pytest.param(CONTENT[::-1].copy(), id="backwards"),
         pytest.param(np.roll(CONTENT, 8), id="moved on"),
         *(
-            pytest.param(moved(slice(at, at + size), slice(to, to + size)), id=f"{size} bytes at {at} and {to} swapped")
+            pytest.param(
+                moved(slice(at, at + size), slice(to, to + size)),
+                id=f"{size} bytes at {at} and {to} swapped",
+            )
             for size in (1, 2, 4, 8, 64, 512, 4096)
             for at, to in ((0, 20_480), (0, size), (8192, 8192 + 3 * size))
         ),
-        pytest.param(moved(*(slice(at, at + 8) for at in (0, 800, 80, 8000))), id="four words around"),
+        pytest.param(
+            moved(*(slice(at, at + 8) for at in (0, 800, 80, 8000))), id="four words around"
+        ),
     ],
 )
 def test_a_checksum_shows_lost_and_moved_parts(damaged: np.ndarray) -> None:
@@ -131,9 +140,17 @@ def test_a_checksum_shows_each_flipped_bit() -> None:
 @pytest.mark.parametrize("like", ["noise", "zeros", "ones"])
 def test_a_checksum_shows_flips_all_over(size: int, like: str) -> None:
     """The same flips in every k-th byte never cancel, whatever the bits and whatever the content."""
-    content = {"noise": CONTENT, "zeros": np.zeros_like(CONTENT), "ones": np.full_like(CONTENT, 255)}[like][:size]
+    content = {
+        "noise": CONTENT,
+        "zeros": np.zeros_like(CONTENT),
+        "ones": np.full_like(CONTENT, 255),
+    }[like][:size]
     sums = {checksum(content)}
-    cases = [(k, mask) for k in range(1, 65) for mask in (1, 2, 4, 8, 16, 32, 64, 128, 3, 0x81, 0xC0, 0xF0, 255)]
+    cases = [
+        (k, mask)
+        for k in range(1, 65)
+        for mask in (1, 2, 4, 8, 16, 32, 64, 128, 3, 0x81, 0xC0, 0xF0, 255)
+    ]
     for k, mask in cases:
         changed = content.copy()
         changed[k - 1 :: k] ^= mask

@@ -37,7 +37,9 @@ def made(config: AugmentConfig, seed: int = 0) -> Mix:
     return found
 
 
-def normalised(count: int, height: int = 12, width: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def normalised(
+    count: int, height: int = 12, width: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Noise without a zero in it, and labels."""
     images = torch.rand(count, 3, height, width) + 0.5
     return images.to(dtype, memory_format=torch.channels_last), torch.randint(CLASSES, (count,))
@@ -68,7 +70,9 @@ def test_nothing_wanted_is_nothing_done() -> None:
 def test_erased_is_zero_where_torchvision_erases() -> None:
     """An image loses one rectangle, to 0 after normalisation as with torchvision's erase; labels stay."""
     images, labels = normalised(30)
-    erased, same = made(AugmentConfig(random_erasing=1.0))(images, labels, numbered(torch.arange(30)))
+    erased, same = made(AugmentConfig(random_erasing=1.0))(
+        images, labels, numbered(torch.arange(30))
+    )
     zero = torch.zeros(3, 1, 1)
     for image, result in zip(images, erased, strict=True):
         rows, columns = ((result == 0).all(dim=0).any(dim=k).nonzero() for k in (1, 0))
@@ -84,9 +88,17 @@ def test_rectangles_have_torchvisions_distribution(height: int, width: int) -> N
     ours = erased_boxes(np.random.default_rng(0).random((2500, 40)), height, width)
     theirs, image = v2.RandomErasing(), torch.empty(3, height, width)
     params = [theirs.make_params([image]) for _ in range(2500)]
-    measured = {"h": ours[:, 2] - ours[:, 0], "w": ours[:, 3] - ours[:, 1], "i": ours[:, 0], "j": ours[:, 1]}
+    measured = {
+        "h": ours[:, 2] - ours[:, 0],
+        "w": ours[:, 3] - ours[:, 1],
+        "i": ours[:, 0],
+        "j": ours[:, 1],
+    }
     for name, values in measured.items():
-        assert ks_2samp(values, [param[name] for param in params if param["v"] is not None]).pvalue > 0.001, name
+        assert (
+            ks_2samp(values, [param[name] for param in params if param["v"] is not None]).pvalue
+            > 0.001
+        ), name
 
 
 def test_where_no_rectangle_fits_nothing_is_erased() -> None:
@@ -100,7 +112,9 @@ def test_where_no_rectangle_fits_nothing_is_erased() -> None:
 def test_as_many_are_erased_as_wanted() -> None:
     """The share of images that lose a rectangle is the probability that was set."""
     images, labels = normalised(4000, 8, 8)
-    erased, _ = made(AugmentConfig(random_erasing=0.3))(images, labels, numbered(torch.arange(4000)))
+    erased, _ = made(AugmentConfig(random_erasing=0.3))(
+        images, labels, numbered(torch.arange(4000))
+    )
     lost = int((erased == 0).flatten(1).any(dim=1).sum())
     assert binomtest(lost, 4000, 0.3).pvalue > 0.001
 
@@ -120,10 +134,16 @@ def test_mixup_is_torchvisions() -> None:
 def test_cutmix_is_torchvisions(first: int) -> None:
     """Images and labels are v2.CutMix's for the rectangle drawn, also where it reaches over an edge or is empty."""
     images, labels = normalised(6)
-    mixed, soft = made(AugmentConfig(cutmix=1.0))(images, labels, numbered(torch.arange(first, first + 6)))
+    mixed, soft = made(AugmentConfig(cutmix=1.0))(
+        images, labels, numbered(torch.arange(first, first + 6))
+    )
     changed = (mixed != images).all(dim=1).any(dim=0)
     y, x = (changed.any(dim=k).nonzero() for k in (1, 0))
-    box = (int(x.min()), int(y.min()), int(x.max()) + 1, int(y.max()) + 1) if changed.any() else (0, 0, 0, 0)
+    box = (
+        (int(x.min()), int(y.min()), int(x.max()) + 1, int(y.max()) + 1)
+        if changed.any()
+        else (0, 0, 0, 0)
+    )
     share = 1 - (box[2] - box[0]) * (box[3] - box[1]) / (12 * 16)
     params = {"box": box, "lam_adjusted": share, "labels": labels, "batch_size": 6}
     theirs = v2.CutMix(num_classes=CLASSES)
@@ -136,7 +156,9 @@ def test_cut_rectangles_have_torchvisions_distribution() -> None:
     theirs, image = v2.CutMix(num_classes=CLASSES), torch.ones(2, 3, 32, 48)
     shares = [theirs.make_params([image])["lam_adjusted"] for _ in range(800)]
     mixing, labels = made(AugmentConfig(cutmix=1.0)), torch.tensor([0, 1])
-    ours = [float(mixing(image, labels, numbered(torch.tensor([k, 9000])))[1][0, 0]) for k in range(800)]
+    ours = [
+        float(mixing(image, labels, numbered(torch.tensor([k, 9000])))[1][0, 0]) for k in range(800)
+    ]
     assert ks_2samp(ours, shares).pvalue > 0.001
 
 
@@ -171,7 +193,9 @@ def test_mixing_depends_on_nothing_but_the_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "config", [AugmentConfig(mixup=0.4, random_erasing=0.5), AugmentConfig(cutmix=1.0)], ids=["mixup", "cutmix"]
+    "config",
+    [AugmentConfig(mixup=0.4, random_erasing=0.5), AugmentConfig(cutmix=1.0)],
+    ids=["mixup", "cutmix"],
 )
 @pytest.mark.parametrize("count", [1, 5])
 def test_type_and_layout_stay(count: int, config: AugmentConfig, dtype: torch.dtype) -> None:

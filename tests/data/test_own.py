@@ -58,9 +58,9 @@ class Drawn:
             raise self.image
         if self.image is not None:
             return self.image, self.label
-        return torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])[:, None, None].expand(
-            3, 8, 8
-        ), self.label
+        return torch.tensor([random.random(), np.random.random(), float(torch.rand(()))])[
+            :, None, None
+        ].expand(3, 8, 8), self.label
 
 
 class Pair:
@@ -90,13 +90,19 @@ def filled(dataset: Any, epoch: int, index: int) -> tuple[np.ndarray, int]:
 
 def test_a_function_gets_the_settings_and_a_seed(write_module: Callable[[str, str], None]) -> None:
     """It sees data.*, and a seed that is not the run's: a split must not move with that."""
-    write_module("mine", "def open_splits(data, seed):\n    raise ValueError(f'{data.root} {seed}')\n")
+    write_module(
+        "mine", "def open_splits(data, seed):\n    raise ValueError(f'{data.root} {seed}')\n"
+    )
     with pytest.raises(ConfigError, match=f"^data.name={NAME}: failed with ValueError: /r 0 "):
         load(DataConfig(name=NAME, root="/r"), AugmentConfig(), 3)
 
 
-@pytest.mark.parametrize("make", [Pair, lambda *both: both, lambda *both: list(both)], ids=["object", "tuple", "list"])
-def test_sources_are_decoded_and_augmented_as_ours(opened: Callable[..., Splits], make: Any) -> None:
+@pytest.mark.parametrize(
+    "make", [Pair, lambda *both: both, lambda *both: list(both)], ids=["object", "tuple", "list"]
+)
+def test_sources_are_decoded_and_augmented_as_ours(
+    opened: Callable[..., Splits], make: Any
+) -> None:
     """Two sources become two of our data sets, with labels as an array."""
     splits = opened(make(Rows(), Rows([1, 1, 1, 0])))
     assert isinstance(splits.train, ImageDataset)
@@ -115,7 +121,9 @@ def test_a_source_of_ours_stays_what_it_is(opened: Callable[..., Splits]) -> Non
 
 
 @pytest.mark.parametrize(
-    "content", [np.zeros((9, 9), np.uint8), np.zeros((9, 9, 3)), None, "x"], ids=["grey", "float", "ok", "text"]
+    "content",
+    [np.zeros((9, 9), np.uint8), np.zeros((9, 9, 3)), None, "x"],
+    ids=["grey", "float", "ok", "text"],
 )
 def test_what_a_source_reads_is_checked(opened: Callable[..., Splits], content: Any) -> None:
     """Anything but bytes and uint8 pixels is a bad sample, by the name that the source gives it."""
@@ -123,7 +131,10 @@ def test_what_a_source_reads_is_checked(opened: Callable[..., Splits], content: 
     if content is None:
         assert filled(train, 0, 1)[1] == 1
         return
-    with pytest.raises(BadSample, match=r"^row 1: read\(1\) gave .*; it must give bytes, or uint8 pixels \[H, W, 3\]$"):
+    with pytest.raises(
+        BadSample,
+        match=r"^row 1: read\(1\) gave .*; it must give bytes, or uint8 pixels \[H, W, 3\]$",
+    ):
         filled(train, 0, 1)
 
 
@@ -142,14 +153,18 @@ def test_a_source_that_fails_is_a_bad_sample(opened: Callable[..., Splits]) -> N
         train.source.read(1)
 
 
-def test_a_sample_follows_from_its_key_alone(opened: Callable[..., Splits], kept_globals: None) -> None:
+def test_a_sample_follows_from_its_key_alone(
+    opened: Callable[..., Splits], kept_globals: None
+) -> None:
     """In any order, in any process, and nothing is drawn from the trainer's random states."""
     train = opened((Drawn(), Drawn())).train
     assert isinstance(train, OwnDataset)
     seed_everything(1)
     expected = random.random(), np.random.random(), float(torch.rand(()))
     seed_everything(1)
-    first, other, epoch, again = (filled(train, *key)[0] for key in ((0, 2), (0, 3), (1, 2), (0, 2)))
+    first, other, epoch, again = (
+        filled(train, *key)[0] for key in ((0, 2), (0, 3), (1, 2), (0, 2))
+    )
     assert (random.random(), np.random.random(), float(torch.rand(()))) == expected
     assert np.array_equal(first, again)
     assert len({first.tobytes(), other.tobytes(), epoch.tobytes()}) == 3
@@ -165,7 +180,9 @@ def test_a_sample_follows_from_its_key_alone(opened: Callable[..., Splits], kept
         pytest.param(np.full((3, 8, 8), 1.0), 255, id="numpy's floats"),
     ],
 )
-def test_an_image_may_have_many_forms(opened: Callable[..., Splits], image: Any, value: int) -> None:
+def test_an_image_may_have_many_forms(
+    opened: Callable[..., Splits], image: Any, value: int
+) -> None:
     """PIL's, uint8 or floats from 0 to 1, of one channel or three; the label may be a tensor."""
     out, label = filled(opened((Drawn(image, torch.tensor(0)), Drawn(image))).train, 0, 0)
     assert (label, np.unique(out).tolist()) == (0, [value])
@@ -201,34 +218,90 @@ class Half(Rows):
 @pytest.mark.parametrize(
     ("splits", "settings", "error"),
     [
-        pytest.param(None, {}, "returned NoneType; it must return two sets, training and validation", id="nothing"),
+        pytest.param(
+            None,
+            {},
+            "returned NoneType; it must return two sets, training and validation",
+            id="nothing",
+        ),
         pytest.param((Rows(),), {}, "returned 1 values; it must return two sets", id="one set"),
-        pytest.param((Rows(), Drawn()), {}, "one set is a source, the other is not", id="of two kinds"),
-        pytest.param((Half(), Rows()), {}, "the training set has read and no where; a source has classes, labels", id="half"),
-        pytest.param((Rows(), Rows([0.5, 1, 1, 1])), {}, "the validation set: its labels are float64", id="odd labels"),
-        pytest.param((Rows([1, 2, 1, 2]), Rows()), {}, "labels from 1 to 2 and 2 classes", id="labels from 1"),
-        pytest.param((Drawn(), 3), {}, "the validation set is int; it must be a source, or have __len__", id="a number"),
+        pytest.param(
+            (Rows(), Drawn()), {}, "one set is a source, the other is not", id="of two kinds"
+        ),
+        pytest.param(
+            (Half(), Rows()),
+            {},
+            "the training set has read and no where; a source has classes, labels",
+            id="half",
+        ),
+        pytest.param(
+            (Rows(), Rows([0.5, 1, 1, 1])),
+            {},
+            "the validation set: its labels are float64",
+            id="odd labels",
+        ),
+        pytest.param(
+            (Rows([1, 2, 1, 2]), Rows()), {}, "labels from 1 to 2 and 2 classes", id="labels from 1"
+        ),
+        pytest.param(
+            (Drawn(), 3),
+            {},
+            "the validation set is int; it must be a source, or have __len__",
+            id="a number",
+        ),
         pytest.param((Drawn(), Drawn(length=0)), {}, "the validation set is empty", id="empty"),
-        pytest.param((Nameless(), Drawn()), {}, "the training set has no classes; give it an attribute classes", id="nameless"),
         pytest.param(
-            (Drawn(torch.zeros(3, 9, 8)), Drawn()), {}, "sample 0: its image has 8x9 pixels; set data.image_size", id="size"
+            (Nameless(), Drawn()),
+            {},
+            "the training set has no classes; give it an attribute classes",
+            id="nameless",
         ),
         pytest.param(
-            (Drawn(torch.full((3, 8, 8), -2.0)), Drawn()), {}, "from -2 to -2, not 0 to 1; leave Normalize", id="normalised"
+            (Drawn(torch.zeros(3, 9, 8)), Drawn()),
+            {},
+            "sample 0: its image has 8x9 pixels; set data.image_size",
+            id="size",
         ),
-        pytest.param((Drawn(torch.zeros(8, 8)), Drawn()), {}, r"sample 0: it gave float32 \[8, 8\]; it must give", id="flat"),
-        pytest.param((Drawn(label=2), Drawn()), {}, "its label is 2, and there are 2 classes; they count from 0", id="label"),
-        pytest.param((Drawn(KeyError("k")), Drawn()), {}, r"sample 0: KeyError: 'k' \(.*test_own.py:", id="raises"),
+        pytest.param(
+            (Drawn(torch.full((3, 8, 8), -2.0)), Drawn()),
+            {},
+            "from -2 to -2, not 0 to 1; leave Normalize",
+            id="normalised",
+        ),
+        pytest.param(
+            (Drawn(torch.zeros(8, 8)), Drawn()),
+            {},
+            r"sample 0: it gave float32 \[8, 8\]; it must give",
+            id="flat",
+        ),
+        pytest.param(
+            (Drawn(label=2), Drawn()),
+            {},
+            "its label is 2, and there are 2 classes; they count from 0",
+            id="label",
+        ),
+        pytest.param(
+            (Drawn(KeyError("k")), Drawn()),
+            {},
+            r"sample 0: KeyError: 'k' \(.*test_own.py:",
+            id="raises",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(opened: Callable[..., Splits], splits: Any, settings: dict[str, Any], error: str) -> None:
+def test_a_mistake_is_one_line(
+    opened: Callable[..., Splits], splits: Any, settings: dict[str, Any], error: str
+) -> None:
     """It names the function as typed, the set and what is wrong with it, before training."""
     with pytest.raises(ConfigError, match=f"^data.name={NAME}: .*{error}[^\n]*$"):
         opened(splits, **settings)
 
 
-@pytest.mark.parametrize("splits", [(Rows(), Rows()), (Drawn(), Drawn())], ids=["source", "dataset"])
+@pytest.mark.parametrize(
+    "splits", [(Rows(), Rows()), (Drawn(), Drawn())], ids=["source", "dataset"]
+)
 def test_a_cache_has_no_effect(opened: Callable[..., Splits], splits: Any) -> None:
     """It keeps files of folders, and is refused beside anything else."""
-    with pytest.raises(ConfigError, match=f"^data.cache=ram: has no effect with {NAME}; set it to none$"):
+    with pytest.raises(
+        ConfigError, match=f"^data.cache=ram: has no effect with {NAME}; set it to none$"
+    ):
         opened(splits, cache=DataCache.ram)

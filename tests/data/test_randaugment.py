@@ -24,7 +24,9 @@ def _one_thread(kept_globals: None) -> None:
 
 def torchvisions(images: Tensor, draws: np.ndarray, magnitude: int) -> Tensor:
     """What torchvision's RandAugment makes of each image when it draws as ``draws`` say."""
-    told: list[float] = []  # the place of an operation, and then, for a signed one, below a half for the negative direction
+    told: list[
+        float
+    ] = []  # the place of an operation, and then, for a signed one, below a half for the negative direction
     theirs, done = v2.RandAugment(draws.shape[1] // 2, magnitude), []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("randint", "rand"):
@@ -38,7 +40,9 @@ def torchvisions(images: Tensor, draws: np.ndarray, magnitude: int) -> Tensor:
     return torch.stack(done)
 
 
-EACH = np.stack((np.repeat((np.arange(14) + 0.5) / 14, 2), np.tile((0.25, 0.75), 14)), axis=1)  # both ways
+EACH = np.stack(
+    (np.repeat((np.arange(14) + 0.5) / 14, 2), np.tile((0.25, 0.75), 14)), axis=1
+)  # both ways
 
 
 @pytest.mark.parametrize("magnitude", range(31))
@@ -51,7 +55,10 @@ def test_every_operation_is_torchvisions(magnitude: int) -> None:
         (32, 32, torch.channels_last),
     ):
         images = pictures(len(EACH), height, width, layout)
-        assert torch.equal(RandAugment(1, magnitude)(images, EACH[order]), torchvisions(images, EACH[order], magnitude))
+        assert torch.equal(
+            RandAugment(1, magnitude)(images, EACH[order]),
+            torchvisions(images, EACH[order], magnitude),
+        )
 
 
 def test_three_operations_follow_each_other() -> None:
@@ -68,9 +75,16 @@ def test_the_operations_are_torchvisions() -> None:
 def test_the_choices_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation is as likely as the others, in the first place and in the second, and so is each direction."""
     seen: list[tuple[np.ndarray, np.ndarray]] = []
-    monkeypatch.setattr(randaugment.RandAugment, "_operate", lambda self, images, ops, signs: seen.append((ops, signs)))
+    monkeypatch.setattr(
+        randaugment.RandAugment,
+        "_operate",
+        lambda self, images, ops, signs: seen.append((ops, signs)),
+    )
     augment = RandAugment(2, 9)
-    augment(torch.zeros(14_000, 3, 1, 1, dtype=torch.uint8), uniforms(0, 0, np.arange(14_000), augment.draws, BATCH))
+    augment(
+        torch.zeros(14_000, 3, 1, 1, dtype=torch.uint8),
+        uniforms(0, 0, np.arange(14_000), augment.draws, BATCH),
+    )
     assert len(seen) == 2
     for ops, signs in seen:
         assert chisquare(np.bincount(ops, minlength=14)).pvalue > 0.001
@@ -83,6 +97,8 @@ def test_an_image_does_not_depend_on_its_batch(layout: torch.memory_format) -> N
     images, draws = pictures(30, 20, 16, layout), np.random.default_rng(1).random((30, 4))
     before, augment = images.clone(), RandAugment(2, 15)
     done = augment(images, draws)
-    assert torch.equal(torch.cat([augment(images[k : k + 1], draws[k : k + 1]) for k in range(30)]), done)
+    assert torch.equal(
+        torch.cat([augment(images[k : k + 1], draws[k : k + 1]) for k in range(30)]), done
+    )
     assert done.is_contiguous(memory_format=layout)
     assert torch.equal(images, before)

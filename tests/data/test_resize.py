@@ -19,7 +19,9 @@ SIDE = 48
 
 
 def noise(width: int, height: int) -> np.ndarray:
-    return np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return np.random.default_rng(width * height).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
 
 
 def row(side: int = SIDE) -> np.ndarray:
@@ -27,7 +29,9 @@ def row(side: int = SIDE) -> np.ndarray:
     return np.full((side, side, 3), 77, np.uint8).transpose(2, 0, 1)
 
 
-def written(pixels: np.ndarray, box: Box, flip: bool = False, size: tuple[int, int] | None = None) -> np.ndarray:
+def written(
+    pixels: np.ndarray, box: Box, flip: bool = False, size: tuple[int, int] | None = None
+) -> np.ndarray:
     out = row()
     resize_into(pixels, box, out, flip, size)
     return out
@@ -36,7 +40,9 @@ def written(pixels: np.ndarray, box: Box, flip: bool = False, size: tuple[int, i
 def torchs(part: np.ndarray, width: int, height: int) -> np.ndarray:
     """By torch's public function, in planes; of fractions exactly."""
     planes = torch.from_numpy(part.transpose(2, 0, 1).copy()).unsqueeze(0)
-    result: np.ndarray = F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].numpy()
+    result: np.ndarray = F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[
+        0
+    ].numpy()
     return result
 
 
@@ -78,7 +84,9 @@ def test_any_strides_do(make: Callable[[], np.ndarray], flip: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [(640, 427), (461, 397), (300, 380), (223, 233), (150, 200), (97, 61)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(640, 427), (461, 397), (300, 380), (223, 233), (150, 200), (97, 61)], ids=str
+)
 def test_photographs_come_out_as_pillows_but_for_rounding(name: str, size: tuple[int, int]) -> None:
     """No pixel is off by more than a grey level from Pillow's, and all are as near to what they should be as Pillow's are."""
     image, out, (width, height) = photograph(name), row(224), size
@@ -86,19 +94,31 @@ def test_photographs_come_out_as_pillows_but_for_rounding(name: str, size: tuple
     pixels = np.array(image)
     resize_into(pixels, box, out)
     part = image.crop((box[0], box[1], box[0] + width, box[1] + height))
-    pillows = np.asarray(part.resize((224, 224), Image.Resampling.BILINEAR)).transpose(2, 0, 1).astype(float)
+    pillows = (
+        np.asarray(part.resize((224, 224), Image.Resampling.BILINEAR))
+        .transpose(2, 0, 1)
+        .astype(float)
+    )
     exact = torchs(np.asarray(part).astype(float), 224, 224)
     assert np.abs(out - pillows).max() <= 1
     assert np.abs(out - exact).mean() <= np.abs(pillows - exact).mean() + 0.02
 
 
-@pytest.mark.parametrize(("width", "height"), [(90, 70), (70, 90), (500, 375), (48, 56), (56, 56), (7, 5)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(90, 70), (70, 90), (500, 375), (48, 56), (56, 56), (7, 5)]
+)
 @pytest.mark.parametrize("short", [48, 55, 56])
 def test_the_centre_of_a_larger_size(width: int, height: int, short: int) -> None:
     """With a size, the result is torchvision's Resize and CenterCrop of a tensor."""
     pixels = noise(width, height)
-    size = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
-    theirs = tvf.center_crop(tvf.resize(torch.from_numpy(pixels).permute(2, 0, 1), [short], antialias=True), [SIDE, SIDE])
+    size = (
+        (short, int(short * height / width))
+        if width <= height
+        else (int(short * width / height), short)
+    )
+    theirs = tvf.center_crop(
+        tvf.resize(torch.from_numpy(pixels).permute(2, 0, 1), [short], antialias=True), [SIDE, SIDE]
+    )
     assert np.array_equal(written(pixels, (0, 0, width, height), size=size), theirs)
 
 
@@ -148,7 +168,9 @@ def test_the_public_function_serves_where_the_private_does_not(
     monkeypatch.setattr(transforms, "_resize_in_place", private)
     monkeypatch.setattr(transforms, "_kernel", transforms._select_kernel())
     assert transforms._kernel is transforms._resize_public
-    assert np.array_equal([written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)], expected)
+    assert np.array_equal(
+        [written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)], expected
+    )
 
 
 def threads_begun(act: Callable[[], object]) -> set[str]:

@@ -45,13 +45,20 @@ def config(root: Path, generate: GenerateConfig = TINY) -> DataConfig:
 
 def contents(root: Path) -> dict[str, bytes]:
     """Every file below ``root`` with its bytes."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def pictures(count: int, width: int, height: int) -> list[Pixels]:
     """``count`` pictures of all figures in turn."""
     kinds = len(drawing.FIGURES)
-    return [drawing.draw(drawing.look(i % kinds, kinds), width, height, np.random.default_rng(i)) for i in range(count)]
+    return [
+        drawing.draw(drawing.look(i % kinds, kinds), width, height, np.random.default_rng(i))
+        for i in range(count)
+    ]
 
 
 def photographs(width: int, height: int) -> list[Pixels]:
@@ -96,7 +103,11 @@ def spectral_slope(luma: NDArray[np.float64]) -> float:
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width))
     edges = np.geomspace(2 / min(height, width), 0.4, 9)
     rings = [(frequency >= low) & (frequency < high) for low, high in itertools.pairwise(edges)]
-    return float(np.polyfit(np.log(edges[:-1] * edges[1:]) / 2, [np.log(power[ring].mean()) for ring in rings], 1)[0])
+    return float(
+        np.polyfit(
+            np.log(edges[:-1] * edges[1:]) / 2, [np.log(power[ring].mean()) for ring in rings], 1
+        )[0]
+    )
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 80), (500, 375)], ids=["toy", "imagenet"])
@@ -125,22 +136,41 @@ def test_every_class_has_its_own_look_and_name(classes: int) -> None:
 def test_ten_classes_are_told_apart_by_figure_alone() -> None:
     """The default classes leave fill and colour to chance."""
     names = [drawing.look(label, 10).name for label in range(10)]
-    assert names == ["circle", "square", "triangle", "pentagon", "star", "ring", "cross", "crescent", "heart", "arrow"]
+    assert names == [
+        "circle",
+        "square",
+        "triangle",
+        "pentagon",
+        "star",
+        "ring",
+        "cross",
+        "crescent",
+        "heart",
+        "arrow",
+    ]
 
 
 def test_every_figure_is_visible() -> None:
     """A picture differs from the same picture with another figure over a good part of its area."""
     kinds = len(drawing.FIGURES)
-    images = [drawing.draw(drawing.look(k, kinds), 64, 64, np.random.default_rng(5)).astype(int) for k in range(kinds)]
+    images = [
+        drawing.draw(drawing.look(k, kinds), 64, 64, np.random.default_rng(5)).astype(int)
+        for k in range(kinds)
+    ]
     for k, image in enumerate(images):
         changed = np.abs(image - images[k - 1]).max(axis=2) > 10
-        assert changed.mean() > 0.01, f"{drawing.look(k, kinds).name} looks like {drawing.look(k - 1, kinds).name}"
+        assert changed.mean() > 0.01, (
+            f"{drawing.look(k, kinds).name} looks like {drawing.look(k - 1, kinds).name}"
+        )
 
 
 def test_a_linear_classifier_fails() -> None:
     """Pixels alone do not give the class away: position, size, turn and colours are chance."""
     labels = np.arange(2500) % 10
-    rows = [drawing.draw(drawing.look(int(label), 10), 32, 32, np.random.default_rng(i)) for i, label in enumerate(labels)]
+    rows = [
+        drawing.draw(drawing.look(int(label), 10), 32, 32, np.random.default_rng(i))
+        for i, label in enumerate(labels)
+    ]
     pixels = np.stack(rows).reshape(len(rows), -1) / 255.0
     classifier = RidgeClassifier(alpha=300.0).fit(pixels[:2000], labels[:2000])
     assert classifier.score(pixels[2000:], labels[2000:]) < 0.35
@@ -184,7 +214,12 @@ def test_seeds_and_splits_share_no_image(tmp_path: Path) -> None:
     other = GenerateConfig(classes=3, train_images=7, val_images=4, width=40, height=32, seed=1)
     shapes.open_shapes(config(tmp_path / "zero"))
     shapes.open_shapes(config(tmp_path / "one", other))
-    files = [data for root in ("zero", "one") for name, data in contents(tmp_path / root).items() if ".jpg" in name]
+    files = [
+        data
+        for root in ("zero", "one")
+        for name, data in contents(tmp_path / root).items()
+        if ".jpg" in name
+    ]
     assert len(set(files)) == len(files) == 22
 
 
@@ -213,7 +248,9 @@ def start_run(root: Path, images: int) -> subprocess.Popen[str]:
         f"    generate = GenerateConfig(classes=2, train_images={images}, val_images=2, width=64, height=64)\n"
         f"    shapes.open_shapes(DataConfig(root={str(root)!r}, generate=generate))\n"
     )
-    return subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:
@@ -249,7 +286,9 @@ def test_a_killed_run_leaves_no_worker_and_no_tree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+def test_a_signal_leaves_nothing_half_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
     """A signal in mid-generation ends it with nothing left behind."""
 
     def raise_interrupted() -> None:
@@ -263,11 +302,16 @@ def test_a_signal_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_space_is_said_before_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_said_before_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk without room is refused with what is free and what is needed."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    with pytest.raises(DiskError, match=r"tree: 0 MB are free, about 0 MB are needed; free space, or set data\.root"):
+    with pytest.raises(
+        DiskError,
+        match=r"tree: 0 MB are free, about 0 MB are needed; free space, or set data\.root",
+    ):
         shapes.open_shapes(config(tmp_path / "tree"))
     assert list(tmp_path.iterdir()) == []
 
@@ -289,7 +333,9 @@ def test_other_settings_at_the_same_root_are_refused(tmp_path: Path) -> None:
     shapes.open_shapes(config(tmp_path / "tree"))
     before = contents(tmp_path / "tree")
     other = GenerateConfig(classes=3, train_images=7, val_images=4, width=48, height=32)
-    with pytest.raises(DataError, match="tree: was generated with width=40; delete it, or set data.root to another"):
+    with pytest.raises(
+        DataError, match="tree: was generated with width=40; delete it, or set data.root to another"
+    ):
         shapes.open_shapes(config(tmp_path / "tree", other))
     assert contents(tmp_path / "tree") == before
 
@@ -297,7 +343,9 @@ def test_other_settings_at_the_same_root_are_refused(tmp_path: Path) -> None:
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     """A folder of the user's own is never written into."""
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(DataError, match="holds something else; set data.root to a folder that does not exist yet"):
+    with pytest.raises(
+        DataError, match="holds something else; set data.root to a folder that does not exist yet"
+    ):
         shapes.open_shapes(config(tmp_path))
     assert contents(tmp_path) == {"thesis.txt": b"mine"}
 
@@ -311,7 +359,9 @@ def test_an_empty_folder_is_used(tmp_path: Path) -> None:
 def test_a_damaged_marker_is_refused(tmp_path: Path) -> None:
     """A marker that is not what was written is named, not guessed at."""
     (tmp_path / "shapes.json").write_text("{")
-    with pytest.raises(DataError, match=r"cannot be used \(.*\); set data.root to a folder that does not exist yet"):
+    with pytest.raises(
+        DataError, match=r"cannot be used \(.*\); set data.root to a folder that does not exist yet"
+    ):
         shapes.open_shapes(config(tmp_path))
 
 
@@ -319,14 +369,19 @@ def test_missing_images_are_noticed(tmp_path: Path) -> None:
     """A tree that lost a file is refused with the counts."""
     shapes.open_shapes(config(tmp_path / "tree"))
     next((tmp_path / "tree/train/circle").iterdir()).unlink()
-    with pytest.raises(DataError, match=r"train: 6 images in place of 7; delete the folder above it and it is made anew"):
+    with pytest.raises(
+        DataError,
+        match=r"train: 6 images in place of 7; delete the folder above it and it is made anew",
+    ):
         shapes.open_shapes(config(tmp_path / "tree"))
 
 
 def test_fewer_images_than_classes_are_refused(tmp_path: Path) -> None:
     """Every class needs an image in both sets."""
     generate = GenerateConfig(classes=10, train_images=10, val_images=9)
-    with pytest.raises(ConfigError, match="data.generate.val_images=9 is less than data.generate.classes=10"):
+    with pytest.raises(
+        ConfigError, match="data.generate.val_images=9 is less than data.generate.classes=10"
+    ):
         shapes.open_shapes(config(tmp_path / "tree", generate))
     assert list(tmp_path.iterdir()) == []
 
@@ -336,7 +391,9 @@ def test_fewer_images_than_classes_are_refused(tmp_path: Path) -> None:
     [(100, 8.0, 1), (50_000, 8.0, 8), (50_000, 0.5, 1), (50_000, 64.0, 13)],
     ids=["small", "large", "quota", "few chunks"],
 )
-def test_processes_follow_cores_and_work(monkeypatch: pytest.MonkeyPatch, images: int, cores: float, processes: int) -> None:
+def test_processes_follow_cores_and_work(
+    monkeypatch: pytest.MonkeyPatch, images: int, cores: float, processes: int
+) -> None:
     """As many processes as cores, but no more than there are chunks, and one where there is little to draw."""
     monkeypatch.setattr(limits, "measure", lambda: limits.Limits(cores, 1 << 30, None, 1024))
     generate = GenerateConfig(train_images=images, val_images=10)
@@ -367,6 +424,10 @@ def test_an_odd_marker_in_the_cache_is_made_again(
 def test_an_odd_marker_in_the_users_folder_is_refused(tmp_path: Path, plant: Plant) -> None:
     """What the user named is never removed: one line says what to do."""
     oddities.put(plant, tmp_path / "tree" / "shapes.json")
-    with pytest.raises(DataError, match=r"tree: (cannot be used|was generated with) .*; .*set data\.root to "):
+    with pytest.raises(
+        DataError, match=r"tree: (cannot be used|was generated with) .*; .*set data\.root to "
+    ):
         shapes.open_shapes(config(tmp_path / "tree"))
-    assert (tmp_path / "tree" / "shapes.json").exists() or (tmp_path / "tree" / "shapes.json").is_symlink()
+    assert (tmp_path / "tree" / "shapes.json").exists() or (
+        tmp_path / "tree" / "shapes.json"
+    ).is_symlink()

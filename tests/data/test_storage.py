@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 from harness.config import ConfigError
-from harness.data.storage import ArraySource, FolderSource, Subset, cache_root, open_folder_splits, split
+from harness.data.storage import (
+    ArraySource,
+    FolderSource,
+    Subset,
+    cache_root,
+    open_folder_splits,
+    split,
+)
 from harness.runtime.errors import BadSample, DataError
 
 JPEG = b"\xff\xd8\xff\xe0 the rest does not matter here"
@@ -60,7 +67,9 @@ def test_a_good_file_needs_no_name(tree: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("most", [7, 1 << 20], ids=["in pieces", "at once"])
 @pytest.mark.parametrize("claimed", [-1, 0, 1], ids=["shrunk", "as it was", "grown"])
-def test_a_file_is_read_to_its_end(tree: Path, monkeypatch: pytest.MonkeyPatch, most: int, claimed: int) -> None:
+def test_a_file_is_read_to_its_end(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, most: int, claimed: int
+) -> None:
     """However few bytes a call gives, and whatever size the file had a moment ago."""
     source, read, state = FolderSource(tree), os.read, os.fstat
     expected = Path(source.where(0)).read_bytes()
@@ -145,10 +154,16 @@ def test_links_give_each_file_once(tree: Path, tmp_path: Path) -> None:
     source = FolderSource(tree)
     assert source.classes == ("a", "b")
     assert names(source) == ["a/1.jpg", "a/in.jpg", "a/x/3.png", "b/1.JPEG", "b/2.jpg"]
-    assert source.skipped == Counter({"link to a folder": 4, "link out of the data set": 1, "broken link": 1})
+    assert source.skipped == Counter(
+        {"link to a folder": 4, "link out of the data set": 1, "broken link": 1}
+    )
 
 
-@pytest.mark.parametrize("name", [b"caf\xe9.jpg", b"new\nline.jpg", b"\x1b[31mred.jpg"], ids=["bytes", "newline", "escape"])
+@pytest.mark.parametrize(
+    "name",
+    [b"caf\xe9.jpg", b"new\nline.jpg", b"\x1b[31mred.jpg"],
+    ids=["bytes", "newline", "escape"],
+)
 def test_any_name_works_and_is_escaped_in_messages(tmp_path: Path, name: bytes) -> None:
     """A name that is not UTF-8 or drives a terminal is read, and printed escaped."""
     (tmp_path / "a").mkdir()
@@ -163,10 +178,14 @@ def test_any_name_works_and_is_escaped_in_messages(tmp_path: Path, name: bytes) 
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("entry", ["b/closed.jpg", "b/closed.dat", "b/closed"], ids=["file", "unknown suffix", "folder"])
+@pytest.mark.parametrize(
+    "entry", ["b/closed.jpg", "b/closed.dat", "b/closed"], ids=["file", "unknown suffix", "folder"]
+)
 def test_what_may_not_be_read_is_listed(as_a_user: Path, entry: str) -> None:
     """A file or folder without read permission stops the scan and is named."""
-    tree = plant(as_a_user / "set", "a/1.jpg", "b/1.jpg", entry if "." in entry else f"{entry}/x.jpg")
+    tree = plant(
+        as_a_user / "set", "a/1.jpg", "b/1.jpg", entry if "." in entry else f"{entry}/x.jpg"
+    )
     (tree / entry).chmod(0)
     with pytest.raises(DataError, match=rf"^cannot read .*{entry}: mend the permissions"):
         FolderSource(tree)
@@ -187,7 +206,10 @@ def test_long_lists_are_cut(as_a_user: Path) -> None:
     [
         (None, "data.root=.*set: no such folder; set it to"),
         ("", "data.root=.*set: not a folder; set it to"),
-        ("1.jpg", r"no class folders \(left out: 1 file beside the class folders\); a data set has one folder"),
+        (
+            "1.jpg",
+            r"no class folders \(left out: 1 file beside the class folders\); a data set has one folder",
+        ),
         ("a/notes.txt", r"no images in a \(left out: 1 not an image\)"),
     ],
     ids=["missing", "file", "no classes", "empty class"],
@@ -256,7 +278,12 @@ def test_splits_may_be_links_and_share_files(tmp_path: Path) -> None:
             r"no val folder beside train; .*data\.root=.*/train data\.split_fraction=0\.1",
         ),
         (["a/1.jpg"], None, DataError, r"no train folder in it; .* set data\.split_fraction=0\.1"),
-        (["train/a/1.jpg", "val/a/1.jpg"], 0.2, ConfigError, r"data\.split_fraction=0\.2 has no effect"),
+        (
+            ["train/a/1.jpg", "val/a/1.jpg"],
+            0.2,
+            ConfigError,
+            r"data\.split_fraction=0\.2 has no effect",
+        ),
         (["a/1.jpg"], 0.2, DataError, "class a has 1 images: too few to split"),
         (
             ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"],
@@ -265,7 +292,14 @@ def test_splits_may_be_links_and_share_files(tmp_path: Path) -> None:
             "different classes: only in .*/train: b; only in .*/val: c",
         ),
     ],
-    ids=["two validation sets", "no val", "no train", "fraction without effect", "one image", "other classes"],
+    ids=[
+        "two validation sets",
+        "no val",
+        "no train",
+        "fraction without effect",
+        "one image",
+        "other classes",
+    ],
 )
 def test_unclear_splits_are_refused(
     tmp_path: Path, planted: list[str], fraction: float | None, error: type[Exception], text: str
@@ -283,7 +317,9 @@ def test_one_tree_is_split_by_class(tmp_path: Path) -> None:
     def files(seed: int) -> tuple[set[str], set[str]]:
         train, val = open_folder_splits(tmp_path, 0.2, seed)
         assert np.bincount(val.labels).tolist() == [6, 2]
-        train_files, val_files = ({part.where(i) for i in range(len(part))} for part in (train, val))
+        train_files, val_files = (
+            {part.where(i) for i in range(len(part))} for part in (train, val)
+        )
         return train_files, val_files
 
     train, val = files(0)
@@ -295,7 +331,9 @@ def test_one_tree_is_split_by_class(tmp_path: Path) -> None:
 
 def test_a_split_stays_what_it_was() -> None:
     """The images that validate a network must not become ones that it is trained on: the choice is pinned."""
-    source = ArraySource(np.zeros((12, 2, 2, 3), np.uint8), np.arange(12) % 3, ["a", "b", "c"], "zeros")
+    source = ArraySource(
+        np.zeros((12, 2, 2, 3), np.uint8), np.arange(12) % 3, ["a", "b", "c"], "zeros"
+    )
     train, val = split(source, 0.5, 0)
     assert val.indices.tolist() == [1, 3, 4, 5, 9, 11]
     assert sorted([*train.indices, *val.indices]) == list(range(12))
@@ -320,7 +358,9 @@ def test_arrays_are_read_as_they_are() -> None:
 def test_a_subset_counts_from_zero() -> None:
     """Index, label and name are the chosen samples'."""
     images = np.arange(4, dtype=np.uint8)[:, None, None, None].repeat(3, axis=3)
-    part = Subset(ArraySource(images, np.array([1, 0, 1, 0]), ["a", "b"], "numbers"), np.array([3, 2]))
+    part = Subset(
+        ArraySource(images, np.array([1, 0, 1, 0]), ["a", "b"], "numbers"), np.array([3, 2])
+    )
     pixels, label = part.read(1)
     assert isinstance(pixels, np.ndarray)
     assert (len(part), part.labels.tolist(), part.where(0), int(pixels[0, 0, 0]), label) == (
@@ -341,7 +381,9 @@ def test_a_subset_counts_from_zero() -> None:
     ],
     ids=["own", "xdg", "home"],
 )
-def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
+def test_the_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
+) -> None:
     """The cache lies where the most specific variable says."""
     for name in ("WELLFED_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

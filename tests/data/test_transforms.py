@@ -26,14 +26,18 @@ SIZES = [(96, 64), (64, 96), (500, 375), (33, 257), (32, 32), (7, 5), (1, 1)]
 
 
 def noise(width: int, height: int) -> np.ndarray:
-    return np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return np.random.default_rng(width * height).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
 
 
 def planes(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def applied(transform: TrainTransform | EvalTransform, image: np.ndarray, seed: int = 0) -> np.ndarray:
+def applied(
+    transform: TrainTransform | EvalTransform, image: np.ndarray, seed: int = 0
+) -> np.ndarray:
     batch = np.full((2, transform.size, transform.size, 3), 77, np.uint8).transpose(0, 3, 1, 2)
     before = image.copy()
     transform(image, SampleRng(seed, 0, 0), batch[0])
@@ -42,14 +46,18 @@ def applied(transform: TrainTransform | EvalTransform, image: np.ndarray, seed: 
     return batch[0]
 
 
-def boxes(width: int, height: int, scale: Any, ratio: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+def boxes(
+    width: int, height: int, scale: Any, ratio: Any, count: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Left, top, width and height of ``count`` boxes: ours, and torchvision's."""
     rng = SampleRng(1, 0, 0)
     ours = [random_crop_box(rng, width, height, scale, ratio) for _ in range(count)]
     image = torch.empty(3, height, width)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
-        theirs = [tv.RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(count)]
+        theirs = [
+            tv.RandomResizedCrop.get_params(image, list(scale), list(ratio)) for _ in range(count)
+        ]
     return np.array(ours), np.array(theirs)[:, [1, 0, 3, 2]]
 
 
@@ -63,7 +71,9 @@ def boxes(width: int, height: int, scale: Any, ratio: Any, count: int) -> tuple[
     ],
     ids=["landscape", "portrait", "small", "fallback"],
 )
-def test_crop_boxes_have_torchvisions_distribution(width: int, height: int, scale: Any, ratio: Any) -> None:
+def test_crop_boxes_have_torchvisions_distribution(
+    width: int, height: int, scale: Any, ratio: Any
+) -> None:
     """Area, aspect ratio, left and top of the boxes cannot be told from torchvision's."""
     ours, theirs = boxes(width, height, scale, ratio, 8000)
     measures: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -88,11 +98,16 @@ def test_the_distribution_test_has_power() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "height", "box"), [(1000, 11, (492, 0, 15, 11)), (11, 1000, (0, 492, 11, 15)), (1, 1, (0, 0, 1, 1))]
+    ("width", "height", "box"),
+    [(1000, 11, (492, 0, 15, 11)), (11, 1000, (0, 492, 11, 15)), (1, 1, (0, 0, 1, 1))],
 )
-def test_narrow_images_give_their_centre(width: int, height: int, box: tuple[int, int, int, int]) -> None:
+def test_narrow_images_give_their_centre(
+    width: int, height: int, box: tuple[int, int, int, int]
+) -> None:
     """Where no try fits, the largest central part of an allowed ratio is taken, as torchvision does."""
-    theirs = tv.RandomResizedCrop.get_params(torch.empty(3, height, width), list(SCALE), list(RATIO))
+    theirs = tv.RandomResizedCrop.get_params(
+        torch.empty(3, height, width), list(SCALE), list(RATIO)
+    )
     assert random_crop_box(SampleRng(0, 0, 0), width, height, SCALE, RATIO) == box
     assert (theirs[1], theirs[0], theirs[3], theirs[2]) == box
 
@@ -117,9 +132,13 @@ def test_random_resized_pixels_are_torchvisions(width: int, height: int, hflip: 
     image = noise(width, height)
     for seed in range(5):
         left, top, w, h = random_crop_box(SampleRng(seed, 0, 0), width, height, SCALE, RATIO)
-        expected = tvf.resized_crop(planes(image), top, left, h, w, [48, 48], tv.InterpolationMode.BILINEAR, antialias=True)
+        expected = tvf.resized_crop(
+            planes(image), top, left, h, w, [48, 48], tv.InterpolationMode.BILINEAR, antialias=True
+        )
         expected = tvf.hflip(expected) if hflip else expected
-        assert np.array_equal(applied(TrainTransform(48, hflip=hflip), image, seed), expected.numpy())
+        assert np.array_equal(
+            applied(TrainTransform(48, hflip=hflip), image, seed), expected.numpy()
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,7 +147,9 @@ def test_photographs_are_cropped_as_pillow_does(name: str) -> None:
     image, errors = photograph(name), []
     for seed in range(40):
         left, top, w, h = random_crop_box(SampleRng(seed, 0, 0), *image.size, SCALE, RATIO)
-        expected = tvf.resized_crop(image, top, left, h, w, [224, 224], tv.InterpolationMode.BILINEAR)
+        expected = tvf.resized_crop(
+            image, top, left, h, w, [224, 224], tv.InterpolationMode.BILINEAR
+        )
         ours = applied(TrainTransform(224, hflip=0.0), np.array(image), seed)
         errors.append(np.abs(ours.transpose(1, 2, 0).astype(int) - np.asarray(expected)))
     assert np.mean(errors) <= 0.05 and np.max(errors) <= 1
@@ -137,12 +158,20 @@ def test_photographs_are_cropped_as_pillow_does(name: str) -> None:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize(("size", "resize"), [(48, None), (48, 48), (224, 256), (33, 40)])
 @pytest.mark.parametrize("hflip", [None, 0.0, 1.0], ids=["eval", "center", "center mirrored"])
-def test_centre_crops_are_torchvisions(width: int, height: int, size: int, resize: int | None, hflip: float | None) -> None:
+def test_centre_crops_are_torchvisions(
+    width: int, height: int, size: int, resize: int | None, hflip: float | None
+) -> None:
     """Evaluation and center crops equal torchvision's Resize and CenterCrop on tensors bit for bit."""
     image = noise(width, height)
-    theirs = v2.Compose([v2.Resize(resize or round(size * 256 / 224)), v2.CenterCrop(size)])(planes(image))
+    theirs = v2.Compose([v2.Resize(resize or round(size * 256 / 224)), v2.CenterCrop(size)])(
+        planes(image)
+    )
     theirs = tvf.hflip(theirs) if hflip else theirs
-    ours = EvalTransform(size, resize) if hflip is None else TrainTransform(size, "center", hflip=hflip, resize=resize)
+    ours = (
+        EvalTransform(size, resize)
+        if hflip is None
+        else TrainTransform(size, "center", hflip=hflip, resize=resize)
+    )
     assert np.array_equal(applied(ours, image), theirs.numpy())
 
 
@@ -163,12 +192,17 @@ def test_an_explicit_resize_holds_for_images_of_the_right_size_too() -> None:
 
 def test_a_thread_of_an_image_is_refused() -> None:
     """An image a pixel wide is not blown up to gigabytes."""
-    with pytest.raises(ValueError, match="1x10000 pixels are too narrow: resized, the longer side would have 2560000"):
+    with pytest.raises(
+        ValueError,
+        match="1x10000 pixels are too narrow: resized, the longer side would have 2560000",
+    ):
         applied(EvalTransform(224), noise(1, 10000))
 
 
 @pytest.mark.parametrize("pad", [0, 4])
-@pytest.mark.parametrize(("width", "height"), [(16, 16), (40, 48)], ids=["of the size", "other size"])
+@pytest.mark.parametrize(
+    ("width", "height"), [(16, 16), (40, 48)], ids=["of the size", "other size"]
+)
 def test_pad_crops_are_windows_of_the_padded_image(pad: int, width: int, height: int) -> None:
     """Every crop is a window of the zero-padded image, mirrored or not, and all windows occur."""
     image = noise(width, height)

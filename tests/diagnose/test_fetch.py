@@ -15,7 +15,13 @@ from PIL import Image
 
 from harness.data.storage import ArraySource, FolderSource, split
 from harness.diagnose import fetch
-from harness.diagnose.fetch import UnmeasuredError, cold_fetch, files_of, from_storage_bytes, image_sizes
+from harness.diagnose.fetch import (
+    UnmeasuredError,
+    cold_fetch,
+    files_of,
+    from_storage_bytes,
+    image_sizes,
+)
 
 
 @pytest.fixture
@@ -58,7 +64,10 @@ def test_files_are_dropped_and_then_read(tree: Path, dropped: list[int]) -> None
 
 def test_bytes_from_the_page_cache_are_no_figure(tree: Path, dropped: list[int]) -> None:
     """Where the kernel keeps the pages, F is refused with the share that came from storage."""
-    with pytest.raises(UnmeasuredError, match=r"could not be emptied of these files \(49% of the bytes came from storage\)"):
+    with pytest.raises(
+        UnmeasuredError,
+        match=r"could not be emptied of these files \(49% of the bytes came from storage\)",
+    ):
         cold_fetch(files(tree), 1, 10.0, came_bytes=coming(tree, 0.495))
 
 
@@ -68,13 +77,17 @@ def test_the_time_bounds_what_is_read(tree: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: passed.append(1))
     monkeypatch.setattr(fetch, "_CHUNK_FILES", 2)
     came = itertools.count(0, 10**6)
-    found = cold_fetch(files(tree), 1, 5.0, came_bytes=lambda: next(came), now=lambda: float(len(passed)))
+    found = cold_fetch(
+        files(tree), 1, 5.0, came_bytes=lambda: next(came), now=lambda: float(len(passed))
+    )
     assert found.files == 5
 
 
 def test_samples_that_are_no_files(dropped: list[int]) -> None:
     """Arrays in memory have none to fetch."""
-    arrays = ArraySource(np.zeros((4, 8, 8, 3), np.uint8), np.array([0, 0, 1, 1]), ("a", "b"), "digits")
+    arrays = ArraySource(
+        np.zeros((4, 8, 8, 3), np.uint8), np.array([0, 0, 1, 1]), ("a", "b"), "digits"
+    )
     assert not list(files_of(arrays))
     assert image_sizes(arrays) == ()
     with pytest.raises(UnmeasuredError, match="no files of their own"):
@@ -118,7 +131,9 @@ def test_a_system_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
         from_storage_bytes()
 
 
-def test_storage_that_hangs(tree: Path, dropped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_hangs(
+    tree: Path, dropped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader that does not come back is given up, and the program goes on."""
     monkeypatch.setattr(fetch, "_STUCK_S", 0.05)
     pipe = tree / "class0" / "never.png"
@@ -129,7 +144,9 @@ def test_storage_that_hangs(tree: Path, dropped: list[int], monkeypatch: pytest.
     os.close(os.open(pipe, os.O_WRONLY))  # lets the reader end
 
 
-def test_readers_that_all_hang_are_given_up_together(tree: Path, dropped: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_that_all_hang_are_given_up_together(
+    tree: Path, dropped: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight of them cost hardly more time than one."""
     monkeypatch.setattr(fetch, "_STUCK_S", 0.2)
     pipes = [tree / f"never{i}.png" for i in range(8)]

@@ -35,7 +35,12 @@ def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
     cost = SampleCost(0.005, 0.0041, 0.0)
     loading = Trial(OWN, "supply", Rate.exactly(400), 100, cost=cost)
     runs = Runs(
-        demand=Rate.exactly(1000), step_cpu_s=0.0, loading=loading, stages=STAGES, delivered=Rate.exactly(200), fetch=fetch
+        demand=Rate.exactly(1000),
+        step_cpu_s=0.0,
+        loading=loading,
+        stages=STAGES,
+        delivered=Rate.exactly(200),
+        fetch=fetch,
     )
     return Diagnosis(
         bottleneck="decode", ceiling=5.0, measured=True, sentence="Decode-bound.", command="python train.py",
@@ -77,7 +82,11 @@ def without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_the_line_to_paste(
-    composed: Callable[..., Config], overridden: tuple[str, ...], bottleneck: Bottleneck, device: str, line: str
+    composed: Callable[..., Config],
+    overridden: tuple[str, ...],
+    bottleneck: Bottleneck,
+    device: str,
+    line: str,
 ) -> None:
     """It trains with the user's settings and those that help most."""
     config = composed("trainer.channels_last=false")
@@ -112,7 +121,9 @@ def test_the_sentence() -> None:
 
 def test_the_sentence_of_an_uneven_measurement() -> None:
     """What was measured stands with its interval, no class and no ceiling; the way out is to try again."""
-    uneven = dataclasses.replace(facts(), demand=Rate(0.403, 0.0, 1.24), delivered=Rate(0.39, 0.35, 0.43))
+    uneven = dataclasses.replace(
+        facts(), demand=Rate(0.403, 0.0, 1.24), delivered=Rate(0.39, 0.35, 0.43)
+    )
     told = sentence(uneven, Bound("unknown", "Why"))
     assert told == (
         "Unknown. Why. The step could take 0.403 ±154% images/s and gets 0.39 ±10%. Try again when the machine is quiet."
@@ -147,7 +158,12 @@ def test_the_file_holds_it_all(tmp_path: Path) -> None:
     assert found["bottleneck"] == "decode" and found["ceiling"] == 5.0
     assert found["runs"]["fetch"] == {"files": 10, "size_bytes": 1000, "seconds": 0.5, "readers": 2}
     assert "warm" not in found["runs"]
-    assert found["stages"][0] == {"name": "read", "group": "storage", "wall_ms": 1.0, "cpu_ms": pytest.approx(0.1)}
+    assert found["stages"][0] == {
+        "name": "read",
+        "group": "storage",
+        "wall_ms": 1.0,
+        "cpu_ms": pytest.approx(0.1),
+    }
     assert found["what_ifs"] == [{"change": "1 more core", "images_per_s": 300.0, "speedup": 1.5}]
 
 

@@ -47,7 +47,9 @@ class Rig:
     def __post_init__(self) -> None:
         self.ranks: Any = World(0, 1, 0, 1, torch.device("cpu"))
         self.trainee = SimpleNamespace(device=torch.device("cpu"))
-        self.batch = HostBatch(torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10), torch.arange(10))
+        self.batch = HostBatch(
+            torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10), torch.arange(10)
+        )
         self.meter, self.warm, self.has_seen = StageMeter(("read",), 0), False, False
 
     def spend(self, what: str) -> None:
@@ -64,12 +66,20 @@ class Rig:
             got = self.steps[(self.did.count("A") - 1) % len(self.steps)]
             if isinstance(got, str):
                 return Trial(ask.settings, "steps", refused=got)
-            return Trial(ask.settings, "steps", Rate.exactly(got), images=50, wait_fraction=got / 1000)
+            return Trial(
+                ask.settings, "steps", Rate.exactly(got), images=50, wait_fraction=got / 1000
+            )
         self.spend("P" if self.warm else "loading")
         if self.loading and not self.warm:
             return Trial(ask.settings, "supply", refused=self.loading)
         self.saw(self.whole_batches)
-        return Trial(ask.settings, "supply", Rate.exactly(350.0), 100, cost=SampleCost(self.sample_s, self.sample_s, 0.1))
+        return Trial(
+            ask.settings,
+            "supply",
+            Rate.exactly(350.0),
+            100,
+            cost=SampleCost(self.sample_s, self.sample_s, 0.1),
+        )
 
     def saw(self, batches: int) -> None:
         self.has_seen = self.has_seen or batches > 0
@@ -90,8 +100,12 @@ class Rig:
         """The whole session, which ends at 60 s."""
         parts: Any = self
         nothing: Any = SimpleNamespace(source=())
-        session = Session(parts, parts, nothing, parts, 60.0, now=lambda: self.at, fetch=self.fetched)
-        return session.run(dataclasses.replace(samples.settings(workers, batch_size=10), pin_memory=pinned))
+        session = Session(
+            parts, parts, nothing, parts, 60.0, now=lambda: self.at, fetch=self.fetched
+        )
+        return session.run(
+            dataclasses.replace(samples.settings(workers, batch_size=10), pin_memory=pinned)
+        )
 
 
 def test_the_runs_take_turns() -> None:
@@ -100,7 +114,11 @@ def test_the_runs_take_turns() -> None:
     found = rig.run()
     assert rig.did == ["loading", "G", "A", "G", "A", "G", "A", "P", "F"]
     assert found.demand.images_per_s == 400.0 and found.step_cpu_s == 0.002
-    assert found.delivered is not None and found.delivered.images_per_s == 200.0 and found.wait_fraction == 0.2
+    assert (
+        found.delivered is not None
+        and found.delivered.images_per_s == 200.0
+        and found.wait_fraction == 0.2
+    )
     assert found.warm is not None and found.fetch == rig.fetch and not found.notes
     assert [row[0] for row in rig.rows] == ["", "G", "A", "P", "F"]
 
@@ -108,7 +126,9 @@ def test_the_runs_take_turns() -> None:
 @pytest.mark.parametrize(
     ("seconds", "did"),
     [
-        pytest.param({"G": 8.0, "A": 12.0}, ["loading", "G", "A", "G", "A", "P", "F"], id="two rounds"),
+        pytest.param(
+            {"G": 8.0, "A": 12.0}, ["loading", "G", "A", "G", "A", "P", "F"], id="two rounds"
+        ),
         pytest.param({"G": 20.0, "A": 20.0}, ["loading", "G", "A", "P", "F"], id="one round"),
         pytest.param({"G": 8.0, "A": 47.0}, ["loading", "G", "A", "F"], id="no time for P"),
         pytest.param({"G": 8.0, "A": 50.0}, ["loading", "G", "A"], id="nor for F"),
@@ -121,7 +141,11 @@ def test_what_does_not_fit_is_left_out_and_said(seconds: dict[str, float], did: 
     found = rig.run()
     assert rig.did == did
     assert rig.at < 62.0
-    missing = [name for name, part in (("A", found.delivered), ("P", found.warm), ("F", found.fetch)) if part is None]
+    missing = [
+        name
+        for name, part in (("A", found.delivered), ("P", found.warm), ("F", found.fetch))
+        if part is None
+    ]
     assert [note[0] for note in found.notes] == missing
 
 
@@ -194,13 +218,24 @@ class Meeting:
 @pytest.mark.parametrize(
     ("other", "did"),
     [
-        pytest.param({"seconds": {"A": 25.0}}, ["loading", "G", "A", "P", "F"], id="a clock on which a round took longer"),
-        pytest.param({"whole_batches": 0, "steps": ["a worker died"]}, ["loading", "G", "A", "F"], id="nothing was seen"),
+        pytest.param(
+            {"seconds": {"A": 25.0}},
+            ["loading", "G", "A", "P", "F"],
+            id="a clock on which a round took longer",
+        ),
+        pytest.param(
+            {"whole_batches": 0, "steps": ["a worker died"]},
+            ["loading", "G", "A", "F"],
+            id="nothing was seen",
+        ),
     ],
 )
 def test_ranks_stay_together(other: dict[str, Any], did: list[str]) -> None:
     """What one rank alone knows, its own clock and what it has seen, parts no ranks."""
-    meeting, rigs = Meeting(), (Rig(steps=other.get("steps", [100.0])), Rig(**{"steps": [100.0], **other}))
+    meeting, rigs = (
+        Meeting(),
+        (Rig(steps=other.get("steps", [100.0])), Rig(**{"steps": [100.0], **other})),
+    )
     for rank, rig in enumerate(rigs):
         gathered = functools.partial(meeting.all, rank)
         rig.ranks = SimpleNamespace(smallest=meeting.smallest_of(rank), gathered=gathered)
@@ -227,7 +262,8 @@ def test_a_later_round_that_fails_leaves_the_earlier_ones() -> None:
 def test_loading_that_does_not_work_ends_it() -> None:
     """With the symptom, and a way out."""
     with pytest.raises(
-        LoaderError, match=r"loading does not work with num_workers=2.*: a worker died; try other loader settings"
+        LoaderError,
+        match=r"loading does not work with num_workers=2.*: a worker died; try other loader settings",
     ):
         Rig(loading="a worker died").run()
 
@@ -245,13 +281,17 @@ def test_cold_files_are_read_as_workers_would(workers: int, readers: int) -> Non
     asked: list[int] = []
     rig = Rig()
     real: Callable[..., Fetch] = rig.fetched
-    rig.fetched = lambda paths, count, limit_s: (asked.append(count), real(paths, count, limit_s))[1]  # type: ignore[method-assign]
+    rig.fetched = lambda paths, count, limit_s: (asked.append(count), real(paths, count, limit_s))[
+        1
+    ]  # type: ignore[method-assign]
     rig.run(workers)
     assert asked == [readers]
 
 
 @pytest.mark.parametrize(("pinned", "copy_per_s"), [(False, 100.0), (True, 1000.0)])
-def test_copies_are_those_of_the_settings(pinned: bool, copy_per_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_those_of_the_settings(
+    pinned: bool, copy_per_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten images in 100 ms from pageable memory, in 10 ms from page-locked; without a CUDA device there are none."""
     monkeypatch.setattr("harness.tuning.probe.measure_copies", lambda images, device: (0.1, 0.01))
     rig = Rig()

@@ -51,19 +51,27 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def diagnosed(config: Config, folder: Path) -> tuple[Diagnosis, TrainState, dict[str, torch.Tensor]]:
+def diagnosed(
+    config: Config, folder: Path
+) -> tuple[Diagnosis, TrainState, dict[str, torch.Tensor]]:
     """A diagnosis, the state, and the weights as they were."""
     seeding.seed_everything(3)
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
     before = {name: tensor.clone() for name, tensor in state.network.state_dict().items()}
     trials = StepTrials(Step(state, config, ALONE), config, ALONE)
-    return diagnose(Feeds(splits, config, ALONE), trials, LIMITS, ("data=imagefolder",), folder, None), state, before
+    return (
+        diagnose(Feeds(splits, config, ALONE), trials, LIMITS, ("data=imagefolder",), folder, None),
+        state,
+        before,
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.usefixtures("brief", "kept_globals")
-def test_a_folder_of_images(workers: int, photos: Path, tmp_path: Path, composed: Callable[..., Config]) -> None:
+def test_a_folder_of_images(
+    workers: int, photos: Path, tmp_path: Path, composed: Callable[..., Config]
+) -> None:
     """Everything is measured and written, the stages are those of image files, and the weights stay."""
     config = composed(
         "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2", "data.image_size=32",
@@ -74,14 +82,20 @@ def test_a_folder_of_images(workers: int, photos: Path, tmp_path: Path, composed
     assert found.runs.warm is not None and found.runs.stages is not None
     stages = found.runs.stages.stages
     assert list(stages)[:2] == ["read", "decode"]
-    waited = sum(cost.cpu_s for cost in stages.values()) <= 0.5 * sum(cost.wall_s for cost in stages.values())
+    waited = sum(cost.cpu_s for cost in stages.values()) <= 0.5 * sum(
+        cost.wall_s for cost in stages.values()
+    )
     assert found.measured or (waited and workers == 0)  # then a first reading is reckoned with
     assert found.runs.fetch is not None or "F was not measured" in found.notes[-1]
     # on a busy machine: then no smaller file is said to help
     limited = found.bottleneck in ("transport", "copy", "unknown")
     assert any("short side" in row.change for row in found.what_ifs) is not limited
-    assert json.loads((tmp_path / "diagnosis.json").read_text())["settings"]["num_workers"] == workers
-    assert state.step == 0 and all(torch.equal(before[name], now) for name, now in state.network.state_dict().items())
+    assert (
+        json.loads((tmp_path / "diagnosis.json").read_text())["settings"]["num_workers"] == workers
+    )
+    assert state.step == 0 and all(
+        torch.equal(before[name], now) for name, now in state.network.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("others", [1.5, None])
@@ -92,20 +106,26 @@ def test_other_programs_are_warned_of(
 ) -> None:  # fmt: skip
     """Before the answer, where they took processors that the runs wanted; the answer is then that, and no ceiling."""
     said: list[int] = []
-    monkeypatch.setattr(Neighbours, "look", lambda self: said.append(len(capsys.readouterr().out)) or others)
+    monkeypatch.setattr(
+        Neighbours, "look", lambda self: said.append(len(capsys.readouterr().out)) or others
+    )
     config = composed(
         "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2", "data.image_size=32",
         "loader.batch_size=4",
     )  # fmt: skip
     found, *_ = diagnosed(config, tmp_path)
     warning = "other programs took 1.5 of the 2 cores meanwhile, so that the figures are theirs too"
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     assert warnings == ([] if others is None else [warning])
     assert found.sentence in capsys.readouterr().out and len(said) == 1
     named = found.sentence.startswith(
         "Held back by other programs. Other programs took 1.5 of the 2 cores. The step could take "
     )
-    untold = found.ceiling is None and not found.what_ifs and found.command.endswith("mode=diagnose")
+    untold = (
+        found.ceiling is None and not found.what_ifs and found.command.endswith("mode=diagnose")
+    )
     told = found.bottleneck == "neighbours", named, untold or found.bottleneck == "unknown"
     assert told == ((True,) * 3 if others else (False, False, found.bottleneck == "unknown"))
 
@@ -139,4 +159,6 @@ def test_slow_steps_are_measured_on_fewer_images(
     trainee: Any = Slow(image_s, device)
     found, notes = _batch_size(feeds, trainee)
     assert found == size
-    assert [note.startswith(f"measured with batches of {size} images") for note in notes] == [True] * (size < 64)
+    assert [note.startswith(f"measured with batches of {size} images") for note in notes] == [
+        True
+    ] * (size < 64)

@@ -71,9 +71,15 @@ def given(found: Facts) -> dict[str, float]:
         pytest.param(facts(2), 400.0, id="workers over wall"),
         pytest.param(facts(8, demand=300.0), 300.0, id="the step"),
         pytest.param(facts(8, cores=2), 400.0, id="processors of loading"),
-        pytest.param(facts(8, cores=2, step_cpu_ms=5.0, on_cpu=True), 200.0, id="processors of loading and step"),
+        pytest.param(
+            facts(8, cores=2, step_cpu_ms=5.0, on_cpu=True),
+            200.0,
+            id="processors of loading and step",
+        ),
         pytest.param(facts(0, demand=200.0), 100.0, id="no workers, one after the other"),
-        pytest.param(facts(0, demand=200.0, overlaps=True), 200.0, id="no workers, a thread beside the step"),
+        pytest.param(
+            facts(0, demand=200.0, overlaps=True), 200.0, id="no workers, a thread beside the step"
+        ),
     ],
 )
 def test_the_smallest_bound_is_what_steps_get(found: Facts, rate: float) -> None:
@@ -89,7 +95,14 @@ def test_the_most_that_workers_can_give() -> None:
 
 def test_every_change_is_reckoned_exactly() -> None:
     """One worker, samples of 5 ms of which reading waits 2 and decoding takes 2; a tenth below the model everywhere."""
-    found = facts(1, delivered=180.0, read=(2.0, 0.0), decode=(2.0, 2.0), fetch_per_s=50.0, sizes=((230, 230), (460, 230)))
+    found = facts(
+        1,
+        delivered=180.0,
+        read=(2.0, 0.0),
+        decode=(2.0, 2.0),
+        fetch_per_s=50.0,
+        sizes=((230, 230), (460, 230)),
+    )
     rates = given(found)
     assert rates == pytest.approx({
         "loading were free (the ceiling)": 1000.0,
@@ -119,13 +132,24 @@ def test_speedups_are_over_what_steps_get() -> None:
 
 
 @pytest.mark.parametrize("copy_per_s", [None, 500.0], ids=["transport", "copy"])
-def test_no_change_is_promised_to_help_a_hand_over_that_it_leaves_alone(copy_per_s: float | None) -> None:
+def test_no_change_is_promised_to_help_a_hand_over_that_it_leaves_alone(
+    copy_per_s: float | None,
+) -> None:
     """Where half of what five workers make arrives, more workers, cores or smaller files are not offered."""
     found = facts(
-        5, delivered=450.0, copy_per_s=copy_per_s, demand=2000.0, read=(2.0, 0.0), fetch_per_s=90.0, sizes=((500, 500),)
+        5,
+        delivered=450.0,
+        copy_per_s=copy_per_s,
+        demand=2000.0,
+        read=(2.0, 0.0),
+        fetch_per_s=90.0,
+        sizes=((500, 500),),
     )
     assert bound(found).bottleneck == ("transport" if copy_per_s is None else "copy")
-    assert given(found) == {"loading were free (the ceiling)": 2000.0, "every file came cold from storage": 90.0}
+    assert given(found) == {
+        "loading were free (the ceiling)": 2000.0,
+        "every file came cold from storage": 90.0,
+    }
 
 
 def test_no_change_promises_more_than_copies_give() -> None:
@@ -136,7 +160,9 @@ def test_no_change_promises_more_than_copies_give() -> None:
 
 def fits_up_to(most: int) -> Callable[[FeedSettings], str | None]:
     """Refuses more than so many workers."""
-    return lambda settings: f"{settings.num_workers} workers = 9 GB" if settings.num_workers > most else None
+    return lambda settings: (
+        f"{settings.num_workers} workers = 9 GB" if settings.num_workers > most else None
+    )
 
 
 def test_workers_that_do_not_fit_are_not_proposed() -> None:
@@ -181,7 +207,16 @@ def test_without_workers_the_model_speaks_for_reading_that_waits() -> None:
 
 def test_more_cores_hasten_a_step_that_runs_on_them() -> None:
     """Two cores, filled by a step of 10 ms: two more give twice the images; to a device of its own they give nothing."""
-    crowded = facts(2, demand=200.0, delivered=None, cores=2, step_cpu_ms=10.0, on_cpu=True, decode=(0.5, 0.5), crop=(0.1, 0.1))
+    crowded = facts(
+        2,
+        demand=200.0,
+        delivered=None,
+        cores=2,
+        step_cpu_ms=10.0,
+        on_cpu=True,
+        decode=(0.5, 0.5),
+        crop=(0.1, 0.1),
+    )
     change = "2 more cores, and a worker for each"
     assert given(crowded)[change] == pytest.approx(2 * crowded.reckoned)
     device = dataclasses.replace(crowded, on_cpu=False, step_cpu_s=0.0)
@@ -197,7 +232,9 @@ def test_more_cores_hasten_a_step_that_runs_on_them() -> None:
         pytest.param(0.0, None, "decode", id="a feed that was not measured"),
     ],
 )
-def test_uneven_rates_tell_no_bottleneck(demand: float, delivered: float | None, class_: str) -> None:
+def test_uneven_rates_tell_no_bottleneck(
+    demand: float, delivered: float | None, class_: str
+) -> None:
     """Each is known to so much of itself; where that is too little, no change is reckoned either."""
     known = facts(1, delivered=190.0, cores=1)
     about = lambda rate, off: Rate(rate, rate * (1 - off), rate * (1 + off))
@@ -221,7 +258,9 @@ def test_no_change_promises_more_than_the_step_takes() -> None:
 
 def test_no_change_makes_it_slower() -> None:
     """Where noise lets real steps be faster than steps on batches at hand, nothing is gained and nothing is lost."""
-    slower = [row.change for row in what_ifs(facts(4, demand=300.0, delivered=330.0)) if row.speedup < 1]
+    slower = [
+        row.change for row in what_ifs(facts(4, demand=300.0, delivered=330.0)) if row.speedup < 1
+    ]
     assert not slower
 
 
@@ -230,17 +269,39 @@ def test_no_change_makes_it_slower() -> None:
     [
         pytest.param(facts(1, delivered=990.0), "compute", id="1 % lost"),
         pytest.param(facts(1, delivered=950.0), "balanced", id="5 % lost"),
-        pytest.param(facts(1, delivered=400.0, waits=0.01), "compute", id="slower steps that do not wait"),
+        pytest.param(
+            facts(1, delivered=400.0, waits=0.01), "compute", id="slower steps that do not wait"
+        ),
         pytest.param(facts(1), "workers", id="one worker for five"),
         pytest.param(facts(8, cores=2, delivered=400.0), "decode", id="processors full, decoding"),
-        pytest.param(facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)), "augment", id="augmentation"),
-        pytest.param(facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), collate=(2.5, 2.5)), "collate", id="collate"),
-        pytest.param(facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), share=(2.5, 2.5)), "transport", id="shared memory"),
-        pytest.param(facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"), "quota", id="a quota"),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)),
+            "augment",
+            id="augmentation",
+        ),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), collate=(2.5, 2.5)),
+            "collate",
+            id="collate",
+        ),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), share=(2.5, 2.5)),
+            "transport",
+            id="shared memory",
+        ),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"),
+            "quota",
+            id="a quota",
+        ),
         pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
         pytest.param(facts(5, delivered=500.0), "transport", id="half of what workers make"),
-        pytest.param(facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"),
-        pytest.param(facts(5, delivered=500.0, copy_per_s=5000.0), "transport", id="copies are quick"),
+        pytest.param(
+            facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"
+        ),
+        pytest.param(
+            facts(5, delivered=500.0, copy_per_s=5000.0), "transport", id="copies are quick"
+        ),
         pytest.param(facts(0, delivered=160.0), "workers", id="no workers"),
     ],
 )
@@ -276,7 +337,9 @@ def test_other_programs_bound_what_lacks_processors(found: Facts, bottleneck: st
     disturbed = dataclasses.replace(found, others=1.5)
     told = bound(disturbed)
     assert told.bottleneck == bottleneck
-    assert (told.words == f"Other programs took 1.5 of the {found.cores:g} cores") is (bottleneck == "neighbours")
+    assert (told.words == f"Other programs took 1.5 of the {found.cores:g} cores") is (
+        bottleneck == "neighbours"
+    )
     assert bool(what_ifs(disturbed)) is (bottleneck != "neighbours")
     assert bound(found).bottleneck != "neighbours"
 
@@ -296,7 +359,9 @@ def test_a_data_set_that_names_no_stages(cpu_ms: float, bottleneck: str) -> None
     cost = SampleCost(5e-3, cpu_ms / 1e3, 0.0)
     found = dataclasses.replace(facts(8, cores=2, delivered=400.0), stages=totals, cost=cost)
     slow = (
-        dataclasses.replace(found, cores=8.0, settings=samples.settings(2, batch_size=10)) if bottleneck == "storage" else found
+        dataclasses.replace(found, cores=8.0, settings=samples.settings(2, batch_size=10))
+        if bottleneck == "storage"
+        else found
     )
     assert bound(slow).bottleneck == bottleneck
     assert not any("decoded" in row.change or "disk" in row.change for row in what_ifs(found))

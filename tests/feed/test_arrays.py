@@ -69,7 +69,9 @@ class Files:
 
 
 def dataset(source: Source, transform: Transform | None = None) -> ImageDataset:
-    return ImageDataset(source, transform or TrainTransform(SIDE, crop="pad", pad=2), DecodeOptions(), SIDE, seed=5)
+    return ImageDataset(
+        source, transform or TrainTransform(SIDE, crop="pad", pad=2), DecodeOptions(), SIDE, seed=5
+    )
 
 
 def feed(images: ImageDataset, order: Order = ORDER, **more: object) -> ArrayFeed:
@@ -96,7 +98,10 @@ def assert_same(found: list[HostBatch], expected: list[HostBatch]) -> None:
     "source",
     [
         pytest.param(arrays, id="arrays"),
-        pytest.param(lambda: Subset(Subset(arrays(length=40), np.arange(39, 9, -1)), np.arange(3, 22)), id="parts of arrays"),
+        pytest.param(
+            lambda: Subset(Subset(arrays(length=40), np.arange(39, 9, -1)), np.arange(3, 22)),
+            id="parts of arrays",
+        ),
         pytest.param(lambda: arrays(11), id="arrays of another size"),
         pytest.param(Files, id="files"),
     ],
@@ -108,12 +113,16 @@ def assert_same(found: list[HostBatch], expected: list[HostBatch]) -> None:
         pytest.param(TrainTransform(SIDE, crop="pad", pad=0), id="no pad"),
         pytest.param(TrainTransform(SIDE, crop="pad", pad=11, hflip=1.0), id="more pad than image"),
         pytest.param(TrainTransform(SIDE, crop="center"), id="center"),
-        pytest.param(TrainTransform(SIDE, crop="center", resize=9, hflip=0.0), id="center of a resized image"),
+        pytest.param(
+            TrainTransform(SIDE, crop="center", resize=9, hflip=0.0), id="center of a resized image"
+        ),
         pytest.param(EvalTransform(SIDE), id="evaluation"),
         pytest.param(EvalTransform(SIDE, resize=10), id="evaluation of a resized image"),
     ],
 )
-def test_batches_are_bitwise_those_of_processes(source: Callable[[], Source], transform: Transform) -> None:
+def test_batches_are_bitwise_those_of_processes(
+    source: Callable[[], Source], transform: Transform
+) -> None:
     """Images, labels and indices, in the first epoch, later ones and one that comes again, short batches too."""
     images = dataset(source(), transform)
     expected = ProcessFeed(images, ORDER, samples.settings())
@@ -126,7 +135,11 @@ def test_pixels_are_those_of_pillow() -> None:
     for batch in epochs(feed(images), 4):
         for image, index in zip(batch.images, batch.indices.tolist(), strict=True):
             rng = SampleRng(5, 4, index)
-            top, left, mirrored = rng.randrange(2 * pad + 1), rng.randrange(2 * pad + 1), rng.random() < 0.5
+            top, left, mirrored = (
+                rng.randrange(2 * pad + 1),
+                rng.randrange(2 * pad + 1),
+                rng.random() < 0.5,
+            )
             whole = ImageOps.expand(Image.fromarray(images.source.read(index)[0]), pad)
             cut = whole.crop((left, top, left + SIDE, top + SIDE))
             expected = np.asarray(ImageOps.mirror(cut) if mirrored else cut)
@@ -146,10 +159,15 @@ def test_a_device_s_way_makes_the_same_batches(source: Callable[[], Source]) -> 
 
 
 @pytest.mark.parametrize(("less", "there"), [(0, True), (1, False)], ids=["just", "not quite"])
-def test_the_device_holds_what_half_of_its_free_memory_takes(caplog: pytest.LogCaptureFixture, less: int, there: bool) -> None:
+def test_the_device_holds_what_half_of_its_free_memory_takes(
+    caplog: pytest.LogCaptureFixture, less: int, there: bool
+) -> None:
     """What torch has reserved is the network's and does not count; without room the host serves, and the log says so."""
     images = dataset(arrays())
-    with accelerator.emulate(Gpu(free=2 * pixel_bytes(images) - less)) as gpu, caplog.at_level("INFO", "wellfed"):
+    with (
+        accelerator.emulate(Gpu(free=2 * pixel_bytes(images) - less)) as gpu,
+        caplog.at_level("INFO", "wellfed"),
+    ):
         made = feed(images, pixels=InMemoryImages(images, gpu.device))
         assert made.on_device is there
         assert_same(epochs(made, 0), epochs(feed(images), 0))
@@ -165,7 +183,10 @@ def test_a_feed_s_own_images_are_the_host_s() -> None:
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="torch has no team of threads here")
 def test_making_batches_starts_no_threads() -> None:
     """Torch's own would wait for processors that the step has: a thread that makes batches is alone with it."""
-    images, started = ImageDataset(arrays(64, 256), EvalTransform(64), DecodeOptions(), 64, seed=5), []
+    images, started = (
+        ImageDataset(arrays(64, 256), EvalTransform(64), DecodeOptions(), 64, seed=5),
+        [],
+    )
 
     def make() -> None:
         before = len(os.listdir("/proc/self/task"))
@@ -204,7 +225,10 @@ def test_of_a_batch_only_what_is_missing_is_read() -> None:
     images = dataset(source)
     shared = InMemoryImages(images)
     epochs(feed(images, Order(LENGTH, 7, seed=3, drop_last=True, world_size=2), pixels=shared), 0)
-    assert_same(epochs(feed(images, pixels=shared), 1), epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 1))
+    assert_same(
+        epochs(feed(images, pixels=shared), 1),
+        epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 1),
+    )
     assert source.reads == [1] * LENGTH
 
 
@@ -236,7 +260,9 @@ def test_a_read_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.feed.threads._JOIN_S", 0.05)
     monkeypatch.setattr(source, "read", lambda _: gate.wait(10.0))
     made = ArrayFeed(dataset(source), ORDER, samples.settings(timeout_s=0.05))
-    with pytest.raises(LoaderError, match="find the sample with loader.backend=processes loader.num_workers=0$"):
+    with pytest.raises(
+        LoaderError, match="find the sample with loader.backend=processes loader.num_workers=0$"
+    ):
         epochs(made, 0)
     gate.set()
     assert samples.comes_true(lambda: samples.at_work() == [])
@@ -272,7 +298,9 @@ def test_a_pass_may_be_left_and_begun_anew() -> None:
     next(batches)
     batches.close()  # type: ignore[attr-defined]
     made.close()
-    assert_same(epochs(made, 0), epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 0))
+    assert_same(
+        epochs(made, 0), epochs(ProcessFeed(dataset(Files()), ORDER, samples.settings()), 0)
+    )
     assert all(count in (1, 2) for count in source.reads)
 
 
@@ -303,7 +331,9 @@ def test_a_probes_order_goes_on_without_an_end() -> None:
         given = [batch.indices.numpy() for batch in islice(batches, 12)]
         batches.close()  # type: ignore[attr-defined]
         wanted = islice(ProbeOrder(ORDER, Cursor()).batches(0), 12)
-        assert all(np.array_equal(found, expected) for found, expected in zip(given, wanted, strict=True))
+        assert all(
+            np.array_equal(found, expected) for found, expected in zip(given, wanted, strict=True)
+        )
         assert 12 <= cursor.asked <= 12 + 4
 
 
@@ -314,7 +344,12 @@ def test_the_gauge_and_the_meter_count_samples() -> None:
     epochs(made, 0, 1)
     work, totals = gauge.read(), made.meter and made.meter.read()
     assert totals is not None
-    assert (work.samples, work.moved, totals.samples, totals.batches) == (2 * LENGTH, 1, 2 * LENGTH, 10)
+    assert (work.samples, work.moved, totals.samples, totals.batches) == (
+        2 * LENGTH,
+        1,
+        2 * LENGTH,
+        10,
+    )
     assert 0 < work.wall_s <= totals.busy_s
     assert totals.stages["gather"].wall_s > 0.5 * totals.busy_s
 
@@ -336,7 +371,11 @@ def test_a_pass_leaves_the_global_generators_alone() -> None:
     """Python's, numpy's and torch's random states are after a pass what they were before."""
 
     def states() -> tuple[object, ...]:
-        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+        return (
+            random.getstate(),
+            pickle.dumps(np.random.get_state()),
+            torch.get_rng_state().numpy().tobytes(),
+        )
 
     before = states()
     epochs(feed(dataset(arrays())), 0)
@@ -384,7 +423,9 @@ def test_too_little_memory_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) ->
         next(iter(feed(dataset(arrays()))))
 
 
-def test_a_gpu_that_is_full_after_all_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_full_after_all_leaves_it_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its memory is taken when the room is checked, not at the first batch."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -424,11 +465,19 @@ class TestOnAGpu:
     @pytest.mark.parametrize("crop", ["pad", "center"])
     def test_batches_are_bitwise_the_hosts(self, source: Callable[[], Source], crop: str) -> None:
         """They lie on the device, labels too, and hold the same pixels."""
-        images, device = dataset(source(), TrainTransform(SIDE, crop=crop, pad=2)), torch.device("cuda", 0)
+        images, device = (
+            dataset(source(), TrainTransform(SIDE, crop=crop, pad=2)),
+            torch.device("cuda", 0),
+        )
         made = feed(images, pixels=InMemoryImages(images, device))
         found = epochs(made, 0, 3)
-        assert made.on_device and all(batch.images.device == batch.labels.device == device for batch in found)
-        assert_same([b._replace(images=b.images.cpu(), labels=b.labels.cpu()) for b in found], epochs(feed(images), 0, 3))
+        assert made.on_device and all(
+            batch.images.device == batch.labels.device == device for batch in found
+        )
+        assert_same(
+            [b._replace(images=b.images.cpu(), labels=b.labels.cpu()) for b in found],
+            epochs(feed(images), 0, 3),
+        )
 
     def test_memory_is_taken_at_once(self) -> None:
         """So that a second set sees what the first one leaves."""
@@ -453,8 +502,12 @@ class TestOnAGpu:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    def test_a_set_that_is_too_large_stays_on_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_set_that_is_too_large_stays_on_the_host(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Of which more than half of the free memory would be taken."""
         images = dataset(arrays())
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * pixel_bytes(images) - 1, 10**9))
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda _: (2 * pixel_bytes(images) - 1, 10**9)
+        )
         assert not feed(images, pixels=InMemoryImages(images, torch.device("cuda", 0))).on_device

@@ -43,7 +43,9 @@ def test_the_same_memory_is_lent_again() -> None:
         pytest.param(lambda images: images, id="the batch"),
         pytest.param(lambda images: images[1, :, 2:], id="a slice"),
         pytest.param(lambda images: images.numpy(), id="an array of it"),
-        pytest.param(lambda images: images.permute(0, 2, 3, 1).view(-1), id="a view of another shape"),
+        pytest.param(
+            lambda images: images.permute(0, 2, 3, 1).view(-1), id="a view of another shape"
+        ),
         pytest.param(lambda images: images.untyped_storage(), id="its storage"),
         pytest.param(lambda images: torch.from_dlpack(images), id="a tensor of another library"),
         pytest.param(lambda images: [[images.detach()]], id="something that holds it"),
@@ -79,7 +81,9 @@ def test_a_batch_outlives_its_ring() -> None:
     assert (images == 7).all()
 
 
-def test_a_loan_may_end_in_the_middle_of_a_call_to_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loan_may_end_in_the_middle_of_a_call_to_the_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The collector ends loans anywhere, so in the pool's own calls: nothing waits for itself."""
     pool = BufferPool(1, 150)
     cycle: list[object] = [lend(pool)]

@@ -57,5 +57,7 @@ def test_a_copy_is_never_of_poison(monkeypatch: pytest.MonkeyPatch, ahead: bool)
 
 def test_batches_are_page_locked() -> None:
     """Images and labels are, so that their copies wait for nothing."""
-    feed = ThreadFeed(Numbered(200), Order(200, BATCH), samples.settings(2, batch_size=BATCH, pin_memory=True))
+    feed = ThreadFeed(
+        Numbered(200), Order(200, BATCH), samples.settings(2, batch_size=BATCH, pin_memory=True)
+    )
     assert all(batch.images.is_pinned() and batch.labels.is_pinned() for batch in feed)

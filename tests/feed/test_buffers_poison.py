@@ -86,7 +86,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     monkeypatch.setattr(
         torch.Tensor,
         "to",
-        lambda tensor, where, **how: device.copy(tensor) if isinstance(where, torch.device) else to(tensor, where, **how),
+        lambda tensor, where, **how: (
+            device.copy(tensor) if isinstance(where, torch.device) else to(tensor, where, **how)
+        ),
     )
     return device
 
@@ -126,7 +128,9 @@ def test_a_copy_is_never_of_poison(
     feed: ThreadFeed, device: Device, poisoned: list[int], expected: list[HostBatch], ahead: bool
 ) -> None:
     """Every batch is on the device as it was made, though memory is used again in every pass."""
-    batches = DataPrefetcher(feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=ahead)
+    batches = DataPrefetcher(
+        feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=ahead
+    )
     given: list[tuple[torch.Tensor, torch.Tensor]] = []
     for epoch in range(EPOCHS):
         feed.set_epoch(epoch)
@@ -137,9 +141,13 @@ def test_a_copy_is_never_of_poison(
     assert len(poisoned) > len(set(poisoned))  # some of it was lent at least twice
 
 
-def test_ahead_no_more_than_two_copies_are_under_way(feed: ThreadFeed, device: Device, poisoned: list[int]) -> None:
+def test_ahead_no_more_than_two_copies_are_under_way(
+    feed: ThreadFeed, device: Device, poisoned: list[int]
+) -> None:
     """A device that lags holds the prefetcher's thread back, so that the pool does: all memory is the pool's."""
-    batches = DataPrefetcher(feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=True)
+    batches = DataPrefetcher(
+        feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=True
+    )
     count = sum(1 for _ in batches)
     assert count == len(poisoned) / 2 == len(feed)
 
@@ -165,8 +173,12 @@ def test_what_a_consumer_keeps_is_never_poison(
     assert poisoned or kept == 1000
 
 
-def test_a_view_of_one_image_keeps_its_batch(feed: ThreadFeed, poisoned: list[int], expected: list[HostBatch]) -> None:
+def test_a_view_of_one_image_keeps_its_batch(
+    feed: ThreadFeed, poisoned: list[int], expected: list[HostBatch]
+) -> None:
     """A consumer that keeps a row of each batch, and nothing else of it, finds it as it was."""
     rows = [batch.images[1] for batch in feed]
     list(feed)
-    assert all(torch.equal(row, batch.images[1]) for row, batch in zip(rows, expected, strict=False))
+    assert all(
+        torch.equal(row, batch.images[1]) for row, batch in zip(rows, expected, strict=False)
+    )

@@ -30,7 +30,9 @@ AnyFeed = ProcessFeed | ThreadFeed
 MakeFeed = Callable[..., AnyFeed]
 
 with_and_without_workers = pytest.mark.parametrize("num_workers", [0, 2])
-persistent_or_not = pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
+persistent_or_not = pytest.mark.parametrize(
+    "persistent_workers", [False, True], ids=["own workers", "persistent"]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +44,12 @@ def _server() -> None:
 def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
     made: list[AnyFeed] = []
 
-    def make(num_workers: int = 0, dataset: samples.Noise | None = None, gauge: Gauge | None = None, **more: object) -> AnyFeed:
+    def make(
+        num_workers: int = 0,
+        dataset: samples.Noise | None = None,
+        gauge: Gauge | None = None,
+        **more: object,
+    ) -> AnyFeed:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
         settings = samples.settings(num_workers, **more)  # type: ignore[arg-type]
@@ -77,7 +84,9 @@ def test_a_batch_is_what_the_data_set_fills(make_feed: MakeFeed, num_workers: in
     assert [len(batch.labels) for batch in batches] == [4, 4, 4, 4, 3]
     assert np.array_equal(torch.cat([batch.indices for batch in batches]).numpy(), ORDER.indices(0))
     pixels = np.empty((3, 4, 4), np.uint8)
-    for image, label, index in zip(batches[1].images, batches[1].labels, batches[1].indices, strict=True):
+    for image, label, index in zip(
+        batches[1].images, batches[1].labels, batches[1].indices, strict=True
+    ):
         assert dataset.fill(0, int(index), pixels) == label
         assert np.array_equal(image.numpy(), pixels)
     assert [tensor.dtype for tensor in batches[0][:3]] == [torch.uint8, torch.int64, torch.int64]
@@ -99,7 +108,9 @@ def test_no_setting_changes_the_pixels(
     make_feed: MakeFeed, num_workers: int, prefetch_factor: int, persistent_workers: bool
 ) -> None:
     """Two epochs are bitwise those that the trainer makes by itself, whatever the loader settings and the form."""
-    feed = make_feed(num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers)
+    feed = make_feed(
+        num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers
+    )
     assert_same(passes(feed), reference(2))
 
 
@@ -117,7 +128,9 @@ def test_epochs_differ_in_order_and_in_pixels(make_feed: MakeFeed) -> None:
 
 
 @with_and_without_workers
-def test_a_probe_s_order_goes_on_where_the_last_one_ended(make_feed: MakeFeed, num_workers: int) -> None:
+def test_a_probe_s_order_goes_on_where_the_last_one_ended(
+    make_feed: MakeFeed, num_workers: int
+) -> None:
     """An order without an end is asked for no more than what is given out and ahead; a pass may be left at any batch."""
     feed, cursor = make_feed(num_workers), Cursor()
     feed = type(feed)(samples.Noise(LENGTH), ProbeOrder(ORDER, cursor), feed.settings)
@@ -126,7 +139,10 @@ def test_a_probe_s_order_goes_on_where_the_last_one_ended(make_feed: MakeFeed, n
     batches.close()  # type: ignore[attr-defined]
     feed.close()
     wanted = itertools.islice(ProbeOrder(ORDER, Cursor()).batches(0), 7)
-    assert all(np.array_equal(batch.indices.numpy(), indices) for batch, indices in zip(given, wanted, strict=True))
+    assert all(
+        np.array_equal(batch.indices.numpy(), indices)
+        for batch, indices in zip(given, wanted, strict=True)
+    )
     assert 7 <= cursor.asked <= 7 + max(1, 2 * num_workers)
 
 
@@ -135,7 +151,11 @@ def test_a_pass_leaves_the_global_generators_alone(make_feed: MakeFeed, num_work
     """Python's, numpy's and torch's global random states are after a pass what they were before."""
 
     def states() -> tuple[object, ...]:
-        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+        return (
+            random.getstate(),
+            pickle.dumps(np.random.get_state()),
+            torch.get_rng_state().numpy().tobytes(),
+        )
 
     before = states()
     list(make_feed(num_workers))
@@ -163,7 +183,9 @@ def test_of_several_bad_samples_the_first_is_told(make_feed: MakeFeed, num_worke
 @pytest.mark.parametrize(
     ("trouble", "text"),
     [
-        pytest.param(samples.raise_unpicklable, "^sample 5: Local: cannot travel$", id="unpicklable"),
+        pytest.param(
+            samples.raise_unpicklable, "^sample 5: Local: cannot travel$", id="unpicklable"
+        ),
         pytest.param(samples.stop, "^sample 5: StopIteration: ", id="StopIteration"),
     ],
 )
@@ -183,7 +205,9 @@ def test_out_of_memory_is_no_sample_s_fault(make_feed: MakeFeed, num_workers: in
 
 
 @with_and_without_workers
-def test_a_short_epoch_is_an_error(make_feed: MakeFeed, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_epoch_is_an_error(
+    make_feed: MakeFeed, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pass that ends before its last batch raises LoaderError and says how many are missing."""
     feed = make_feed(num_workers)
     monkeypatch.setattr(type(feed), "__len__", lambda feed: 6)
@@ -192,18 +216,26 @@ def test_a_short_epoch_is_an_error(make_feed: MakeFeed, num_workers: int, monkey
 
 
 @pytest.mark.parametrize("polled", [False, True], ids=["plain", "polled"])
-def test_a_hanging_sample_is_a_loader_error(make_feed: MakeFeed, tmp_path: Path, polled: bool) -> None:
+def test_a_hanging_sample_is_a_loader_error(
+    make_feed: MakeFeed, tmp_path: Path, polled: bool
+) -> None:
     """No batch within loader.timeout_s names the setting; the worker that hangs is not waited for."""
-    feed = make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, tmp_path / "open")), timeout_s=0.3)
+    feed = make_feed(
+        1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, tmp_path / "open")), timeout_s=0.3
+    )
     begin = time.monotonic()
-    with pytest.raises(LoaderError, match="no batch within loader.timeout_s=0.3: .* loader.num_workers=0"):
+    with pytest.raises(
+        LoaderError, match="no batch within loader.timeout_s=0.3: .* loader.num_workers=0"
+    ):
         list(feed.polled(0.05) if polled else feed)
     assert time.monotonic() - begin < 5
     (tmp_path / "open").touch()  # a thread goes home
 
 
 @persistent_or_not
-def test_after_an_early_break_the_next_epoch_is_whole(make_feed: MakeFeed, persistent_workers: bool) -> None:
+def test_after_an_early_break_the_next_epoch_is_whole(
+    make_feed: MakeFeed, persistent_workers: bool
+) -> None:
     """Batches that were asked for before a break never show up in the epoch after it."""
     feed = make_feed(2, persistent_workers=persistent_workers, prefetch_factor=4)
     for _ in feed:
@@ -244,7 +276,10 @@ def test_polled_batches_are_those_of_a_plain_pass(make_feed: MakeFeed, num_worke
 def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) -> None:
     """While a sample takes its time, polled() gives None, again and again, and then the batch."""
     gate = tmp_path / "open"
-    feed, expected = make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, gate))), reference()
+    feed, expected = (
+        make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, gate))),
+        reference(),
+    )
     late = next(place for place, batch in enumerate(expected) if 5 in batch.indices)
     batches = feed.polled(0.02)
     given = [next(batch for batch in batches if batch is not None) for _ in range(late)]
@@ -263,7 +298,9 @@ def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers
     assert work.wall_s > 0 and work.cpu_s > 0 and 0 < work.wall_sq_s2 <= work.wall_s**2
 
 
-def test_the_gauge_times_the_sample_alone(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gauge_times_the_sample_alone(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is not counted."""
     ticks, cpu_ticks = itertools.count(0, 2), itertools.count(0, 0.5)
     monkeypatch.setattr("harness.feed.fill.time.perf_counter", lambda: float(next(ticks)))
@@ -274,8 +311,12 @@ def test_the_gauge_times_the_sample_alone(make_feed: MakeFeed, monkeypatch: pyte
     assert gauge.read() == Work(samples=3, moved=1, wall_s=6.0, wall_sq_s2=12.0, cpu_s=1.5)
 
 
-@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")])
-def test_the_meter_counts_what_each_worker_makes(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")]
+)
+def test_the_meter_counts_what_each_worker_makes(
+    make_feed: MakeFeed, num_workers: int, start_method: str
+) -> None:
     """Through two passes with new workers, every sample and batch counts once, and the stages add up to the busy time."""
     feed = make_feed(num_workers, samples.Staged(LENGTH), start_method=start_method)
     assert_same(passes(feed), reference(2))
@@ -297,8 +338,14 @@ def test_a_data_set_without_stages_has_one(make_feed: MakeFeed) -> None:
     assert feed.meter.read().stages["sample"].wall_s > 0
 
 
-@pytest.mark.parametrize("dataset", [samples.Staged(8, bad=5), samples.Troubled(8, 5, samples.refuse)], ids=["staged", "plain"])
-def test_the_time_of_a_sample_that_fails_is_not_lost(make_feed: MakeFeed, dataset: samples.Noise) -> None:
+@pytest.mark.parametrize(
+    "dataset",
+    [samples.Staged(8, bad=5), samples.Troubled(8, 5, samples.refuse)],
+    ids=["staged", "plain"],
+)
+def test_the_time_of_a_sample_that_fails_is_not_lost(
+    make_feed: MakeFeed, dataset: samples.Noise
+) -> None:
     """A batch with an error in it counts with all its samples and all its time."""
     feed = make_feed(0, dataset, batch_size=8)
     with pytest.raises(BadSample):
@@ -319,7 +366,9 @@ def test_gauge_and_meter_go_together(make_feed: MakeFeed) -> None:
     assert feed.meter.read().stages["draw"].wall_s > 0
 
 
-def test_a_feed_does_without_shared_memory_for_its_meter(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feed_does_without_shared_memory_for_its_meter(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Processes have none then, threads never share it; the batches come all the same, and their stamps with them."""
 
     def refuse(*_: object) -> None:
@@ -352,7 +401,9 @@ def primed(feed: AnyFeed, epoch: int, gauge: Gauge) -> AnyFeed:
 
 
 @persistent_or_not
-def test_a_primed_pass_gives_the_same_batches(make_feed: MakeFeed, persistent_workers: bool) -> None:
+def test_a_primed_pass_gives_the_same_batches(
+    make_feed: MakeFeed, persistent_workers: bool
+) -> None:
     """Workers begin before iter(), which goes on with what they have made: no sample is made twice."""
     gauge, given = Gauge(2), []
     feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)

@@ -11,7 +11,15 @@ import pytest
 import samples
 import torch
 
-from harness.config import Backend, Config, ConfigError, Crop, LoaderConfig, TunerName, ValLoaderConfig
+from harness.config import (
+    Backend,
+    Config,
+    ConfigError,
+    Crop,
+    LoaderConfig,
+    TunerName,
+    ValLoaderConfig,
+)
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
@@ -119,7 +127,9 @@ def test_validation_goes_by_its_own_settings(feeds: Feeds) -> None:
     assert indices(feed) == list(range(6))
 
 
-def test_the_form_is_the_one_that_the_settings_name(feeds: Feeds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_is_the_one_that_the_settings_name(
+    feeds: Feeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A line in FORMS is a form: it is among the names to choose from, and made where settings name it."""
 
     class Other(ProcessFeed):
@@ -134,7 +144,11 @@ def test_the_form_is_the_one_that_the_settings_name(feeds: Feeds, monkeypatch: p
 
 def test_a_data_set_that_does_not_exist_is_made_on_the_device(feeds: Feeds) -> None:
     """Over a FakeDataset every feed, an endless probe too, is the synthetic one."""
-    fake = Feeds(Splits(FakeDataset(8, 4, 2), FakeDataset(4, 4, 2), ("a", "b"), "fake", ""), feeds.config, CPU)
+    fake = Feeds(
+        Splits(FakeDataset(8, 4, 2), FakeDataset(4, 4, 2), ("a", "b"), "fake", ""),
+        feeds.config,
+        CPU,
+    )
     feed = fake.probe(SETTINGS, Gauge(0))
     assert isinstance(feed, SyntheticFeed) and feed.on_device
     assert len(indices(feed, 5)) == 20
@@ -142,7 +156,9 @@ def test_a_data_set_that_does_not_exist_is_made_on_the_device(feeds: Feeds) -> N
 
 
 LIMITS = Limits(cores=4.0, memory_bytes=10**9, shm_bytes=10**9, open_files=1000)
-HELD = 3 * ((20 * 10 + 2) * 10 + 2) + 3 * 6 * 8**2  # of the sets below, the training images with their zeros
+HELD = (
+    3 * ((20 * 10 + 2) * 10 + 2) + 3 * 6 * 8**2
+)  # of the sets below, the training images with their zeros
 
 
 def small(backend: Backend | None = None, crop: Crop = Crop.pad, **loader: object) -> Feeds:
@@ -163,12 +179,19 @@ def small(backend: Backend | None = None, crop: Crop = Crop.pad, **loader: objec
     [
         pytest.param(None, Crop.pad, ("processes", "threads", "arrays"), id="not said"),
         pytest.param(Backend.auto, Crop.center, ("processes", "threads", "arrays"), id="auto"),
-        pytest.param(Backend.auto, Crop.random_resized, ("processes", "threads"), id="auto, with crops of all sizes"),
+        pytest.param(
+            Backend.auto,
+            Crop.random_resized,
+            ("processes", "threads"),
+            id="auto, with crops of all sizes",
+        ),
         pytest.param(Backend.threads, Crop.pad, ("threads",), id="threads"),
         pytest.param(Backend.arrays, Crop.pad, ("arrays",), id="arrays"),
     ],
 )
-def test_the_forms_to_choose_from(backend: Backend | None, crop: Crop, expected: tuple[str, ...]) -> None:
+def test_the_forms_to_choose_from(
+    backend: Backend | None, crop: Crop, expected: tuple[str, ...]
+) -> None:
     """The one that was named, or all that can serve the data set."""
     assert small(backend, crop).forms == expected
 
@@ -179,7 +202,9 @@ def test_the_forms_to_choose_from(backend: Backend | None, crop: Crop, expected:
         pytest.param({}, "threads", 4, id="nothing said"),
         pytest.param({"num_workers": 2}, "processes", 2, id="workers"),
         pytest.param({"num_workers": 0}, "processes", 0, id="no workers"),
-        pytest.param({"val": ValLoaderConfig(num_workers=1)}, "processes", 4, id="workers of validation"),
+        pytest.param(
+            {"val": ValLoaderConfig(num_workers=1)}, "processes", 4, id="workers of validation"
+        ),
         pytest.param({"backend": Backend.processes}, "processes", 4, id="named"),
         pytest.param({"backend": Backend.auto, "autotune": True}, "threads", 4, id="before tuning"),
     ],
@@ -210,7 +235,9 @@ def test_the_grid_begins_with_processes() -> None:
         pytest.param(Backend.arrays, ArrayFeed, 0, id="arrays"),
     ],
 )
-def test_validation_takes_the_form_of_training(backend: Backend, kind: type[Feed], workers: int) -> None:
+def test_validation_takes_the_form_of_training(
+    backend: Backend, kind: type[Feed], workers: int
+) -> None:
     """Both feeds are of one form, with the workers that it has, and give every sample."""
     feeds = small(backend)
     train = feeds.settings(LIMITS)
@@ -266,14 +293,18 @@ def test_probes_and_training_share_the_images_in_memory() -> None:
     """They are made once for all feeds of a set, and dropped when another form is chosen."""
     feeds, arrays = small(None), replace(SETTINGS, backend="arrays")
     probe, train, val = feeds.probe(arrays), feeds.train(arrays), feeds.val(arrays)
-    assert isinstance(probe, ArrayFeed) and isinstance(train, ArrayFeed) and isinstance(val, ArrayFeed)
+    assert (
+        isinstance(probe, ArrayFeed) and isinstance(train, ArrayFeed) and isinstance(val, ArrayFeed)
+    )
     assert probe.pixels is train.pixels is not val.pixels
     feeds.train(SETTINGS)
     again = feeds.probe(arrays)
     assert isinstance(again, ArrayFeed) and again.pixels is not probe.pixels
 
 
-def test_files_are_read_by_as_many_threads_as_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_by_as_many_threads_as_there_are_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Those of this rank, whatever torch's own threads are."""
     monkeypatch.setattr(limits, "measure", lambda ranks: replace(LIMITS, cores=7.5 / ranks))
     feeds = small(Backend.arrays)

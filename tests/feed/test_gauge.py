@@ -41,7 +41,9 @@ def test_there_is_a_slot_without_workers() -> None:
     assert gauge.read().samples == 1
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
+)
 def test_a_worker_writes_into_the_same_memory(method: str) -> None:
     """What a process of any start method adds is read here, and nothing is left of the memory afterwards."""
     before = segments()

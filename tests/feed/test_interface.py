@@ -31,9 +31,17 @@ def test_workers_are_derived_from_the_cores(cores: float, workers: int) -> None:
 
 @pytest.mark.parametrize(
     ("pin_memory", "pinnable", "pinned"),
-    [(None, True, True), (None, False, False), (True, True, True), (True, False, False), (False, True, False)],
+    [
+        (None, True, True),
+        (None, False, False),
+        (True, True, True),
+        (True, False, False),
+        (False, True, False),
+    ],
 )
-def test_memory_is_pinned_where_that_has_a_use(pin_memory: bool | None, pinnable: bool, pinned: bool) -> None:
+def test_memory_is_pinned_where_that_has_a_use(
+    pin_memory: bool | None, pinnable: bool, pinned: bool
+) -> None:
     """pin_memory=null pins where there is a CUDA device; nothing pins without one."""
     assert train(LoaderConfig(pin_memory=pin_memory), pinnable=pinnable).pin_memory is pinned
 
@@ -89,7 +97,9 @@ def test_validation_has_the_training_feed_s_form() -> None:
 
 def test_validation_has_settings_of_its_own() -> None:
     """loader.val.* replaces what the training feed has."""
-    loader = LoaderConfig(num_workers=3, val=ValLoaderConfig(batch_size=100, num_workers=1, prefetch_factor=4))
+    loader = LoaderConfig(
+        num_workers=3, val=ValLoaderConfig(batch_size=100, num_workers=1, prefetch_factor=4)
+    )
     val = val_settings(loader, train(loader))
     assert (val.batch_size, val.num_workers, val.prefetch_factor) == (100, 1, 4)
 
@@ -100,7 +110,9 @@ def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor + next(times))
     images, labels, indices = torch.zeros(3, 1).unbind()
-    batch = HostBatch(images, labels, indices, (("cats/7.jpg", "empty file"),), 7, Stamps(1.0, 2.0, 3.0, 3.0))
+    batch = HostBatch(
+        images, labels, indices, (("cats/7.jpg", "empty file"),), 7, Stamps(1.0, 2.0, 3.0, 3.0)
+    )
     pinned = pin_memory(batch)
     assert type(pinned) is HostBatch
     assert [tensor.item() for tensor in pinned[:3]] == [10.0, 11.0, 0.0]
@@ -111,7 +123,10 @@ def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("num_workers", "text"),
-    [(0, "num_workers=0 pin_memory=false"), (2, "num_workers=2 pin_memory=false prefetch_factor=2")],
+    [
+        (0, "num_workers=0 pin_memory=false"),
+        (2, "num_workers=2 pin_memory=false prefetch_factor=2"),
+    ],
 )
 def test_settings_print_as_the_user_would_type_them(num_workers: int, text: str) -> None:
     """str() names each setting that has an effect."""

@@ -17,7 +17,16 @@ from harness.runtime import accelerator
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-SHAPES = [(4, 3, 8, 8), (5, 3, 7, 11), (90, 3, 33, 31), (2, 1, 9, 6), (3, 4, 5, 1), (2, 3, 1, 1), (1, 3, 6, 5), (1, 1, 1, 1)]
+SHAPES = [
+    (4, 3, 8, 8),
+    (5, 3, 7, 11),
+    (90, 3, 33, 31),
+    (2, 1, 9, 6),
+    (3, 4, 5, 1),
+    (2, 3, 1, 1),
+    (1, 3, 6, 5),
+    (1, 1, 1, 1),
+]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "nchw": lambda images: images.contiguous(),
     "nhwc": lambda images: images.contiguous(memory_format=torch.channels_last),
@@ -33,15 +42,20 @@ def _no_batch_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def uint8(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def plain(images: Tensor, mean: Any, std: Any, dtype: torch.dtype, channels_last: bool) -> Tensor:
     """The expression whose result is promised."""
     middle, scale = (
-        torch.tensor(values).view(1, -1, 1, 1) for values in ([255.0 * m for m in mean], [1 / (255.0 * s) for s in std])
+        torch.tensor(values).view(1, -1, 1, 1)
+        for values in ([255.0 * m for m in mean], [1 / (255.0 * s) for s in std])
     )
-    laid_out = images.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    laid_out = images.contiguous(
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format
+    )
     return torch.sub(laid_out, middle).mul_(scale).to(dtype)
 
 
@@ -60,10 +74,17 @@ def test_the_result_is_bitwise_the_plain_expression(
     """Values, type and strides are those of torch's expression, for a whole batch and for a short last one."""
     mean, std = (MEAN[:1] * shape[1], STD[:1] * shape[1]) if shape[1] != 3 else (MEAN, STD)
     one = Normalise(CPU, mean, std, dtype, channels_last, reuse=reuse)
-    for images in (LAYOUTS[layout](uint8(*shape)), LAYOUTS[layout](uint8(*shape)[: max(1, shape[0] // 2)])):
+    for images in (
+        LAYOUTS[layout](uint8(*shape)),
+        LAYOUTS[layout](uint8(*shape)[: max(1, shape[0] // 2)]),
+    ):
         before, result = images.clone(), one(images)
         expected = plain(images, mean, std, dtype, channels_last)
-        assert (result.dtype, result.shape, result.stride()) == (dtype, expected.shape, expected.stride())
+        assert (result.dtype, result.shape, result.stride()) == (
+            dtype,
+            expected.shape,
+            expected.stride(),
+        )
         assert torch.equal(bits(result), bits(expected))
         assert torch.equal(images, before)
 
@@ -127,7 +148,9 @@ class Net(nn.Module):
         return self.head(self.conv(images).relu().mean((2, 3)))
 
     def gradients(self) -> list[Tensor]:
-        found = [parameter.grad.clone() for parameter in self.parameters() if parameter.grad is not None]
+        found = [
+            parameter.grad.clone() for parameter in self.parameters() if parameter.grad is not None
+        ]
         self.zero_grad()
         return found
 
@@ -141,7 +164,17 @@ def batches(request: pytest.FixtureRequest) -> Iterator[Batches]:
     host, made = [(uint8(4, 3, 8, 8, seed=k), torch.arange(4) % 2) for k in range(9)], []
 
     def make(reuse: bool) -> DataPrefetcher:
-        made.append(DataPrefetcher(host, "cpu", mean=MEAN, std=STD, channels_last=True, ahead=request.param, reuse=reuse))
+        made.append(
+            DataPrefetcher(
+                host,
+                "cpu",
+                mean=MEAN,
+                std=STD,
+                channels_last=True,
+                ahead=request.param,
+                reuse=reuse,
+            )
+        )
         return made[-1]
 
     yield make
@@ -202,9 +235,13 @@ def twice_backward(batches: DataPrefetcher) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "holding", [listed, viewed, as_arrays, hooked, in_tracebacks, accumulated, twice_backward], ids=lambda way: way.__name__
+    "holding",
+    [listed, viewed, as_arrays, hooked, in_tracebacks, accumulated, twice_backward],
+    ids=lambda way: way.__name__,
 )
-def test_what_is_held_stays_as_it_is(batches: Batches, holding: Callable[[DataPrefetcher], list[Tensor]]) -> None:
+def test_what_is_held_stays_as_it_is(
+    batches: Batches, holding: Callable[[DataPrefetcher], list[Tensor]]
+) -> None:
     """Who keeps a batch in any way, the autograd graph among them, finds in it what would be there without reuse."""
     held, expected = holding(batches(True)), holding(batches(False))
     assert len(held) == len(expected) >= 4

@@ -17,9 +17,14 @@ def batches(order: Order, epoch: int = 0) -> list[list[int]]:
     return [batch.tolist() for batch in order.batches(epoch)]
 
 
-def ranks(length: int, global_batch_size: int, world_size: int, drop_last: bool = False) -> list[Order]:
+def ranks(
+    length: int, global_batch_size: int, world_size: int, drop_last: bool = False
+) -> list[Order]:
     size = global_batch_size // world_size
-    return [Order(length, size, seed=5, drop_last=drop_last, rank=rank, world_size=world_size) for rank in range(world_size)]
+    return [
+        Order(length, size, seed=5, drop_last=drop_last, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
 
 
 def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
@@ -59,7 +64,12 @@ def test_any_number_of_ranks_sees_the_same_global_batches(length: int, drop_last
 @pytest.mark.parametrize("length", [1, 11, 12, 13, 29])
 def test_every_sample_is_seen_once(length: int, world_size: int) -> None:
     """Without drop_last every index comes once over all ranks, also where the set does not divide evenly."""
-    seen = Counter(index for order in ranks(length, 6, world_size) for batch in batches(order) for index in batch)
+    seen = Counter(
+        index
+        for order in ranks(length, 6, world_size)
+        for batch in batches(order)
+        for index in batch
+    )
     assert seen == Counter(range(length))
 
 
@@ -93,13 +103,21 @@ def resting(order: Order, start: int, stop: int | None = None, epoch: int = 1) -
 
 @pytest.mark.parametrize(("world_size", "drop_last"), [(1, False), (1, True), (2, True), (3, True)])
 @pytest.mark.parametrize("position", [0, 1, 3, 4])
-def test_a_rest_goes_on_where_the_epoch_was_left(world_size: int, drop_last: bool, position: int) -> None:
+def test_a_rest_goes_on_where_the_epoch_was_left(
+    world_size: int, drop_last: bool, position: int
+) -> None:
     """From a whole global batch on the batches are those of the whole epoch, and other epochs are whole."""
     for order in ranks(29, 6, world_size, drop_last):
         rest = resting(order, order.taken(1, position))
         assert batches(rest, 1) == batches(order, 1)[position:]
-        assert [batches(rest, epoch) for epoch in (0, 2)] == [batches(order, epoch) for epoch in (0, 2)]
-        assert (len(rest), rest.count(1), rest.count(2)) == (len(order), order.count(1) - position, order.count(2))
+        assert [batches(rest, epoch) for epoch in (0, 2)] == [
+            batches(order, epoch) for epoch in (0, 2)
+        ]
+        assert (len(rest), rest.count(1), rest.count(2)) == (
+            len(order),
+            order.count(1) - position,
+            order.count(2),
+        )
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -109,11 +127,19 @@ def test_a_rest_is_shared_out_evenly(seed: int) -> None:
     size, world_size = draw.randint(2, 5), draw.randint(1, 6)
     start, left, beyond = draw.randint(0, 40), draw.randint(world_size, 70), draw.randint(0, 9)
     orders = [
-        resting(Order(start + left + beyond, size, seed, rank=rank, world_size=world_size), start, start + left)
+        resting(
+            Order(start + left + beyond, size, seed, rank=rank, world_size=world_size),
+            start,
+            start + left,
+        )
         for rank in range(world_size)
     ]
     shares = [batches(order, 1) for order in orders]
-    assert {len(share) for share in shares} == {orders[0].count(1)} == {-(-left // (size * world_size))}
+    assert (
+        {len(share) for share in shares}
+        == {orders[0].count(1)}
+        == {-(-left // (size * world_size))}
+    )
     expected = orders[0].indices(1)[start : start + left].tolist()
     assert list(chain(*(chain(*parts) for parts in zip(*shares, strict=True)))) == expected
     behind = start
@@ -127,11 +153,17 @@ def test_a_rest_is_shared_out_evenly(seed: int) -> None:
     assert {order.stop(1) for order in orders} == {behind} == {start + left}
 
 
-@pytest.mark.parametrize(("left", "sizes"), [(17, [9, 8]), (18, [9, 9]), (19, [10, 9]), (20, [16, 4]), (16, [16]), (4, [4])])
+@pytest.mark.parametrize(
+    ("left", "sizes"),
+    [(17, [9, 8]), (18, [9, 9]), (19, [10, 9]), (20, [16, 4]), (16, [16]), (4, [4])],
+)
 def test_fewer_samples_than_ranks_share_with_the_batch_before(left: int, sizes: list[int]) -> None:
     """On 4 ranks with batches of 4, the last 16 and 1 to 3 more become two global batches of about half each."""
     order = resting(Order(60, 4, world_size=4), 7, 7 + left)
-    assert [order.taken(1, place) for place in range(order.count(1) + 1)] == [7, *accumulate(sizes, initial=7)][1:]
+    assert [order.taken(1, place) for place in range(order.count(1) + 1)] == [
+        7,
+        *accumulate(sizes, initial=7),
+    ][1:]
 
 
 @pytest.mark.parametrize("start", [0, 5, 12, 13])
@@ -149,8 +181,13 @@ def test_the_number_of_ranks_may_change_twice_within_an_epoch() -> None:
     """2, then 3, then 1 rank: what each of them gives before it is left is together every sample once."""
     given, start = [], 0
     for world_size, count in ((2, 3), (3, 2), (1, None)):
-        orders = [resting(Order(50, 4, seed=5, rank=rank, world_size=world_size), start, 50) for rank in range(world_size)]
-        given += [index for order in orders for batch in batches(order, 1)[:count] for index in batch]
+        orders = [
+            resting(Order(50, 4, seed=5, rank=rank, world_size=world_size), start, 50)
+            for rank in range(world_size)
+        ]
+        given += [
+            index for order in orders for batch in batches(order, 1)[:count] for index in batch
+        ]
         start = orders[0].taken(1, count or orders[0].count(1))
     assert Counter(given) == Counter(range(50)) and start == 50
 
@@ -168,7 +205,10 @@ def test_the_number_of_ranks_may_change_twice_within_an_epoch() -> None:
 def test_a_rest_that_ranks_cannot_share_is_refused(size: int, start: int, stop: int) -> None:
     """The error names the ranks and the samples, on every rank alike."""
     for rank in range(3):
-        with pytest.raises(ValueError, match=f"^epoch 4: 3 ranks cannot share samples {start} to {stop} of 29 evenly"):
+        with pytest.raises(
+            ValueError,
+            match=f"^epoch 4: 3 ranks cannot share samples {start} to {stop} of 29 evenly",
+        ):
             resting(Order(29, size, rank=rank, world_size=3), start, stop, epoch=4)
 
 
@@ -208,7 +248,13 @@ def test_again_goes_round_what_was_seen() -> None:
     order, cursor = Order(20, 4, seed=1), Cursor()
     first = asked(ProbeOrder(order, cursor), 3)
     cursor.seen = range(1, 3)
-    assert asked(ProbeOrder(order, cursor, again=True), 5) == [first[1], first[2], first[1], first[2], first[1]]
+    assert asked(ProbeOrder(order, cursor, again=True), 5) == [
+        first[1],
+        first[2],
+        first[1],
+        first[2],
+        first[1],
+    ]
     assert cursor.asked == 3
 
 

@@ -29,7 +29,9 @@ WAIT_S = 10.0  # for an event that comes at once unless the test fails
 class Loader:
     """Gives ``batches`` in every pass, calling ``before(k)`` before batch k; counts passes and what it was asked for."""
 
-    def __init__(self, batches: list[HostBatch], before: Callable[[int], object] = lambda k: None) -> None:
+    def __init__(
+        self, batches: list[HostBatch], before: Callable[[int], object] = lambda k: None
+    ) -> None:
         self.batches, self.before = batches, before
         self.passes = self.asked = self.ended = 0
 
@@ -103,14 +105,18 @@ def test_values_are_those_of_a_plain_loop(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 5e-7), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str
+    ("dtype", "tolerance"),
+    [(torch.float32, 5e-7), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)],
+    ids=str,
 )
 def test_normalisation(make: Make, dtype: torch.dtype, tolerance: float) -> None:
     """Images are (value / 255 - mean) / std in ``dtype``, within its rounding of the same sum in float64."""
     loader = Loader(host_batches())
     shape = (1, 3, 1, 1)
     mean, std = (torch.tensor(values, dtype=torch.float64).view(shape) for values in (MEAN, STD))
-    for (images, _), host in zip(make(loader, mean=MEAN, std=STD, dtype=dtype), loader.batches, strict=True):
+    for (images, _), host in zip(
+        make(loader, mean=MEAN, std=STD, dtype=dtype), loader.batches, strict=True
+    ):
         expected = (host.images.double() / 255 - mean) / std
         assert images.dtype == dtype
         assert ((images.double() - expected).abs() <= tolerance * expected.abs().clamp(min=1)).all()
@@ -150,7 +156,15 @@ def pixels(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     [
         *(
             pytest.param(pixels(2, 3, 4, 4, dtype=dtype), rf"{dtype} \[2, 3, 4, 4\]", id=str(dtype))
-            for dtype in (torch.float32, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64)
+            for dtype in (
+                torch.float32,
+                torch.float16,
+                torch.float64,
+                torch.int64,
+                torch.int8,
+                torch.bool,
+                torch.complex64,
+            )
         ),
         pytest.param(pixels(2, 1, 4, 4), r"torch.uint8 \[2, 1, 4, 4\]", id="grey"),
         pytest.param(pixels(2, 4, 4, 4), r"torch.uint8 \[2, 4, 4, 4\]", id="four channels"),
@@ -160,18 +174,23 @@ def pixels(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("channels_last", [False, True], ids=["NCHW", "NHWC"])
-def test_images_that_mean_and_std_do_not_fit_are_refused(make: Make, images: Tensor, told: str, channels_last: bool) -> None:
+def test_images_that_mean_and_std_do_not_fit_are_refused(
+    make: Make, images: Tensor, told: str, channels_last: bool
+) -> None:
     """Only uint8 of as many channels is divided by 255 and normalised; all else says what came and the ways out."""
     batches = make([(images, torch.zeros(2))], mean=MEAN, std=STD, channels_last=channels_last)
     with pytest.raises(
-        ValueError, match=rf"^DataPrefetcher: images are {told}; .*for torch.uint8 \[N, 3, H, W\].*leave mean and std out$"
+        ValueError,
+        match=rf"^DataPrefetcher: images are {told}; .*for torch.uint8 \[N, 3, H, W\].*leave mean and std out$",
     ):
         next(batches)
 
 
 def test_a_later_batch_is_looked_at_too(make: Make) -> None:
     """A batch that does not fit is refused wherever it comes, after those before it."""
-    batches = make([*host_batches((2,)), (torch.rand(2, 3, 5, 5), torch.zeros(2))], mean=MEAN, std=STD)
+    batches = make(
+        [*host_batches((2,)), (torch.rand(2, 3, 5, 5), torch.zeros(2))], mean=MEAN, std=STD
+    )
     next(batches)
     with pytest.raises(ValueError, match="images are torch.float32"):
         next(batches)
@@ -188,7 +207,9 @@ def test_one_mean_fits_grey_images(make: Make) -> None:
     [(MEAN, None), (None, STD), (MEAN, (0.5,)), ((0.5,), STD), ((), STD)],
     ids=["no std", "no mean", "one std", "one mean", "empty mean"],
 )
-def test_mean_and_std_that_do_not_fit_each_other_are_refused(make: Make, mean: object, std: object) -> None:
+def test_mean_and_std_that_do_not_fit_each_other_are_refused(
+    make: Make, mean: object, std: object
+) -> None:
     """One without the other, or of another length, is refused before anything is loaded; both are named."""
     told = re.escape(f"DataPrefetcher: mean={mean} and std={std}: give both")
     with pytest.raises(ValueError, match=told):
@@ -215,7 +236,9 @@ IMAGES, LABELS = torch.rand(2, 3, 4, 4), torch.arange(2)
         pytest.param({"image": IMAGES, "label": LABELS}, "dict", id="dictionary"),
         pytest.param((IMAGES, LABELS, ["a", "b"]), "Tensor, Tensor, list", id="paths behind"),
         pytest.param((IMAGES, LABELS, LABELS), "Tensor, Tensor, Tensor", id="three tensors"),
-        pytest.param(Named(IMAGES, LABELS, ["a", "b"]), "Tensor, Tensor, list", id="named tuple of three"),
+        pytest.param(
+            Named(IMAGES, LABELS, ["a", "b"]), "Tensor, Tensor, list", id="named tuple of three"
+        ),
         pytest.param((IMAGES, {"boxes": LABELS}), "Tensor, dict", id="targets"),
         pytest.param((IMAGES, [1, 2]), "Tensor, list", id="labels in a list"),
         pytest.param(([IMAGES, IMAGES], LABELS), "list, Tensor", id="two views"),
@@ -233,7 +256,9 @@ def test_a_batch_of_other_parts_is_refused(make: Make, batch: object, told: str)
         next(make([batch]))
 
 
-@pytest.mark.parametrize("form", [tuple, list, lambda parts: Pair(*parts)], ids=["tuple", "list", "named"])
+@pytest.mark.parametrize(
+    "form", [tuple, list, lambda parts: Pair(*parts)], ids=["tuple", "list", "named"]
+)
 def test_two_tensors_are_taken_in_any_form(make: Make, form: Callable[[Any], Any]) -> None:
     """A tuple, as torch collates it, a list, and a named tuple of two."""
     ((images, labels),) = make([form((IMAGES, LABELS))])
@@ -365,7 +390,9 @@ def test_never_more_than_one_batch_ahead() -> None:
     taken, too_far = 0, threading.Event()
 
     def before(k: int) -> None:
-        if k > taken + 1:  # the k-th is asked for when the one before it is being taken, the first with nothing taken
+        if (
+            k > taken + 1
+        ):  # the k-th is asked for when the one before it is being taken, the first with nothing taken
             too_far.set()
 
     batches = DataPrefetcher(Loader(host_batches((2,) * 6), before), "cpu", ahead=True)
@@ -378,7 +405,10 @@ def test_never_more_than_one_batch_ahead() -> None:
 def test_augment_has_the_images_as_they_come(make: Make) -> None:
     """Augment is given the loader's own uint8 images, in their memory format, with their batch; what it gives is normalised."""
     loader = Loader(
-        [batch._replace(images=batch.images.contiguous(memory_format=torch.channels_last)) for batch in host_batches()]
+        [
+            batch._replace(images=batch.images.contiguous(memory_format=torch.channels_last))
+            for batch in host_batches()
+        ]
     )
     seen: list[Any] = []
 
@@ -388,7 +418,9 @@ def test_augment_has_the_images_as_they_come(make: Make) -> None:
 
     batches = make(loader, mean=MEAN, std=STD, augment=augment)
     turned = [batch._replace(images=255 - batch.images) for batch in loader.batches]
-    for (images, _), (expected, _) in zip(batches, make(Loader(turned), mean=MEAN, std=STD), strict=True):
+    for (images, _), (expected, _) in zip(
+        batches, make(Loader(turned), mean=MEAN, std=STD), strict=True
+    ):
         assert torch.equal(images, expected)
     assert [batch for _, batch in seen] == loader.batches
     for images, batch in seen:
@@ -407,7 +439,9 @@ def test_mix_has_the_last_word(make: Make) -> None:
     given = list(make(loader, mean=MEAN, std=STD, mix=mix))
     plain = list(make(loader, mean=MEAN, std=STD))
     assert [batch for _, _, batch in seen] == loader.batches
-    for (images, mixed), (had, had_labels, _), (expected, expected_labels) in zip(given, seen, plain, strict=True):
+    for (images, mixed), (had, had_labels, _), (expected, expected_labels) in zip(
+        given, seen, plain, strict=True
+    ):
         assert torch.equal(had, expected) and torch.equal(had_labels, expected_labels)
         assert torch.equal(images, expected * 2) and torch.equal(mixed, expected_labels + 0.5)
 
@@ -423,7 +457,9 @@ def test_without_being_ahead_nothing_is_asked_early() -> None:
 def test_the_clock_hears_when_a_batch_was_made(make: Make) -> None:
     """A wait for a batch with stamps is divided by them; one for a batch without says nothing."""
     loader, seen = Loader(host_batches()), time.perf_counter()
-    loader.batches[1] = loader.batches[1]._replace(stamps=Stamps(seen, seen, math.inf, math.inf))  # never received
+    loader.batches[1] = loader.batches[1]._replace(
+        stamps=Stamps(seen, seen, math.inf, math.inf)
+    )  # never received
     clock = StepClock()
     batches = make(loader, clock=clock)
     for _ in range(3):

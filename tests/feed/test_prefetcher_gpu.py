@@ -46,11 +46,21 @@ def test_values_are_the_cpus(dtype: torch.dtype, channels_last: bool) -> None:
     """Copied and normalised on the side stream, every batch is bitwise what the CPU makes of it."""
     generator = torch.Generator().manual_seed(0)
     batches = [
-        (torch.randint(0, 256, (n, 3, 16, 16), dtype=torch.uint8, generator=generator).pin_memory(), torch.arange(n))
+        (
+            torch.randint(
+                0, 256, (n, 3, 16, 16), dtype=torch.uint8, generator=generator
+            ).pin_memory(),
+            torch.arange(n),
+        )
         for n in (8, 8, 3)
     ]
     devices = ("cuda", "cpu")
-    made = [DataPrefetcher(batches, device, mean=MEAN, std=STD, dtype=dtype, channels_last=channels_last) for device in devices]
+    made = [
+        DataPrefetcher(
+            batches, device, mean=MEAN, std=STD, dtype=dtype, channels_last=channels_last
+        )
+        for device in devices
+    ]
     for (images, labels), (expected, expected_labels) in zip(*made, strict=True):
         assert images.device.type == labels.device.type == "cuda"
         assert images.stride() == expected.stride()
@@ -84,7 +94,9 @@ def test_a_batch_in_use_is_not_written_over() -> None:
 def test_compute_waits_for_the_copy(pinned: bool) -> None:
     """A kernel launched at once on a batch of 38 MB sees all of it, 200 times."""
     count, means, edges = 200, [], []
-    for images, labels in DataPrefetcher(Loader(count, 256, side=224, pinned=pinned), "cuda", dtype=torch.float16):
+    for images, labels in DataPrefetcher(
+        Loader(count, 256, side=224, pinned=pinned), "cuda", dtype=torch.float16
+    ):
         edges.append(images[-1, -1, -1, -1] - labels[-1] % 251)
         means.append(images.amin() + images.amax())
     assert torch.stack(means).tolist() == [2 * (k % 251) for k in range(count)]
@@ -108,7 +120,10 @@ def test_copies_are_told_to_the_clock() -> None:
     list(DataPrefetcher(Loader(3, 64), "cuda", clock=ears))
     accelerator.of("cuda").synchronize()
     assert len({id(event) for events in ears.heard for event in events}) == 9
-    assert all(start.elapsed_time(end) > 0 and end.elapsed_time(ready) >= 0 for start, end, ready in ears.heard)
+    assert all(
+        start.elapsed_time(end) > 0 and end.elapsed_time(ready) >= 0
+        for start, end, ready in ears.heard
+    )
 
 
 def test_an_error_leaves_no_thread() -> None:

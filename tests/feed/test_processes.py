@@ -47,7 +47,10 @@ def make_feed() -> Iterator[MakeFeed]:
     made: list[ProcessFeed] = []
 
     def make(
-        num_workers: int = 0, dataset: samples.Noise | None = None, gauge: Gauge | None = None, **more: object
+        num_workers: int = 0,
+        dataset: samples.Noise | None = None,
+        gauge: Gauge | None = None,
+        **more: object,
     ) -> ProcessFeed:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
@@ -87,7 +90,11 @@ def epochs(feed: ProcessFeed, count: int = 2) -> list[HostBatch]:
     ],
 )
 def test_no_setting_changes_the_pixels(
-    make_feed: MakeFeed, num_workers: int, prefetch_factor: int, persistent_workers: bool, start_method: str
+    make_feed: MakeFeed,
+    num_workers: int,
+    prefetch_factor: int,
+    persistent_workers: bool,
+    start_method: str,
 ) -> None:
     """Two epochs are bitwise those of num_workers=0, whatever the loader settings."""
     feed = make_feed(
@@ -110,7 +117,9 @@ def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, quick: None, ahe
     assert workers() == []
 
 
-def test_a_worker_without_room_for_a_batch_is_a_loader_error(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_room_for_a_batch_is_a_loader_error(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the system said comes first, then what to do."""
 
     def refuse(size: int) -> NoReturn:
@@ -118,13 +127,16 @@ def test_a_worker_without_room_for_a_batch_is_a_loader_error(make_feed: MakeFeed
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", refuse)
     with pytest.raises(
-        LoaderError, match=r"^RuntimeError: unable .* No space left on device \(28\): .* lower loader.num_workers"
+        LoaderError,
+        match=r"^RuntimeError: unable .* No space left on device \(28\): .* lower loader.num_workers",
     ):
         list(make_feed(1, start_method="fork"))
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
-def test_a_worker_s_batch_is_shared_from_the_start(monkeypatch: pytest.MonkeyPatch, in_worker: bool) -> None:
+def test_a_worker_s_batch_is_shared_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, in_worker: bool
+) -> None:
     """Handing it over copies nothing; the trainer's own batches take no shared memory."""
     info = SimpleNamespace(id=0) if in_worker else None
     monkeypatch.setattr("harness.feed.processes.get_worker_info", lambda: info)
@@ -137,7 +149,9 @@ def test_a_worker_s_batch_is_shared_from_the_start(monkeypatch: pytest.MonkeyPat
     assert np.array_equal(images, pixels)
 
 
-def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(make_feed: MakeFeed, quick: None) -> None:
+def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(
+    make_feed: MakeFeed, quick: None
+) -> None:
     """The death of a child of the trainer's own (fork) surfaces in next() alone, as a LoaderError."""
     batches = iter(make_feed(2, samples.Noise(80), start_method="fork"))
     next(batches)
@@ -152,11 +166,15 @@ def test_workers_give_way_to_the_step(make_feed: MakeFeed) -> None:
     before = os.getpriority(os.PRIO_PROCESS, 0)
     feed = make_feed(2, persistent_workers=True)
     list(feed)  # each has given a batch
-    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in feed.worker_pids} == {min(19, before + 10)}
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in feed.worker_pids} == {
+        min(19, before + 10)
+    }
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_a_batch_may_take_longer_than_one_look(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_may_take_longer_than_one_look(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wait longer than the time between two looks at the workers gives the batch in the end."""
     monkeypatch.setattr("harness.feed.processes._POLL_S", 0.001)
     assert_same(list(make_feed(1)), list(make_feed(0)))
@@ -176,7 +194,9 @@ def test_persistent_workers_serve_every_epoch(make_feed: MakeFeed) -> None:
     assert first.isdisjoint(worker.pid for worker in workers())
 
 
-def test_workers_that_sleep_at_the_start_of_an_epoch_are_replaced(make_feed: MakeFeed, quick: None) -> None:
+def test_workers_that_sleep_at_the_start_of_an_epoch_are_replaced(
+    make_feed: MakeFeed, quick: None
+) -> None:
     """Persistent workers that do not answer at once cost a new start, and neither the run nor a batch."""
     feed = make_feed(2, persistent_workers=True)
     list(feed)
@@ -200,7 +220,9 @@ def queued(feed: ProcessFeed, gauge: Gauge, batches: int) -> None:
 TOO_SLOW = r"^no batch within loader.timeout_s=[12]: "
 
 
-def ends_in_time(batches: Iterator[HostBatch], error: type[Exception] = LoaderError, match: str = TOO_SLOW) -> None:
+def ends_in_time(
+    batches: Iterator[HostBatch], error: type[Exception] = LoaderError, match: str = TOO_SLOW
+) -> None:
     """``batches`` end with ``error`` soon after a limit of one second, and leave no worker and no shared memory."""
     begin, pids = time.monotonic(), [worker.pid for worker in workers()]
     with pytest.raises(error, match=match):
@@ -211,13 +233,17 @@ def ends_in_time(batches: Iterator[HostBatch], error: type[Exception] = LoaderEr
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
-@pytest.mark.parametrize(("num_workers", "stopped"), [(1, 1), (2, 1), (2, 2)], ids=["the one", "one of two", "both"])
+@pytest.mark.parametrize(
+    ("num_workers", "stopped"), [(1, 1), (2, 1), (2, 2)], ids=["the one", "one of two", "both"]
+)
 def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     make_feed: MakeFeed, quick: None, num_workers: int, stopped: int, persistent_workers: bool
 ) -> None:
     """A batch that is queued, but whose memory its worker cannot hand over, is not waited for without a limit."""
     gauge, many = Gauge(num_workers), samples.Noise(5 * LENGTH)  # so that each worker has some left
-    feed = make_feed(num_workers, many, gauge=gauge, persistent_workers=persistent_workers, timeout_s=2.0)
+    feed = make_feed(
+        num_workers, many, gauge=gauge, persistent_workers=persistent_workers, timeout_s=2.0
+    )
     if persistent_workers:
         list(feed)
     batches, before = iter(feed), gauge.read().samples // 4
@@ -228,7 +254,9 @@ def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     assert_same(list(feed), list(make_feed(0, many)))
 
 
-def test_workers_that_stop_in_a_primed_pass_are_a_loader_error(make_feed: MakeFeed, quick: None) -> None:
+def test_workers_that_stop_in_a_primed_pass_are_a_loader_error(
+    make_feed: MakeFeed, quick: None
+) -> None:
     """What was begun ahead of time has the same limit."""
     gauge = Gauge(2)
     feed = make_feed(2, gauge=gauge, timeout_s=1.0)
@@ -238,7 +266,9 @@ def test_workers_that_stop_in_a_primed_pass_are_a_loader_error(make_feed: MakeFe
     ends_in_time(iter(feed))
 
 
-def test_workers_that_stop_at_their_start_are_a_loader_error(make_feed: MakeFeed, quick: None) -> None:
+def test_workers_that_stop_at_their_start_are_a_loader_error(
+    make_feed: MakeFeed, quick: None
+) -> None:
     """The first batch has the same limit."""
     ends_in_time(iter(make_feed(2, samples.StopsAtStart(LENGTH), timeout_s=1.0)))
 
@@ -246,7 +276,11 @@ def test_workers_that_stop_at_their_start_are_a_loader_error(make_feed: MakeFeed
 def test_a_worker_that_stops_in_a_batch_is_a_loader_error(make_feed: MakeFeed, quick: None) -> None:
     """Half of a message is in the pipe: the wait for the rest ends too."""
     in_second_batch = int(ORDER.indices(0)[5])
-    batches = iter(make_feed(1, samples.Troubled(LENGTH, in_second_batch, samples.refuse_at_length), timeout_s=1.0))
+    batches = iter(
+        make_feed(
+            1, samples.Troubled(LENGTH, in_second_batch, samples.refuse_at_length), timeout_s=1.0
+        )
+    )
     next(batches)
     time.sleep(0.5)  # the pipe is full, and the rest of the batch's long error waits
     stop()
@@ -308,7 +342,9 @@ def test_a_stopped_worker_that_the_pinning_thread_waits_for(
     stop()
     pinning.set()
     ends_in_time(iter(feed))
-    assert comes_true(lambda: not [thread for thread in threading.enumerate() if "pin_memory" in thread.name])
+    assert comes_true(
+        lambda: not [thread for thread in threading.enumerate() if "pin_memory" in thread.name]
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -318,7 +354,9 @@ def test_an_early_end_kills_and_leaves_nothing(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, end: str, persistent_workers: bool
 ) -> None:
     """Ending a pass or the feed leaves no process, descriptor or segment, and does not wait for workers that are busy."""
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 1000)  # torch waits so long for each
+    monkeypatch.setattr(
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 1000
+    )  # torch waits so long for each
     list(make_feed(1))  # what is opened once
     in_second_batch = int(ORDER.indices(0)[5])
     dataset = samples.Troubled(LENGTH, in_second_batch, samples.hang_in_a_segment)
@@ -332,7 +370,9 @@ def test_an_early_end_kills_and_leaves_nothing(
     feed.close() if end == "feed" else batches.close()  # type: ignore[attr-defined]
     del batches
     assert (workers(), feed.worker_pids, segment.exists()) == ([], (), False)
-    assert comes_true(lambda: len(os.listdir("/proc/self/fd")) <= before)  # a queue's own thread closes its pipe
+    assert comes_true(
+        lambda: len(os.listdir("/proc/self/fd")) <= before
+    )  # a queue's own thread closes its pipe
 
 
 def test_the_workers_are_known_by_their_pids(make_feed: MakeFeed) -> None:
@@ -340,14 +380,18 @@ def test_the_workers_are_known_by_their_pids(make_feed: MakeFeed) -> None:
     feed = make_feed(2, persistent_workers=True)
     assert feed.worker_pids == ()
     list(feed)
-    assert set(feed.worker_pids) == {worker.pid for worker in workers()} and len(feed.worker_pids) == 2
+    assert (
+        set(feed.worker_pids) == {worker.pid for worker in workers()} and len(feed.worker_pids) == 2
+    )
     workers()[0].kill()
     workers()[0].join()
     assert feed.worker_pids == tuple(worker.pid for worker in workers())
     assert make_feed(0).worker_pids == ()
 
 
-def test_polled_ends_with_a_dead_worker_and_with_the_timeout(make_feed: MakeFeed, quick: None) -> None:
+def test_polled_ends_with_a_dead_worker_and_with_the_timeout(
+    make_feed: MakeFeed, quick: None
+) -> None:
     """A worker's death, and a wait over loader.timeout_s, end a polled pass as they end a plain one."""
     with pytest.raises(LoaderError, match="exited unexpectedly"):
         list(make_feed(1, samples.Troubled(LENGTH, 5, samples.die)).polled(0.05))
@@ -362,8 +406,12 @@ def test_polling_as_a_second_pass_is_as_fine_as_asked_for(make_feed: MakeFeed) -
     assert_same(list(feed), list(make_feed(0)))
 
 
-@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")])
-def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "start_method"), [(0, "fork"), (2, "forkserver"), (2, "fork")]
+)
+def test_the_gauge_counts_each_worker_s_samples(
+    make_feed: MakeFeed, num_workers: int, start_method: str
+) -> None:
     """After a pass every sample has been counted once, by the workers that made it, with some time."""
     gauge = Gauge(num_workers)
     list(make_feed(num_workers, gauge=gauge, start_method=start_method))
@@ -396,7 +444,9 @@ def primed(feed: ProcessFeed, epoch: int, gauge: Gauge) -> ProcessFeed:
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
-def test_a_primed_pass_gives_the_same_batches(make_feed: MakeFeed, persistent_workers: bool) -> None:
+def test_a_primed_pass_gives_the_same_batches(
+    make_feed: MakeFeed, persistent_workers: bool
+) -> None:
     """Workers begin before iter(), which takes their batches over: bitwise those of an epoch that was not primed."""
     gauge, given = Gauge(2), []
     feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
@@ -411,8 +461,12 @@ def test_a_primed_pass_gives_the_same_batches(make_feed: MakeFeed, persistent_wo
     assert_same(given, epochs(make_feed(0)))
 
 
-@pytest.mark.parametrize(("num_workers", "start_method"), [(0, "forkserver"), (2, "fork")], ids=["no workers", "forked"])
-def test_priming_starts_nothing_where_it_must_not(make_feed: MakeFeed, num_workers: int, start_method: str) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "start_method"), [(0, "forkserver"), (2, "fork")], ids=["no workers", "forked"]
+)
+def test_priming_starts_nothing_where_it_must_not(
+    make_feed: MakeFeed, num_workers: int, start_method: str
+) -> None:
     """Without workers there is nothing to begin, and none is forked in the middle of a step; the pass comes all the same."""
     feed, threads = make_feed(num_workers, start_method=start_method), threading.active_count()
     feed.prime(0)
@@ -421,7 +475,9 @@ def test_priming_starts_nothing_where_it_must_not(make_feed: MakeFeed, num_worke
 
 
 @pytest.mark.parametrize("end", [ProcessFeed.close, None], ids=["close", "forgotten"])
-def test_a_primed_pass_that_nobody_takes_leaves_nothing(make_feed: MakeFeed, end: Callable[..., None] | None) -> None:
+def test_a_primed_pass_that_nobody_takes_leaves_nothing(
+    make_feed: MakeFeed, end: Callable[..., None] | None
+) -> None:
     """close() ends primed workers, as does dropping the feed."""
     gauge, order = Gauge(1), Order(LENGTH, 4)
     feed = primed(ProcessFeed(samples.Noise(LENGTH), order, samples.settings(1), gauge), 0, gauge)
@@ -434,7 +490,9 @@ def test_a_primed_pass_that_nobody_takes_leaves_nothing(make_feed: MakeFeed, end
     assert workers() == []
 
 
-def test_closing_waits_for_a_start_under_way(make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_a_start_under_way(
+    make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """prime() comes back before the workers are started, and a close() at that moment ends them all the same."""
     begun, go, start = threading.Event(), threading.Event(), ProcessFeed._start
 
@@ -458,7 +516,9 @@ def test_an_error_of_a_primed_start_comes_with_the_first_batch(make_feed: MakeFe
     feed = make_feed(1, samples.Troubled(LENGTH, 0, lambda: None))
     feed.prime(0)
     batches = iter(feed)
-    with pytest.raises(ConfigError, match="^num_workers=1: the data set cannot be sent .*lambda.*; define its"):
+    with pytest.raises(
+        ConfigError, match="^num_workers=1: the data set cannot be sent .*lambda.*; define its"
+    ):
         next(batches)
 
 
@@ -478,7 +538,9 @@ def test_signals_to_a_worker_are_ignored(make_feed: MakeFeed) -> None:
 def test_a_data_set_that_cannot_be_pickled_fails_at_once(make_feed: MakeFeed) -> None:
     """The first next() says in one line what keeps it from the workers, and the way out."""
     feed = make_feed(1, samples.Troubled(LENGTH, 0, lambda: None))
-    with pytest.raises(ConfigError, match="^num_workers=1: the data set cannot be sent .*lambda.*; define its"):
+    with pytest.raises(
+        ConfigError, match="^num_workers=1: the data set cannot be sent .*lambda.*; define its"
+    ):
         next(iter(feed))
 
 
@@ -506,7 +568,9 @@ def either(quick: str) -> list[object]:
 
 
 @pytest.fixture
-def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def trainer(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A trainer with two live workers, and the workers."""
     path = os.pathsep.join(sys.path)
     process = subprocess.Popen(
@@ -536,7 +600,9 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.parametrize("trainer", either("forkserver"), indirect=True)
-def test_no_worker_outlives_a_killed_trainer(trainer: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
+def test_no_worker_outlives_a_killed_trainer(
+    trainer: tuple[subprocess.Popen[str], list[psutil.Process]],
+) -> None:
     """Soon after the trainer's SIGKILL its workers are gone."""
     process, its_workers = trainer
     assert len(its_workers) == 2
@@ -546,7 +612,9 @@ def test_no_worker_outlives_a_killed_trainer(trainer: tuple[subprocess.Popen[str
 
 
 @pytest.mark.parametrize("trainer", either("fork"), indirect=True)
-def test_a_trainer_ends_with_a_pass_half_way(trainer: tuple[subprocess.Popen[str], list[psutil.Process]]) -> None:
+def test_a_trainer_ends_with_a_pass_half_way(
+    trainer: tuple[subprocess.Popen[str], list[psutil.Process]],
+) -> None:
     """A trainer that forgot close() ends at once and in silence, although its workers are deaf to SIGTERM."""
     process, its_workers = trainer
     begin = time.monotonic()

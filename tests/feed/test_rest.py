@@ -30,7 +30,9 @@ def images(side: int) -> ImageDataset:
     """Random pixels of 8 x 8; those of any other ``side`` have to be made, by threads."""
     pixels = np.random.default_rng(0).integers(0, 256, (LENGTH, 8, 8, 3), np.uint8)
     source = ArraySource(pixels, np.arange(LENGTH) % 10, map(str, range(10)), "noise")
-    return ImageDataset(source, TrainTransform(side, crop="pad", pad=2), DecodeOptions(), side, seed=5)
+    return ImageDataset(
+        source, TrainTransform(side, crop="pad", pad=2), DecodeOptions(), side, seed=5
+    )
 
 
 def make(form: str, order: Order) -> Feed:
@@ -41,10 +43,22 @@ def make(form: str, order: Order) -> Feed:
     if name == "arrays":
         return ArrayFeed(images(int(number)), order, samples.settings())
     settings = samples.settings(int(number), persistent_workers=True)
-    return {"processes": ProcessFeed, "threads": ThreadFeed}[name](samples.Noise(LENGTH), order, settings)
+    return {"processes": ProcessFeed, "threads": ThreadFeed}[name](
+        samples.Noise(LENGTH), order, settings
+    )
 
 
-@pytest.fixture(params=["processes 0", "processes 2", "threads 0", "threads 2", "arrays 8", "arrays 6", "synthetic 4"])
+@pytest.fixture(
+    params=[
+        "processes 0",
+        "processes 2",
+        "threads 0",
+        "threads 2",
+        "arrays 8",
+        "arrays 6",
+        "synthetic 4",
+    ]
+)
 def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
     made: list[Feed] = []
 
@@ -69,7 +83,9 @@ def passed(feed: Feed, epoch: int, primed: bool = False) -> list[HostBatch]:
 
 @pytest.mark.parametrize("primed", [False, True], ids=["plain", "primed"])
 @pytest.mark.parametrize("position", [0, 1, 3, 4, 5])
-def test_a_rest_gives_what_an_uninterrupted_pass_gives_from_there(make_feed: MakeFeed, position: int, primed: bool) -> None:
+def test_a_rest_gives_what_an_uninterrupted_pass_gives_from_there(
+    make_feed: MakeFeed, position: int, primed: bool
+) -> None:
     """Images, labels and indices are bitwise the same, also of the next epoch, which is whole."""
     rest = Rest(EPOCH, ORDER.taken(EPOCH, position), ORDER.stop(EPOCH))
     whole, feed = make_feed(ORDER), make_feed(replace(ORDER, rest=rest))

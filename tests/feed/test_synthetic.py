@@ -15,14 +15,22 @@ from harness.feed.synthetic import SyntheticFeed
 
 def make(length: int = 10, drop_last: bool = False) -> SyntheticFeed:
     order = Order(length, 4, drop_last=drop_last)
-    return SyntheticFeed(order, samples.settings(), image_size=6, classes=3, device=torch.device("cpu"))
+    return SyntheticFeed(
+        order, samples.settings(), image_size=6, classes=3, device=torch.device("cpu")
+    )
 
 
 def test_batches_have_the_shapes_of_a_real_feed() -> None:
     """uint8 images [N, 3, S, S] and int64 labels below the number of classes, the last batch as short as it would be."""
     batches = list(make())
-    assert [tuple(batch.images.shape) for batch in batches] == [(4, 3, 6, 6), (4, 3, 6, 6), (2, 3, 6, 6)]
-    assert {(batch.images.dtype, batch.labels.dtype) for batch in batches} == {(torch.uint8, torch.int64)}
+    assert [tuple(batch.images.shape) for batch in batches] == [
+        (4, 3, 6, 6),
+        (4, 3, 6, 6),
+        (2, 3, 6, 6),
+    ]
+    assert {(batch.images.dtype, batch.labels.dtype) for batch in batches} == {
+        (torch.uint8, torch.int64)
+    }
     assert all(0 <= label < 3 for batch in batches for label in batch.labels.tolist())
     assert sorted(torch.cat([batch.indices for batch in batches]).tolist()) == list(range(10))
 
@@ -30,7 +38,9 @@ def test_batches_have_the_shapes_of_a_real_feed() -> None:
 def test_the_same_memory_serves_every_batch() -> None:
     """Nothing is made or copied per batch."""
     feed = make()
-    assert {batch.images.data_ptr() for _ in range(2) for batch in feed} == {next(iter(feed)).images.data_ptr()}
+    assert {batch.images.data_ptr() for _ in range(2) for batch in feed} == {
+        next(iter(feed)).images.data_ptr()
+    }
     assert feed.on_device
 
 
@@ -49,7 +59,9 @@ def test_there_is_nothing_to_wait_for() -> None:
     feed = make()
     feed.prime(0)
     polled = [batch for batch in feed.polled(0.001) if batch is not None]
-    assert [batch.indices.tolist() for batch in polled] == [batch.indices.tolist() for batch in feed]
+    assert [batch.indices.tolist() for batch in polled] == [
+        batch.indices.tolist() for batch in feed
+    ]
     assert feed.worker_pids == ()
 
 
@@ -64,7 +76,11 @@ def test_making_one_leaves_the_global_generators_alone() -> None:
     """The noise comes from a generator of its own."""
 
     def states() -> tuple[object, ...]:
-        return random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
+        return (
+            random.getstate(),
+            pickle.dumps(np.random.get_state()),
+            torch.get_rng_state().numpy().tobytes(),
+        )
 
     before = states()
     list(make())

@@ -37,7 +37,9 @@ MakeFeed = Callable[..., ThreadFeed]
 def make_feed(gate: threading.Event) -> Iterator[MakeFeed]:
     made: list[ThreadFeed] = []
 
-    def make(num_workers: int, dataset: samples.Noise, gauge: Gauge | None = None, **more: Any) -> ThreadFeed:
+    def make(
+        num_workers: int, dataset: samples.Noise, gauge: Gauge | None = None, **more: Any
+    ) -> ThreadFeed:
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)
         made.append(ThreadFeed(dataset, order, samples.settings(num_workers, **more), gauge))
         return made[-1]
@@ -118,13 +120,19 @@ def test_memory_is_used_again(make_feed: MakeFeed) -> None:
     assert len({batch.images.data_ptr() for batch in batches}) <= 3 + 2
 
 
-def test_the_feed_holds_nothing_of_its_own_while_it_waits(make_feed: MakeFeed, gate: threading.Event) -> None:
+def test_the_feed_holds_nothing_of_its_own_while_it_waits(
+    make_feed: MakeFeed, gate: threading.Event
+) -> None:
     """A consumer that drops a batch and waits for the next one has the memory of all but those ahead free."""
     slow, gauge = int(Order(60, 4, seed=3).indices(0)[20]), Gauge(3)
-    feed = make_feed(3, samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)), gauge, prefetch_factor=2)
+    feed = make_feed(
+        3, samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)), gauge, prefetch_factor=2
+    )
     taker = threading.Thread(target=deque, args=(feed, 0))  # takes and drops each
     taker.start()
-    assert comes_true(lambda: gauge.read().samples == 8 * 4 - 1)  # three are ahead, the first of which lacks a sample
+    assert comes_true(
+        lambda: gauge.read().samples == 8 * 4 - 1
+    )  # three are ahead, the first of which lacks a sample
     assert comes_true(lambda: free_slots(feed) == 2)
     gate.set()
     taker.join(WAIT_S)
@@ -138,9 +146,13 @@ def free_slots(feed: ThreadFeed) -> int:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_no_thread_is_idle_while_a_batch_is_wanted(make_feed: MakeFeed, gate: threading.Event, threads: int) -> None:
+def test_no_thread_is_idle_while_a_batch_is_wanted(
+    make_feed: MakeFeed, gate: threading.Event, threads: int
+) -> None:
     """One slow sample holds back its own batch alone: those behind it are made meanwhile, as far as may be ahead."""
-    dataset = samples.Troubled(40, int(Order(40, 4, seed=3).indices(0)[0]), lambda: gate.wait(WAIT_S))
+    dataset = samples.Troubled(
+        40, int(Order(40, 4, seed=3).indices(0)[0]), lambda: gate.wait(WAIT_S)
+    )
     gauge = Gauge(threads)
     feed = make_feed(threads, dataset, gauge, prefetch_factor=2)
     feed.prime(0)
@@ -152,7 +164,9 @@ def test_no_thread_is_idle_while_a_batch_is_wanted(make_feed: MakeFeed, gate: th
 class TestEnds:
     """A pass that ends early, and a thread that does not."""
 
-    def test_a_late_thread_writes_where_nobody_looks(self, make_feed: MakeFeed, gate: threading.Event, impatient: None) -> None:
+    def test_a_late_thread_writes_where_nobody_looks(
+        self, make_feed: MakeFeed, gate: threading.Event, impatient: None
+    ) -> None:
         """A thread that hangs is left behind; what it writes when it comes back is in no batch of a later pass."""
         stuck, late = threading.Event(), threading.Event()
 
@@ -183,12 +197,18 @@ class TestEnds:
         feed = make_feed(2, samples.Troubled(40, 5, lambda: gate.wait(WAIT_S)))
         feed.prime(0)
         expected = [min(19, before + 10)] * 2
-        threads = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("feed-")]
-        assert comes_true(lambda: [os.getpriority(os.PRIO_PROCESS, id_ or 0) for id_ in threads] == expected)
+        threads = [
+            thread.native_id for thread in threading.enumerate() if thread.name.startswith("feed-")
+        ]
+        assert comes_true(
+            lambda: [os.getpriority(os.PRIO_PROCESS, id_ or 0) for id_ in threads] == expected
+        )
         assert os.getpriority(os.PRIO_PROCESS, 0) == before
         gate.set()
 
-    def test_closing_waits_for_no_thread_that_hangs(self, make_feed: MakeFeed, gate: threading.Event, impatient: None) -> None:
+    def test_closing_waits_for_no_thread_that_hangs(
+        self, make_feed: MakeFeed, gate: threading.Event, impatient: None
+    ) -> None:
         """close() comes back at once, and the thread ends as soon as it comes back."""
         feed = make_feed(2, samples.Troubled(19, 5, lambda: gate.wait(WAIT_S)))
         feed.prime(0)
@@ -226,7 +246,9 @@ class TestEnds:
         assert len(samples.at_work()) == 2
         assert_same(list(feed), reference(samples.Noise(19)))
 
-    def test_closing_amid_a_pass_ends_a_wait(self, make_feed: MakeFeed, gate: threading.Event, impatient: None) -> None:
+    def test_closing_amid_a_pass_ends_a_wait(
+        self, make_feed: MakeFeed, gate: threading.Event, impatient: None
+    ) -> None:
         """A thread that waits in next() comes back with an error when another one closes the feed."""
         feed = make_feed(1, samples.Troubled(4, 0, lambda: gate.wait(WAIT_S)))
         batches, raised = DataPrefetcher(feed, "cpu", ahead=True), []
@@ -263,7 +285,9 @@ class TestEnds:
         assert samples.at_work() == []
 
     @pytest.mark.parametrize("persistent_workers", [False, True], ids=["own", "persistent"])
-    def test_persistent_threads_serve_every_epoch(self, make_feed: MakeFeed, persistent_workers: bool) -> None:
+    def test_persistent_threads_serve_every_epoch(
+        self, make_feed: MakeFeed, persistent_workers: bool
+    ) -> None:
         """Threads outlive their pass where they are to."""
         feed = make_feed(2, samples.Noise(40), persistent_workers=persistent_workers)
         list(feed)
@@ -273,7 +297,12 @@ class TestEnds:
         assert samples.at_work() == first
 
     def test_a_signal_ends_a_wait(
-        self, make_feed: MakeFeed, gate: threading.Event, impatient: None, monkeypatch: pytest.MonkeyPatch, unguarded: None
+        self,
+        make_feed: MakeFeed,
+        gate: threading.Event,
+        impatient: None,
+        monkeypatch: pytest.MonkeyPatch,
+        unguarded: None,
     ) -> None:
         """A signal to the trainer ends next(), although no batch comes, when half of the grace is gone."""
         monkeypatch.setattr(signals, "_received", [])  # the next test has had none
@@ -287,8 +316,12 @@ class TestEnds:
             list(feed)
 
 
-@pytest.mark.parametrize("error", [SystemExit("left"), KeyboardInterrupt("pressed"), MemoryError("full")], ids=repr)
-def test_whatever_a_thread_raises_comes_out_of_next(make_feed: MakeFeed, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [SystemExit("left"), KeyboardInterrupt("pressed"), MemoryError("full")], ids=repr
+)
+def test_whatever_a_thread_raises_comes_out_of_next(
+    make_feed: MakeFeed, error: BaseException
+) -> None:
     """What is no sample's fault ends the pass as itself, and the threads with it."""
 
     def trouble() -> None:
@@ -300,7 +333,9 @@ def test_whatever_a_thread_raises_comes_out_of_next(make_feed: MakeFeed, error: 
     assert comes_true(lambda: samples.at_work() == [])
 
 
-def test_a_failure_comes_in_the_place_of_its_batch(make_feed: MakeFeed, gate: threading.Event) -> None:
+def test_a_failure_comes_in_the_place_of_its_batch(
+    make_feed: MakeFeed, gate: threading.Event
+) -> None:
     """The batches before it are given, although they are done later; those behind it do not matter."""
 
     class Failing(samples.Troubled):
@@ -422,7 +457,10 @@ class TestResize:
             feed.resize(threads)
             changed.set()
 
-        with pytest.raises(MemoryError if trouble == "memory" else LoaderError, match="no memory|loader.timeout_s=0.5"):
+        with pytest.raises(
+            MemoryError if trouble == "memory" else LoaderError,
+            match="no memory|loader.timeout_s=0.5",
+        ):
             list(map(change, feed))
 
     def test_before_a_pass_it_is_a_setting(self, make_feed: MakeFeed) -> None:
@@ -432,9 +470,14 @@ class TestResize:
         assert len(list(feed)) == 2
 
     @pytest.mark.parametrize(("num_workers", "threads"), [(0, 2), (2, 0), (2, 4)])
-    def test_what_cannot_be_is_refused(self, make_feed: MakeFeed, num_workers: int, threads: int) -> None:
+    def test_what_cannot_be_is_refused(
+        self, make_feed: MakeFeed, num_workers: int, threads: int
+    ) -> None:
         """Neither no threads, nor more than there are rows to count in, nor any where the trainer fills."""
-        with pytest.raises(ValueError, match=rf"resize\({threads}\) of a feed with num_workers={num_workers}: choose 1 to 3"):
+        with pytest.raises(
+            ValueError,
+            match=rf"resize\({threads}\) of a feed with num_workers={num_workers}: choose 1 to 3",
+        ):
             make_feed(num_workers, samples.Noise(8), Gauge(3)).resize(threads)
 
 
@@ -445,10 +488,18 @@ def test_torch_s_threads_are_left_alone(make_feed: MakeFeed) -> None:
         image_size = 224
 
         def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-            resize_into(np.full((300, 400, 3), index, np.uint8), (10, 20, 250, 200), out, flip=index % 2 == 0)
+            resize_into(
+                np.full((300, 400, 3), index, np.uint8),
+                (10, 20, 250, 200),
+                out,
+                flip=index % 2 == 0,
+            )
             return 0
 
-    feed, before = make_feed(3, Resized(40), persistent_workers=True), (torch.get_num_threads(), native_threads())
+    feed, before = (
+        make_feed(3, Resized(40), persistent_workers=True),
+        (torch.get_num_threads(), native_threads()),
+    )
     list(feed)
     assert (torch.get_num_threads(), native_threads()) == (before[0], before[1] + 3)
 
@@ -479,11 +530,17 @@ if sys.argv[1] == "failing": raise SystemExit(3)
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [("hanging", 0), pytest.param("busy", 0, marks=pytest.mark.slow), pytest.param("failing", 3, marks=pytest.mark.slow)],
+    [
+        ("hanging", 0),
+        pytest.param("busy", 0, marks=pytest.mark.slow),
+        pytest.param("failing", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_ends_with_a_pass_half_way(how: str, code: int) -> None:
     """A program that forgets close() ends at once and in silence, whatever its threads do."""
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, how]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=path, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=path, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")

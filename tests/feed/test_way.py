@@ -36,7 +36,9 @@ def rows(text: str) -> list[tuple[str, str, str]]:
     for line in text.splitlines():
         if ".py |" in line:
             _, _, functions, file, often, *_ = line.split("|")
-            found += [(name, file.strip(), often.strip()) for name in re.findall("`([^`]+)`", functions)]
+            found += [
+                (name, file.strip(), often.strip()) for name in re.findall("`([^`]+)`", functions)
+            ]
     return found
 
 
@@ -50,10 +52,14 @@ def test_every_function_is_where_it_is_said_to_be(function: str, file: str, ofte
     assert callable(operator.attrgetter(function)(module))
 
 
-@pytest.mark.parametrize(("text", "ways"), [(THREADS, rows(THREADS)), (PROCESSES, SHARED + rows(PROCESSES))])
+@pytest.mark.parametrize(
+    ("text", "ways"), [(THREADS, rows(THREADS)), (PROCESSES, SHARED + rows(PROCESSES))]
+)
 def test_the_counts_are_those_of_the_tables(text: str, ways: list[tuple[str, str, str]]) -> None:
     """Functions and files are counted as they are listed."""
-    assert f"{len(ways)} functions in {len({file for _, file, _ in ways})} files" in " ".join(text.split())
+    assert f"{len(ways)} functions in {len({file for _, file, _ in ways})} files" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,14 +70,19 @@ def test_the_counts_are_those_of_the_tables(text: str, ways: list[tuple[str, str
     ],
 )
 def test_an_image_goes_that_way(
-    form: type[Feed], ways: list[tuple[str, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: type[Feed],
+    ways: list[tuple[str, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A pass over a folder calls every function that needs neither a GPU nor a whole run."""
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))
     for name in ("a/1.jpg", "b/2.jpg"):
         (tmp_path / "set" / name).parent.mkdir(parents=True)
         photograph("china").reduce(4).save(tmp_path / "set" / name)
-    images = ImageDataset(FolderSource(tmp_path / "set"), TrainTransform(32, hflip=0.0), DecodeOptions(), 32, 0)
+    images = ImageDataset(
+        FolderSource(tmp_path / "set"), TrainTransform(32, hflip=0.0), DecodeOptions(), 32, 0
+    )
     # the trainer itself stands for the worker process
     settings = FeedSettings(1, int(form is ThreadFeed), False, None, False, 0.0, "fork")
     called = set()

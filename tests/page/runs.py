@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SPIKES = {3_330: 900.0, 9_990: 400.0, 10_500: 2_600.0, 19_870: 650.0}  # the window's last step: ms of its longest step
+SPIKES = {
+    3_330: 900.0,
+    9_990: 400.0,
+    10_500: 2_600.0,
+    19_870: 650.0,
+}  # the window's last step: ms of its longest step
 STAGES = (
     ("read", "storage", 0.9, 0.12),
     ("decode", "decode", 5.4, 5.3),
@@ -18,17 +23,28 @@ STAGES = (
 )
 
 
-def spread(median: float, p95: float | None = None, longest: float | None = None) -> dict[str, float]:
+def spread(
+    median: float, p95: float | None = None, longest: float | None = None
+) -> dict[str, float]:
     """A figure of a report."""
     return {"median": median, "p95": p95 or 1.2 * median, "max": longest or 1.5 * median}
 
 
-def window(step: int, parts: dict[str, float], longest_ms: float | None = None, **figures: float | None) -> dict[str, Any]:
+def window(
+    step: int, parts: dict[str, float], longest_ms: float | None = None, **figures: float | None
+) -> dict[str, Any]:
     """A line of ``metrics.jsonl`` whose steps are made of ``parts`` in ms; one starved step lasts ``longest_ms``."""
     step_ms = sum(parts.values())
-    line: dict[str, Any] = {"step": step, "epoch": 1 + step // 5_001, "time_s": step * step_ms / 1e3, "train/loss": 1.0}
+    line: dict[str, Any] = {
+        "step": step,
+        "epoch": 1 + step // 5_001,
+        "time_s": step * step_ms / 1e3,
+        "train/loss": 1.0,
+    }
     for name, ms in {**parts, "step": step_ms}.items():
-        spread_of = spread(ms, longest=longest_ms if longest_ms and name in ("step", "starved") else None)
+        spread_of = spread(
+            ms, longest=longest_ms if longest_ms and name in ("step", "starved") else None
+        )
         line |= {f"time/{name}_ms/{of}": value for of, value in spread_of.items()}
     stalled = (parts.get("starved", 0.0) + parts.get("exposed_copy", 0.0)) / step_ms
     return line | {"stall/data_fraction": stalled, "speed/images_per_s": 256e3 / step_ms} | figures
@@ -38,10 +54,17 @@ def parts_of(starved: float, noise: random.Random, *, device: bool) -> dict[str,
     """A step of about 100 ms of which a share is ``starved``."""
     wobble = noise.gauss(1.0, 0.03)
     copy = {"exposed_copy": 1.6 * wobble} if device else {}
-    return {"compute": 96 * (1 - starved), "starved": max(0.1, 96 * starved * wobble), **copy, "host": 2.4 * wobble}
+    return {
+        "compute": 96 * (1 - starved),
+        "starved": max(0.1, 96 * starved * wobble),
+        **copy,
+        "host": 2.4 * wobble,
+    }
 
 
-def report(*, starved: float = 0.38, device: bool = True, steps: int = 400, **changes: Any) -> dict[str, Any]:
+def report(
+    *, starved: float = 0.38, device: bool = True, steps: int = 400, **changes: Any
+) -> dict[str, Any]:
     """A finished run's ``report.json``; a change of None takes a figure out."""
     parts = parts_of(starved, random.Random(0), device=device)
     whole = sum(parts.values())
@@ -83,22 +106,45 @@ def report(*, starved: float = 0.38, device: bool = True, steps: int = 400, **ch
 def tuning() -> dict[str, Any]:
     """A ``tuning.json``: rising supply, one setting refused, the choice confirmed in steps."""
     settings = [
-        {"num_workers": n, "prefetch_factor": 2 if n else None, "pin_memory": True, "backend": "processes"} for n in range(13)
+        {
+            "num_workers": n,
+            "prefetch_factor": 2 if n else None,
+            "pin_memory": True,
+            "backend": "processes",
+        }
+        for n in range(13)
     ]
     rates = {0: 160, 1: 190, 2: 380, 4: 740, 6: 1080, 8: 1390, 10: 1420}
     rate = {n: {"images_per_s": r, "low": 0.93 * r, "high": 1.07 * r} for n, r in rates.items()}
-    trials = [{"settings": settings[n], "kind": "supply", "rate": found, "refused": None} for n, found in rate.items()]
+    trials = [
+        {"settings": settings[n], "kind": "supply", "rate": found, "refused": None}
+        for n, found in rate.items()
+    ]
     trials.append(
-        {"settings": settings[8], "kind": "steps", "rate": {"images_per_s": 1290, "low": 1265, "high": None}, "refused": None}
+        {
+            "settings": settings[8],
+            "kind": "steps",
+            "rate": {"images_per_s": 1290, "low": 1265, "high": None},
+            "refused": None,
+        }
     )
-    trials.append({"settings": settings[12], "kind": "supply", "rate": None, "refused": "worker 11 exited: /dev/shm is full"})
+    trials.append(
+        {
+            "settings": settings[12],
+            "kind": "supply",
+            "rate": None,
+            "refused": "worker 11 exited: /dev/shm is full",
+        }
+    )
     return {
         "search": "auto", "settings": settings[8], "sentence": "Training gets 1,290 images/s instead of 190.",
         "demand": {"images_per_s": 1310, "low": 1290, "high": 1330}, "trials": trials, "seconds": 7.5, "reused": False,
     }  # fmt: skip
 
 
-def write(folder: Path, *, report: Any = None, lines: Sequence[Any] = (), tuning: Any = None) -> Path:
+def write(
+    folder: Path, *, report: Any = None, lines: Sequence[Any] = (), tuning: Any = None
+) -> Path:
     """Write a run folder; what is None or empty is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in (("report.json", report), ("tuning.json", tuning)):
@@ -122,20 +168,36 @@ def long_run(folder: Path, steps: int = 20_000) -> Path:
             "host/own_read_bytes_per_s": 210e6, "host/own_storage_bytes_per_s": 180e6 * max(0.0, 1 - step / 8_000),
         }  # fmt: skip
         lines.append(
-            window(step, parts_of(starved, noise, device=True), SPIKES.get(step), **(sampled if step % 30 == 0 else {}))
+            window(
+                step,
+                parts_of(starved, noise, device=True),
+                SPIKES.get(step),
+                **(sampled if step % 30 == 0 else {}),
+            )
         )
-    ranks = [{"rank": rank, "step_ms": 100.0 + rank, "stalled_ms": 30.0, "forward_ms": 20.0} for rank in range(2)]
-    return write(folder, report=report(steps=steps, world_size=2, ranks=ranks), lines=lines, tuning=tuning())
+    ranks = [
+        {"rank": rank, "step_ms": 100.0 + rank, "stalled_ms": 30.0, "forward_ms": 20.0}
+        for rank in range(2)
+    ]
+    return write(
+        folder, report=report(steps=steps, world_size=2, ranks=ranks), lines=lines, tuning=tuning()
+    )
 
 
 def cpu_run(folder: Path, steps: int = 400, **changes: Any) -> Path:
     """A run whose figures come from the host's clock: no GPU, no copy."""
     noise = random.Random(2)
     lines = [
-        window(step, parts_of(0.2, noise, device=False), **{"host/own_cpu_cores": 1.9, "host/machine_cpu_cores": 31.5})
+        window(
+            step,
+            parts_of(0.2, noise, device=False),
+            **{"host/own_cpu_cores": 1.9, "host/machine_cpu_cores": 31.5},
+        )
         for step in range(10, steps + 1, 10)
     ]
-    return write(folder, report=report(starved=0.2, device=False, steps=steps, **changes), lines=lines)
+    return write(
+        folder, report=report(starved=0.2, device=False, steps=steps, **changes), lines=lines
+    )
 
 
 def sweep(root: Path) -> Path:
@@ -144,7 +206,9 @@ def sweep(root: Path) -> Path:
         workers, batch = (1, 2, 4)[job % 3], (128, 256)[job // 3]
         starved, noise = (0.7, 0.4, 0.05)[job % 3], random.Random(job)
         lines = [
-            window(step, parts_of(starved, noise, device=True), **{"gpu/utilization": 0.9 - starved})
+            window(
+                step, parts_of(starved, noise, device=True), **{"gpu/utilization": 0.9 - starved}
+            )
             for step in range(10, 401, 10)
         ]
         found = report(
@@ -169,7 +233,10 @@ def sweep(root: Path) -> Path:
 def interrupted(folder: Path) -> Path:
     """A run that still writes, or was killed: no report, and its last line is not whole."""
     noise = random.Random(3)
-    write(folder, lines=[window(step, parts_of(0.1, noise, device=True)) for step in range(10, 101, 10)])
+    write(
+        folder,
+        lines=[window(step, parts_of(0.1, noise, device=True)) for step in range(10, 101, 10)],
+    )
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 110, "epo')
     return folder
@@ -183,6 +250,8 @@ def damaged(folder: Path) -> Path:
     )
     (folder / "tuning.json").write_text('{"trials": {"a": "<img src=x onerror=alert(1)>"}}')
     (folder / "metrics.jsonl").write_bytes(
-        b'\xff\xfe not json\n[1, 2]\n{"step": "x"}\n' + json.dumps(window(10, {"compute": 5.0})).encode() + b"\n"
+        b'\xff\xfe not json\n[1, 2]\n{"step": "x"}\n'
+        + json.dumps(window(10, {"compute": 5.0})).encode()
+        + b"\n"
     )
     return folder

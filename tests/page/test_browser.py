@@ -41,7 +41,9 @@ WAIT_S = 30
 
 T = TypeVar("T")
 
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromium-driver (apt-get install)")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="needs chromium and chromium-driver (apt-get install)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,11 @@ def texts(browser: webdriver.Chrome, selector: str) -> list[str]:
 def colour_at(browser: webdriver.Chrome, script: str) -> tuple[int, ...]:
     """The colour on the screen where ``script`` says, ``[x, y]`` of the visible part."""
     x, y = browser.execute_script(script)
-    return Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB").getpixel((int(x), int(y)))  # type: ignore[return-value]
+    return (
+        Image.open(io.BytesIO(browser.get_screenshot_as_png()))
+        .convert("RGB")
+        .getpixel((int(x), int(y)))
+    )  # type: ignore[return-value]
 
 
 MIDDLE_OF_SPIKE = """
@@ -113,7 +119,9 @@ MIDDLE_OF_SPIKE = """
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_spike_of_a_long_run_is_drawn(show: Callable[..., webdriver.Chrome], scheme: str) -> None:
+def test_every_spike_of_a_long_run_is_drawn(
+    show: Callable[..., webdriver.Chrome], scheme: str
+) -> None:
     """All four marks of 20,000 steps are on the screen in the spikes' colour, within the chart, and named below it."""
     page = show("long_run", scheme=scheme)
     marks = page.find_elements(By.CSS_SELECTOR, ".spike")
@@ -121,9 +129,9 @@ def test_every_spike_of_a_long_run_is_drawn(show: Callable[..., webdriver.Chrome
     expected = {"light": (156, 0, 68), "dark": (255, 134, 176)}[scheme]
     for step in runs.SPIKES:
         assert colour_at(page, MIDDLE_OF_SPIKE % step) == expected
-    assert len(texts(page, ".spikes li")) == 4 and "2.60 s in steps 10,491 to 10,500, mostly starved" in texts(
-        page, ".spikes li"
-    )
+    assert len(
+        texts(page, ".spikes li")
+    ) == 4 and "2.60 s in steps 10,491 to 10,500, mostly starved" in texts(page, ".spikes li")
 
 
 def test_no_label_lies_across_a_longer_spike(show: Callable[..., webdriver.Chrome]) -> None:
@@ -169,7 +177,10 @@ def test_without_workers_none_is_spoken_of(browser: webdriver.Chrome, tmp_path: 
 
 def test_windows_that_hold_spikes_are_counted(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """Two in each group of ten windows: both are counted, one is marked, and the twelve longest of those are told."""
-    lines = [runs.window(step, {"compute": 5.0}, 90.0 if step % 50 == 0 else None) for step in range(10, 40_001, 10)]
+    lines = [
+        runs.window(step, {"compute": 5.0}, 90.0 if step % 50 == 0 else None)
+        for step in range(10, 40_001, 10)
+    ]
     write_report(runs.write(tmp_path, report=runs.report(), lines=lines))
     browser.get((tmp_path / "report.html").as_uri())
     until(browser, lambda: one(browser, ".chart svg"))
@@ -181,10 +192,18 @@ def test_windows_that_hold_spikes_are_counted(browser: webdriver.Chrome, tmp_pat
 
 def test_what_was_typed_can_be_pasted(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """A shell reads the same words."""
-    typed = ["data.root=/my images/é", "loader.num_workers=2", "run.name=it's", "+x=[1,2]", "y=$HOME"]
+    typed = [
+        "data.root=/my images/é",
+        "loader.num_workers=2",
+        "run.name=it's",
+        "+x=[1,2]",
+        "y=$HOME",
+    ]
     write_report(runs.cpu_run(tmp_path, run={"overrides": typed}))
     browser.get((tmp_path / "report.html").as_uri())
-    line = until(browser, lambda: browser.find_element(By.XPATH, "//p[contains(., 'Typed: ')]//code").text)
+    line = until(
+        browser, lambda: browser.find_element(By.XPATH, "//p[contains(., 'Typed: ')]//code").text
+    )
     assert shlex.split(line) == typed and line == shlex.join(typed)
 
 
@@ -197,14 +216,21 @@ def test_the_newest_runs_are_looked_at_first(browser: webdriver.Chrome, tmp_path
     write_sweep(tmp_path)
     browser.get((tmp_path / "report.html").as_uri())
     until(browser, lambda: texts(browser, ".detail h2")[:1] == ["Run 4"])
-    assert texts(browser, ".multiples figcaption button") == [str(job) for job in range(13) if job != 5]
+    assert texts(browser, ".multiples figcaption button") == [
+        str(job) for job in range(13) if job != 5
+    ]
 
 
 def test_the_slowest_rank_is_named(show: Callable[..., webdriver.Chrome]) -> None:
     """A run on several ranks has a row for each, and a figure that a rank has not is said to be absent."""
     page = show("long_run")
     assert texts(page, "[aria-label=Ranks] tbody th") == ["rank 0", "rank 1 longest step"]
-    assert texts(page, "[aria-label=Ranks] tbody tr:last-child td") == ["101 ms", "30.0 ms", "not available", "20.0 ms"]
+    assert texts(page, "[aria-label=Ranks] tbody tr:last-child td") == [
+        "101 ms",
+        "30.0 ms",
+        "not available",
+        "20.0 ms",
+    ]
 
 
 def test_spikes_can_be_drawn_at_full_height(show: Callable[..., webdriver.Chrome]) -> None:
@@ -221,11 +247,16 @@ def test_spikes_can_be_drawn_at_full_height(show: Callable[..., webdriver.Chrome
 @pytest.mark.parametrize(
     ("page", "said"),
     [
-        ("long_run", "GPU memory\n21.3 GB\nallocated at most, 9.80 GB in evaluation; 24.0 GB reserved of 80.0 GB"),
+        (
+            "long_run",
+            "GPU memory\n21.3 GB\nallocated at most, 9.80 GB in evaluation; 24.0 GB reserved of 80.0 GB",
+        ),
         ("cpu_run", "GPU memory\nnot available\nno NVIDIA GPU gave it"),
     ],
 )
-def test_the_peak_of_the_gpus_memory_is_shown(show: Callable[..., webdriver.Chrome], page: str, said: str) -> None:
+def test_the_peak_of_the_gpus_memory_is_shown(
+    show: Callable[..., webdriver.Chrome], page: str, said: str
+) -> None:
     """The larger one of training and evaluation, beside what torch has reserved and what there is."""
     assert said in texts(show(page), ".figures > div")
 
@@ -236,7 +267,10 @@ def test_pages_of_all_kinds_are_drawn(show: Callable[..., webdriver.Chrome], pag
     browser = show(page)
     said = one(browser, "main").text
     assert "not available" in said and "undefined" not in said and "NaN" not in said
-    assert browser.execute_script("return document.querySelectorAll('main img, main script').length") == 0
+    assert (
+        browser.execute_script("return document.querySelectorAll('main img, main script').length")
+        == 0
+    )
 
 
 def test_a_sweep_is_compared(show: Callable[..., webdriver.Chrome]) -> None:
@@ -248,7 +282,8 @@ def test_a_sweep_is_compared(show: Callable[..., webdriver.Chrome]) -> None:
     for _ in range(2):
         heading.click()
     assert texts(page, ".sweep tbody th") == [
-        f"{job}: num_workers={(1, 2, 4)[job % 3]} batch_size={(128, 256)[job // 3]}" for job in (4, 3, 2, 1, 0, 5)
+        f"{job}: num_workers={(1, 2, 4)[job % 3]} batch_size={(128, 256)[job // 3]}"
+        for job in (4, 3, 2, 1, 0, 5)
     ]
     assert one(page, ".sweep [aria-sort]").get_attribute("aria-sort") == "descending"
     one(page, "tr[data-run='3'] th button").click()
@@ -260,10 +295,17 @@ def test_a_sweep_is_compared(show: Callable[..., webdriver.Chrome]) -> None:
 def test_what_was_swept_is_shown_as_typed(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """A setting that was swept has a column and names the rows, also where the loader used another value."""
     for job, asked in enumerate(("true", "false")):
-        runs.cpu_run(tmp_path / str(job), steps=50, run={"overrides": [f"loader.pin_memory={asked}"], "name": str(job)})
+        runs.cpu_run(
+            tmp_path / str(job),
+            steps=50,
+            run={"overrides": [f"loader.pin_memory={asked}"], "name": str(job)},
+        )
     write_sweep(tmp_path)
     browser.get((tmp_path / "report.html").as_uri())
-    until(browser, lambda: texts(browser, ".sweep tbody th") == ["0: pin_memory=true", "1: pin_memory=false"])
+    until(
+        browser,
+        lambda: texts(browser, ".sweep tbody th") == ["0: pin_memory=true", "1: pin_memory=false"],
+    )
     assert texts(browser, ".sweep thead th")[-1] == "loader.pin_memory"
     assert texts(browser, ".sweep tbody td:last-child") == ["true (used false)", "false"]
 
@@ -277,22 +319,40 @@ def test_a_chart_is_steered_by_keyboard(show: Callable[..., webdriver.Chrome]) -
     page.switch_to.active_element.send_keys(Keys.TAB)
     assert page.switch_to.active_element == chart
     chart.send_keys(Keys.END, Keys.ARROW_LEFT)
-    assert (chart.get_attribute("aria-valuetext") or "").startswith("up to step 390, epoch 1, compute ")
+    assert (chart.get_attribute("aria-valuetext") or "").startswith(
+        "up to step 390, epoch 1, compute "
+    )
     assert one(page, ".tip").is_displayed() and "median step" in one(page, ".tip").text
-    assert page.execute_script("return getComputedStyle(arguments[0]).outlineStyle", chart) == "solid"
+    assert (
+        page.execute_script("return getComputedStyle(arguments[0]).outlineStyle", chart) == "solid"
+    )
     chart.send_keys(Keys.ESCAPE)
     assert not one(page, ".tip").is_displayed()
 
 
-def test_the_machines_processors_lie_beside_the_runs_own(show: Callable[..., webdriver.Chrome]) -> None:
+def test_the_machines_processors_lie_beside_the_runs_own(
+    show: Callable[..., webdriver.Chrome],
+) -> None:
     """One chart has a line for each, named in its legend and in its words; where one is not known, the other stays."""
     charts = {}
     for page in ("cpu_run", "long_run"):
-        chart = show(page).find_element(By.XPATH, "//h3[text()='Processors in use']/ancestor::div[@class='chart']")
-        said = chart.find_element(By.CSS_SELECTOR, "svg[role=slider]").get_attribute("aria-label") or ""
+        chart = show(page).find_element(
+            By.XPATH, "//h3[text()='Processors in use']/ancestor::div[@class='chart']"
+        )
+        said = (
+            chart.find_element(By.CSS_SELECTOR, "svg[role=slider]").get_attribute("aria-label")
+            or ""
+        )
         lines = chart.find_elements(By.CSS_SELECTOR, "svg[role=slider] .line")
-        charts[page] = said.split(": ")[1].split("; "), len(lines), chart.find_element(By.CSS_SELECTOR, ".keys").text
-    machine, own = "the whole machine from 31.5 cores to 31.5 cores", "this run from 1.90 cores to 1.90 cores"
+        charts[page] = (
+            said.split(": ")[1].split("; "),
+            len(lines),
+            chart.find_element(By.CSS_SELECTOR, ".keys").text,
+        )
+    machine, own = (
+        "the whole machine from 31.5 cores to 31.5 cores",
+        "this run from 1.90 cores to 1.90 cores",
+    )
     assert charts["cpu_run"] == ([machine, own], 2, "the whole machine\nthis run")
     assert charts["long_run"][1:] == (1, "this run")
 
@@ -309,14 +369,22 @@ def test_the_next_step_is_copied(show: Callable[..., webdriver.Chrome]) -> None:
     page = show("cpu_run")
     one(page, ".next button").click()
     said = until(page, lambda: one(page, ".next [role=status]").text)
-    assert said == "copied" or page.execute_script("return String(getSelection())") == "loader.num_workers=8"
+    assert (
+        said == "copied"
+        or page.execute_script("return String(getSelection())") == "loader.num_workers=8"
+    )
 
 
 @pytest.mark.parametrize("page", ["long_run", "sweep"])
 @pytest.mark.parametrize("width", [1280, 700, 360])
-def test_the_page_fits_its_width(show: Callable[..., webdriver.Chrome], page: str, width: int) -> None:
+def test_the_page_fits_its_width(
+    show: Callable[..., webdriver.Chrome], page: str, width: int
+) -> None:
     """Nothing makes the page itself scroll sideways."""
-    assert show(page, width=width).execute_script("return document.documentElement.scrollWidth") <= width
+    assert (
+        show(page, width=width).execute_script("return document.documentElement.scrollWidth")
+        <= width
+    )
 
 
 @contextmanager
@@ -367,7 +435,13 @@ def look_at_the_tab(browser: webdriver.Chrome, address: str) -> None:
     browser.get(f"{address}/#data_stalls")
     browser.switch_to.frame(until(browser, lambda: one(browser, "iframe[src*=data_stalls]")))
     until(browser, lambda: one(browser, "tr[data-run='long_run'] th button")).click()
-    until(browser, lambda: texts(browser, ".detail h2")[:1] == ["Run long_run"] and one(browser, ".detail .chart svg"))
+    until(
+        browser,
+        lambda: (
+            texts(browser, ".detail h2")[:1] == ["Run long_run"]
+            and one(browser, ".detail .chart svg")
+        ),
+    )
     assert len(browser.find_elements(By.CSS_SELECTOR, ".detail .spike")) == 4
 
 
@@ -404,7 +478,9 @@ def test_a_late_answer_replaces_no_later_run(browser: webdriver.Chrome, address:
     for name in ("cpu_run", "damaged"):
         one(browser, f"tr[data-run='{name}'] th button").click()
     until(browser, lambda: texts(browser, ".detail h2")[:1] == ["Run damaged"])
-    browser.execute_script("release(); return new Promise((done) => setTimeout(done))")  # after all that answers set off
+    browser.execute_script(
+        "release(); return new Promise((done) => setTimeout(done))"
+    )  # after all that answers set off
     assert texts(browser, ".detail h2")[0] == "Run damaged"
     assert one(browser, "tr[data-open] th").text == "damaged"
 

@@ -28,10 +28,14 @@ def test_a_long_run_keeps_every_spike(tmp_path: Path) -> None:
     found = course(read_windows(long_run(tmp_path) / "metrics.jsonl"), 400)
     assert found is not None
     told = [(spike["step"], spike["ms"], spike["cause"]) for spike in found["spikes"]]
-    assert told == sorted(((step, ms, "starved") for step, ms in SPIKES.items()), key=lambda spike: -spike[1])
+    assert told == sorted(
+        ((step, ms, "starved") for step, ms in SPIKES.items()), key=lambda spike: -spike[1]
+    )
     assert (found["windows"], len(found["steps"]), found["spike_count"]) == (2000, 400, 4)
     highest = found["columns"]["time/step_ms/max"]["high"]
-    assert [highest[spike["at"]] for spike in found["spikes"]] == [spike["ms"] for spike in found["spikes"]]
+    assert [highest[spike["at"]] for spike in found["spikes"]] == [
+        spike["ms"] for spike in found["spikes"]
+    ]
 
 
 def test_each_group_marks_its_longest_spike() -> None:
@@ -40,7 +44,10 @@ def test_each_group_marks_its_longest_spike() -> None:
     found = course(windows_of(longest_ms), 50)
     assert found is not None and (found["spike_count"], len(found["spikes"])) == (100, 50)
     marked = [(spike["ms"], spike["at"], spike["step"]) for spike in found["spikes"]]
-    assert marked == [(91.0, 10, 810), *((90.0, group, 80 * group + 10) for group in range(50) if group != 10)]
+    assert marked == [
+        (91.0, 10, 810),
+        *((90.0, group, 80 * group + 10) for group in range(50) if group != 10),
+    ]
 
 
 @pytest.mark.parametrize("buckets", [1, 3, 7, 40])
@@ -50,12 +57,17 @@ def test_groups_keep_lowest_and_highest(buckets: int) -> None:
     found = course(windows, buckets)
     assert found is not None and len(found["steps"]) == buckets and found["steps"][-1] == 400
     column = found["columns"]["time/step_ms/max"]
-    assert max(column.get("high", column["mean"])) == 22 and min(column.get("low", column["mean"])) == 10
+    assert (
+        max(column.get("high", column["mean"])) == 22
+        and min(column.get("low", column["mean"])) == 10
+    )
 
 
 def test_every_line_of_a_chart_is_read() -> None:
     """What the page draws is among the tags that are read for it; the machine's cores lie beside the run's own."""
-    charts = {chart["title"]: [line["tag"] for line in chart["series"]] for chart in declared()["charts"]}
+    charts = {
+        chart["title"]: [line["tag"] for line in chart["series"]] for chart in declared()["charts"]
+    }
     assert {tag for tags in charts.values() for tag in tags} <= set(TAGS)
     assert charts["Processors in use"] == ["host/machine_cpu_cores", "host/own_cpu_cores"]
 
@@ -91,7 +103,9 @@ def test_a_spike_stands_out_of_its_run(longest_ms: list[float], expected: list[i
 def test_damaged_lines_are_counted_and_a_growing_one_is_not(tmp_path: Path) -> None:
     """What cannot be read is left out; a last line without its end is still being written."""
     good = json.dumps(window(10, {"compute": 5.0}))
-    (tmp_path / "m.jsonl").write_text(f'{{"step": 5, "val/top1": 0.5}}\nno json\n[1]\n{good}\n{{"step": 20, "time/st')
+    (tmp_path / "m.jsonl").write_text(
+        f'{{"step": 5, "val/top1": 0.5}}\nno json\n[1]\n{good}\n{{"step": 20, "time/st'
+    )
     windows = read_windows(tmp_path / "m.jsonl")
     assert (windows.steps, windows.damaged) == ([10], 2)
 

@@ -13,8 +13,14 @@ def test_the_link_names_the_cards() -> None:
     """Its query is TensorBoard's own: JSON of plugin and tag, nothing smoothed, on the time series page."""
     address = urlsplit(pinned_link(6007))
     query = parse_qs(address.query)
-    assert (address.netloc, address.fragment, query["smoothing"]) == ("localhost:6007", "timeseries", ["0"])
-    assert json.loads(query["pinnedCards"][0]) == [{"plugin": "scalars", "tag": tag} for tag in PINNED]
+    assert (address.netloc, address.fragment, query["smoothing"]) == (
+        "localhost:6007",
+        "timeseries",
+        ["0"],
+    )
+    assert json.loads(query["pinnedCards"][0]) == [
+        {"plugin": "scalars", "tag": tag} for tag in PINNED
+    ]
 
 
 def test_every_card_is_a_tag_that_runs_log() -> None:

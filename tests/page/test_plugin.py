@@ -28,8 +28,12 @@ class Flags:
         self.logdir_spec = logdir_spec
 
 
-def plugin(logdir: object = None, spec: str | None = None, now: Callable[[], float] = lambda: 0.0) -> StallsPlugin:
-    return StallsPlugin(TBContext(logdir=None if logdir is None else str(logdir), flags=Flags(spec)), now)
+def plugin(
+    logdir: object = None, spec: str | None = None, now: Callable[[], float] = lambda: 0.0
+) -> StallsPlugin:
+    return StallsPlugin(
+        TBContext(logdir=None if logdir is None else str(logdir), flags=Flags(spec)), now
+    )
 
 
 def ask(of: StallsPlugin, route: str, query: str = "") -> tuple[str, dict[str, str], bytes]:
@@ -45,7 +49,11 @@ def ask(of: StallsPlugin, route: str, query: str = "") -> tuple[str, dict[str, s
 
 def test_it_is_installed_as_a_tab() -> None:
     """TensorBoard finds it by its entry point."""
-    (found,) = [entry for entry in metadata.entry_points(group="tensorboard_plugins") if entry.name == "data_stalls"]
+    (found,) = [
+        entry
+        for entry in metadata.entry_points(group="tensorboard_plugins")
+        if entry.name == "data_stalls"
+    ]
     assert found.load() is StallsPlugin
     assert StallsPlugin(TBContext()).frontend_metadata().tab_name == "Data stalls"
 
@@ -56,10 +64,16 @@ def test_runs_are_listed_and_told(tmp_path: Path) -> None:
     runs.cpu_run(tmp_path / "b")
     here = plugin(tmp_path)
     listed = json.loads(ask(here, "/runs")[2])
-    assert [(run["name"], len(run["course"]["steps"])) for run in listed["runs"]] == [("a/long", 60), ("b", 40)]
+    assert [(run["name"], len(run["course"]["steps"])) for run in listed["runs"]] == [
+        ("a/long", 60),
+        ("b", 40),
+    ]
     status, headers, body = ask(here, "/run", "name=a%2Flong")
     assert (status, len(json.loads(body)["course"]["steps"])) == ("200 OK", 400)
-    assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == ("application/json; charset=utf-8", "nosniff")
+    assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == (
+        "application/json; charset=utf-8",
+        "nosniff",
+    )
 
 
 def test_a_run_that_goes_on_is_read_anew(tmp_path: Path) -> None:
@@ -69,10 +83,16 @@ def test_a_run_that_goes_on_is_read_anew(tmp_path: Path) -> None:
     before = json.loads(ask(here, "/run", "name=run")[2])
     runs.write(tmp_path / "run", report=runs.report())
     after = json.loads(ask(here, "/run", "name=run")[2])
-    assert (before["latest"], after["latest"], after["report"]["status"]) == (True, False, "completed")
+    assert (before["latest"], after["latest"], after["report"]["status"]) == (
+        True,
+        False,
+        "completed",
+    )
 
 
-@pytest.mark.parametrize("name", ["../outside", "..%2Foutside", "/etc", "a/../../outside", "%00", "", "a/."])
+@pytest.mark.parametrize(
+    "name", ["../outside", "..%2Foutside", "/etc", "a/../../outside", "%00", "", "a/."]
+)
 def test_a_name_never_leaves_the_logdir(tmp_path: Path, name: str) -> None:
     """Only a run that is listed can be asked for."""
     runs.write(tmp_path / "outside", report={"status": "secret"})
@@ -110,7 +130,9 @@ def test_a_glance_at_many_folders_is_short(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).mkdir()
     assert not plugin(tmp_path).is_active()
     runs.write(tmp_path / "b", report={})
-    monkeypatch.setattr("harness.page.runs.REPORT_JSON", "none.json")  # who did look would find none
+    monkeypatch.setattr(
+        "harness.page.runs.REPORT_JSON", "none.json"
+    )  # who did look would find none
     assert plugin(tmp_path).is_active()
 
 
@@ -123,7 +145,11 @@ def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.Mo
         {},
     ]
     read = serve.run_json
-    monkeypatch.setattr(serve, "run_json", lambda folder, name, **more: read(folder if name == "b" else 1 / 0, name, **more))
+    monkeypatch.setattr(
+        serve,
+        "run_json",
+        lambda folder, name, **more: read(folder if name == "b" else 1 / 0, name, **more),
+    )
     os.utime(tmp_path / "a" / "report.json", (0, 0))
     listed = json.loads(ask(plugin(tmp_path), "/runs")[2])
     assert [run["name"] for run in listed["runs"]] == ["b"]
@@ -158,7 +184,10 @@ def test_an_error_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("harness.page.serve.each_run", fail)
     here = plugin(tmp_path)
     status, _, body = ask(here, "/runs")
-    assert (status, json.loads(body)) == ("500 Internal Server Error", {"error": "RuntimeError: never thought of"})
+    assert (status, json.loads(body)) == (
+        "500 Internal Server Error",
+        {"error": "RuntimeError: never thought of"},
+    )
     assert here.is_active()
 
 

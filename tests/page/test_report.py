@@ -67,7 +67,8 @@ def test_no_script_makes_markup_of_text() -> None:
     """Elements are made one by one; nothing parses a text as markup or as a program."""
     for name in (*SCRIPTS, "tab.js"):
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(", (ASSETS / name).read_text()
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(",
+            (ASSETS / name).read_text(),
         )
 
 
@@ -113,7 +114,9 @@ def test_the_command_writes_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixtur
     """It says which file it wrote and of how many runs."""
     assert main([str(runs.sweep(tmp_path))]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}: 6 runs\n"
-    assert [run["name"] for run in embedded((tmp_path / "report.html").read_text())["runs"]] == list("012345")
+    assert [
+        run["name"] for run in embedded((tmp_path / "report.html").read_text())["runs"]
+    ] == list("012345")
 
 
 def test_a_run_that_cannot_be_told_ends_no_other(
@@ -135,11 +138,14 @@ def test_a_run_that_cannot_be_told_ends_no_other(
     assert embedded((tmp_path / "report.html").read_text())["notes"] == [note]
 
 
-def test_the_command_names_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_a_folder_without_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The message names the folder and what is looked for; the exit code is the one for settings."""
     assert main([str(tmp_path)]) == 2
     assert re.fullmatch(
-        rf"error: {re.escape(str(tmp_path))}: no run below it \(a folder with report.json .*\n", capsys.readouterr().err
+        rf"error: {re.escape(str(tmp_path))}: no run below it \(a folder with report.json .*\n",
+        capsys.readouterr().err,
     )
 
 
@@ -147,7 +153,12 @@ def test_the_command_names_a_folder_without_runs(tmp_path: Path, capsys: pytest.
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
     """A page is written, and TensorBoard starts with the tab, without torch, numpy or Hydra."""
     code = f"import sys, harness.page.{module}; print({{'torch', 'numpy', 'hydra'}} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )
 
 
 @pytest.mark.parametrize(

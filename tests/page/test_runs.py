@@ -41,7 +41,11 @@ def test_damage_is_named_by_file(tmp_path: Path) -> None:
     """Each damaged file has its note, and what can be read is shown."""
     run = read_run(runs.damaged(tmp_path / "run"), "run")
     notes = " | ".join(run["notes"])
-    for text in ("metrics.jsonl has 2 damaged lines", "report.json is damaged", "tuning.json does not hold"):
+    for text in (
+        "metrics.jsonl has 2 damaged lines",
+        "report.json is damaged",
+        "tuning.json does not hold",
+    ):
         assert text in notes
     assert run["course"]["windows"] == 1 and run["tuning"] is None
 
@@ -71,7 +75,10 @@ def test_any_contents_of_a_report_are_survived(tmp_path: Path, text: str, reason
 def test_a_pipe_in_place_of_a_report_does_not_hang(tmp_path: Path) -> None:
     """Only plain files are opened."""
     os.mkfifo(tmp_path / "report.json")
-    assert any("report.json cannot be read: not a regular file" in note for note in read_run(tmp_path, "run")["notes"])
+    assert any(
+        "report.json cannot be read: not a regular file" in note
+        for note in read_run(tmp_path, "run")["notes"]
+    )
 
 
 def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:
@@ -90,7 +97,9 @@ def test_a_run_may_have_any_name(tmp_path: Path) -> None:
     assert list(find_runs(tmp_path, [])) == ["checkpoints/1", "trace"]
 
 
-def test_of_too_many_runs_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_runs_the_newest_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that were written to last, by whichever file, in natural order, and a note says how many there are."""
     monkeypatch.setattr("harness.page.runs._MOST_RUNS", 3)
     for job in range(12):
@@ -102,7 +111,9 @@ def test_of_too_many_runs_the_newest_are_kept(tmp_path: Path, monkeypatch: pytes
     assert [read_run(tmp_path / job, job)["changed_s"] for job in ("10", "11")] == [10, 11]
 
 
-def test_of_too_many_folders_the_last_by_name_are_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_folders_the_last_by_name_are_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which are the newest where names are dates; a note says where it ended."""
     monkeypatch.setattr("harness.page.runs.each_run", partial(each_run, most=3))
     for day in ("2026-05-01", "2026-05-02", "2026-05-10"):
@@ -127,13 +138,18 @@ def test_the_configuration_is_shown_as_it_was_saved(tmp_path: Path) -> None:
 
 def test_all_that_is_read_can_be_sent(tmp_path: Path) -> None:
     """No NaN reaches the page, whose reader would refuse it."""
-    runs.write(tmp_path, report={"images_per_s": float("nan"), "shares": {"compute": float("inf"), "host": 1.0}})
+    runs.write(
+        tmp_path,
+        report={"images_per_s": float("nan"), "shares": {"compute": float("inf"), "host": 1.0}},
+    )
     run = read_run(tmp_path, "run")
     assert run["report"] == {"shares": {"host": 1.0}} and json.dumps(run, allow_nan=False)
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", ["report.json", "metrics.jsonl", "tuning.json", ".hydra/config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["report.json", "metrics.jsonl", "tuning.json", ".hydra/config.yaml"]
+)
 @oddities.every
 def test_an_odd_file_is_a_note_at_most(tmp_path: Path, name: str, plant: Plant) -> None:
     """No file of a run folder that came from elsewhere is waited for, and no link out of the folder is shown."""

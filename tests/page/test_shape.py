@@ -29,8 +29,18 @@ from harness.page.shape import REPORT, TUNING, fitted
         pytest.param({"a": 1, "z": 2}, {"a": float, "b?": float}, {"a": 1}, id="optional-may-miss"),
         pytest.param({"b": 1}, {"a": float, "b?": float}, None, id="required-may-not"),
         pytest.param({"a": None}, {"a?": float}, {}, id="null-is-absent"),
-        pytest.param({"n": 2, "pin": False, "deep": {}}, {str: object}, {"n": 2, "pin": False}, id="plain-values"),
-        pytest.param({"a": math.inf, "b": -math.inf, "c": math.nan, "d": 10**400}, {str: object}, {}, id="plain-is-finite"),
+        pytest.param(
+            {"n": 2, "pin": False, "deep": {}},
+            {str: object},
+            {"n": 2, "pin": False},
+            id="plain-values",
+        ),
+        pytest.param(
+            {"a": math.inf, "b": -math.inf, "c": math.nan, "d": 10**400},
+            {str: object},
+            {},
+            id="plain-is-finite",
+        ),
         pytest.param({"a": "x", "b": None}, {str: object}, {"a": "x"}, id="plain-text"),
         pytest.param([1], {"a": float}, None, id="list-is-no-object"),
     ],
@@ -42,7 +52,9 @@ def test_only_what_fits_is_kept(value: Any, shape: Any, expected: Any) -> None:
 
 def test_a_spread_without_its_median_is_left_out_of_a_report() -> None:
     """The rest of the report stays."""
-    assert fitted({"status": "completed", "step_ms": {"p95": 1.0, "max": 2.0}}, REPORT) == {"status": "completed"}
+    assert fitted({"status": "completed", "step_ms": {"p95": 1.0, "max": 2.0}}, REPORT) == {
+        "status": "completed"
+    }
 
 
 def test_an_open_interval_has_no_upper_end() -> None:

@@ -18,7 +18,12 @@ from harness.runtime.accelerator import Accelerator
         "wall",
         pytest.param(
             "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")],
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(
+                    not torch.cuda.is_available(), reason="torch sees no CUDA device"
+                ),
+            ],
         ),
     ]
 )
@@ -31,7 +36,9 @@ def own(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
         yield device
         finish(device)
     else:
-        with emulated(EmulatedDevice(VirtualClock() if request.param == "virtual" else WallClock())) as device:
+        with emulated(
+            EmulatedDevice(VirtualClock() if request.param == "virtual" else WallClock())
+        ) as device:
             yield device
 
 

@@ -158,7 +158,8 @@ def test_the_time_to_an_earlier_event_is_negative(own: Accelerator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "error"), [("not recorded", ValueError), ("without timing", ValueError), ("not passed", RuntimeError)]
+    ("what", "error"),
+    [("not recorded", ValueError), ("without timing", ValueError), ("not passed", RuntimeError)],
 )
 def test_some_events_tell_no_time(own: Accelerator, what: str, error: type[Exception]) -> None:
     """Those that were not recorded or not made for it, and not yet those to come (c10/cuda/CUDAEvent.h, elapsed_time)."""

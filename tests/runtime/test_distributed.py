@@ -45,15 +45,27 @@ def test_one_rank_agrees_with_itself() -> None:
     world, values = World(0, 1, 0, 1, CPU), torch.ones(2)
     world.barrier()
     assert world.total(values) is values
-    assert (world.agreed("x"), world.largest(3, 1), world.smallest(0.5), world.is_main) == ("x", [3, 1], 0.5, True)
+    assert (world.agreed("x"), world.largest(3, 1), world.smallest(0.5), world.is_main) == (
+        "x",
+        [3, 1],
+        0.5,
+        True,
+    )
     assert world.gathered("x") == ["x"]
 
 
 @pytest.mark.parametrize(
     ("name", "gpus", "local_rank", "expected"),
-    [("auto", 0, 1, "cpu"), ("auto", 2, 1, "cuda:1"), ("cuda", 2, 1, "cuda:1"), ("cpu", 2, 1, "cpu")],
+    [
+        ("auto", 0, 1, "cpu"),
+        ("auto", 2, 1, "cuda:1"),
+        ("cuda", 2, 1, "cuda:1"),
+        ("cpu", 2, 1, "cpu"),
+    ],
 )
-def test_each_rank_has_a_device(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, local_rank: int, expected: str) -> None:
+def test_each_rank_has_a_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, local_rank: int, expected: str
+) -> None:
     """The default is CUDA where there is some; each local rank has the GPU of its number."""
     see_gpus(monkeypatch, gpus)
     assert choose_device(name, local_rank, 2) == torch.device(expected)
@@ -66,7 +78,9 @@ def test_a_numbered_device_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("local_rank", [0, 1, 7])
-def test_the_one_visible_gpu_is_the_rank_s_own(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
+def test_the_one_visible_gpu_is_the_rank_s_own(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int
+) -> None:
     """A launcher that shows each of a node's ranks its own GPU alone calls that GPU 0 on every rank."""
     see_gpus(monkeypatch, 1)
     assert choose_device("auto", local_rank, 8) == torch.device("cuda", 0)
@@ -100,18 +114,30 @@ def told_by(uuids: Sequence[str | None]) -> list[str]:
 @pytest.mark.parametrize(
     ("uuids", "text"),
     [
-        pytest.param("aba", "device: ranks 0, 2 have GPU a of node; start one rank for each GPU", id="two of three"),
-        pytest.param("abab", "device: ranks 0, 2 have GPU a of node; ranks 1, 3 have GPU b of node; start", id="two pairs"),
+        pytest.param(
+            "aba",
+            "device: ranks 0, 2 have GPU a of node; start one rank for each GPU",
+            id="two of three",
+        ),
+        pytest.param(
+            "abab",
+            "device: ranks 0, 2 have GPU a of node; ranks 1, 3 have GPU b of node; start",
+            id="two pairs",
+        ),
     ],
 )
-def test_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, uuids: str, text: str) -> None:
+def test_ranks_on_one_gpu_are_refused(
+    monkeypatch: pytest.MonkeyPatch, uuids: str, text: str
+) -> None:
     """Every rank is told which ranks share which GPU, and the way out."""
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     told = told_by(uuids)
     assert told[0].startswith(text) and set(told) == {told[0]}
 
 
-@pytest.mark.parametrize("uuids", [("a", "b", "c"), (None, None)], ids=["GPUs of their own", "CPUs"])
+@pytest.mark.parametrize(
+    "uuids", [("a", "b", "c"), (None, None)], ids=["GPUs of their own", "CPUs"]
+)
 def test_ranks_that_share_no_gpu_join(uuids: tuple[str | None, ...]) -> None:
     """Ranks on different GPUs, or on CPUs, are not refused."""
     assert told_by(uuids) == [""] * len(uuids)
@@ -124,7 +150,9 @@ def test_gpus_of_one_name_on_two_nodes_differ() -> None:
     distributed._refuse_shared_gpu(store, 0, 2, "a")
 
 
-def test_spawned_ranks_on_one_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawned_ranks_on_one_gpu_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the process group exists, both ranks end with the line that names them."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
@@ -161,7 +189,8 @@ def test_mps_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "nprocs", "expected"), [("auto", 4, None, 4), ("auto", 4, 2, 2), ("cpu", 4, 8, 8), ("cpu", 0, 3, 3)]
+    ("device", "gpus", "nprocs", "expected"),
+    [("auto", 4, None, 4), ("auto", 4, 2, 2), ("cpu", 4, 8, 8), ("cpu", 0, 3, 3)],
 )
 def test_spawn_starts_one_process_per_gpu_or_as_many_as_told(
     monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, nprocs: int | None, expected: int
@@ -203,7 +232,12 @@ def test_torchrun_needs_torchrun() -> None:
 
 def test_torchrun_tells_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun the places come from its environment; a world of one needs no process group."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with joined(0, config(DistName.torchrun)) as world:
         assert world == World(0, 1, 0, 1, CPU)
@@ -225,7 +259,10 @@ def test_nccl_needs_cuda() -> None:
     ids=["as set", "cores over ranks", "OMP_NUM_THREADS stands"],
 )
 def test_threads_are_fixed_for_the_run(
-    monkeypatch: pytest.MonkeyPatch, num_threads: int | None, environment: str | None, expected: int | None
+    monkeypatch: pytest.MonkeyPatch,
+    num_threads: int | None,
+    environment: str | None,
+    expected: int | None,
 ) -> None:
     """The threads are trainer.num_threads, or the usable cores over the ranks unless OMP_NUM_THREADS says otherwise."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
@@ -271,7 +308,9 @@ def test_a_port_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("received", "raised"), [([], RuntimeError), ([(15, 0.0)], Interrupted)], ids=["alone", "after a signal"]
+    ("received", "raised"),
+    [([], RuntimeError), ([(15, 0.0)], Interrupted)],
+    ids=["alone", "after a signal"],
 )
 def test_a_rank_that_left_by_a_signal_is_no_fault_of_the_others(
     received: list[tuple[int, float]], raised: type[Exception], monkeypatch: pytest.MonkeyPatch

@@ -44,7 +44,9 @@ PLAIN: dict[str, Any] = {
 
 def test_plain_values_become_what_they_were() -> None:
     """Dataclasses, optional ones, tuples and mappings, and null where a float has a default."""
-    assert files.typed(Outer, PLAIN) == Outer(3, "a", True, Inner(2.0), ((0.5, 1), (1.5, 2)), {"x": "y"})
+    assert files.typed(Outer, PLAIN) == Outer(
+        3, "a", True, Inner(2.0), ((0.5, 1), (1.5, 2)), {"x": "y"}
+    )
     assert files.typed(Outer, PLAIN | {"inner": None}).inner is None
 
 
@@ -109,7 +111,9 @@ def test_too_large_a_text_is_not_read(tmp_path: Path) -> None:
         files.read_json(tmp_path / "file")
 
 
-def test_a_file_may_shrink_or_grow_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_may_shrink_or_grow_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that is there is read, in as many pieces as it comes."""
     (tmp_path / "file").write_bytes(bytes(range(100)))
     real = os.read
@@ -130,19 +134,25 @@ def test_a_folder_of_links_is_not_inside(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(10)
 @oddities.special
-def test_what_lies_in_the_way_is_set_aside(tmp_path: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_lies_in_the_way_is_set_aside(
+    tmp_path: Path, plant: Plant, caplog: pytest.LogCaptureFixture
+) -> None:
     """It goes, with one warning; what a link leads to and what a folder holds stay."""
     path = tmp_path / "file"
     oddities.put(plant, path)
     files.make_way(path)
     assert not os.path.lexists(path) and oddities.untouched(path)
-    assert [record.getMessage() for record in caplog.records] == [f"{path}: not a regular file: made again"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: not a regular file: made again"
+    ]
     path.write_text("x")
     files.make_way(path)
     assert path.read_text() == "x" and len(caplog.records) == 1
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error leaves what was there, and no temporary file."""
     files.write_whole(tmp_path / "file", b"before")
     monkeypatch.setattr(os, "fsync", lambda file: os.close(-1))

@@ -36,7 +36,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_two_runs_in_one_second_have_two_folders() -> None:
     """The second and the third run of a second get a suffix."""
     made = [folder.new_folder(Path("outputs"), NOW) for _ in range(3)]
-    assert [str(path) for path in made] == [f"outputs/2024-02-03/04-05-06{suffix}" for suffix in ("", "-1", "-2")]
+    assert [str(path) for path in made] == [
+        f"outputs/2024-02-03/04-05-06{suffix}" for suffix in ("", "-1", "-2")
+    ]
     assert all(path.is_dir() for path in made)
 
 
@@ -60,7 +62,9 @@ def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_folder_has_one_owner_until_it_dies(other_run: subprocess.Popen[str]) -> None:
     """A second process is refused and told who owns the folder; after the owner's SIGKILL it gets it."""
-    with pytest.raises(LockedError, match=rf"^run: in use by process {other_run.pid} on .*; .*set another run.name"):
+    with pytest.raises(
+        LockedError, match=rf"^run: in use by process {other_run.pid} on .*; .*set another run.name"
+    ):
         folder.own(Path("run"))
     other_run.kill()
     other_run.wait()
@@ -75,11 +79,15 @@ def test_an_owner_may_ask_again() -> None:
     assert len(folder._owned) == 1
 
 
-@pytest.mark.parametrize("make", [folder.own, lambda path: folder.new_folder(path, NOW)], ids=["own", "new"])
+@pytest.mark.parametrize(
+    "make", [folder.own, lambda path: folder.new_folder(path, NOW)], ids=["own", "new"]
+)
 def test_a_folder_that_cannot_be_made_is_refused(make: object) -> None:
     """A file in the folder's place is a ConfigError that names the folder, the reason and the way out."""
     Path("taken").write_text("")
-    with pytest.raises(ConfigError, match=r"^taken/x.*: cannot be the run's folder: .*; .*set hydra.run.dir"):
+    with pytest.raises(
+        ConfigError, match=r"^taken/x.*: cannot be the run's folder: .*; .*set hydra.run.dir"
+    ):
         make(Path("taken/x"))  # type: ignore[operator]
 
 
@@ -106,7 +114,9 @@ def test_an_unnamed_run_owns_a_new_folder() -> None:
 
 
 @pytest.mark.parametrize(("rank", "owned"), [("0", True), ("1", False)])
-def test_a_named_run_is_owned_by_the_first_rank(monkeypatch: pytest.MonkeyPatch, rank: str, owned: bool) -> None:
+def test_a_named_run_is_owned_by_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch, rank: str, owned: bool
+) -> None:
     """All ranks know a named folder without asking; the first one owns it."""
     monkeypatch.setenv("RANK", rank)
     assert folder.run_folder("mine") == "outputs/mine"
@@ -136,7 +146,9 @@ def test_the_log_goes_to_the_folder(tmp_path: Path, rank: int, name: str) -> Non
 def test_an_odd_lock_is_refused(plant: Plant) -> None:
     """No link is followed and no FIFO waited for; what a link leads to keeps what it held."""
     oddities.put(plant, Path("run/.lock"))
-    with pytest.raises(ConfigError, match=r"^run: cannot be the run's folder: \S.*; .*set hydra.run.dir"):
+    with pytest.raises(
+        ConfigError, match=r"^run: cannot be the run's folder: \S.*; .*set hydra.run.dir"
+    ):
         folder.own(Path("run"))
     assert oddities.untouched(Path("run/.lock"))
 
@@ -180,7 +192,10 @@ sys.stdin.read()
     )  # fmt: skip
     with process:
         assert process.stdout is not None and process.stdout.readline() == "run\n"
-        with pytest.raises(LockedError, match=rf"^run: in use by process {process.pid} on .*; .*set another run.name"):
+        with pytest.raises(
+            LockedError,
+            match=rf"^run: in use by process {process.pid} on .*; .*set another run.name",
+        ):
             folder.own(Path("run"))
         process.kill()
         process.wait()
@@ -189,18 +204,30 @@ sys.stdin.read()
         folder.own(Path("other"))
         assert process.stderr is not None and len(process.stderr.read().splitlines()) == 1
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2 and f"{tmp_path}/run/.lock: no locks here ({without_flock}): only runs on this machine" in lines[0]
+    assert (
+        len(lines) == 2
+        and f"{tmp_path}/run/.lock: no locks here ({without_flock}): only runs on this machine"
+        in lines[0]
+    )
     assert Path("run/.lock").read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
 
 
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        pytest.param(ConfigError("data.root=x: no such folder"), r" ERROR data\.root=x: no such folder\n$", id="known"),
-        pytest.param(KeyError("x"), r" ERROR Traceback .*test_folder\.py.*KeyError: 'x'\n$", id="unknown"),
+        pytest.param(
+            ConfigError("data.root=x: no such folder"),
+            r" ERROR data\.root=x: no such folder\n$",
+            id="known",
+        ),
+        pytest.param(
+            KeyError("x"), r" ERROR Traceback .*test_folder\.py.*KeyError: 'x'\n$", id="unknown"
+        ),
     ],
 )
-def test_a_failed_run_leaves_its_error_in_its_log(tmp_path: Path, error: Exception, text: str) -> None:
+def test_a_failed_run_leaves_its_error_in_its_log(
+    tmp_path: Path, error: Exception, text: str
+) -> None:
     """The log ends with the error's line, or with the traceback of an error that nobody expected, and is told once."""
     with pytest.raises(type(error)), folder.logging_failure(tmp_path):
         raise error

@@ -48,7 +48,9 @@ def test_an_error_can_go_on_to_another_process() -> None:
     assert (str(error), error.exit_code) == ("multirun/x/0: no more", 6)
 
 
-def test_a_start_method_that_others_do_not_know_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_method_that_others_do_not_know_is_not_handed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inside a job of joblib, whose own start method new processes do not know, they start all the same."""
     former = multiprocessing.get_start_method()
     default = multiprocessing.context._default_context  # type: ignore[attr-defined]
@@ -82,7 +84,9 @@ def test_a_save_that_failed_after_a_signal_is_told(tmp_path: Path) -> None:
     assert caught.value.exit_code == 7
 
 
-def test_a_process_ends_as_python_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_ends_as_python_ends_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Threads are waited for, callbacks are called and what was printed is written, though the interpreter stays as it is."""
     run_processes(jobs.leave_things, tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["callback", "thread"]
@@ -91,10 +95,15 @@ def test_a_process_ends_as_python_ends_it(tmp_path: Path, capfd: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("code", "text", "exit_code"),
-    [(-9, r"^rank0 was killed by signal 9 \(SIGKILL\)$", 137), (5, "^rank0 ended with exit code 5$", 5)],
+    [
+        (-9, r"^rank0 was killed by signal 9 \(SIGKILL\)$", 137),
+        (5, "^rank0 ended with exit code 5$", 5),
+    ],
     ids=["killed", "ended"],
 )
-def test_a_process_that_says_nothing_is_told_by_its_end(code: int, text: str, exit_code: int) -> None:
+def test_a_process_that_says_nothing_is_told_by_its_end(
+    code: int, text: str, exit_code: int
+) -> None:
     """Without an error to tell, the text says how the process ended."""
     with pytest.raises(ProcessError, match=text) as caught:
         run_processes(jobs.die, code, 1)
@@ -167,13 +176,20 @@ def test_where_the_system_does_not_say_it_began_now(tmp_path: Path, text: str | 
     [
         pytest.param("/a/train.py", None, "python train.py", id="a checkout's script"),
         pytest.param("/a/bin/wellfed", None, "wellfed", id="the command"),
-        pytest.param("/a/train.py", "--nproc-per-node=2", "torchrun --nproc-per-node=2 train.py", id="ranks"),
         pytest.param(
-            "/a/harness/__main__.py", "--nproc-per-node=2", "torchrun --nproc-per-node=2 -m harness", id="installed ranks"
+            "/a/train.py", "--nproc-per-node=2", "torchrun --nproc-per-node=2 train.py", id="ranks"
+        ),
+        pytest.param(
+            "/a/harness/__main__.py",
+            "--nproc-per-node=2",
+            "torchrun --nproc-per-node=2 -m harness",
+            id="installed ranks",
         ),
     ],
 )
-def test_a_run_is_started_again_as_it_was(monkeypatch: pytest.MonkeyPatch, called: str, ranks: str | None, words: str) -> None:
+def test_a_run_is_started_again_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, called: str, ranks: str | None, words: str
+) -> None:
     """What to paste names the script in a checkout, and the command where that was typed."""
     monkeypatch.delenv("UV", raising=False)
     monkeypatch.setattr(sys, "argv", [called, "data=digits"])

@@ -28,7 +28,10 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
-    for name, text in {"proc/self/cgroup": membership, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
+    for name, text in {
+        "proc/self/cgroup": membership,
+        **{f"sys/fs/cgroup/{k}": v for k, v in files.items()},
+    }.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
@@ -40,10 +43,28 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
     [
         pytest.param("0::/", {}, 16, 64, id="v2 without limits"),
         pytest.param("0::/a/b", {"a/b/cpu.max": "150000 100000"}, 1.5, 64, id="v2 quota"),
-        pytest.param("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"}, 4, 64, id="v2 ancestor"),
-        pytest.param("0::/a/b", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "200000 100000"}, 2, 64, id="v2 smallest"),
+        pytest.param(
+            "0::/a/b",
+            {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"},
+            4,
+            64,
+            id="v2 ancestor",
+        ),
+        pytest.param(
+            "0::/a/b",
+            {"a/b/cpu.max": "300000 100000", "a/cpu.max": "200000 100000"},
+            2,
+            64,
+            id="v2 smallest",
+        ),
         pytest.param("0::/a/b", {"cpu.max": "50000 100000"}, 0.5, 64, id="v2 root of a container"),
-        pytest.param("0::/../../pod/x", {"cpu.max": "50000 100000"}, 0.5, 64, id="v2 namespace that names the host's groups"),
+        pytest.param(
+            "0::/../../pod/x",
+            {"cpu.max": "50000 100000"},
+            0.5,
+            64,
+            id="v2 namespace that names the host's groups",
+        ),
         pytest.param(
             "4:cpu:/docker/x\n9:memory:/docker/x",
             {
@@ -56,15 +77,28 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
             3,
             id="v1 namespace that names the host's groups",
         ),
-        pytest.param("0::/a", {"a/cpu.max": "9900000 100000"}, 16, 64, id="v2 quota above the affinity"),
+        pytest.param(
+            "0::/a", {"a/cpu.max": "9900000 100000"}, 16, 64, id="v2 quota above the affinity"
+        ),
         pytest.param(
             "0::/a/b",
-            {"a/b/memory.max": "max", "a/b/memory.current": 0, "a/memory.max": 8 * GIB, "a/memory.current": 3 * GIB},
+            {
+                "a/b/memory.max": "max",
+                "a/b/memory.current": 0,
+                "a/memory.max": 8 * GIB,
+                "a/memory.current": 3 * GIB,
+            },
             16,
             5,
             id="v2 memory of an ancestor",
         ),
-        pytest.param("0::/a", {"a/memory.max": 2 * GIB, "a/memory.current": 3 * GIB}, 16, 0, id="v2 memory overdrawn"),
+        pytest.param(
+            "0::/a",
+            {"a/memory.max": 2 * GIB, "a/memory.current": 3 * GIB},
+            16,
+            0,
+            id="v2 memory overdrawn",
+        ),
         pytest.param(
             "0::/a",
             {
@@ -89,7 +123,11 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
         ),
         pytest.param(
             "0::/a",
-            {"a/memory.max": 2 * GIB, "a/memory.current": GIB, "a/memory.stat": f"inactive_file {3 * GIB}"},
+            {
+                "a/memory.max": 2 * GIB,
+                "a/memory.current": GIB,
+                "a/memory.stat": f"inactive_file {3 * GIB}",
+            },
             16,
             2,
             id="v2 more cache than use leaves no more than the limit",
@@ -112,14 +150,21 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
         ),
         pytest.param(
             "1:name=systemd:/x\n4:cpu:/a\n0::/b",
-            {"cpu/a/cpu.cfs_quota_us": 300000, "cpu/a/cpu.cfs_period_us": 100000, "b/memory.max": GIB, "b/memory.current": 0},
+            {
+                "cpu/a/cpu.cfs_quota_us": 300000,
+                "cpu/a/cpu.cfs_period_us": 100000,
+                "b/memory.max": GIB,
+                "b/memory.current": 0,
+            },
             3,
             1,
             id="both versions at once",
         ),
     ],
 )
-def test_the_smallest_limit_counts(tmp_path: Path, membership: str, files: dict[str, object], cores: float, gib: float) -> None:
+def test_the_smallest_limit_counts(
+    tmp_path: Path, membership: str, files: dict[str, object], cores: float, gib: float
+) -> None:
     """Cores and memory are the least that affinity, the machine, and each group from here to the root leave."""
     found = limits.measure(root=tree(tmp_path, membership, files))
     assert found.cores == pytest.approx(cores)
@@ -134,7 +179,9 @@ def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
 
 def test_local_ranks_share_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cores, memory and shared memory are divided over the ranks of this node; open files are each process's own."""
-    monkeypatch.setattr(shutil, "disk_usage", {tmp_path / "dev/shm": SimpleNamespace(free=6 * GIB)}.__getitem__)
+    monkeypatch.setattr(
+        shutil, "disk_usage", {tmp_path / "dev/shm": SimpleNamespace(free=6 * GIB)}.__getitem__
+    )
     (tmp_path / "dev/shm").mkdir(parents=True)
     alone, shared = limits.measure(1, tmp_path), limits.measure(4, tmp_path)
     assert (shared.cores, shared.memory_bytes) == (4.0, 16 * GIB)
@@ -193,7 +240,9 @@ def test_slurm_bounds_a_rank(
     assert (found.cores, found.memory_bytes) == (cores, gib * GIB)
 
 
-def test_each_figure_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_figure_says_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tuning report can name the file or the variable that holds a figure down, and by how many ranks it was divided."""
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "4096")
     found = limits.measure(2, tree(tmp_path, "0::/a/b", {"a/cpu.max": "400000 100000"}))
@@ -217,9 +266,13 @@ def test_the_name_of_a_group_is_any_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [psutil.AccessDenied(), PermissionError("no"), FileNotFoundError("/proc/meminfo")], ids=lambda e: type(e).__name__
+    "error",
+    [psutil.AccessDenied(), PermissionError("no"), FileNotFoundError("/proc/meminfo")],
+    ids=lambda e: type(e).__name__,
 )
-def test_what_may_not_be_read_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_what_may_not_be_read_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """Where psutil may read nothing, the C library says what memory is free, and the open files are not known."""
 
     def refuse() -> None:

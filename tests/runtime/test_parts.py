@@ -53,18 +53,42 @@ def test_a_function_is_given_what_it_takes(write_module: Write, name: str, found
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        pytest.param("his:build", "no module his in the current folder or the environment", id="no module"),
-        pytest.param("json.his:build", "no module json.his in the current folder or the environment", id="no submodule"),
-        pytest.param("mine:built", "no built in /.*/mine.py; write mine:FUNCTION", id="no function"),
-        pytest.param("mine:", "no function in /.*/mine.py; write mine:FUNCTION", id="no name"),
-        pytest.param("mine:number", r"number is of type int, not a function \(/.*/mine.py\)", id="not callable"),
-        pytest.param("mine:bad", r"failed with ValueError: no 2 \(mine.py:12\)", id="raises"),
-        pytest.param("mine:refuse", r"failed with TypeError: refuse\(\) takes 0 .* 1 was given", id="other arguments"),
-        pytest.param("broken:build", r"importing broken failed with ZeroDivisionError: .* \(broken.py:1\)", id="broken"),
         pytest.param(
-            "needy:build", r"importing needy failed with ModuleNotFoundError: .*his.* \(needy.py:1\)", id="needs more"
+            "his:build", "no module his in the current folder or the environment", id="no module"
         ),
-        pytest.param(":build", "importing  failed with ValueError: Empty module name", id="no module's name"),
+        pytest.param(
+            "json.his:build",
+            "no module json.his in the current folder or the environment",
+            id="no submodule",
+        ),
+        pytest.param(
+            "mine:built", "no built in /.*/mine.py; write mine:FUNCTION", id="no function"
+        ),
+        pytest.param("mine:", "no function in /.*/mine.py; write mine:FUNCTION", id="no name"),
+        pytest.param(
+            "mine:number",
+            r"number is of type int, not a function \(/.*/mine.py\)",
+            id="not callable",
+        ),
+        pytest.param("mine:bad", r"failed with ValueError: no 2 \(mine.py:12\)", id="raises"),
+        pytest.param(
+            "mine:refuse",
+            r"failed with TypeError: refuse\(\) takes 0 .* 1 was given",
+            id="other arguments",
+        ),
+        pytest.param(
+            "broken:build",
+            r"importing broken failed with ZeroDivisionError: .* \(broken.py:1\)",
+            id="broken",
+        ),
+        pytest.param(
+            "needy:build",
+            r"importing needy failed with ModuleNotFoundError: .*his.* \(needy.py:1\)",
+            id="needs more",
+        ),
+        pytest.param(
+            ":build", "importing  failed with ValueError: Empty module name", id="no module's name"
+        ),
     ],
 )
 def test_a_mistake_is_one_line(write_module: Write, name: str, error: str) -> None:

@@ -15,14 +15,21 @@ from harness.runtime.folder import shared
 
 @pytest.fixture(autouse=True)
 def _outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "RANK"):
+    for name in (
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "RANK",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """The environment of a worker of torchrun, with a live store; the rank is still to be set."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
     for name, value in {
         "TORCHELASTIC_RUN_ID": "run",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -75,7 +82,11 @@ def test_what_lasts_is_given_to_the_restart(torchrun: pytest.MonkeyPatch) -> Non
         torchrun.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         for rank in ("0", "1"):
             torchrun.setenv("RANK", rank)
-            with pytest.raises(ConfigError, match="^outputs: read-only$") if restart == "1" else nullcontext():
+            with (
+                pytest.raises(ConfigError, match="^outputs: read-only$")
+                if restart == "1"
+                else nullcontext()
+            ):
                 made = shared(make if rank == "0" else never, lasting=True)
         assert restart == "1" or made == f"folder {len(given)}"
     assert given == [None, "folder 1", "folder 1"]

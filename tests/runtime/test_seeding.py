@@ -11,7 +11,15 @@ import pytest
 import samples
 import torch
 
-from harness.runtime.seeding import BATCH, SampleRng, order_rng, random_state, restore_random_state, seed_everything, uniforms
+from harness.runtime.seeding import (
+    BATCH,
+    SampleRng,
+    order_rng,
+    random_state,
+    restore_random_state,
+    seed_everything,
+    uniforms,
+)
 
 
 def test_the_streams_are_frozen() -> None:
@@ -42,7 +50,9 @@ def test_what_is_done_to_batches_draws_from_another_stream() -> None:
 def test_a_batch_draws_what_its_samples_draw() -> None:
     """``uniforms`` gives bit for bit each sample's own numbers, wherever the sample lies in the batch."""
     indices = np.array([5, 0, 2**48 - 1, 17])
-    assert uniforms(3, 4, indices, 3).tolist() == [list(draws(3, 4, index)) for index in indices.tolist()]
+    assert uniforms(3, 4, indices, 3).tolist() == [
+        list(draws(3, 4, index)) for index in indices.tolist()
+    ]
     assert uniforms(3, 4, indices, 1, BATCH)[3, 0] == SampleRng(3, 4, 17, BATCH).random()
 
 
@@ -64,11 +74,15 @@ def test_ranges_hold_all_their_values() -> None:
 
 def test_the_order_differs_by_seed_and_epoch() -> None:
     """Each (seed, epoch) shuffles in its own way."""
-    orders = {tuple(order_rng(*key).permutation(20)) for key in itertools.product(range(4), repeat=2)}
+    orders = {
+        tuple(order_rng(*key).permutation(20)) for key in itertools.product(range(4), repeat=2)
+    }
     assert len(orders) == 16
 
 
-@pytest.mark.parametrize("key", [(-1, 0, 0), (2**32, 0, 0), (0, 2**32, 0), (0, 0, 2**48), (0, -1, 0)])
+@pytest.mark.parametrize(
+    "key", [(-1, 0, 0), (2**32, 0, 0), (0, 2**32, 0), (0, 0, 2**48), (0, -1, 0)]
+)
 def test_a_key_out_of_range_is_refused(key: tuple[int, int, int]) -> None:
     """Numbers that would run into each other are a fault of ours."""
     with pytest.raises(AssertionError):

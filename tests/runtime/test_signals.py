@@ -48,14 +48,20 @@ def test_a_signal_sets_a_flag(number: signal.Signals) -> None:
 def ended(script: str) -> tuple[int, str, str]:
     """Exit code and output of a process in which signals are caught and ``script`` runs."""
     head = ["import os, time", "from harness.runtime import signals", "with signals.caught():"]
-    text = "\n".join([*head, *(f"    {line}" for line in script.splitlines()), "print('through', flush=True)"])
-    process = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    text = "\n".join(
+        [*head, *(f"    {line}" for line in script.splitlines()), "print('through', flush=True)"]
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False
+    )
     return process.returncode, process.stdout, process.stderr
 
 
 def test_signals_within_a_second_are_one() -> None:
     """A group's signal that parents pass on comes more than once: up to a second after the first it counts as that one."""
-    code, output, _ = ended("os.kill(os.getpid(), 2)\nos.kill(os.getpid(), 15)\ntime.sleep(0.3)\nprint(signals.received())")
+    code, output, _ = ended(
+        "os.kill(os.getpid(), 2)\nos.kill(os.getpid(), 15)\ntime.sleep(0.3)\nprint(signals.received())"
+    )
     assert (code, output) == (0, "2\nthrough\n")
 
 
@@ -63,10 +69,14 @@ def test_signals_within_a_second_are_one() -> None:
 def test_a_second_signal_acts_at_once(number: signal.Signals) -> None:
     """More than a second after the first, a signal ends the process, wherever it is."""
     stuck = "import threading\nsignals._SAME_S = 0.1\nkill = lambda: os.kill(os.getpid(), NUMBER)\nkill()\n"
-    stuck += "print('first', flush=True)\nthreading.Timer(0.5, kill).start()\nthreading.Event().wait()"
+    stuck += (
+        "print('first', flush=True)\nthreading.Timer(0.5, kill).start()\nthreading.Event().wait()"
+    )
     code, output, error = ended(stuck.replace("NUMBER", str(int(number))))
     assert (code, output) == (128 + number, "first\n")
-    assert error == f"error: stopped by signal {int(number)}, the second one: nothing more is saved\n"
+    assert (
+        error == f"error: stopped by signal {int(number)}, the second one: nothing more is saved\n"
+    )
 
 
 def test_a_second_signal_acts_where_nobody_reads() -> None:
@@ -86,9 +96,13 @@ def test_the_end_of_the_grace_acts() -> None:
     "stage",
     [
         pytest.param(
-            "try:\n    os.kill(os.getpid(), 2)\nexcept BaseException:\n    time.sleep(20)", id="where errors are caught"
+            "try:\n    os.kill(os.getpid(), 2)\nexcept BaseException:\n    time.sleep(20)",
+            id="where errors are caught",
         ),
-        pytest.param("weakref.finalize(set(), os.kill, os.getpid(), 2)\ntime.sleep(20)", id="where errors are ignored"),
+        pytest.param(
+            "weakref.finalize(set(), os.kill, os.getpid(), 2)\ntime.sleep(20)",
+            id="where errors are ignored",
+        ),
     ],
 )
 def test_nothing_is_waited_for_where_nothing_is_lost(stage: str) -> None:
@@ -114,12 +128,16 @@ def test_a_launcher_s_own_handler_stays() -> None:
         "signal.signal(signal.SIGUSR2, lambda *_: print('theirs', flush=True))\n"
         "with signals.caught(grace_s=0):\n    os.kill(os.getpid(), signal.SIGUSR2)\n    print(signals.received())\n"
     )
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (process.returncode, process.stdout) == (0, "theirs\n0\n")
 
 
 @pytest.mark.parametrize(("passed_s", "late"), [(0.0, False), (1700.0, False), (1801.0, True)])
-def test_a_wait_for_a_batch_may_take_half_of_the_grace(monkeypatch: pytest.MonkeyPatch, passed_s: float, late: bool) -> None:
+def test_a_wait_for_a_batch_may_take_half_of_the_grace(
+    monkeypatch: pytest.MonkeyPatch, passed_s: float, late: bool
+) -> None:
     """The step that a batch belongs to can be finished where the batch comes; one that does not come is given up in time."""
     monkeypatch.setattr(signals, "_grace_s", 3600.0)
     monkeypatch.setattr(signals, "_received", [(15, time.monotonic() - passed_s)])

@@ -61,7 +61,9 @@ print(forkserver._forkserver._forkserver_pid is not None)
 
 def test_a_server_starts_where_it_is_wanted() -> None:
     """Planning starts none, for importing takes a processor; without a plan there is none to start."""
-    ended = subprocess.run([sys.executable, "-c", PLANNED], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", PLANNED], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ended.stdout.split() == ["False", "False", "True"]
 
 
@@ -100,7 +102,9 @@ def test_a_watchdog_lets_be(quick: None, limit_s: float, waits: Iterator[int | N
     assert not watchdog.fired
 
 
-def test_a_signal_shortens_a_watchdog_s_limit(quick: None, monkeypatch: pytest.MonkeyPatch, unguarded: None) -> None:
+def test_a_signal_shortens_a_watchdog_s_limit(
+    quick: None, monkeypatch: pytest.MonkeyPatch, unguarded: None
+) -> None:
     """Once a signal has come, a wait is ended when half of its grace is gone, long before its own limit."""
     monkeypatch.setattr(signals, "_received", [])
     freed = threading.Event()

@@ -63,7 +63,14 @@ def test_a_change_is_told_by_what_came_after_it() -> None:
 @pytest.mark.slow
 def test_a_step_that_sleeps_and_files_that_come_late(tmp_path: Path) -> None:
     """2,000 files of which two threads get one each in 5 ms take five seconds at least, though the step takes none."""
-    late = Workload("late", "", 32, step_ms="1", read_ms="5", overrides=("data.generate.width=40", "data.generate.height=40"))
+    late = Workload(
+        "late",
+        "",
+        32,
+        step_ms="1",
+        read_ms="5",
+        overrides=("data.generate.width=40", "data.generate.height=40"),
+    )
     found = run(late, "default", 1, tmp_path)
     assert found["seconds"] > 5.0
     assert [steps for _, _, steps in found["windows"]] == [10, 10, 10, 1]

@@ -27,7 +27,9 @@ from scripts.loader_runs import MEASURES
 from scripts.loader_turn import FailedError
 
 
-def test_a_window_counts_what_comes_after_the_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_counts_what_comes_after_the_first_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At a batch a second: two are skipped, 2.5 s ask for three more, and turns of two make four of it."""
     clock = [0.0]
 
@@ -58,7 +60,9 @@ def test_every_row_can_be_asked_for(part: str, setup: Setup) -> None:
     for row in rows:
         back = {"back": True} if row.measure == "paced" else {}
         measures = {**MEASURES, "many": bench_loader.many}
-        inspect.signature(measures[row.measure]).bind(**json.loads(json.dumps(row.arguments)), **back)
+        inspect.signature(measures[row.measure]).bind(
+            **json.loads(json.dumps(row.arguments)), **back
+        )
 
 
 def test_rounds_go_there_and_back_and_on_where_they_stopped(
@@ -77,7 +81,9 @@ def test_rounds_go_there_and_back_and_on_where_they_stopped(
         return {"images": 1}
 
     monkeypatch.setattr(bench_loader, "ask", ask)
-    monkeypatch.setitem(PARTS, "cache", lambda setup: iter((Row("a", "a"), Row("b", "b"), Row("c", "c", once=True))))
+    monkeypatch.setitem(
+        PARTS, "cache", lambda setup: iter((Row("a", "a"), Row("b", "b"), Row("c", "c", once=True)))
+    )
     results = Results(tmp_path / "results.jsonl")
     assert bench_loader.run("cache", setup, 2, results, float("inf"))
     assert asked == ["a", "b", "c", "b", "a"]
@@ -127,7 +133,9 @@ def test_no_file_of_the_index_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_more_files_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     """The line names the folder, both numbers and the way out."""
-    with pytest.raises(OSError, match="files are wanted, the file system has room for .*; set --folder or --files"):
+    with pytest.raises(
+        OSError, match="files are wanted, the file system has room for .*; set --folder or --files"
+    ):
         many_files(tmp_path, 10**15).__enter__()
 
 
@@ -140,14 +148,20 @@ def test_files_have_imagenets_mean_size() -> None:
 def test_apex_collates_pixels_as_they_are() -> None:
     """Its batch holds what torch's own would, in bytes."""
     pixels = np.random.default_rng(0).integers(0, 256, (2, 4, 4, 3), np.uint8)
-    images, labels = loader_peers._fast_collate([(Image.fromarray(image), label) for label, image in enumerate(pixels)])
-    assert torch.equal(images, default_collate([torch.from_numpy(image).permute(2, 0, 1) for image in pixels]))
+    images, labels = loader_peers._fast_collate(
+        [(Image.fromarray(image), label) for label, image in enumerate(pixels)]
+    )
+    assert torch.equal(
+        images, default_collate([torch.from_numpy(image).permute(2, 0, 1) for image in pixels])
+    )
     assert labels.tolist() == [0, 1]
 
 
 def test_a_missing_peer_says_how_to_have_it() -> None:
     """One whose module is not there, or not even the package that it lies in; a version that none can tell is no error."""
-    peer = loader_peers.Peer("", lambda root, workers: iter(()), "some-loader", "no_such_package.loader")
+    peer = loader_peers.Peer(
+        "", lambda root, workers: iter(()), "some-loader", "no_such_package.loader"
+    )
     assert peer.missing() == "no module no_such_package.loader: add --with some-loader"
     assert peer.version() == "no_such_package.loader of a distribution that is not some-loader"
     assert loader_peers.PEERS["Apex"].missing() is None
@@ -160,7 +174,9 @@ def tree(tmp_path: Path) -> Path:
         for index in range(number):
             folder = tmp_path / "tree" / split / f"class{index % 2}"
             folder.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (40, 30), (index, 100, 200)).save(folder / f"{index:03d}.jpg", quality=95)
+            Image.new("RGB", (40, 30), (index, 100, 200)).save(
+                folder / f"{index:03d}.jpg", quality=95
+            )
     return tmp_path / "tree"
 
 
@@ -207,7 +223,10 @@ def test_a_cache_is_measured_over_the_whole_second_pass(monkeypatch: pytest.Monk
     monkeypatch.setattr(loader_measures, "feeds", lambda *wanted: nullcontext((made, None)))
     monkeypatch.setattr(loader_measures, "_processor_s", lambda tree: float(feed.seen[-1]))
     found = loader_measures.passes("threads", "root", 2, 0.0, "ram")
-    assert (found["images"], found["cpu_s"]) == (21, 1.0)  # begins with pass 0's last batch, ends with pass 1's
+    assert (found["images"], found["cpu_s"]) == (
+        21,
+        1.0,
+    )  # begins with pass 0's last batch, ends with pass 1's
     assert (found["later"]["images"], found["later"]["cpu_s"]) == (21, 1.0)
     assert feed.seen == [0, 1, 2, 1]
 

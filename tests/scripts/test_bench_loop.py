@@ -9,10 +9,25 @@ from scripts import bench_loop
 from scripts.bench_loop import Ratio
 
 
-def test_both_sides_do_the_same_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_sides_do_the_same_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A tiny run gives both tables, a verdict on the claim, every epoch's seconds, and bitwise the same weights."""
     out = tmp_path / "loop.json"
-    sizes = ["--pairs", "2", "--steps", "3", "--window", "2", "--batch-size", "4", "--image-size", "16", "--device", "cpu"]
+    sizes = [
+        "--pairs",
+        "2",
+        "--steps",
+        "3",
+        "--window",
+        "2",
+        "--batch-size",
+        "4",
+        "--image-size",
+        "16",
+        "--device",
+        "cpu",
+    ]
     assert bench_loop.main([*sizes, "--json", str(out)]) == 0
     said = capsys.readouterr().out
     assert "harness / hand written" in said and "hand written / itself (control)" in said

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 from scripts import bench_pinned_copy
 
 
-def test_without_a_gpu_it_says_what_it_cannot_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_what_it_cannot_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The host's memory is measured, each part that needs a GPU is named, and the exit code is 0."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -42,7 +44,9 @@ def test_plain_copies_has_a_row_for_each_size_and_way(device: torch.device) -> N
 def test_loop_copies_runs_every_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Part b runs each loop over a loader, and the prefetcher's; pinning by the loader is left out here."""
     plain = {"pin_memory": False, "persistent_workers": False, "multiprocessing_context": None}
-    monkeypatch.setattr(bench_pinned_copy, "DataLoader", lambda data, **made: DataLoader(data, **{**made, **plain}))
+    monkeypatch.setattr(
+        bench_pinned_copy, "DataLoader", lambda data, **made: DataLoader(data, **{**made, **plain})
+    )
     rows = bench_pinned_copy.loop_copies(device, batch_size=1, workers=0, work_ms=0.01, n=1)
     assert len(rows) == 8
     assert all(row["batch ms"].median > 0 for row in rows)

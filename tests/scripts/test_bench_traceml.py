@@ -15,16 +15,30 @@ from scripts.bench_traceml import Difference, Said, cost_rows, listen_to, show
 SUMMARY = {
     "text": "| TraceML Run Summary |\n|  Verdict: INPUT-BOUND  (CRITICAL)      |\n"
     "|  Why: Input Wait took 98% of Step Time.   |\n|  Next: Increase workers.    |\n",
-    "primary_diagnosis": {"evidence": {"step_time_ms": 72.77, "input_wait_ms": 71.14, "compute_ms": 1.19, "h2d_ms": None}},
+    "primary_diagnosis": {
+        "evidence": {
+            "step_time_ms": 72.77,
+            "input_wait_ms": 71.14,
+            "compute_ms": 1.19,
+            "h2d_ms": None,
+        }
+    },
 }
 
 
-def test_without_traceml_the_way_to_it_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_traceml_the_way_to_it_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit code 2 and the command that brings it along, before anything is run."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "traceml_ai" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "traceml_ai" else find(name)
+    )
     assert bench_traceml.main([]) == 2
-    assert "TraceML is not installed here; run it with uv run --with traceml-ai" in capsys.readouterr().err
+    assert (
+        "TraceML is not installed here; run it with uv run --with traceml-ai"
+        in capsys.readouterr().err
+    )
 
 
 def test_traceml_is_quoted_word_for_word(tmp_path: Path) -> None:
@@ -44,16 +58,28 @@ def test_traceml_is_launched_as_it_documents(tmp_path: Path) -> None:
     assert line[line.index("--args") :] == [
         "--args", "--side", "traceml", "--plant", "slow_read", "--folder", str(tmp_path), "--steps", "3",
     ]  # fmt: skip
-    assert bench_traceml.command("bare", "nothing", tmp_path)[:2] == [sys.executable, str(bench_traceml.LOOP)]
+    assert bench_traceml.command("bare", "nothing", tmp_path)[:2] == [
+        sys.executable,
+        str(bench_traceml.LOOP),
+    ]
 
 
 def test_costs_are_paired_differences_to_the_bare_loop() -> None:
     """What all turns of a round share falls out; the control is a row of its own."""
     drift = [1e-3 * number for number in range(1, 6)]
     longer = {"bare": 0.0, "control": 0.0, "traceml": 300e-6, "clock": 50e-6}
-    rows = cost_rows({name: [(wall + more, wall + 2 * more) for wall in drift] for name, more in longer.items()})
-    assert [str(row["us a step longer"]) for row in rows] == ["+0 [+0, +0]", "+300 [+300, +300]", "+50 [+50, +50]"]
-    assert [str(row["us of a processor more"]) for row in rows][1:] == ["+600 [+600, +600]", "+100 [+100, +100]"]
+    rows = cost_rows(
+        {name: [(wall + more, wall + 2 * more) for wall in drift] for name, more in longer.items()}
+    )
+    assert [str(row["us a step longer"]) for row in rows] == [
+        "+0 [+0, +0]",
+        "+300 [+300, +300]",
+        "+50 [+50, +50]",
+    ]
+    assert [str(row["us of a processor more"]) for row in rows][1:] == [
+        "+600 [+600, +600]",
+        "+100 [+100, +100]",
+    ]
     assert [row["of a 20 ms step"] for row in rows] == ["0.00 %", "1.50 %", "0.25 %"]
     assert {row["n"] for row in rows} == {5}
 
@@ -69,9 +95,17 @@ def test_the_interval_holds_the_median_and_is_the_same_again() -> None:
 def test_the_page_names_versions_plants_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quotes, costs, what was planted, how many steps and turns, machine and versions."""
     version = bench_traceml.metadata.version
-    monkeypatch.setattr(bench_traceml.metadata, "version", lambda name: "9.9" if name == "traceml-ai" else version(name))
+    monkeypatch.setattr(
+        bench_traceml.metadata,
+        "version",
+        lambda name: "9.9" if name == "traceml-ai" else version(name),
+    )
     turns = {name: [(1e-3, 1e-3)] * 4 for name in ("bare", "control", "traceml", "clock")}
-    page = " ".join(show([Said("TraceML", "slow_read", "INPUT-BOUND", "input 98%", 20.0, 40.0)], turns, 300, 500).split())
+    page = " ".join(
+        show(
+            [Said("TraceML", "slow_read", "INPUT-BOUND", "input 98%", 20.0, 40.0)], turns, 300, 500
+        ).split()
+    )
     for text in (
         "traceml-ai 9.9",
         "INPUT-BOUND",
@@ -107,10 +141,14 @@ def test_loops_take_turns_and_end(tmp_path: Path) -> None:
     assert (tmp_path / "clock" / "metrics.jsonl").read_text().count("\n") == 6
 
 
-def test_a_loop_that_does_not_begin_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_does_not_begin_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wait is bounded, and its process is ended."""
     monkeypatch.setattr(bench_traceml, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(bench_traceml, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(
+        bench_traceml, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
     side = bench_traceml.Side("bare", tmp_path, 20)
     with pytest.raises(TimeoutError):
         side.begin()

@@ -105,7 +105,19 @@ def test_later_choosing_rounds_keep_what_may_be_best() -> None:
     every = [Setting.of(n, 2) for n in range(20)]
     assert choosing(every[1:], [every[0]], {}) == every
     earlier = {s: [min(100.0 + s.num_workers / 100, 20.0 * s.num_workers)] for s in every}
-    assert [s.num_workers for s in choosing(every, [every[1]], earlier)] == [1, 5, 6, 7, 8, 9, 10, 16, 17, 18, 19]
+    assert [s.num_workers for s in choosing(every, [every[1]], earlier)] == [
+        1,
+        5,
+        6,
+        7,
+        8,
+        9,
+        10,
+        16,
+        17,
+        18,
+        19,
+    ]
 
 
 def test_the_oracle_picks_from_the_choosing_rounds_alone(found: Found) -> None:
@@ -116,14 +128,20 @@ def test_the_oracle_picks_from_the_choosing_rounds_alone(found: Found) -> None:
 def test_a_repeated_strategy_is_scored_by_the_mean_of_its_choices(found: Found) -> None:
     """Delivered over the oracle's, of two choices with 190 and 200 images/s against 200; cost and workers likewise."""
     ratio = found.ratio("auto")
-    assert ratio is not None and (ratio.value, ratio.low, ratio.high) == pytest.approx((0.975, 0.975, 0.975))
+    assert ratio is not None and (ratio.value, ratio.low, ratio.high) == pytest.approx(
+        (0.975, 0.975, 0.975)
+    )
     assert (found.seconds("auto"), found.spare("auto"), found.ratio("loadtune")) == (5.0, 1, None)
 
 
 def test_the_control_is_the_pick_over_itself(found: Found) -> None:
     """A/A pairs the second measurement with the first in each round."""
     control = found.control()
-    assert control is not None and control.low == pytest.approx(0.99) and control.high == pytest.approx(1.01)
+    assert (
+        control is not None
+        and control.low == pytest.approx(0.99)
+        and control.high == pytest.approx(1.01)
+    )
 
 
 def test_the_interval_holds_the_ratio_and_is_the_same_in_every_run() -> None:
@@ -136,7 +154,11 @@ def test_the_interval_holds_the_ratio_and_is_the_same_in_every_run() -> None:
 def test_the_page_says_what_was_found() -> None:
     """Workloads, strategies, rivals and every choice stand in tables, and so does what was not measured."""
     page = tuner_page.show(LINES)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("|")
+    ]
     assert ["auto", "1", "0.975", "0.975", "0", "5.0", "5.0", "1 of 1"] in rows
     assert ["grid", "0", "0", "1", "10.0", "10.0", "10.0"] in rows
     assert [W, "loadtune", "none", "-", "-", "9.0", "-"] in rows
@@ -146,8 +168,14 @@ def test_the_page_says_what_was_found() -> None:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        pytest.param("[loadtune] best overall: workers=4, prefetch=8, persistent - 2.1x", "4x8", id="prefetch"),
-        pytest.param("[loadtune] best overall: workers=6, persistent, threads=1 - 2x", "4x2", id="capped"),
+        pytest.param(
+            "[loadtune] best overall: workers=4, prefetch=8, persistent - 2.1x",
+            "4x8",
+            id="prefetch",
+        ),
+        pytest.param(
+            "[loadtune] best overall: workers=6, persistent, threads=1 - 2x", "4x2", id="capped"
+        ),
         pytest.param("[loadtune] brain proposed no trials", "0", id="baseline"),
     ],
 )
@@ -162,11 +190,16 @@ def test_a_line_cut_off_is_measured_again(tmp_path: Path) -> None:
     path.write_text('{"kind": "demand", "workload": "a"}\n{"kind": "choi')
     results = Results(path)
     results.add(kind="choice")
-    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["demand", "choice"]
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == [
+        "demand",
+        "choice",
+    ]
     assert results.has(kind="demand", workload="a") and not results.has(kind="demand", workload="b")
 
 
-def test_all_readers_share_the_throttled_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_readers_share_the_throttled_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two copies of the source, as in two workers, wait for each other: 2 x 12 bytes at 24 bytes/s take a second."""
     waited: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
@@ -206,13 +239,25 @@ def test_a_paced_step_takes_its_time() -> None:
 @pytest.mark.parametrize("arrays", [["arrays"], []], ids=["arrays too", "no arrays"])
 def test_the_oracle_gives_each_form_the_workers_that_it_can_have(arrays: list[str]) -> None:
     """Arrays have none; they are looked at where they can serve the data set."""
-    rig = SimpleNamespace(most=1, feeds=lambda: SimpleNamespace(forms=("processes", "threads", *arrays)))
+    rig = SimpleNamespace(
+        most=1, feeds=lambda: SimpleNamespace(forms=("processes", "threads", *arrays))
+    )
     found = {str(setting) for setting in tuner_strategies.candidates(rig)}
-    assert found == {"0", "1x2", "1x4", "threads 1x2", "threads 1x4", *(f"{form} 0" for form in arrays)}
+    assert found == {
+        "0",
+        "1x2",
+        "1x4",
+        "threads 1x2",
+        "threads 1x4",
+        *(f"{form} 0" for form in arrays),
+    }
 
 
 def test_a_run_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_globals: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept_globals: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A whole benchmark of one tiny workload: all parts are measured once, a second run measures nothing again."""
     tiny = Workload("tiny", "noise", lambda folder: Noise(64), 4, 0.0001, cores=1)

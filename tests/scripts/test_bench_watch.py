@@ -15,7 +15,9 @@ from scripts.paired import Cost, Estimate
 def test_memory_that_grows_is_found() -> None:
     """What each step keeps is in the growth; what the first tenth of the steps keeps is not."""
     kept: list[bytes] = []
-    growing = bench_watch.memory_growth(lambda steps: kept.extend(bytes(1000) for _ in range(steps)), 100)
+    growing = bench_watch.memory_growth(
+        lambda steps: kept.extend(bytes(1000) for _ in range(steps)), 100
+    )
     assert growing >= 90 * 1000
     assert bench_watch.memory_growth(lambda steps: None, 100) < 10_000
 
@@ -29,7 +31,19 @@ def test_all_of_it_is_measured_and_written(
     monkeypatch.setattr(bench_watch, "_COLD_BYTES", 1 << 10)
     monkeypatch.setattr(bench_watch, "_WORK", (5,))
     out = tmp_path / "watch.json"
-    arguments = ["--steps", "200", "--runs", "3", "--batches", "9", "--sampled-s", "0.01", "--json", str(out), "--write"]
+    arguments = [
+        "--steps",
+        "200",
+        "--runs",
+        "3",
+        "--batches",
+        "9",
+        "--sampled-s",
+        "0.01",
+        "--json",
+        str(out),
+        "--write",
+    ]
     assert bench_watch.main(arguments) == 0
     said = capsys.readouterr().out
     for what in (
@@ -60,20 +74,44 @@ def figures(**changes: Any) -> dict[str, Any]:
 def cost(us: float, low: float | None = None, high: float | None = None) -> Cost:
     """So much, beside work of 1 us."""
     of = lambda us: Sample(1, us, us, us)
-    return Cost(of(us), of(0.0), of(1.0), Estimate(us, us if low is None else low, us if high is None else high))
+    return Cost(
+        of(us),
+        of(0.0),
+        of(1.0),
+        Estimate(us, us if low is None else low, us if high is None else high),
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "claim", "verdict"),
     [
         pytest.param({}, 0, "0.450% [0.450%, 0.450%]: holds", id="40 us, a tenth of 100 us, 0.2 %"),
-        pytest.param({"window": cost(2000.0)}, 0, "1.400% [1.400%, 1.400%]: does not hold", id="dear windows"),
-        pytest.param({"window": cost(100.0, high=2000.0)}, 0, "0.450% [0.450%, 1.400%]: not resolved", id="noisy windows"),
+        pytest.param(
+            {"window": cost(2000.0)}, 0, "1.400% [1.400%, 1.400%]: does not hold", id="dear windows"
+        ),
+        pytest.param(
+            {"window": cost(100.0, high=2000.0)},
+            0,
+            "0.450% [0.450%, 1.400%]: not resolved",
+            id="noisy windows",
+        ),
         pytest.param({}, 1, "0.050% [0.050%, 0.050%]: holds", id="cheap timers"),
-        pytest.param({"stages": [cost(0.002)]}, 1, "0.200% [0.200%, 0.200%]: does not hold", id="dear timers"),
-        pytest.param({"stages": [cost(0.0005, -0.01, 0.01)]}, 1, "[-1.000%, 1.000%]: not resolved", id="noisy timers"),
+        pytest.param(
+            {"stages": [cost(0.002)]}, 1, "0.200% [0.200%, 0.200%]: does not hold", id="dear timers"
+        ),
+        pytest.param(
+            {"stages": [cost(0.0005, -0.01, 0.01)]},
+            1,
+            "[-1.000%, 1.000%]: not resolved",
+            id="noisy timers",
+        ),
         pytest.param({}, 2, "0.22 bytes: holds", id="buckets fill"),
-        pytest.param({"memory_growth_bytes": {"a": 9, "b": 2_000_000}}, 2, "22.22 bytes: does not hold", id="a leak"),
+        pytest.param(
+            {"memory_growth_bytes": {"a": 9, "b": 2_000_000}},
+            2,
+            "22.22 bytes: does not hold",
+            id="a leak",
+        ),
         pytest.param({"steps": 200}, 2, "111.11 bytes: not resolved", id="too few steps"),
     ],
 )
@@ -104,4 +142,7 @@ def test_senseless_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     """The line names what is asked for."""
     with pytest.raises(SystemExit, match="2"):
         bench_watch.main(["--runs", "1"])
-    assert "--steps: at least 10; --runs and --batches: at least 2; --sampled-s: more than 0" in capsys.readouterr().err
+    assert (
+        "--steps: at least 10; --runs and --batches: at least 2; --sampled-s: more than 0"
+        in capsys.readouterr().err
+    )

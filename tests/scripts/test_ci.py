@@ -19,14 +19,18 @@ def gate(place: Path, **commands: str) -> subprocess.CompletedProcess[str]:
     (place / "dirname").symlink_to(str(shutil.which("dirname")))
     (place / "sh").symlink_to("/bin/sh")
     command = [str(shutil.which("bash")), str(RUN)]
-    return subprocess.run(command, env={"PATH": str(place)}, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env={"PATH": str(place)}, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("failing", ["update", "install"])
 def test_a_machine_without_a_mirror_runs_the_rest(tmp_path: Path, failing: str) -> None:
     """Where Chromium cannot be installed that is said on standard error, and everything else runs."""
     done = gate(tmp_path, **{"apt-get": f'[ "$1" != {failing} ]'})
-    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("uv run --no-sync pytest")
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith(
+        "uv run --no-sync pytest"
+    )
     assert done.stderr.splitlines() == [
         ".ci/run: apt-get cannot install chromium and chromium-driver",
         ".ci/run: WITHOUT chromedriver: the tests of the page in a browser are skipped",

@@ -92,12 +92,20 @@ def is_gone(pid: int) -> bool:
         ("chatty", "failed", "ended with 1: no *** for ***"),
     ],
 )
-def test_what_a_part_measured_is_kept_however_it_ends(stubs: Path, part: str, status: str, found: str) -> None:
+def test_what_a_part_measured_is_kept_however_it_ends(
+    stubs: Path, part: str, status: str, found: str
+) -> None:
     """All its rows, how it ended, and in its last words no path and nothing of the environment; the next part runs."""
-    findings = Findings(stubs / "gpu_check.json", {"group": {part: 60, "fine again": 60}}, quick=True)
+    findings = Findings(
+        stubs / "gpu_check.json", {"group": {part: 60, "fine again": 60}}, quick=True
+    )
     gpu_check.run({"group": {part: 60, "fine again": 60}}, findings, quick=True, deadline_s=120)
     ended, after = found_in(stubs).values()
-    assert (ended["status"], ended["found"], numbers(ended)) == (status, found.strip(), list(range(ROWS)))
+    assert (ended["status"], ended["found"], numbers(ended)) == (
+        status,
+        found.strip(),
+        list(range(ROWS)),
+    )
     assert ended["problems"] == (["off by 2"] if part == "wrong" else [])
     assert after["status"] == "ok"
 
@@ -105,9 +113,15 @@ def test_what_a_part_measured_is_kept_however_it_ends(stubs: Path, part: str, st
 def test_a_part_that_hangs_is_killed_with_what_it_started(stubs: Path) -> None:
     """At its limit; its rows stay, and the next part has its turn."""
     groups = {"group": {"hang": 6, "fine": 60}}
-    gpu_check.run(groups, Findings(stubs / "gpu_check.json", groups, quick=True), quick=True, deadline_s=120)
+    gpu_check.run(
+        groups, Findings(stubs / "gpu_check.json", groups, quick=True), quick=True, deadline_s=120
+    )
     hung, after = found_in(stubs).values()
-    assert (hung["status"], numbers(hung), after["status"]) == ("cut short", list(range(ROWS)), "ok")
+    assert (hung["status"], numbers(hung), after["status"]) == (
+        "cut short",
+        list(range(ROWS)),
+        "ok",
+    )
     assert hung["found"].startswith("not done after 6 s")
     assert comes_true(lambda: all(map(is_gone, left_by(stubs))))
 
@@ -117,7 +131,9 @@ def test_the_deadline_is_for_all_parts(stubs: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_check, "_LEAST_S", 3.0)
     groups = {"group": {"hang": 600, "fine": 60}}
     begin = time.monotonic()
-    gpu_check.run(groups, Findings(stubs / "gpu_check.json", groups, quick=True), quick=True, deadline_s=3.5)
+    gpu_check.run(
+        groups, Findings(stubs / "gpu_check.json", groups, quick=True), quick=True, deadline_s=3.5
+    )
     assert time.monotonic() - begin < 30
     assert [part["status"] for part in found_in(stubs).values()] == ["cut short", "not run"]
 
@@ -132,7 +148,11 @@ def test_a_kill_at_any_moment_leaves_what_was_measured(stubs: Path, moment: int)
         f"gpu_check.main(['--out', {str(stubs)!r}])"
     )
     paths = os.pathsep.join((str(gpu_check.ROOT), str(stubs)))
-    check = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.DEVNULL)
+    check = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+    )
     try:
         assert comes_true(lambda: (stubs / "gpu_check.json").exists(), 60)
         time.sleep(random.SystemRandom().uniform(0, 2))
@@ -153,9 +173,15 @@ def test_rows_are_in_the_file_while_a_part_runs(stubs: Path) -> None:
         f"gpu_check.GROUPS = {{'group': {{'hang': 400}}}}; gpu_check.main(['--out', {str(stubs)!r}])"
     )
     paths = os.pathsep.join((str(gpu_check.ROOT), str(stubs)))
-    check = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.DEVNULL)
+    check = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+    )
     try:
-        there = comes_true(lambda: len(left_by(stubs)) == 2 and len(numbers(found_in(stubs)["hang"])) == ROWS, 60)
+        there = comes_true(
+            lambda: len(left_by(stubs)) == 2 and len(numbers(found_in(stubs)["hang"])) == ROWS, 60
+        )
     finally:
         check.kill()
         check.wait()
@@ -169,11 +195,19 @@ def test_it_starts_where_nothing_is_installed(tmp_path: Path) -> None:
     """As a file, from any folder; one line names the packages that are missing and two ways to get them."""
     script = gpu_check.ROOT / "scripts" / "gpu_check.py"
     done = subprocess.run(
-        [sys.executable, "-S", "-I", str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-S", "-I", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert done.stderr.startswith("gpu_check: missing: torch torchvision ")
-    assert "pip install hydra-core" not in done.stderr and "pip wheel --no-deps -w wheels torch" in done.stderr
+    assert (
+        "pip install hydra-core" not in done.stderr
+        and "pip wheel --no-deps -w wheels torch" in done.stderr
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,15 +215,24 @@ def test_only_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the version that this project needs; nothing is said where all are there."""
     assert missing() == ""
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("hydra", "simplejpeg") else find(name))
-    assert missing().startswith("gpu_check: missing: hydra-core==1.3.2 simplejpeg. With a network: ")
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("hydra", "simplejpeg") else find(name),
+    )
+    assert missing().startswith(
+        "gpu_check: missing: hydra-core==1.3.2 simplejpeg. With a network: "
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "left"),
     [
         ("OSError: /home/ann/x y.jpg: no such file", "OSError: ***: no such file"),
-        (f'File "{gpu_check.ROOT}/harness/feed/buffers.py", line 3', 'File "harness/feed/buffers.py", line 3'),
+        (
+            f'File "{gpu_check.ROOT}/harness/feed/buffers.py", line 3',
+            'File "harness/feed/buffers.py", line 3',
+        ),
         ("/opt/ann/lib/python3.12/site-packages/torch/cuda/__init__.py", "torch/cuda/__init__.py"),
         (f"HTTP 403 with {SECRET}", "HTTP 403 with ***"),
         ("at 10.1.2.3, GPU-8f6c1c1e-0000-4000-8000-000000000001", "at ***, ***"),

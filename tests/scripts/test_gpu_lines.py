@@ -48,7 +48,8 @@ pytestmark = [
     pytest.mark.timeout(200),
     # of torchvision, where TorchCodec is missing; of torch's thread that page-locks, whose worker was killed
     pytest.mark.filterwarnings(
-        "ignore:The image decoding:DeprecationWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+        "ignore:The image decoding:DeprecationWarning",
+        "ignore::pytest.PytestUnhandledThreadExceptionWarning",
     ),
 ]
 STUB = """
@@ -86,7 +87,9 @@ class DeviceStep:
     read = forget
 
 
-def run_here(arguments: Sequence[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
+def run_here(
+    arguments: Sequence[str], limit_s: float, cores: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """In place of a process of its own: the loader's run here; a tuned run's report; DALI is late, and SPDL fails."""
     said = io.StringIO()
     if arguments[0].endswith("train.py"):
@@ -108,7 +111,9 @@ def run_here(arguments: Sequence[str], limit_s: float, cores: int | None = None)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little to load, to copy and to measure; a step is the device's alone, and ``train.py`` is not started."""
     for module in (gpu_parts, gpu_unsettled, gpu_feeds):
-        monkeypatch.setattr(module, "make_batches", lambda count, size, side, pin: make_batches(count, 2, 16, pin))
+        monkeypatch.setattr(
+            module, "make_batches", lambda count, size, side, pin: make_batches(count, 2, 16, pin)
+        )
     for module, step_s in ((gpu_parts, 4e-3), (gpu_feeds, 0.1), (gpu_loaders, 1e-3)):
         monkeypatch.setattr(module, "Step", partial(DeviceStep, step_s))
         monkeypatch.setattr(module, "make_state", lambda *_: None)
@@ -164,10 +169,15 @@ def whole_check(place: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("PYTHONPATH", str(place))
     patch.setattr(gpu_check, "PARTS", "stub_parts")
     patch.setattr(gpu_check, "_PUT_AWAY_S", 0.5)
-    patch.setattr(gpu_check, "GROUPS", {"one": {"fine": 20, "fails": 20}, "two": {"hangs": 2, "late": 600}})
+    patch.setattr(
+        gpu_check, "GROUPS", {"one": {"fine": 20, "fails": 20}, "two": {"hangs": 2, "late": 600}}
+    )
     patch.setattr(gpu_check, "_LEAST_S", 600.0)
     assert gpu_check.main(["--out", str(place), "--quick"]) == 1
-    found = {part["part"]: part["status"] for part in json.loads((place / "gpu_check.json").read_text())["parts"]}
+    found = {
+        part["part"]: part["status"]
+        for part in json.loads((place / "gpu_check.json").read_text())["parts"]
+    }
     assert found == {"fine": "wrong", "fails": "failed", "hangs": "cut short", "late": "not run"}
     patch.setattr(gpu_check, "NEEDED", {"no_such_module": "nothing"})
     assert gpu_check.main([]) == 2
@@ -177,14 +187,25 @@ def processes(place: Path, patch: pytest.MonkeyPatch) -> None:
     """What runs in a process of its own: a part, the tests, and the end of both."""
     killed: list[int] = []
     patch.setattr(os, "killpg", lambda group, number: killed.append(number))
-    patch.setattr(gpu_parts, "PARTS", {"elapsed": gpu_unsettled.elapsed, "broken": lambda o: iter(range(0, 1))})
+    patch.setattr(
+        gpu_parts,
+        "PARTS",
+        {"elapsed": gpu_unsettled.elapsed, "broken": lambda o: iter(range(0, 1))},
+    )
     patch.setattr(pytest, "main", lambda arguments, plugins: len(arguments))
     with kept_output():
         for part in gpu_parts.PARTS:
             gpu_parts.main([part, "60", str(place), "--quick"])
         assert gpu_tests.main(["tests"]) == 4
     told = gpu_tests.Told(os.open(os.devnull, os.O_WRONLY))
-    report = {"nodeid": "x", "outcome": "failed", "duration": 0.1, "longrepr": "no", "when": "call", "passed": False}
+    report = {
+        "nodeid": "x",
+        "outcome": "failed",
+        "duration": 0.1,
+        "longrepr": "no",
+        "when": "call",
+        "passed": False,
+    }
     told.pytest_runtest_logreport(SimpleNamespace(**report))  # type: ignore[arg-type]
     told.pytest_collectreport(SimpleNamespace(**report, failed=True))  # type: ignore[arg-type]
     reader, writer = os.pipe()
@@ -208,9 +229,15 @@ def bad_ends(place: Path, patch: pytest.MonkeyPatch) -> None:
     assert "ok" in RUN(["-c", "print('ok')"], 60, 1).stdout
     assert "skipped" in ended("feeds", place.parent, 1.0)
     assert "ok" in ended("demand", place.parent, 30.0, quick=False)
-    with gpu_feeds.Decoding(Endless()) as decoding, pytest.raises(RuntimeError, match="AttributeError"):  # type: ignore[arg-type]
+    with (
+        gpu_feeds.Decoding(Endless()) as decoding,
+        pytest.raises(RuntimeError, match="AttributeError"),
+    ):  # type: ignore[arg-type]
         decoding.beside(lambda: 1.0, busy=True)
-    for answer in (subprocess.TimeoutExpired("train.py", 1), subprocess.CompletedProcess([], 2, "", "no")):
+    for answer in (
+        subprocess.TimeoutExpired("train.py", 1),
+        subprocess.CompletedProcess([], 2, "", "no"),
+    ):
         patch.setattr(gpu_parts, "_run", partial(raised, answer))
         with pytest.raises(RuntimeError, match="train.py"):
             gpu_parts.train([], place, 1.0)
@@ -222,7 +249,9 @@ def bad_ends(place: Path, patch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     threading.Thread(target=time.sleep, args=(0.1,)).start()
     assert LEFT(before) == ""
-    patch.setattr(gpu_overlap, "torch", SimpleNamespace(**vars(torch) | {"equal": lambda *_: False}))
+    patch.setattr(
+        gpu_overlap, "torch", SimpleNamespace(**vars(torch) | {"equal": lambda *_: False})
+    )
     assert gpu_overlap.wrong_values(CPU, "copy") == ["wrong values where the copy is slow"]
 
 
@@ -247,7 +276,9 @@ def raised(answer: Any, *_: object) -> Any:
 def others(place: Path, patch: pytest.MonkeyPatch) -> None:
     """Loaders whose packages are not installed, up to what they give."""
     for name in ("dali", "spdl"):
-        patch.setattr(gpu_loaders, name, lambda *_: (np.zeros((2, 4, 5, 3), np.uint8) for _ in range(2)))
+        patch.setattr(
+            gpu_loaders, name, lambda *_: (np.zeros((2, 4, 5, 3), np.uint8) for _ in range(2))
+        )
         with gpu_loaders.LOADERS[name.upper()](gpu_loaders.Job(place, 1, 2, CPU)) as batches:
             assert next(iter(batches))[0].shape == (2, 3, 4, 5)
     patch.setattr(gpu_loaders, "import_module", lambda name: SimpleNamespace(decode_jpeg=len))
@@ -256,7 +287,9 @@ def others(place: Path, patch: pytest.MonkeyPatch) -> None:
     assert gpu_loaders._read(str(place / "bytes")).tolist() == [49, 50]
 
 
-def test_every_statement_runs_on_the_emulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None) -> None:
+def test_every_statement_runs_on_the_emulated_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None
+) -> None:
     """Each part to its end, on the GPU and what a CPU does in its place; what is left is listed, and all that is listed is."""
     lines, ends = Lines(FILES), dict[tuple[str, str], Row]()
     with lines.watching():

@@ -31,7 +31,9 @@ def photos(tmp_path: Path) -> Path:
         for i in range(8):
             place = tmp_path / split / f"class{i % 2}"
             place.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((20 + 150 * (i % 2) + ramp).astype(np.uint8)).save(place / f"{i}.jpg", quality=95)
+            Image.fromarray((20 + 150 * (i % 2) + ramp).astype(np.uint8)).save(
+                place / f"{i}.jpg", quality=95
+            )
     return tmp_path
 
 
@@ -41,7 +43,9 @@ def test_nvjpegs_batches_are_crops_with_their_labels(
     photos: Path, num_workers: int, flipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uint8 ``[N, 3, 224, 224]``, each picture's own, flipped where that was drawn; the same code decodes on a processor."""
-    monkeypatch.setattr(torch, "rand", lambda *shape, device: torch.full(shape, 0.2 if flipped else 0.7))
+    monkeypatch.setattr(
+        torch, "rand", lambda *shape, device: torch.full(shape, 0.2 if flipped else 0.7)
+    )
     with LOADERS[NVJPEG](Job(photos, num_workers, 6, CPU)) as batches:
         images, labels = next(iter(batches))
     assert (images.shape, images.dtype) == ((6, 3, 224, 224), torch.uint8)
@@ -50,8 +54,12 @@ def test_nvjpegs_batches_are_crops_with_their_labels(
     assert (~rises if flipped else rises).all()
 
 
-@pytest.mark.parametrize("imported", [object(), OSError("made for another torch")], ids=["no JPEGs in it", "broken"])
-def test_torchvision_decodes_where_torchcodec_does_not(imported: object, monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:
+@pytest.mark.parametrize(
+    "imported", [object(), OSError("made for another torch")], ids=["no JPEGs in it", "broken"]
+)
+def test_torchvision_decodes_where_torchcodec_does_not(
+    imported: object, monkeypatch: pytest.MonkeyPatch, photos: Path
+) -> None:
     """A TorchCodec that cannot be imported, or not decode JPEGs, counts as none."""
 
     def load(name: str) -> object:
@@ -66,7 +74,9 @@ def test_torchvision_decodes_where_torchcodec_does_not(imported: object, monkeyp
 
 
 @pytest.mark.parametrize("name", ["DALI", "SPDL"])
-def test_batches_of_others_are_copied_and_turned(name: str, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_others_are_copied_and_turned(
+    name: str, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Channels come first; what is written into their memory later does not reach a batch of DALI's."""
     memory = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     first = memory.copy()
@@ -96,13 +106,19 @@ class Watched(Step):
         super().__call__(images, labels, **how)
 
 
-@pytest.mark.parametrize("name", [gpu_loaders.NONE, *gpu_loaders.OURS, loader_peers.EXAMPLES, NVJPEG])
-def test_a_network_is_trained_on_every_loader(name: str, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [gpu_loaders.NONE, *gpu_loaders.OURS, loader_peers.EXAMPLES, NVJPEG]
+)
+def test_a_network_is_trained_on_every_loader(
+    name: str, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind a warm network and the first batches, whole rounds of the workers for as long as asked; the rate is of those."""
     monkeypatch.setattr(gpu_loaders, "_WARM", 2)
     monkeypatch.setattr(gpu_loaders, "Step", Watched)
     monkeypatch.setattr(Watched, "seen", [], raising=False)
-    clock = iter((10.0, 10.5, 12.0, 14.0))  # at the beginning, after one round, after two, when the device is done
+    clock = iter(
+        (10.0, 10.5, 12.0, 14.0)
+    )  # at the beginning, after one round, after two, when the device is done
     training = Training(Config(model=ModelConfig()), CPU)
     rate = training.images_per_s(name, Job(photos, 2, 4, CPU), 1.0, now=lambda: next(clock))
     assert rate == 4 * 4 / 4.0
@@ -110,7 +126,9 @@ def test_a_network_is_trained_on_every_loader(name: str, photos: Path, monkeypat
     assert all(images.dtype is torch.float32 and -3 < images.mean() < 3 for images in Watched.seen)
 
 
-def test_the_rate_is_the_last_line(photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_is_the_last_line(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As JSON, with what decoded where that is not the loader's own."""
     monkeypatch.setattr(gpu_loaders, "_WARM", 1)
     monkeypatch.setattr(gpu_loaders.workers, "start_server", lambda *_: None)

@@ -19,7 +19,16 @@ from emulator import EmulatedDevice, emulated
 from harness.data import datasets
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime.errors import LoaderError
-from scripts import bench_pinned_copy, differential, gpu_feeds, gpu_loaders, gpu_overlap, gpu_parts, gpu_tests, gpu_unsettled
+from scripts import (
+    bench_pinned_copy,
+    differential,
+    gpu_feeds,
+    gpu_loaders,
+    gpu_overlap,
+    gpu_parts,
+    gpu_tests,
+    gpu_unsettled,
+)
 from scripts.bench_loop import make_batches
 from scripts.gpu_options import Options, Row, Said, SkippedError
 
@@ -41,12 +50,20 @@ def rows(said: list[Row]) -> list[Row]:
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Little to copy, to compute and to measure."""
     for module in (gpu_parts, gpu_unsettled):
-        monkeypatch.setattr(module, "make_batches", lambda count, size, side, pin: make_batches(count, 2, 16, pin))
+        monkeypatch.setattr(
+            module, "make_batches", lambda count, size, side, pin: make_batches(count, 2, 16, pin)
+        )
     monkeypatch.setattr(bench_pinned_copy, "WORK_SIDE", 16)
     monkeypatch.setattr(bench_pinned_copy, "MIB", 2**10)
     monkeypatch.setattr(differential, "LOADS", ((0.5, 0.0), (2.0, 0.5)))
     monkeypatch.setattr(differential, "_ROUNDS", 1)
-    for name, value in {"_CALLS": 5, "_LAUNCHES": 50, "_PREFETCHERS": 2, "BUSY_S": 1e-3, "_MIB": 2**10}.items():
+    for name, value in {
+        "_CALLS": 5,
+        "_LAUNCHES": 50,
+        "_PREFETCHERS": 2,
+        "BUSY_S": 1e-3,
+        "_MIB": 2**10,
+    }.items():
         monkeypatch.setattr(gpu_unsettled, name, value)
 
 
@@ -58,9 +75,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
 
 
 @pytest.mark.parametrize(
-    ("part", "count"), [("elapsed", 3), ("reserved", 2), ("events", 6), ("finish", 2), ("staging", 3), ("copies", 13)]
+    ("part", "count"),
+    [("elapsed", 3), ("reserved", 2), ("events", 6), ("finish", 2), ("staging", 3), ("copies", 13)],
 )
-def test_on_a_gpu_a_part_measures(part: str, count: int, tmp_path: Path, gpu: EmulatedDevice, little: None) -> None:
+def test_on_a_gpu_a_part_measures(
+    part: str, count: int, tmp_path: Path, gpu: EmulatedDevice, little: None
+) -> None:
     """What it does with streams, events and copies runs on the emulated one; each measurement is a row that JSON holds."""
     said = answers(part, tmp_path)
     assert (len(rows(said)), list(said[-1])) == (count, ["ok"])
@@ -82,22 +102,35 @@ def test_on_a_gpu_the_prefetcher_feeds(
 def test_without_a_gpu_a_part_does_what_a_cpu_can(part: str, tmp_path: Path, little: None) -> None:
     """It measures, and says that this is nothing of a GPU."""
     said = answers(part, tmp_path)
-    assert rows(said) and said[-1]["ok"].endswith("this shows that the part runs, and nothing of a GPU")
+    assert rows(said) and said[-1]["ok"].endswith(
+        "this shows that the part runs, and nothing of a GPU"
+    )
 
 
-@pytest.mark.parametrize("part", ["elapsed", "events", "staging", "stall_compiled", "launches_compiled", "feeds_compiled"])
+@pytest.mark.parametrize(
+    "part",
+    ["elapsed", "events", "staging", "stall_compiled", "launches_compiled", "feeds_compiled"],
+)
 def test_without_a_gpu_some_parts_say_why_not(part: str, tmp_path: Path) -> None:
     """What a CPU can show nothing of is skipped with its reason."""
-    assert [text.startswith("no CUDA device: ") for text in answers(part, tmp_path)[-1].values()] == [True]
+    assert [
+        text.startswith("no CUDA device: ") for text in answers(part, tmp_path)[-1].values()
+    ] == [True]
 
 
-@pytest.mark.parametrize("part", ["pytest", "pinning", "prefetcher", "stall", "demand", "launches", "feeds", "peers"])
+@pytest.mark.parametrize(
+    "part", ["pytest", "pinning", "prefetcher", "stall", "demand", "launches", "feeds", "peers"]
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_other_part_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
     """In a process of its own, as on a GPU, to its end."""
     command = [sys.executable, "-m", "scripts.gpu_parts", part, "600", str(tmp_path), "--quick"]
-    environment = {**os.environ, "PYTHONPATH": str(gpu_parts.ROOT), "WELLFED_CACHE": str(tmp_path / "cache")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(gpu_parts.ROOT),
+        "WELLFED_CACHE": str(tmp_path / "cache"),
+    }
     child = subprocess.Popen(
         command, cwd=gpu_parts.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         start_new_session=True,
@@ -111,7 +144,9 @@ def test_a_part_ends_with_the_check_that_started_it(tmp_path: Path) -> None:
     """Once nobody holds the other end of its standard input, it kills itself and all of its group."""
     command = [sys.executable, "-c", "from scripts import gpu_parts; gpu_parts._end_with(0)"]
     environment = {**os.environ, "PYTHONPATH": str(gpu_parts.ROOT)}
-    child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    child = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, start_new_session=True
+    )
     assert child.stdin is not None
     child.stdin.close()
     assert child.wait(100) == -9
@@ -122,12 +157,19 @@ def test_a_part_ends_with_the_check_that_started_it(tmp_path: Path) -> None:
     [
         (SkippedError("no CUDA device: why"), {"skipped": "no CUDA device: why"}),
         (OSError("no\nspace"), {"failed": "OSError: no\nspace"}),
-        (torch.OutOfMemoryError("CUDA out of memory"), {"failed": "OutOfMemoryError: CUDA out of memory"}),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            {"failed": "OutOfMemoryError: CUDA out of memory"},
+        ),
     ],
     ids=["skipped", "an error", "out of memory"],
 )
 def test_what_a_part_raises_is_told(
-    raised: Exception, said: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    raised: Exception,
+    said: Row,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Behind the rows that it had; an error's traceback is printed."""
 
@@ -153,10 +195,17 @@ def test_what_became_of_each_test_is_told(tmp_path: Path) -> None:
         ("setup", "skipped", ("tests/x.py", 3, "Skipped: no CUDA device")),
     ):
         report = SimpleNamespace(
-            nodeid="tests/x.py::test", when=when, outcome=outcome, passed=outcome == "passed", duration=0.1, longrepr=words
+            nodeid="tests/x.py::test",
+            when=when,
+            outcome=outcome,
+            passed=outcome == "passed",
+            duration=0.1,
+            longrepr=words,
         )
         told.pytest_runtest_logreport(report)  # type: ignore[arg-type]
-    told.pytest_collectreport(SimpleNamespace(nodeid="tests/y.py", failed=True, outcome="failed", longrepr="ImportError"))  # type: ignore[arg-type]
+    told.pytest_collectreport(
+        SimpleNamespace(nodeid="tests/y.py", failed=True, outcome="failed", longrepr="ImportError")
+    )  # type: ignore[arg-type]
     os.close(file)
     said = map(json.loads, place.read_text().splitlines())
     assert [(row["outcome"], row["said"]) for row in said] == [
@@ -165,16 +214,22 @@ def test_what_became_of_each_test_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slow", ["copy", "step"])
-def test_right_values_pass_and_wrong_ones_do_not(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_values_pass_and_wrong_ones_do_not(
+    slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The race check is silent about a right prefetcher and names the slow side of one that gives other values."""
     assert gpu_overlap.wrong_values(CPU, slow) == []
     monkeypatch.setattr(
-        gpu_overlap, "DataPrefetcher", lambda *a, **k: ((i + (i.max() == 7), n) for i, n in DataPrefetcher(*a, **k))
+        gpu_overlap,
+        "DataPrefetcher",
+        lambda *a, **k: ((i + (i.max() == 7), n) for i, n in DataPrefetcher(*a, **k)),
     )
     assert gpu_overlap.wrong_values(CPU, slow) == [f"wrong values where the {slow} is slow"]
 
 
-def test_workers_that_are_not_missed_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_not_missed_are_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A feed that goes on without its workers, and one that gives the error."""
 
     def broken() -> Iterator[int]:
@@ -186,15 +241,24 @@ def test_workers_that_are_not_missed_are_wrong(tmp_path: Path, monkeypatch: pyte
     assert gpu_unsettled._killed((), broken()) == "a worker died"
 
 
-@pytest.mark.parametrize(("demand", "wrong"), [(960, []), (1200, ["the tuner's demand is 1.20 times what data=fake reaches"])])
+@pytest.mark.parametrize(
+    ("demand", "wrong"),
+    [(960, []), (1200, ["the tuner's demand is 1.20 times what data=fake reaches"])],
+)
 def test_demand_is_compared_with_a_run_without_loading(
-    demand: int, wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: EmulatedDevice
+    demand: int,
+    wrong: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: EmulatedDevice,
 ) -> None:
     """The images are made first; then come the runs without data, tuned and untuned, and what the tuner said is judged."""
     asked = []
 
     def train(overrides: list[str], run_folder: Path, limit_s: float) -> Row:
-        asked.append((run_folder.name, "data=fake" in overrides, "loader.autotune=true" in overrides))
+        asked.append(
+            (run_folder.name, "data=fake" in overrides, "loader.autotune=true" in overrides)
+        )
         return {"images/s": 1000, "demand": demand if "loader.autotune=true" in overrides else 0}
 
     monkeypatch.setattr(gpu_parts, "train", train)
@@ -208,16 +272,22 @@ def test_demand_is_compared_with_a_run_without_loading(
 
 
 @pytest.fixture
-def one_core(monkeypatch: pytest.MonkeyPatch, gpu: EmulatedDevice) -> list[tuple[list[str], int | None]]:
+def one_core(
+    monkeypatch: pytest.MonkeyPatch, gpu: EmulatedDevice
+) -> list[tuple[list[str], int | None]]:
     """What was run on a machine of one core, where SPDL fails; no image is made."""
     asked: list[tuple[list[str], int | None]] = []
 
-    def run(arguments: list[str], limit_s: float, cores: int | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        arguments: list[str], limit_s: float, cores: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
         asked.append((arguments[1:], cores))
         if arguments[1] == "SPDL":
             return subprocess.CompletedProcess(arguments, 3, "", "no such thing")
         rate = 1000.0 if arguments[1] == gpu_loaders.NONE else 995.0
-        return subprocess.CompletedProcess(arguments, 0, f'a warning\n{{"images_per_s": {rate}, "decoder": ""}}\n', "")
+        return subprocess.CompletedProcess(
+            arguments, 0, f'a warning\n{{"images_per_s": {rate}, "decoder": ""}}\n', ""
+        )
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     monkeypatch.setattr(gpu_parts, "_run", run)
@@ -226,26 +296,38 @@ def one_core(monkeypatch: pytest.MonkeyPatch, gpu: EmulatedDevice) -> list[tuple
     return asked
 
 
-def test_loaders_run_in_processes_of_their_own(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
+def test_loaders_run_in_processes_of_their_own(
+    tmp_path: Path, one_core: list[tuple[list[str], int | None]]
+) -> None:
     """Each on the cores that it is to have; the last line that one prints is its rate, and one that fails says why."""
     said = answers("peers", tmp_path, CPU, 900)
     root = str(gpu_feeds.shapes(tmp_path, 1280).root)
-    assert one_core == [([name, root, "1"], 1) for name in ("no loading", "pytorch/examples", "SPDL")]
-    assert said[-1] == {"ok": "pytorch/examples: 1 cores reach 0.99; SPDL: none of these reach 0.99"}
+    assert one_core == [
+        ([name, root, "1"], 1) for name in ("no loading", "pytorch/examples", "SPDL")
+    ]
+    assert said[-1] == {
+        "ok": "pytorch/examples: 1 cores reach 0.99; SPDL: none of these reach 0.99"
+    }
     assert {"wrong": "SPDL on 1 cores: gpu_loaders.py ended with 3: no such thing"} in said
 
 
-def test_a_compiled_network_is_asked_for(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
+def test_a_compiled_network_is_asked_for(
+    tmp_path: Path, one_core: list[tuple[list[str], int | None]]
+) -> None:
     """Also where nothing is loaded."""
     answers("feeds_compiled", tmp_path, CPU, 900)
     assert [arguments[0] for arguments, _ in one_core] == ["no loading", "threads", "processes"]
     assert all(arguments[-1] == "--compile" for arguments, _ in one_core)
 
 
-def test_loaders_without_time_are_not_measured(tmp_path: Path, one_core: list[tuple[list[str], int | None]]) -> None:
+def test_loaders_without_time_are_not_measured(
+    tmp_path: Path, one_core: list[tuple[list[str], int | None]]
+) -> None:
     """The part says so, and nothing is called measured."""
     said = answers("peers", tmp_path, CPU, 30)
-    assert said == [{"skipped": "no time was left for a loader; name this group alone with --group"}]
+    assert said == [
+        {"skipped": "no time was left for a loader; name this group alone with --group"}
+    ]
 
 
 def test_a_process_gets_so_many_cores(tmp_path: Path) -> None:
@@ -257,9 +339,7 @@ def test_a_process_gets_so_many_cores(tmp_path: Path) -> None:
 
 def test_a_process_that_takes_too_long_is_not_waited_for() -> None:
     """Nor are those that it has left behind with its output open."""
-    code = (
-        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(25)']); time.sleep(60)"
-    )
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(25)']); time.sleep(60)"
     begin = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):
         gpu_parts._run(["-c", code], 5)
@@ -269,8 +349,20 @@ def test_a_process_that_takes_too_long_is_not_waited_for() -> None:
 @pytest.mark.slow
 def test_train_gives_the_report_and_says_what_failed(tmp_path: Path) -> None:
     """A small run's figures are read back; the text of a refusal is in the error."""
-    tiny = ["data=fake", "data.image_size=32", "data.generate.classes=10", "data.generate.train_images=256", "trainer.epochs=9"]
-    small = [*tiny, "data.generate.val_images=8", "checkpoint.enabled=false", "trainer.max_steps=9", "trainer.max_steps=3"]
+    tiny = [
+        "data=fake",
+        "data.image_size=32",
+        "data.generate.classes=10",
+        "data.generate.train_images=256",
+        "trainer.epochs=9",
+    ]
+    small = [
+        *tiny,
+        "data.generate.val_images=8",
+        "checkpoint.enabled=false",
+        "trainer.max_steps=9",
+        "trainer.max_steps=3",
+    ]
     report: dict[str, Any] = gpu_parts.train(small, tmp_path / "run", 100)
     assert report["images/s"] > 0 and report["demand"] == 0
     with pytest.raises(RuntimeError, match="train.py ended with 2: .*loader.batch_size=0"):

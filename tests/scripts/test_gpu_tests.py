@@ -28,7 +28,13 @@ def _on_an_emulated_gpu(monkeypatch):
     with emulated(EmulatedDevice(), monkeypatch):
         yield
 """
-EMULATED = ("test_augment_gpu.py", "told_to_the_clock", "one_side_stream", "leaves_no_thread", "no_step_waits")
+EMULATED = (
+    "test_augment_gpu.py",
+    "told_to_the_clock",
+    "one_side_stream",
+    "leaves_no_thread",
+    "no_step_waits",
+)
 
 
 def run(plugin: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +46,16 @@ def run(plugin: str, place: Path, *arguments: str) -> subprocess.CompletedProces
         for path in TESTS.rglob("test_*.py")
         if any(word in path.read_text() for word in ("mark.gpu", "importorskip("))
     ]
-    without = ["-p", "no:timeout", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "more_of_pytest"]
+    without = [
+        "-p",
+        "no:timeout",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "more_of_pytest",
+    ]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *without, *arguments, *marked], cwd=TESTS.parent,
         env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=500, check=False,
@@ -56,7 +71,9 @@ def test_pytest_alone_collects_them(tmp_path: Path) -> None:
     for path in TESTS.rglob("test_*.py"):
         if "pytest.mark.gpu" in path.read_text() and path != Path(__file__):
             assert f"{path.relative_to(TESTS.parent)}::" in done.stdout
-    assert all(f"needs {name} (uv sync)" in done.stdout for name in ("selenium", "scipy", "sklearn"))
+    assert all(
+        f"needs {name} (uv sync)" in done.stdout for name in ("selenium", "scipy", "sklearn")
+    )
 
 
 @pytest.mark.slow

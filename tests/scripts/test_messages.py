@@ -12,7 +12,12 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_no_sentence_is_too_long() -> None:
     """Forty words are the most."""
-    found = [long for line in page().splitlines() if line.startswith("- ") for long in long_sentences(line)]
+    found = [
+        long
+        for line in page().splitlines()
+        if line.startswith("- ")
+        for long in long_sentences(line)
+    ]
     assert found == [], f"over {MOST_WORDS} words"
 
 

@@ -13,8 +13,14 @@ def test_a_cost_is_what_is_there_beyond_the_bare_loop() -> None:
     """Of 5 us a step beside 2 us it is 3 us; the control is nil; what comes before a run is not timed."""
     clock = Hand()
     plan = Plan(runs=4, steps=10, before=lambda: clock.pass_(9.0), now=clock)
-    cost = Cost.of(lambda steps: clock.pass_(5e-6 * steps), lambda steps: clock.pass_(2e-6 * steps), plan)
-    assert (cost.us.n, cost.us.median, cost.control_us.median) == (4, pytest.approx(3), pytest.approx(0, abs=1e-6))
+    cost = Cost.of(
+        lambda steps: clock.pass_(5e-6 * steps), lambda steps: clock.pass_(2e-6 * steps), plan
+    )
+    assert (cost.us.n, cost.us.median, cost.control_us.median) == (
+        4,
+        pytest.approx(3),
+        pytest.approx(0, abs=1e-6),
+    )
     assert cost.bare_us.median == pytest.approx(2)
     assert cost.mean_us == Estimate(*[pytest.approx(3)] * 3)
 
@@ -44,6 +50,8 @@ def test_an_interval_holds_the_median_of_nineteen_samples_in_twenty() -> None:
     [((0.1, 0.9), "holds"), ((0.9, 1.1), "not resolved"), ((1.1, 1.2), "does not hold")],
     ids=["below", "across", "above"],
 )
-def test_a_claim_is_judged_by_the_whole_interval(interval: tuple[float, float], verdict: str) -> None:
+def test_a_claim_is_judged_by_the_whole_interval(
+    interval: tuple[float, float], verdict: str
+) -> None:
     """What lies on both sides of the limit is not resolved."""
     assert Estimate(1.0, *interval).judged(1.0) == verdict

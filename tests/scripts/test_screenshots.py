@@ -16,11 +16,16 @@ def picture(height: int, colour: str) -> Image.Image:
 
 def test_parts_of_two_pages_stand_beside_each_other() -> None:
     """Each page is a column. Each part is a row, as high as its higher picture."""
-    left, right = [picture(5, "white"), picture(3, "red")], [picture(2, "green"), picture(4, "blue")]
+    left, right = (
+        [picture(5, "white"), picture(3, "red")],
+        [picture(2, "green"), picture(4, "blue")],
+    )
     whole = screenshots.beside(left, right)
     second = 10 + screenshots.GAP
     assert whole.size == (second + 10, 9)
-    assert [whole.getpixel(at) for at in [(0, 5), (second, 0), (second, 3), (second, 8), (12, 0)]] == [
+    assert [
+        whole.getpixel(at) for at in [(0, 5), (second, 0), (second, 3), (second, 8), (12, 0)]
+    ] == [
         (255, 0, 0),
         (0, 128, 0),
         (255, 255, 255),

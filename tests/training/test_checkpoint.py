@@ -24,12 +24,20 @@ from harness.training import checkpoint, saver
 
 def state(value: float = 1.0) -> dict[str, Any]:
     """A small state of the kinds that a run saves."""
-    return {"model": {"w": torch.full((50, 20), value)}, "epoch": 3, "random": {"python": random.getstate()}}
+    return {
+        "model": {"w": torch.full((50, 20), value)},
+        "epoch": 3,
+        "random": {"python": random.getstate()},
+    }
 
 
-def save(folder: Path, step: int, top1: float | None = None, keep_last: int = 2) -> checkpoint.Record:
+def save(
+    folder: Path, step: int, top1: float | None = None, keep_last: int = 2
+) -> checkpoint.Record:
     """Save a small state."""
-    return saver.save(folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last)
+    return saver.save(
+        folder, state(step), step=step, epoch=step // 10, top1=top1, keep_last=keep_last
+    )
 
 
 @pytest.mark.parametrize("what", ["open_regular", "read_regular"])
@@ -52,7 +60,10 @@ def test_what_may_be_read_the_next_time_is_not_given_up(
         found = checkpoint.newest(tmp_path)
         assert found is not None and found[0].step == 1
     else:
-        with pytest.raises(CheckpointError, match=r"step-2\.\w+: cannot be read now: Too many open files; try again, or name"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step-2\.\w+: cannot be read now: Too many open files; try again, or name",
+        ):
             checkpoint.newest(tmp_path)
 
 
@@ -139,7 +150,9 @@ def test_checkpoints_without_their_records_are_not_passed_over(tmp_path: Path) -
         (tmp_path / f"kept-{step}").write_bytes((tmp_path / f"step-{step}.pt").read_bytes())
     for step in (1, 2):
         (tmp_path / f"kept-{step}").rename(tmp_path / f"step-{step}.pt")
-    with pytest.raises(CheckpointError, match=r"the records \(step-\*.json\) of its checkpoints are missing"):
+    with pytest.raises(
+        CheckpointError, match=r"the records \(step-\*.json\) of its checkpoints are missing"
+    ):
         checkpoint.newest(tmp_path)
     (tmp_path / "step-1.pt").unlink()
     assert checkpoint.newest(tmp_path) is None
@@ -159,13 +172,19 @@ def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
     """A pickle that calls os.system is refused without a way round, and nothing ran."""
     path, canary = tmp_path / "evil.pt", tmp_path / "canary"
     torch.save({"model": Canary(canary)}, path)
-    with pytest.raises(CheckpointError, match="holds more than tensors and plain containers") as caught:
+    with pytest.raises(
+        CheckpointError, match="holds more than tensors and plain containers"
+    ) as caught:
         checkpoint.read_weights(path)
     assert not canary.exists()
     assert "weights_only" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"<html>", b"\xff\xd8\xff\xe0", pickle.dumps({"a": 1})], ids=["html", "jpeg", "pickle"])
+@pytest.mark.parametrize(
+    "content",
+    [b"<html>", b"\xff\xd8\xff\xe0", pickle.dumps({"a": 1})],
+    ids=["html", "jpeg", "pickle"],
+)
 def test_other_files_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
     """A file of another kind is refused by its kind."""
     path = tmp_path / "x.pt"
@@ -179,7 +198,10 @@ def test_other_files_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
     [
         ("{", "not the record of a checkpoint"),
         ('{"schema": 1}', "not the record"),
-        (json.dumps({"schema": 99, "step": 1, "epoch": 1, "top1": None, "sha256": ""}), "written by a newer version"),
+        (
+            json.dumps({"schema": 99, "step": 1, "epoch": 1, "top1": None, "sha256": ""}),
+            "written by a newer version",
+        ),
     ],
     ids=["cut", "fields", "newer"],
 )
@@ -203,7 +225,9 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("suffix", [".json", ".pt"])
 @oddities.every
-def test_an_odd_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, suffix: str, plant: Plant) -> None:
+def test_an_odd_checkpoint_is_named_and_the_one_before_taken(
+    tmp_path: Path, suffix: str, plant: Plant
+) -> None:
     """Whatever lies in the place of a record or of a file of weights: one warning, and no wait."""
     save(tmp_path, 1)
     path = save(tmp_path, 2).path.with_suffix(suffix)
@@ -211,7 +235,9 @@ def test_an_odd_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, suf
     found = checkpoint.newest(tmp_path)
     assert found is not None and found[0].step == 1
     assert len(found[2]) == 1 and str(path) in found[2][0] and oddities.untouched(path)
-    assert [record.step for record in checkpoint.records(tmp_path)] == ([1] if suffix == ".json" else [1, 2])
+    assert [record.step for record in checkpoint.records(tmp_path)] == (
+        [1] if suffix == ".json" else [1, 2]
+    )
 
 
 def rewrite(record: Path, change: dict[str, Any]) -> None:
@@ -255,7 +281,9 @@ def test_a_record_of_the_first_schema_is_read(tmp_path: Path) -> None:
     """What an earlier version committed is resumed, and a save beside it counts it."""
     save(tmp_path, 1)
     path = save(tmp_path, 2).path
-    path.with_suffix(".json").write_text(FIRST_SCHEMA % hashlib.sha256(path.read_bytes()).hexdigest())
+    path.with_suffix(".json").write_text(
+        FIRST_SCHEMA % hashlib.sha256(path.read_bytes()).hexdigest()
+    )
     record, _, _ = checkpoint.read(path)
     assert (record.step, record.top1) == (2, 0.5)
     save(tmp_path, 3)
@@ -277,7 +305,13 @@ def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize(
     ("suffix", "kind", "times"),
-    [(".pt", "flip", 1000), (".pt", "cut", 200), (".pt", "zeros", 200), (".json", "flip", 1000), (".json", "cut", 200)],
+    [
+        (".pt", "flip", 1000),
+        (".pt", "cut", 200),
+        (".pt", "zeros", 200),
+        (".json", "flip", 1000),
+        (".json", "cut", 200),
+    ],
 )
 def test_all_damage_is_found_and_named(tmp_path: Path, suffix: str, kind: str, times: int) -> None:
     """Whatever bit, end or block of a checkpoint or its record is lost, one warning names the file, the one before serves."""
@@ -318,8 +352,15 @@ def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path, layout: s
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float) -> None:
+def test_weights_that_are_not_finite_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
     """They are read, with one line that names the first tensor."""
-    torch.save({"a": torch.zeros(3), "w": torch.tensor([1.0, value]), "v": torch.tensor([value])}, tmp_path / "x.pt")
+    torch.save(
+        {"a": torch.zeros(3), "w": torch.tensor([1.0, value]), "v": torch.tensor([value])},
+        tmp_path / "x.pt",
+    )
     assert set(checkpoint.read_weights(tmp_path / "x.pt")) == {"a", "w", "v"}
-    assert [record.getMessage() for record in caplog.records] == [f"{tmp_path / 'x.pt'}: w holds NaN or infinity"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'x.pt'}: w holds NaN or infinity"
+    ]

@@ -49,7 +49,9 @@ def update(state: TrainState) -> None:
     state.step += 1
 
 
-def trained(optimizer: OptimName, precision: Precision = Precision.fp32) -> tuple[TrainState, Saved]:
+def trained(
+    optimizer: OptimName, precision: Precision = Precision.fp32
+) -> tuple[TrainState, Saved]:
     """A state after two updates, not to be changed, and a copy of what it saved after the first."""
     state, saved = _trained(optimizer, precision)
     return state, copy.deepcopy(saved)
@@ -86,7 +88,17 @@ def put(path: str, value: Any) -> Callable[[Saved], None]:
 
 
 WEIGHT = "model/0.weight"
-EVERYWHERE = ("model", "optimizer", "schedule", "scaler", "settings", "random", "classes", "epoch", "step")
+EVERYWHERE = (
+    "model",
+    "optimizer",
+    "schedule",
+    "scaler",
+    "settings",
+    "random",
+    "classes",
+    "epoch",
+    "step",
+)
 ODD = {
     **{f"{part}={value!r}": put(part, value) for part in EVERYWHERE for value in (None, 5.5, [5], {"x": 1})},
     **{f"{part}={{}}": put(part, {}) for part in ("model", "optimizer", "schedule", "scaler", "settings", "random")},
@@ -152,12 +164,18 @@ def test_odd_contents_are_refused(change: Callable[[Saved], None]) -> None:
     state, saved = trained(OptimName.sgd)
     change(saved)
     text = refused(state, saved)
-    weights = ("step-3.pt: holds no weights of a network (dense", "step-3.pt: does not fit this run: 0.weight is torch.")
+    weights = (
+        "step-3.pt: holds no weights of a network (dense",
+        "step-3.pt: does not fit this run: 0.weight is torch.",
+    )
     assert text.endswith("; resume from another checkpoint") or text.startswith(weights)
 
 
 @pytest.mark.parametrize("value", MOMENTUM.values(), ids=MOMENTUM.keys())
-@pytest.mark.parametrize(("optimizer", "key"), [("sgd", "momentum_buffer"), ("adamw", "exp_avg"), ("adamw", "exp_avg_sq")])
+@pytest.mark.parametrize(
+    ("optimizer", "key"),
+    [("sgd", "momentum_buffer"), ("adamw", "exp_avg"), ("adamw", "exp_avg_sq")],
+)
 def test_odd_momentum_is_refused(optimizer: str, key: str, value: Any) -> None:
     """What would end the first update, or be taken for other numbers, is found before it."""
     state, saved = trained(OptimName[optimizer])
@@ -197,11 +215,22 @@ def test_weights_that_are_not_finite_are_warned_of(caplog: pytest.LogCaptureFixt
     _trained.cache_clear()
     saved["model"]["0.weight"][0] = math.nan
     state.load_dict(saved, "step-3.pt", Precision.fp32)
-    assert [record.getMessage() for record in caplog.records] == ["step-3.pt: 0.weight holds NaN or infinity"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "step-3.pt: 0.weight holds NaN or infinity"
+    ]
 
 
 @pytest.mark.parametrize(
-    "odd", [{"classes": 5}, {"classes": [5]}, {"epoch": "x"}, {"epoch": -5}, {"step": 1.5}, {"step": None}], ids=str
+    "odd",
+    [
+        {"classes": 5},
+        {"classes": [5]},
+        {"epoch": "x"},
+        {"epoch": -5},
+        {"step": 1.5},
+        {"step": None},
+    ],
+    ids=str,
 )
 def test_what_evaluation_reads_is_checked(odd: Saved) -> None:
     """Without a state to fill, counts and classes are looked at, and nothing else."""

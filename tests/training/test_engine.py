@@ -56,7 +56,11 @@ class Recorded:
         try:
             for place in range(self.count):
                 self.log.append(f"{self.name} batch {place}")
-                yield HostBatch(torch.full((2, 3, 4, 4), place, dtype=torch.uint8), torch.zeros(2).long(), torch.arange(2))
+                yield HostBatch(
+                    torch.full((2, 3, 4, 4), place, dtype=torch.uint8),
+                    torch.zeros(2).long(),
+                    torch.arange(2),
+                )
         finally:
             self.log.append(f"{self.name} end")
 
@@ -68,7 +72,9 @@ class Recorded:
 
 @pytest.fixture
 def make_engine(tmp_path: Path) -> MakeEngine:
-    def make(feed: Feed, val_feed: Feed, augment: AugmentConfig | None = None, **trainer: int) -> Engine:
+    def make(
+        feed: Feed, val_feed: Feed, augment: AugmentConfig | None = None, **trainer: int
+    ) -> Engine:
         config = Config(augment=augment or AugmentConfig())
         config.checkpoint.enabled = False
         for name, value in trainer.items():
@@ -76,14 +82,20 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         network = nn.Sequential(nn.Flatten(), nn.Linear(48, 10))
         optimizer = make_optimizer(network, config.optim)
         schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, len(feed))
-        state = TrainState(network, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device))
+        state = TrainState(
+            network, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)
+        )
         step = Step(state, config, CPU, 10)
-        return Engine(config, CPU, step, feed, val_feed, Watch(StepClock()), Place(tmp_path, ("a",)))
+        return Engine(
+            config, CPU, step, feed, val_feed, Watch(StepClock()), Place(tmp_path, ("a",))
+        )
 
     return make
 
 
-def run(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, batches: int = 3, **trainer: int) -> tuple[Engine, list[str]]:
+def run(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, batches: int = 3, **trainer: int
+) -> tuple[Engine, list[str]]:
     """A whole run on recorded feeds, where an epoch is never about to end before its last step."""
     monkeypatch.setattr("harness.training.epoch._LEAD_S", 0.0)
     log: list[str] = []
@@ -92,12 +104,18 @@ def run(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, batches: int =
     return engine, log
 
 
-def test_each_side_is_primed_before_its_turn(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_side_is_primed_before_its_turn(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Validation is primed before the last step, the next epoch after the pass has ended and before evaluation begins."""
     _, log = run(make_engine, monkeypatch, epochs=2)
     epoch = ["train batch 0", "train batch 1", "val prime 0", "train batch 2", "train end"]
     evaluation = ["val batch 0", "val end"]
-    epoch_1 = [*epoch[:-1], *evaluation, "train end"]  # nothing follows, so that nothing ends the pass before
+    epoch_1 = [
+        *epoch[:-1],
+        *evaluation,
+        "train end",
+    ]  # nothing follows, so that nothing ends the pass before
     assert log == ["train epoch 0", *epoch, "train prime 1", *evaluation, "train epoch 1", *epoch_1]
 
 
@@ -106,17 +124,30 @@ def test_evaluation_sees_images_as_they_are(make_engine: MakeEngine) -> None:
     wanted = AugmentConfig(color_jitter=(0.9, 0.0, 0.0, 0.0), random_erasing=1.0, cutmix=1.0)
     feeds = [Recorded(name, 4, []) for name in ("train", "val")]
     engine, plain = make_engine(*feeds, augment=wanted), make_engine(*feeds)
-    for (images, labels), (expected, whole) in zip(engine.val_batches, plain.val_batches, strict=True):
+    for (images, labels), (expected, whole) in zip(
+        engine.val_batches, plain.val_batches, strict=True
+    ):
         assert torch.equal(images, expected) and torch.equal(labels, whole)
-    for (images, labels), (expected, _) in zip(engine.train_batches, plain.train_batches, strict=True):
+    for (images, labels), (expected, _) in zip(
+        engine.train_batches, plain.train_batches, strict=True
+    ):
         assert not torch.equal(images, expected) and labels.shape == (2, 10)
 
 
-def test_nothing_is_primed_for_an_evaluation_that_is_not_due(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_primed_for_an_evaluation_that_is_not_due(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With eval_every_epochs=2 the first epoch primes nothing, and only the second is followed by a primed one."""
     _, log = run(make_engine, monkeypatch, epochs=3, eval_every_epochs=2)
     primed = [entry for entry in log if "prime" in entry or "epoch" in entry]
-    assert primed == ["train epoch 0", "train epoch 1", "val prime 0", "train prime 2", "train epoch 2", "val prime 0"]
+    assert primed == [
+        "train epoch 0",
+        "train epoch 1",
+        "val prime 0",
+        "train prime 2",
+        "train epoch 2",
+        "val prime 0",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -128,10 +159,15 @@ def test_nothing_is_primed_for_an_evaluation_that_is_not_due(make_engine: MakeEn
     ],
 )
 def test_the_last_step_is_where_the_run_ends(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, trainer: dict[str, int], primed_before: str
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: dict[str, int],
+    primed_before: str,
 ) -> None:
     """trainer.max_steps and accumulation count: validation is primed before the last step that there will be, and no more."""
-    _, log = run(make_engine, monkeypatch, epochs=1 if "accumulate_steps" in trainer else 5, **trainer)
+    _, log = run(
+        make_engine, monkeypatch, epochs=1 if "accumulate_steps" in trainer else 5, **trainer
+    )
     assert log[log.index("val prime 0") + 1] == primed_before
     assert "train prime 1" not in log and log.count("val prime 0") == 1
 
@@ -170,7 +206,9 @@ def test_an_epoch_of_one_step_is_about_to_end_at_once() -> None:
 
 
 def fit(make_engine: MakeEngine, val_workers: int, **trainer: int) -> Engine:
-    train = ProcessFeed(samples.Noise(24), Order(24, 4), samples.settings(2, persistent_workers=True))
+    train = ProcessFeed(
+        samples.Noise(24), Order(24, 4), samples.settings(2, persistent_workers=True)
+    )
     val = ProcessFeed(samples.Noise(8), Order(8, 4, shuffle=False), samples.settings(val_workers))
     torch.manual_seed(0)
     engine = make_engine(train, val, **trainer)
@@ -178,14 +216,18 @@ def fit(make_engine: MakeEngine, val_workers: int, **trainer: int) -> Engine:
     return engine
 
 
-def test_priming_changes_no_weight(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, kept_globals: None) -> None:
+def test_priming_changes_no_weight(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, kept_globals: None
+) -> None:
     """A run with real workers ends in bitwise the same weights whether its feeds are primed or not, and leaves no process."""
     primed = fit(make_engine, 1, epochs=3)
     assert multiprocessing.active_children() == []
     monkeypatch.setattr(ProcessFeed, "prime", lambda feed, epoch: None)
     plain = fit(make_engine, 1, epochs=3)
     assert primed.outcome.evaluation == plain.outcome.evaluation
-    for mine, theirs in zip(primed.state.network.parameters(), plain.state.network.parameters(), strict=True):
+    for mine, theirs in zip(
+        primed.state.network.parameters(), plain.state.network.parameters(), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 

@@ -19,7 +19,9 @@ def test_sums_are_those_of_the_whole_set() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Dropout(0.5))
     images, labels = torch.randn(101, 3, 2, 2), torch.randint(0, 8, (101,))
-    found = evaluate(network, zip(images.split(16), labels.split(16), strict=True), CPU, contextlib.nullcontext)
+    found = evaluate(
+        network, zip(images.split(16), labels.split(16), strict=True), CPU, contextlib.nullcontext
+    )
     logits = network.eval()(images)
     best = logits.topk(5).indices == labels[:, None]
     assert found.images == 101
@@ -32,7 +34,12 @@ def test_the_network_goes_back_to_its_mode() -> None:
     """A network that was training trains on afterwards, and evaluation left its statistics alone."""
     network = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)).train()
     before = network[0].running_mean.clone()  # type: ignore[union-attr, operator]
-    found = evaluate(network, [(torch.randn(4, 3, 2, 2), torch.zeros(4, dtype=torch.int64))], CPU, contextlib.nullcontext)
+    found = evaluate(
+        network,
+        [(torch.randn(4, 3, 2, 2), torch.zeros(4, dtype=torch.int64))],
+        CPU,
+        contextlib.nullcontext,
+    )
     assert network.training
     assert torch.equal(network[0].running_mean, before)  # type: ignore[arg-type]
     assert found.top5 == 1.0  # there are only three classes

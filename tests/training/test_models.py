@@ -18,7 +18,9 @@ from harness.runtime.errors import CheckpointError
 from harness.training import models, saver
 
 
-@pytest.mark.parametrize("name", ["small", "resnet18", "mobilenet_v3_small", "squeezenet1_1", "vit_b_16"])
+@pytest.mark.parametrize(
+    "name", ["small", "resnet18", "mobilenet_v3_small", "squeezenet1_1", "vit_b_16"]
+)
 def test_a_head_for_the_classes(name: str) -> None:
     """Every network gives one logit a class."""
     network = models.build(ModelConfig(name=name), 7, image_size=64).eval()
@@ -59,7 +61,9 @@ def test_saved_weights_with_a_new_head(tmp_path: Path) -> None:
     torch.manual_seed(1)
     donor = zoo.resnet18(num_classes=5)
     path = tmp_path / "donor.pth"
-    torch.save({"state_dict": {f"module.{key}": value for key, value in donor.state_dict().items()}}, path)
+    torch.save(
+        {"state_dict": {f"module.{key}": value for key, value in donor.state_dict().items()}}, path
+    )
     network = models.build(ModelConfig(name="resnet18", weights=str(path)), 7, image_size=64)
     assert torch.equal(network.conv1.weight, donor.conv1.weight)  # type: ignore[union-attr, arg-type]
     assert network.fc.weight.shape == (7, 512)  # type: ignore[union-attr]
@@ -68,7 +72,9 @@ def test_saved_weights_with_a_new_head(tmp_path: Path) -> None:
 def test_a_run_of_ours_gives_its_weights(tmp_path: Path) -> None:
     """A checkpoint of ours gives weights, the head too where the classes are the same."""
     donor = models.build(ModelConfig(name="small"), 4, image_size=64)
-    record = saver.save(tmp_path, {"model": donor.state_dict()}, step=1, epoch=1, top1=None, keep_last=2)
+    record = saver.save(
+        tmp_path, {"model": donor.state_dict()}, step=1, epoch=1, top1=None, keep_last=2
+    )
     network = models.build(ModelConfig(name="small", weights=str(record.path)), 4, image_size=64)
     for key, value in donor.state_dict().items():
         assert torch.equal(network.state_dict()[key], value)
@@ -78,17 +84,25 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     """The error says what does not fit, the first five and how many more."""
     path = tmp_path / "donor.pth"
     torch.save(zoo.resnet34(num_classes=7).state_dict(), path)
-    with pytest.raises(CheckpointError, match=r"does not fit model\.name=resnet18: .* is not expected; .* and \d+ more"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"does not fit model\.name=resnet18: .* is not expected; .* and \d+ more",
+    ):
         models.build(ModelConfig(name="resnet18", weights=str(path)), 7, image_size=64)
 
 
 def test_a_missing_file_is_named() -> None:
     """A path that does not exist is an error with the way out."""
-    with pytest.raises(CheckpointError, match=r"model\.weights=.*none\.pth: no such file; use null, DEFAULT or a path"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model\.weights=.*none\.pth: no such file; use null, DEFAULT or a path",
+    ):
         models.build(ModelConfig(name="small", weights="none.pth"), 7, image_size=64)
 
 
-def test_published_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_published_weights_that_cannot_be_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Without a network the error says what to do instead."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
 
@@ -96,7 +110,10 @@ def test_published_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatc
         raise OSError("no route")
 
     monkeypatch.setattr("torch.hub.download_url_to_file", refuse)
-    with pytest.raises(ConfigError, match=r"model\.weights=DEFAULT: the weights of resnet18 cannot be fetched \(no route\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.weights=DEFAULT: the weights of resnet18 cannot be fetched \(no route\)",
+    ):
         models.build(ModelConfig(name="resnet18", weights="DEFAULT"), 7, image_size=64)
 
 
@@ -108,16 +125,27 @@ def publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
         extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
         donor: nn.Module = zoo.get_model(name, weights=None, **extra)
         weights: dict[str, torch.Tensor] = donor.state_dict()
-        if name.startswith("densenet"):  # written by a torch that allowed dots in names and did not count batches
-            old = {re.sub(r"(denselayer\d+\.(?:norm|conv))([12]\.)", r"\1.\2", key): value for key, value in weights.items()}
-            weights = {key: value for key, value in old.items() if not key.endswith("num_batches_tracked")}
-        monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda *_, **__: weights)
+        if name.startswith(
+            "densenet"
+        ):  # written by a torch that allowed dots in names and did not count batches
+            old = {
+                re.sub(r"(denselayer\d+\.(?:norm|conv))([12]\.)", r"\1.\2", key): value
+                for key, value in weights.items()
+            }
+            weights = {
+                key: value for key, value in old.items() if not key.endswith("num_batches_tracked")
+            }
+        monkeypatch.setattr(
+            "torchvision.models._api.load_state_dict_from_url", lambda *_, **__: weights
+        )
         return donor
 
     return make
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "mnasnet0_5", "googlenet", "inception_v3"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "densenet121", "mnasnet0_5", "googlenet", "inception_v3"]
+)
 def test_published_weights_are_taken_over_with_a_new_head(
     name: str, publish: Callable[[str], nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +170,9 @@ def test_the_published_head_is_taken_where_it_fits(
 
 
 @pytest.mark.parametrize("weights", [None, "DEFAULT"], ids=["random", "published"])
-def test_googlenet_sees_what_its_weights_were_trained_on(weights: str | None, publish: Callable[[str], nn.Module]) -> None:
+def test_googlenet_sees_what_its_weights_were_trained_on(
+    weights: str | None, publish: Callable[[str], nn.Module]
+) -> None:
     """The published weights want the images normalised in TensorFlow's way, random ones take them as they come."""
     publish("googlenet")
     network = models.build(ModelConfig(name="googlenet", weights=weights), 7, image_size=64)
@@ -153,7 +183,8 @@ def test_published_weights_of_another_form_are_refused(publish: Callable[[str], 
     """Weights that do not fit are an error, never a network left random."""
     publish("resnet34")
     with pytest.raises(
-        ConfigError, match=r"model\.weights=DEFAULT: the weights of resnet18 .*Error\(s\) in loading state_dict"
+        ConfigError,
+        match=r"model\.weights=DEFAULT: the weights of resnet18 .*Error\(s\) in loading state_dict",
     ):
         models.build(ModelConfig(name="resnet18", weights="DEFAULT"), 7, image_size=64)
 
@@ -164,24 +195,38 @@ def test_saved_weights_of_a_mnasnet(tmp_path: Path) -> None:
     path = tmp_path / "donor.pth"
     torch.save(dict(donor.state_dict()), path)
     network = models.build(ModelConfig(name="mnasnet0_5", weights=str(path)), 7, image_size=64)
-    assert all(torch.equal(value, donor.state_dict()[key]) for key, value in network.state_dict().items())
+    assert all(
+        torch.equal(value, donor.state_dict()[key]) for key, value in network.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "weights", "size", "message"),
     [
-        ("vit_b_16", "DEFAULT", 64, r"data\.image_size=64: the published weights of vit_b_16 are for 224; use that, or model"),
+        (
+            "vit_b_16",
+            "DEFAULT",
+            64,
+            r"data\.image_size=64: the published weights of vit_b_16 are for 224; use that, or model",
+        ),
         (
             "vit_h_14",
             "DEFAULT",
             224,
             r"data\.image_size=224: the published weights of vit_h_14 are for 518; use that, or model",
         ),
-        ("vit_b_32", None, 80, r"data\.image_size=80: vit_b_32 cuts images into squares of 32; use a multiple of that"),
+        (
+            "vit_b_32",
+            None,
+            80,
+            r"data\.image_size=80: vit_b_32 cuts images into squares of 32; use a multiple of that",
+        ),
     ],
     ids=["published", "published-large", "patches"],
 )
-def test_an_image_size_that_a_vit_cannot_take(name: str, weights: str | None, size: int, message: str) -> None:
+def test_an_image_size_that_a_vit_cannot_take(
+    name: str, weights: str | None, size: int, message: str
+) -> None:
     """The error names the setting, the value and the size that it can be."""
     with pytest.raises(ConfigError, match=message):
         models.build(ModelConfig(name=name, weights=weights), 7, image_size=size)
@@ -189,7 +234,10 @@ def test_an_image_size_that_a_vit_cannot_take(name: str, weights: str | None, si
 
 def test_small_has_no_published_weights() -> None:
     """The error says what to use instead."""
-    with pytest.raises(ConfigError, match=r"model\.weights=DEFAULT: there are none for model\.name=small; use null or a path"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.weights=DEFAULT: there are none for model\.name=small; use null or a path",
+    ):
         models.build(ModelConfig(name="small", weights="DEFAULT"), 7, image_size=64)
 
 
@@ -226,16 +274,25 @@ def test_a_network_of_the_users_own(write_module: Callable[[str, str], None]) ->
     """Its lazy layers have their sizes, and it is ready to train."""
     write_module("mine", OWN)
     network = models.build(ModelConfig(name="mine:build"), 7, image_size=8)
-    assert [tuple(weight.shape) for weight in network.parameters()] == [(4, 192), (4,), (7, 4), (7,)]
+    assert [tuple(weight.shape) for weight in network.parameters()] == [
+        (4, 192),
+        (4,),
+        (7, 4),
+        (7,),
+    ]
     assert network.training
 
 
-def test_a_network_of_the_users_own_takes_saved_weights(write_module: Callable[[str, str], None], tmp_path: Path) -> None:
+def test_a_network_of_the_users_own_takes_saved_weights(
+    write_module: Callable[[str, str], None], tmp_path: Path
+) -> None:
     """For fine-tuning: all but a head of another number of classes."""
     write_module("mine", OWN)
     saved = models.build(ModelConfig(name="mine:build"), 7, image_size=8)
     torch.save(saved.state_dict(), tmp_path / "w.pt")
-    network = models.build(ModelConfig(name="mine:build", weights=str(tmp_path / "w.pt")), 3, image_size=8)
+    network = models.build(
+        ModelConfig(name="mine:build", weights=str(tmp_path / "w.pt")), 3, image_size=8
+    )
     assert torch.equal(network.state_dict()["1.weight"], saved.state_dict()["1.weight"])
     assert network.state_dict()["3.weight"].shape == (3, 4)
 
@@ -246,11 +303,16 @@ def test_a_network_of_the_users_own_takes_saved_weights(write_module: Callable[[
         ("keyed", "returned dict, not a torch.nn.Module"),
         ("eight", r"the network gives \[2, 8\] for 2 images; it must give \[2, 7\], one a class"),
         ("Two", r"the network gives tuple for 2 images; it must give \[2, 7\], one a class"),
-        ("narrow", r"the network failed on images \[2, 3, 8, 8\] with RuntimeError: .*mat1 and mat2 shapes .*"),
+        (
+            "narrow",
+            r"the network failed on images \[2, 3, 8, 8\] with RuntimeError: .*mat1 and mat2 shapes .*",
+        ),
         ("empty", "the network has no parameters to train"),
     ],
 )
-def test_a_network_that_cannot_be_trained_is_one_line(write_module: Callable[[str, str], None], name: str, error: str) -> None:
+def test_a_network_that_cannot_be_trained_is_one_line(
+    write_module: Callable[[str, str], None], name: str, error: str
+) -> None:
     """It names the function as typed."""
     write_module("mine", OWN)
     with pytest.raises(ConfigError, match=f"^model.name=mine:{name}: {error}$"):
@@ -259,5 +321,8 @@ def test_a_network_that_cannot_be_trained_is_one_line(write_module: Callable[[st
 
 def test_no_weights_are_published_for_it() -> None:
     """The line names the network."""
-    with pytest.raises(ConfigError, match="^model.weights=DEFAULT: there are none for model.name=mine:build; use null"):
+    with pytest.raises(
+        ConfigError,
+        match="^model.weights=DEFAULT: there are none for model.name=mine:build; use null",
+    ):
         models.check(ModelConfig(name="mine:build", weights="DEFAULT"), 8)

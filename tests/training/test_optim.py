@@ -28,14 +28,18 @@ def test_norms_and_biases_have_no_weight_decay() -> None:
 
 def test_decay_norm_and_bias_decays_everything() -> None:
     """With the setting there is one group, as in pytorch/examples."""
-    (group,) = make_optimizer(network(), OptimConfig(decay_norm_and_bias=True, weight_decay=0.1)).param_groups
+    (group,) = make_optimizer(
+        network(), OptimConfig(decay_norm_and_bias=True, weight_decay=0.1)
+    ).param_groups
     assert group["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
 def test_optimizers_are_fused(name: OptimName) -> None:
     """Both optimizers are the fused form, which can leave an update out on the device."""
-    assert all(group["fused"] for group in make_optimizer(network(), OptimConfig(name=name)).param_groups)
+    assert all(
+        group["fused"] for group in make_optimizer(network(), OptimConfig(name=name)).param_groups
+    )
 
 
 def test_step_schedule_is_torchs_steplr() -> None:
@@ -96,7 +100,9 @@ def test_the_schedule_is_torchs_own() -> None:
     config = ScheduleConfig(name=ScheduleName.cosine, warmup_epochs=1)
     makers = (
         lambda optimizer: make_schedule(optimizer, config, 3, 4),
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, config, 3, 4)),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_factor(step, config, 3, 4)
+        ),
     )
     rates = []
     for make in makers:

@@ -78,9 +78,14 @@ def test_the_profiler_works_in_pauses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("first", "last", "name"),
-    [pytest.param(1, 3, "steps-2-3.json", id="ends_early"), pytest.param(4, 9, "steps-4-5.json", id="resumed_late")],
+    [
+        pytest.param(1, 3, "steps-2-3.json", id="ends_early"),
+        pytest.param(4, 9, "steps-4-5.json", id="resumed_late"),
+    ],
 )
-def test_the_file_says_which_steps_it_holds(tmp_path: Path, first: int, last: int, name: str) -> None:
+def test_the_file_says_which_steps_it_holds(
+    tmp_path: Path, first: int, last: int, name: str
+) -> None:
     """A run that begins or ends among the steps asked for leaves those that it made."""
     go(Trace("2-5", tmp_path, Pauses()), first, last)
     assert [file.name for file in (tmp_path / "trace").iterdir()] == [name]
@@ -104,7 +109,9 @@ def test_nothing_is_recorded_unasked(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not [*tmp_path.iterdir()] and not pauses.names and not caplog.records
 
 
-def test_a_run_too_short_for_the_trace_says_so(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
+def test_a_run_too_short_for_the_trace_says_so(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
     """Steps that never came leave a warning, once."""
     trace = Trace("10-20", tmp_path, Pauses())
     go(trace, 1, 3)
@@ -114,7 +121,9 @@ def test_a_run_too_short_for_the_trace_says_so(tmp_path: Path, logged: pytest.Lo
     ]
 
 
-def test_a_trace_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, logged: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_cannot_be_written_costs_the_trace_alone(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
     """Training goes on, told in a warning, where the folder cannot be made."""
     (tmp_path / "trace").write_text("in the way")
     go(Trace("1-1", tmp_path, Pauses()), 1, 2)
@@ -122,17 +131,22 @@ def test_a_trace_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, lo
     assert not names_are_made()
 
 
-def test_half_a_trace_is_not_left(tmp_path: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_trace_is_not_left(
+    tmp_path: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The exporter tells no error on a full disk: what it left is looked at, and removed."""
     monkeypatch.setattr(
-        "torch.profiler.profile.export_chrome_trace", lambda _, path: Path(path).write_text('{"traceEvents": [{')
+        "torch.profiler.profile.export_chrome_trace",
+        lambda _, path: Path(path).write_text('{"traceEvents": [{'),
     )
     go(Trace("1-1", tmp_path, Pauses()), 1, 2)
     assert "the file is not whole" in logged.text
     assert not [*(tmp_path / "trace").iterdir()]
 
 
-def test_a_run_names_what_it_does(composed: Callable[..., Config], tmp_path: Path, kept_globals: None) -> None:
+def test_a_run_names_what_it_does(
+    composed: Callable[..., Config], tmp_path: Path, kept_globals: None
+) -> None:
     """A whole run's trace has every part of a step, in order, and what comes between the steps asked for."""
     config = composed(
         "data=digits", "loader.num_workers=0", "trainer.max_steps=3", "watch.window_steps=2", "trainer.accumulate_steps=2",
@@ -142,7 +156,17 @@ def test_a_run_names_what_it_does(composed: Callable[..., Config], tmp_path: Pat
     part = ["wait for data", "copy", "forward", "backward"]
     ours = {*part, "update", "step 2", "step 3", "close window", "evaluate", "checkpoint"}
     found = [name for name in names(tmp_path / "trace" / "steps-2-3.json") if name in ours]
-    assert found == ["step 2", *part, *part, "update", "close window", "step 3", *part, *part, "update"]
+    assert found == [
+        "step 2",
+        *part,
+        *part,
+        "update",
+        "close window",
+        "step 3",
+        *part,
+        *part,
+        "update",
+    ]
     assert json.loads((tmp_path / "report.json").read_text())["pauses_s"]["profile"] > 0
 
 

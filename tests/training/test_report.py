@@ -23,7 +23,9 @@ class Board:
         self.reported = json.loads(json.dumps(report))
 
 
-def test_figures_that_cannot_be_had_hide_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_figures_that_cannot_be_had_hide_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where the device answers nothing more, the run's own error is raised and reported, with how far the run came."""
 
     class Clock:
@@ -41,5 +43,10 @@ def test_figures_that_cannot_be_had_hide_no_error(tmp_path: Path, caplog: pytest
     reporter = Reporter(Config(), (), None, 2.0, Page("", lambda folder: None))
     with pytest.raises(ValueError, match="the first error"), reporter.reporting(engine):
         raise ValueError("the first error")
-    assert board.reported == {"status": "failed", "epochs": 1, "steps": 30, "error": "ValueError: the first error"}
+    assert board.reported == {
+        "status": "failed",
+        "epochs": 1,
+        "steps": 30,
+        "error": "ValueError: the first error",
+    }
     assert "no figures: RuntimeError: CUDA error" in caplog.text

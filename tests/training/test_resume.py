@@ -65,10 +65,14 @@ def evaluated(composed: Composed, saved: Saved, *typed: str) -> dict[str, Any]:
 
 def test_the_list_of_settings_is_whole(composed: Composed) -> None:
     """Every setting of the data set is in this file's list, so that a new one cannot be forgotten."""
-    assert {path for path in values(composed()) if path.startswith("data.")} == {p for p in TRAINED if p.startswith("data.")}
+    assert {path for path in values(composed()) if path.startswith("data.")} == {
+        p for p in TRAINED if p.startswith("data.")
+    }
 
 
-def test_evaluation_needs_no_setting_again(composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_needs_no_setting_again(
+    composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All that decides pixels, labels and the network is the checkpoint's, and what was taken is printed."""
     found = evaluated(composed, trained)
     assert {path: found[path] for path in TRAINED} == TRAINED
@@ -81,7 +85,12 @@ def test_evaluation_needs_no_setting_again(composed: Composed, trained: Saved, c
     ("path", "text", "value", "line"),
     [
         ("data.image_size", "48", 48, "data.image_size 56, now 48"),
-        ("data.mean", "[0.3,0.3,0.3]", (0.3, 0.3, 0.3), "data.mean [0.1,0.2,0.3], now [0.3,0.3,0.3]"),
+        (
+            "data.mean",
+            "[0.3,0.3,0.3]",
+            (0.3, 0.3, 0.3),
+            "data.mean [0.1,0.2,0.3], now [0.3,0.3,0.3]",
+        ),
         ("data.root", "/here", "/here", "data.root /elsewhere, now /here"),
         ("data.split_fraction", "null", None, "data.split_fraction 0.25, now null"),
         ("trainer.precision", "fp32", Precision.fp32, "trainer.precision bf16, now fp32"),
@@ -89,7 +98,13 @@ def test_evaluation_needs_no_setting_again(composed: Composed, trained: Saved, c
     ],
 )
 def test_what_is_typed_is_used_and_printed(
-    composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str], path: str, text: str, value: Any, line: str
+    composed: Composed,
+    trained: Saved,
+    capsys: pytest.CaptureFixture[str],
+    path: str,
+    text: str,
+    value: Any,
+    line: str,
 ) -> None:
     """A setting of the command line wins over the checkpoint's, and a line has both."""
     found = evaluated(composed, trained, f"{path}={text}")
@@ -98,41 +113,58 @@ def test_what_is_typed_is_used_and_printed(
 
 
 @pytest.mark.parametrize(
-    "typed", ["data=imagefolder", "model=resnet18", "data.name=imagefolder"], ids=["data", "model", "name"]
+    "typed",
+    ["data=imagefolder", "model=resnet18", "data.name=imagefolder"],
+    ids=["data", "model", "name"],
 )
-def test_a_choice_that_says_the_same_changes_nothing(composed: Composed, trained: Saved, typed: str) -> None:
+def test_a_choice_that_says_the_same_changes_nothing(
+    composed: Composed, trained: Saved, typed: str
+) -> None:
     """Naming the data set or the network again does not bring its file's values back."""
     found = evaluated(composed, trained, typed)
     assert {path: found[path] for path in TRAINED} == TRAINED
 
 
 @pytest.mark.parametrize("typed", ["data=cifar10", "experiment=cifar10_resnet18"])
-def test_another_data_set_is_seen_as_the_network_was_trained(composed: Composed, trained: Saved, typed: str) -> None:
+def test_another_data_set_is_seen_as_the_network_was_trained(
+    composed: Composed, trained: Saved, typed: str
+) -> None:
     """Where the images lie is the command's; their size and normalisation stay the checkpoint's."""
     found = evaluated(composed, trained, typed)
     assert (found["data.name"], found["data.root"], found["data.md5"]) == ("cifar10", None, None)
     assert {path: found[path] for path in PIXELS} == {path: TRAINED[path] for path in PIXELS}
 
 
-def test_training_goes_on_with_its_own_settings(composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_goes_on_with_its_own_settings(
+    composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A resumed training keeps this command's settings and prints each that is not the checkpoint's."""
     config = composed("data.image_size=48", "resume=best.pt")
     assert resume.settings(config, trained, ("data.image_size=48",)) == config
     assert "checkpoint: data.image_size 56, now 48\n" in capsys.readouterr().out
 
 
-def test_other_ways_of_training_are_told(composed: Composed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ways_of_training_are_told(
+    composed: Composed, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each setting that training goes on by is printed where it is not the checkpoint's; an evaluation does not train."""
-    saved = Saved("last.pt", {"settings": to_plain(composed("optim.lr=0.5", "seed=7", "augment.hflip=0.25"))})
+    saved = Saved(
+        "last.pt", {"settings": to_plain(composed("optim.lr=0.5", "seed=7", "augment.hflip=0.25"))}
+    )
     resume.settings(composed("resume=last.pt"), saved, ())
     told = capsys.readouterr().out
     assert "checkpoint: optim.lr 0.5, now 0.1\n" in told
-    assert all(f"checkpoint: {name} " in told for name in ("seed", "augment.hflip")) and told.count("\n") == 3
+    assert (
+        all(f"checkpoint: {name} " in told for name in ("seed", "augment.hflip"))
+        and told.count("\n") == 3
+    )
     evaluated(composed, saved)
     assert "optim" not in capsys.readouterr().out
 
 
-def test_what_torchrun_saved_is_read_without_it(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchrun_saved_is_read_without_it(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run without a name that resumed by itself could do so under its launcher alone; its checkpoints go anywhere."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     saved = Saved("last.pt", {"settings": to_plain(composed("resume=auto"))})
@@ -140,7 +172,9 @@ def test_what_torchrun_saved_is_read_without_it(composed: Composed, monkeypatch:
     assert evaluated(composed, saved)["run.name"] is None
 
 
-def test_a_foreign_file_says_that_it_has_no_settings(composed: Composed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_file_says_that_it_has_no_settings(
+    composed: Composed, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights alone cannot tell how images were normalised: the command's settings count, and a line says it."""
     config = composed("mode=evaluate", "model.weights=x.pth", "data.image_size=48")
     assert resume.settings(config, Saved("x.pth", {}), ()) == config
@@ -148,7 +182,9 @@ def test_a_foreign_file_says_that_it_has_no_settings(composed: Composed, capsys:
 
 
 @pytest.mark.parametrize(
-    "settings", [None, 5, "x", ["a"], {"data": 5}, {"data": {"image_size": -1}}, {"model": {"nome": "x"}}], ids=repr
+    "settings",
+    [None, 5, "x", ["a"], {"data": 5}, {"data": {"image_size": -1}}, {"model": {"nome": "x"}}],
+    ids=repr,
 )
 def test_odd_settings_are_refused(composed: Composed, settings: Any) -> None:
     """Settings that are none name the file, before anything is loaded."""
@@ -162,9 +198,13 @@ def state(composed: Composed) -> TrainState:
     return make_state(composed(), 2, ALONE, 10)
 
 
-def take(state: TrainState, composed: Composed, weights: dict[str, Any], classes: Any = list(CLASSES)) -> int | None:  # noqa: B006
+def take(
+    state: TrainState, composed: Composed, weights: dict[str, Any], classes: Any = list(CLASSES)
+) -> int | None:  # noqa: B006
     """Evaluate what a checkpoint with these weights and classes holds."""
-    saved = Saved("best.pt", {"model": weights, "classes": classes, "settings": {}, "epoch": 3, "step": 30})
+    saved = Saved(
+        "best.pt", {"model": weights, "classes": classes, "settings": {}, "epoch": 3, "step": 30}
+    )
     return resume.take_over(state, saved, composed("mode=evaluate", "resume=x"), ALONE, CLASSES)
 
 
@@ -172,7 +212,9 @@ def test_evaluation_takes_the_network_alone(state: TrainState, composed: Compose
     """A checkpoint of another optimizer is evaluated; its step is that of the logged result."""
     weights = {key: torch.ones_like(value) for key, value in state.network.state_dict().items()}
     assert take(state, composed, weights) == 30
-    assert all(torch.equal(value, weights[key]) for key, value in state.network.state_dict().items())
+    assert all(
+        torch.equal(value, weights[key]) for key, value in state.network.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("mode", ["evaluate", "train"])
@@ -180,7 +222,10 @@ def test_other_classes_name_both(state: TrainState, composed: Composed, mode: st
     """The error has the checkpoint's classes, the data set's, and the way out."""
     saved = Saved("best.pt", {"model": {}, "classes": ["x\x1b[31m", "y"]})
     config = composed(f"mode={mode}", "resume=x")
-    with pytest.raises(CheckpointError, match=r"x\\x1b\[31m, y, not ant, bee; choose its data set with data= and data.root="):
+    with pytest.raises(
+        CheckpointError,
+        match=r"x\\x1b\[31m, y, not ant, bee; choose its data set with data= and data.root=",
+    ):
         resume.take_over(state, saved, config, ALONE, CLASSES)
 
 
@@ -199,7 +244,9 @@ def test_weights_that_would_give_a_wrong_result_are_refused(
     """A random head is not evaluated, and no part of a number is dropped; the network stays as it was."""
     before = {key: value.clone() for key, value in state.network.state_dict().items()}
     head = max(models._head_keys(state.network))
-    with pytest.raises(CheckpointError, match=f"best.pt: does not fit model.name=small: {head} {text}"):
+    with pytest.raises(
+        CheckpointError, match=f"best.pt: does not fit model.name=small: {head} {text}"
+    ):
         take(state, composed, before | {head: change(before[head])})
     assert all(torch.equal(value, before[key]) for key, value in state.network.state_dict().items())
 
@@ -214,7 +261,8 @@ def test_nothing_to_evaluate_is_an_error(composed: Composed, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("small", "there are none for model.name=small"), ("resnet51", "did you mean resnet50")]
+    ("name", "text"),
+    [("small", "there are none for model.name=small"), ("resnet51", "did you mean resnet50")],
 )
 def test_published_weights_that_do_not_exist_cannot_be_evaluated(
     composed: Composed, tmp_path: Path, name: str, text: str
@@ -228,7 +276,12 @@ def test_published_weights_that_do_not_exist_cannot_be_evaluated(
 def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
     """best.pt that was copied away is evaluated through model.weights with the settings that it holds."""
     record = saver.save(
-        tmp_path, {"model": {}, "settings": to_plain(composed("data=digits"))}, step=1, epoch=1, top1=None, keep_last=2
+        tmp_path,
+        {"model": {}, "settings": to_plain(composed("data=digits"))},
+        step=1,
+        epoch=1,
+        top1=None,
+        keep_last=2,
     )
     copy = tmp_path / "copied.pt"
     copy.write_bytes(record.path.read_bytes())
@@ -250,8 +303,18 @@ def test_a_network_of_published_weights_is_built_as_it_was(composed: Composed) -
 
 def kept(composed: Composed, ranks: int, samples: int = 0, **more: Any) -> Saved:
     """A checkpoint of a run of so many ranks, with batches of 64 on each, amid an epoch of 1,000 images."""
-    counts = {"ranks": ranks, "epoch": 1, "samples": samples, "stop": 960, "length": 1000, "steps_per_epoch": 15}
-    return Saved("last.pt", {"settings": to_plain(composed()), "pending": False, "best_top1": None, **counts, **more})
+    counts = {
+        "ranks": ranks,
+        "epoch": 1,
+        "samples": samples,
+        "stop": 960,
+        "length": 1000,
+        "steps_per_epoch": 15,
+    }
+    return Saved(
+        "last.pt",
+        {"settings": to_plain(composed()), "pending": False, "best_top1": None, **counts, **more},
+    )
 
 
 def world(size: int) -> World:
@@ -260,10 +323,23 @@ def world(size: int) -> World:
 
 @pytest.mark.parametrize(
     ("ranks", "now", "batch", "parts"),
-    [(2, 1, 64, 2), (4, 1, 64, 4), (1, 2, 32, 1), (3, 6, 32, 1), (2, 2, 64, 1), (2, 3, 64, 1), (4, 3, 64, 1)],
+    [
+        (2, 1, 64, 2),
+        (4, 1, 64, 4),
+        (1, 2, 32, 1),
+        (3, 6, 32, 1),
+        (2, 2, 64, 1),
+        (2, 3, 64, 1),
+        (4, 3, 64, 1),
+    ],
 )
 def test_another_number_of_ranks_keeps_the_update(
-    composed: Composed, capsys: pytest.CaptureFixture[str], ranks: int, now: int, batch: int, parts: int
+    composed: Composed,
+    capsys: pytest.CaptureFixture[str],
+    ranks: int,
+    now: int,
+    batch: int,
+    parts: int,
 ) -> None:
     """An update has as many images as before where the ranks can share them, and a line says how, or that they cannot."""
     config, left = resume.rest(composed(), kept(composed, ranks), world(now), 1000)
@@ -272,7 +348,10 @@ def test_another_number_of_ranks_keeps_the_update(
     if ranks == now:
         assert printed == ""
     elif batch * parts * now == 64 * ranks:
-        assert f"checkpoint: {ranks} ranks, now {now}: loader.batch_size={batch} trainer.accumulate_steps={parts}" in printed
+        assert (
+            f"checkpoint: {ranks} ranks, now {now}: loader.batch_size={batch} trainer.accumulate_steps={parts}"
+            in printed
+        )
     else:
         assert f"they cannot share {64 * ranks} images; an update has {64 * now}" in printed
 
@@ -286,7 +365,10 @@ def test_a_batch_size_that_was_chosen_stays(composed: Composed) -> None:
 def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
     """A checkpoint amid an epoch leaves the samples from there to where the epoch would have ended."""
     assert resume.rest(composed(), kept(composed, 1, 320), ALONE, 1000)[1] == Rest(1, 320, 960)
-    for saved, config in ((None, composed()), (kept(composed, 1, 320), composed("mode=evaluate", "resume=x"))):
+    for saved, config in (
+        (None, composed()),
+        (kept(composed, 1, 320), composed("mode=evaluate", "resume=x")),
+    ):
         assert resume.rest(config, saved, ALONE, 1000) == (config, None)
 
 
@@ -294,7 +376,12 @@ def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
     ("size", "length", "more", "text"),
     [
         (1, 999, {}, "its number of training images is 1000, this run's 999"),
-        (1, 1000, {"settings": {"seed": 3}}, "its seed is 3, this run's 0: the rest of the epoch would be of other samples"),
+        (
+            1,
+            1000,
+            {"settings": {"seed": 3}},
+            "its seed is 3, this run's 0: the rest of the epoch would be of other samples",
+        ),
         (3, 1000, {"samples": 958}, "epoch 1: 3 ranks cannot share samples 958 to 960"),
     ],
     ids=["length", "seed", "ranks"],
@@ -310,23 +397,41 @@ def test_a_rest_that_cannot_be_had_is_refused(
         resume.rest(composed(), saved, world(size), length)
 
 
-@pytest.mark.parametrize(("now", "count"), [(10, 13), (20, 27), (5, 7)], ids=["same", "twice as many", "half"])
-def test_the_schedule_goes_on_by_the_share_of_the_epoch(composed: Composed, now: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("now", "count"), [(10, 13), (20, 27), (5, 7)], ids=["same", "twice as many", "half"]
+)
+def test_the_schedule_goes_on_by_the_share_of_the_epoch(
+    composed: Composed, now: int, count: int
+) -> None:
     """Where an epoch has another number of updates, the learning rate is that of the same share of the epochs."""
     trained = make_state(composed(), 2, ALONE, 10)
     trained.epoch, trained.step, trained.samples = 1, 13, 320
     trained.schedule.last_epoch = 13
-    saved = trained.to_dict({"settings": to_plain(composed()), "stop": 960, "length": 1000, "ranks": 1})
+    saved = trained.to_dict(
+        {"settings": to_plain(composed()), "stop": 960, "length": 1000, "ranks": 1}
+    )
     state = make_state(composed(), 2, ALONE, now)
     state.load_dict(saved, "last.pt", Precision.fp32)
-    assert (state.epoch, state.step, state.samples, state.schedule.last_epoch) == (1, 13, 320, count)
+    assert (state.epoch, state.step, state.samples, state.schedule.last_epoch) == (
+        1,
+        13,
+        320,
+        count,
+    )
     assert state.optimizer.param_groups[0]["lr"] == 0.1 * state.schedule.lr_lambdas[0](count)
 
 
 def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> None:
     """With resume=auto, checkpoints whose records are gone are an error, and stay where they are."""
     for step in (1, 2):
-        saver.save(tmp_path / "checkpoints", {"w": torch.ones(1)}, step=step, epoch=0, top1=None, keep_last=2)
+        saver.save(
+            tmp_path / "checkpoints",
+            {"w": torch.ones(1)},
+            step=step,
+            epoch=0,
+            top1=None,
+            keep_last=2,
+        )
     for record in tmp_path.glob("checkpoints/*.json"):
         record.unlink()
     with pytest.raises(CheckpointError, match="the records .* are missing"):

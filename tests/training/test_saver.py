@@ -34,7 +34,9 @@ def state(value: float = 1.0) -> dict[str, Any]:
     return {"model": {"w": torch.full((5000,), value)}}
 
 
-def save(folder: Path, step: int, top1: float | None = None, keep_last: int = 2) -> checkpoint.Record:
+def save(
+    folder: Path, step: int, top1: float | None = None, keep_last: int = 2
+) -> checkpoint.Record:
     """Save a small state, which holds its step."""
     return saver.save(folder, state(step), step=step, epoch=1, top1=top1, keep_last=keep_last)
 
@@ -44,7 +46,9 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_state_may_change_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_may_change_while_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was given is saved, though training has gone on before the first byte is written; a second save waits."""
     go, commit = threading.Event(), saver.save
 
@@ -64,28 +68,46 @@ def test_a_state_may_change_while_it_is_saved(tmp_path: Path, monkeypatch: pytes
     record = background.wait()
     background.close()
     assert record is not None and record == background.wait()
-    assert [checkpoint.read(tmp_path / f"step-{step}.pt")[1]["model"]["w"][0] for step in (1, 2)] == [1.0, 2.0]
+    assert [
+        checkpoint.read(tmp_path / f"step-{step}.pt")[1]["model"]["w"][0] for step in (1, 2)
+    ] == [1.0, 2.0]
 
 
 def test_a_copy_is_as_its_source(tmp_path: Path) -> None:
     """Shared tensors stay shared and are copied once, views keep their strides, and metadata of a network stays."""
-    shared, images = torch.arange(6.0), torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    shared, images = (
+        torch.arange(6.0),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    )
     model = OrderedDict(a=shared, b=shared[2:4], c=images, d=torch.zeros(0))
     model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     copied = saver._Host().copy({"model": model, "numbers": [1, (2, None)], "text": "x"})
     found = copied["model"]
     assert list(found) == ["a", "b", "c", "d"] and found._metadata == model._metadata
-    assert all(torch.equal(found[key], model[key]) for key in model) and found["c"].stride() == images.stride()
-    assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr() != shared.data_ptr()
+    assert (
+        all(torch.equal(found[key], model[key]) for key in model)
+        and found["c"].stride() == images.stride()
+    )
+    assert (
+        found["a"].untyped_storage().data_ptr()
+        == found["b"].untyped_storage().data_ptr()
+        != shared.data_ptr()
+    )
     assert copied["numbers"] == [1, (2, None)] and copied["text"] == "x"
 
 
-def test_a_copy_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_takes_the_place_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A state that grows finds room, in the memory that is there and beside it, and torch can write all of it."""
     monkeypatch.setattr(saver, "_CHUNK_BYTES", 4096)
     host = saver._Host()
     for numbers in (900, 900, 5000, 100):
-        given = {"a": torch.randn(numbers), "none": torch.zeros(0, dtype=torch.int64), "b": torch.arange(numbers)}
+        given = {
+            "a": torch.randn(numbers),
+            "none": torch.zeros(0, dtype=torch.int64),
+            "b": torch.arange(numbers),
+        }
         copied = host.copy(given)
         assert all(torch.equal(copied[key], given[key]) for key in given)
         torch.save(copied, tmp_path / "whole.pt")
@@ -93,7 +115,9 @@ def test_a_copy_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: p
     assert [chunk.nbytes() for chunk in host._chunks] == [4096, 7200, 20000, 40000]
 
 
-def test_writing_rests_until_somebody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_rests_until_somebody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each second of work is followed by as many of rest as ``_RESTS`` says, and none once the save is waited for."""
     monkeypatch.setattr(saver, "_RESTS", 1e6)
     background, large = Saver(tmp_path, 2), {"model": {"w": torch.randn(8 << 20)}}
@@ -103,10 +127,14 @@ def test_writing_rests_until_somebody_waits(tmp_path: Path, monkeypatch: pytest.
         background._last.result(1.0)
     record = background.wait()
     background.close()
-    assert record is not None and torch.equal(checkpoint.read(record.path)[1]["model"]["w"], large["model"]["w"])
+    assert record is not None and torch.equal(
+        checkpoint.read(record.path)[1]["model"]["w"], large["model"]["w"]
+    )
 
 
-def test_writing_does_not_rest_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_does_not_rest_after_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process has only its grace."""
     monkeypatch.setattr(saver, "_RESTS", 1e6)
     monkeypatch.setattr(signals, "_received", [(15, 0.0)])
@@ -130,7 +158,10 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path, ask: str) -> 
         "close": background.close,
     }
     assert background.failed
-    with pytest.raises(DiskError, match="taken: cannot save the checkpoint: .*; earlier ones are whole: make room or mend"):
+    with pytest.raises(
+        DiskError,
+        match="taken: cannot save the checkpoint: .*; earlier ones are whole: make room or mend",
+    ):
         calls[ask]()
     assert not background.failed
     assert background.wait() is None
@@ -146,11 +177,17 @@ def test_a_committed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     paths = [save(tmp_path, 5, 0.5, keep_last=12).path for _ in range(11)]
     assert [path.name for path in paths[:3]] == ["step-5.pt", "step-5.2.pt", "step-5.3.pt"]
     assert [record.path for record in checkpoint.records(tmp_path)] == paths
-    assert (tmp_path / "last.pt").resolve() == paths[-1] and (tmp_path / "best.pt").resolve() == paths[0]
+    assert (tmp_path / "last.pt").resolve() == paths[-1] and (
+        tmp_path / "best.pt"
+    ).resolve() == paths[0]
     found = checkpoint.newest(tmp_path)
     assert found is not None and found[0].path.name == "step-5.11.pt"
     assert save(tmp_path, 6, keep_last=2).path.name == "step-6.pt"
-    assert [record.path.name for record in checkpoint.records(tmp_path)] == ["step-5.pt", "step-5.11.pt", "step-6.pt"]
+    assert [record.path.name for record in checkpoint.records(tmp_path)] == [
+        "step-5.pt",
+        "step-5.11.pt",
+        "step-6.pt",
+    ]
 
 
 def test_what_is_no_checkpoint_is_left_and_does_not_stop_a_save(tmp_path: Path) -> None:
@@ -178,7 +215,9 @@ def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
                    check=True, timeout=100)  # fmt: skip
     events = tmp_path.joinpath("events").read_text().splitlines()
     calls = {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}
-    assert {f"before {call}" for call in calls} | {f"after {call}" for call in calls - {"mkdir"}} <= set(events)
+    assert {f"before {call}" for call in calls} | {
+        f"after {call}" for call in calls - {"mkdir"}
+    } <= set(events)
     assert len(events) > 80
 
 
@@ -193,11 +232,15 @@ def saved(tmp_path: Path) -> Path:
 def whole(folder: Path) -> list[str]:
     """The names of the committed checkpoints, each of which is read."""
     committed = checkpoint.records(folder)
-    assert [checkpoint.read(record.path)[1]["model"]["w"][0] for record in committed] == [r.step for r in committed]
+    assert [checkpoint.read(record.path)[1]["model"]["w"][0] for record in committed] == [
+        r.step for r in committed
+    ]
     return [record.path.name for record in committed]
 
 
-def test_a_disk_that_is_full_anywhere_leaves_all_whole(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_anywhere_leaves_all_whole(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Room for any part of a save: the error has the path, the system's words and the way out, and nothing half-made stays."""
     before, size = names(saved), saved.joinpath("step-3.pt").stat().st_size + 100
     room = 0
@@ -215,17 +258,30 @@ def test_a_disk_that_is_full_anywhere_leaves_all_whole(saved: Path, monkeypatch:
         patched.setattr(saver, "FileIO", Full)
         for offset in range(20):
             room = offset * size // 19
-            with pytest.raises(DiskError, match="step-4.*: cannot save the checkpoint: No space left.*make room.*resume=auto"):
+            with pytest.raises(
+                DiskError,
+                match="step-4.*: cannot save the checkpoint: No space left.*make room.*resume=auto",
+            ):
                 save(saved, 4)
-            assert names(saved) == before and whole(saved) == ["step-1.pt", "step-2.pt", "step-3.pt"]
+            assert names(saved) == before and whole(saved) == [
+                "step-1.pt",
+                "step-2.pt",
+                "step-3.pt",
+            ]
     save(saved, 4)
     assert whole(saved) == ["step-1.pt", "step-3.pt", "step-4.pt"]
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT, errno.EROFS, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "code", [errno.EIO, errno.EDQUOT, errno.EROFS, errno.ENOSPC], ids=errno.errorcode.get
+)
 def test_a_disk_that_fails_anywhere_leaves_all_whole(
-    saved: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, code: int, lasting: bool
+    saved: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    lasting: bool,
 ) -> None:
     """An error of any call, for once or from then on: what was whole stays so, and the next save clears up."""
     failed: set[str] = set()
@@ -242,20 +298,30 @@ def test_a_disk_that_fails_anywhere_leaves_all_whole(
 
         with monkeypatch.context() as patched:
             disk.tell_calls(tell, patched.setattr)
-            said = pytest.raises(DiskError, match=f"{re.escape(str(folder))}.*{os.strerror(code)}; earlier ones")
+            said = pytest.raises(
+                DiskError, match=f"{re.escape(str(folder))}.*{os.strerror(code)}; earlier ones"
+            )
             with suppress(pytest.fail.Exception), said:
                 save(folder, 4)
         assert {"step-1.pt", "step-3.pt"} <= set(whole(folder))
         assert lasting or "unlink" in failed or not list(folder.glob(".*"))
         save(folder, 5)
-        assert whole(folder)[0] == "step-1.pt" and not list(folder.glob(".*")) and len(names(folder)) == 8
+        assert (
+            whole(folder)[0] == "step-1.pt"
+            and not list(folder.glob(".*"))
+            and len(names(folder)) == 8
+        )
         if left > 0:
             break
     assert failed == {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
-def test_without_links_pointers_hold_names(saved: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+@pytest.mark.parametrize(
+    "code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get
+)
+def test_without_links_pointers_hold_names(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     """Where no link can be made, last.pt and best.pt are read all the same, and in a copy of the folder elsewhere."""
 
     def refuse(*given: object) -> None:
@@ -280,8 +346,12 @@ def test_a_pointer_to_anything_else_is_no_checkpoint(saved: Path, name: str) -> 
         checkpoint.read(saved / "other.pt")
 
 
-@pytest.mark.parametrize(("code", "tolerated"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
-def test_a_folder_need_not_be_synced(saved: Path, monkeypatch: pytest.MonkeyPatch, code: int, tolerated: bool) -> None:
+@pytest.mark.parametrize(
+    ("code", "tolerated"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)]
+)
+def test_a_folder_need_not_be_synced(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, code: int, tolerated: bool
+) -> None:
     """A mount that cannot sync a folder is used; a disk that failed to is an error."""
     fsync = os.fsync
 
@@ -316,7 +386,9 @@ for step in itertools.count(1):
 """
     rng = random.Random(0)
     for _ in range(20):
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         process.stdout.readline()
         try:

@@ -62,9 +62,15 @@ def test_a_checkpoint_is_due_every_so_many_minutes(config: Config) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_without_checkpoints_a_signal_alone_is_heard(config: Config, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+def test_without_checkpoints_a_signal_alone_is_heard(
+    config: Config, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
     """checkpoint.enabled=false saves at no step and at no time."""
-    config.checkpoint.enabled, config.checkpoint.every_steps, config.checkpoint.every_minutes = enabled, 1, 1e-9
+    config.checkpoint.enabled, config.checkpoint.every_steps, config.checkpoint.every_minutes = (
+        enabled,
+        1,
+        1e-9,
+    )
     boundary = Boundary(config, CPU, 0)
     assert boundary.ask(1) == (0, enabled)
     monkeypatch.setattr(signals, "_received", [(10, 0.0)])
@@ -75,7 +81,9 @@ def test_without_checkpoints_a_signal_alone_is_heard(config: Config, monkeypatch
     ("step_s", "asked"),
     [
         pytest.param(0.01, [1, 5, 10, 15, 20], id="quick steps: once a window"),
-        pytest.param(0.4, [1, 3, 5, 7, 9, 10, 12, 14, 15, 17, 19, 20], id="slow steps: once a second"),
+        pytest.param(
+            0.4, [1, 3, 5, 7, 9, 10, 12, 14, 15, 17, 19, 20], id="slow steps: once a second"
+        ),
         pytest.param(3.0, list(range(1, 21)), id="slower ones: after each"),
     ],
 )
@@ -108,7 +116,10 @@ def state() -> TrainState:
     network, config = nn.Linear(3, 2), Config()
     optimizer = make_optimizer(network, config.optim)
     return TrainState(
-        network, optimizer, make_schedule(optimizer, config.schedule, 2, 5), make_scaler(config.trainer.precision, CPU.device)
+        network,
+        optimizer,
+        make_schedule(optimizer, config.schedule, 2, 5),
+        make_scaler(config.trainer.precision, CPU.device),
     )
 
 
@@ -116,16 +127,25 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
     """Nothing is written of the state that is there at first, and no state twice; an evaluation makes another of it."""
     saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a", "b")))
     saves.save()
-    for state.step, state.pending, top1 in ((5, True, None), (5, True, None), (5, False, 0.5), (5, False, 0.7)):
+    for state.step, state.pending, top1 in (
+        (5, True, None),
+        (5, True, None),
+        (5, False, 0.5),
+        (5, False, 0.7),
+    ):
         saves.save(top1)
     saves.close()
-    found = sorted(checkpoint.records(tmp_path / "checkpoints"), key=lambda record: record.top1 is not None)
+    found = sorted(
+        checkpoint.records(tmp_path / "checkpoints"), key=lambda record: record.top1 is not None
+    )
     assert [(record.step, record.top1) for record in found] == [(5, None), (5, 0.5)]
     kept = checkpoint.read(tmp_path)[1]
     assert (kept["classes"], kept["ranks"], kept["stop"]) == (["a", "b"], 1, 100)
 
 
-def test_a_state_that_could_not_be_written_is_tried_again(config: Config, state: TrainState, tmp_path: Path) -> None:
+def test_a_state_that_could_not_be_written_is_tried_again(
+    config: Config, state: TrainState, tmp_path: Path
+) -> None:
     """At the end of a run, whatever went wrong in the background; until then it counts as unsaved."""
     folder = tmp_path / "checkpoints"
     saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a",)))
@@ -141,7 +161,9 @@ def test_a_state_that_could_not_be_written_is_tried_again(config: Config, state:
 
 
 @pytest.mark.parametrize("how", ["disabled", "evaluation", "second rank"])
-def test_only_training_s_first_rank_saves(config: Config, state: TrainState, tmp_path: Path, how: str) -> None:
+def test_only_training_s_first_rank_saves(
+    config: Config, state: TrainState, tmp_path: Path, how: str
+) -> None:
     """Nothing is written without checkpoints, in an evaluation, or by another rank."""
     config.checkpoint.enabled = how != "disabled"
     config.mode = Mode.evaluate if how == "evaluation" else Mode.train

@@ -34,7 +34,9 @@ def test_every_parameter_learns_in_every_precision(dtype: torch.dtype) -> None:
         loss = functional.cross_entropy(network(torch.randn(8, 3, 32, 32)), torch.arange(8))
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
-    assert [name for name, g in gradients.items() if g is None or not (g.isfinite().all() and g.any())] == []
+    assert [
+        name for name, g in gradients.items() if g is None or not (g.isfinite().all() and g.any())
+    ] == []
 
 
 def test_layout_does_not_matter() -> None:

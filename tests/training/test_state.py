@@ -13,7 +13,9 @@ from harness.runtime.distributed import World
 from harness.training.state import make_state
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
 def test_each_size_of_batches_is_compiled_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No size makes torch.compile serve all of them by one graph, as a diagnosis with its smaller batches would."""
     graphs: list[Any] = []
@@ -24,7 +26,9 @@ def test_each_size_of_batches_is_compiled_for_itself(monkeypatch: pytest.MonkeyP
         return graph.forward
 
     torch.compiler.reset()
-    monkeypatch.setattr(nn.Module, "compile", lambda network, **how: compile_(network, backend=counted, **how))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda network, **how: compile_(network, backend=counted, **how)
+    )
     config = Config(trainer=TrainerConfig(compile=True), model=ModelConfig(name="small"))
     network = make_state(config, 10, World(0, 1, 0, 1, torch.device("cpu")), 1).network
     for size in (2, 3, 4, 2, 3):

@@ -27,7 +27,12 @@ def network() -> nn.Module:
     """A small convolutional network, the same each time."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+        nn.Conv2d(3, 8, 3, 2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
     )
 
 
@@ -35,7 +40,10 @@ def batches(n: int, size: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor
     """Batches of noise, the same each time."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(n):
-        yield torch.randn(size, 3, 12, 12, generator=generator), torch.randint(0, 5, (size,), generator=generator)
+        yield (
+            torch.randn(size, 3, 12, 12, generator=generator),
+            torch.randint(0, 5, (size,), generator=generator),
+        )
 
 
 def make(config: Config, model: nn.Module | None = None, classes: int | None = 5) -> Step:
@@ -43,7 +51,12 @@ def make(config: Config, model: nn.Module | None = None, classes: int | None = 5
     model = model or network()
     optimizer = make_optimizer(model, config.optim)
     schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
-    return Step(TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)), config, CPU, classes)
+    return Step(
+        TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)),
+        config,
+        CPU,
+        classes,
+    )
 
 
 def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
@@ -60,7 +73,9 @@ def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
 
     model = network()
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, fused=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4, fused=True
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
     theirs = []
     model.train()
@@ -74,7 +89,10 @@ def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
         if i % 50 == 49:
             scheduler.step()
     assert ours == theirs
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), step.state.network.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), step.state.network.parameters(), strict=True)
+    )
 
 
 def test_accumulated_batches_make_the_update_of_a_large_one() -> None:
@@ -90,7 +108,9 @@ def test_accumulated_batches_make_the_update_of_a_large_one() -> None:
         halves(images[:8], labels[:8], part=0, parts=2)
         assert halves.state.step == whole.state.step - 1
         halves(images[8:], labels[8:], part=1, parts=2)
-    for a, b in zip(whole.state.network.parameters(), halves.state.network.parameters(), strict=True):
+    for a, b in zip(
+        whole.state.network.parameters(), halves.state.network.parameters(), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -101,7 +121,12 @@ def test_clipping_limits_the_update() -> None:
     step = make(config)
     before = [p.detach().clone() for p in step.state.network.parameters()]
     step(*next(batches(1)))
-    moved = torch.sqrt(sum(((a - b.detach()) ** 2).sum() for a, b in zip(before, step.state.network.parameters(), strict=True)))
+    moved = torch.sqrt(
+        sum(
+            ((a - b.detach()) ** 2).sum()
+            for a, b in zip(before, step.state.network.parameters(), strict=True)
+        )
+    )
     assert 0 < float(moved) <= 0.1 * 1e-3 * 1.001
 
 
@@ -120,8 +145,13 @@ def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
         step(images * float("nan"), labels)
     figures = step.read()
     assert (figures.skipped, figures.worst_streak, figures.loss) == (3, 3, None)
-    assert all(torch.equal(a, b) for a, b in zip(before, step.state.network.parameters(), strict=True))
-    assert all(torch.equal(a, s["momentum_buffer"]) for a, s in zip(momentum, step.state.optimizer.state.values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, step.state.network.parameters(), strict=True)
+    )
+    assert all(
+        torch.equal(a, s["momentum_buffer"])
+        for a, s in zip(momentum, step.state.optimizer.state.values(), strict=True)
+    )
     step(more, more_labels)
     figures = step.read()
     assert figures.skipped == 0
@@ -143,7 +173,9 @@ def test_a_first_update_that_is_skipped_does_no_harm(name: OptimName) -> None:
         group["lr"] = 0.01
     skipped(images, labels)
     fresh(images, labels)
-    for a, b in zip(skipped.state.network.parameters(), fresh.state.network.parameters(), strict=True):
+    for a, b in zip(
+        skipped.state.network.parameters(), fresh.state.network.parameters(), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 
@@ -186,8 +218,12 @@ def test_every_precision_learns(precision: Precision) -> None:
 
 def test_the_forward_pass_is_timed_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pass is left out, an update counts all its parts, and what was timed before training is forgotten."""
-    ticks = iter([0.0, 10.0, 12.0, 20.0, 26.0, 30.0, 40.0, 41.0])  # passes of 2, 6 and 1 seconds, and two that do not count
-    monkeypatch.setattr("harness.training.step.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    ticks = iter(
+        [0.0, 10.0, 12.0, 20.0, 26.0, 30.0, 40.0, 41.0]
+    )  # passes of 2, 6 and 1 seconds, and two that do not count
+    monkeypatch.setattr(
+        "harness.training.step.time", SimpleNamespace(perf_counter=lambda: next(ticks))
+    )
     model = nn.Linear(1, 1)
     timer = _ForwardTimer(model, 2)
     means = []
@@ -201,25 +237,41 @@ def test_the_forward_pass_is_timed_per_update(monkeypatch: pytest.MonkeyPatch) -
 
 def host_batch() -> HostBatch:
     """Eight images of noise, as a feed gives them."""
-    images = torch.randint(0, 256, (8, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
-    return HostBatch(images.contiguous(memory_format=torch.channels_last), torch.arange(8) % 5, torch.arange(8), epoch=3)
+    images = torch.randint(
+        0, 256, (8, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+    )
+    return HostBatch(
+        images.contiguous(memory_format=torch.channels_last),
+        torch.arange(8) % 5,
+        torch.arange(8),
+        epoch=3,
+    )
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("precision", list(Precision), ids=lambda p: p.name)
-def test_batches_are_augmented_then_normalised_then_mixed(precision: Precision, channels_last: bool) -> None:
+def test_batches_are_augmented_then_normalised_then_mixed(
+    precision: Precision, channels_last: bool
+) -> None:
     """The step's batches are what the three make of the host's one after the other, in the network's type and layout."""
     config = Config(seed=4)
     config.trainer.precision, config.trainer.channels_last = precision, channels_last
-    config.augment = AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1), rand_augment=2, random_erasing=0.5, mixup=0.2, cutmix=1.0)
-    augment, mix = BatchAugment.from_config(config.augment, 4), Mix.from_config(config.augment, 5, 4)
+    config.augment = AugmentConfig(
+        color_jitter=(0.4, 0.4, 0.4, 0.1), rand_augment=2, random_erasing=0.5, mixup=0.2, cutmix=1.0
+    )
+    augment, mix = (
+        BatchAugment.from_config(config.augment, 4),
+        Mix.from_config(config.augment, 5, 4),
+    )
     assert augment is not None and mix is not None
     host = host_batch()
     coloured = host._replace(images=augment(host.images, host))
     expected, expected_labels = mix(*next(device_batches([coloured], config, CPU.device)), host)
     images, labels = next(make(config).batches([host]))
     assert torch.equal(images, expected) and torch.equal(labels, expected_labels)
-    assert images.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    assert images.is_contiguous(
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format
+    )
     step = make(config)
     step(images, labels)
     assert step.read().loss is not None
@@ -229,7 +281,9 @@ def test_by_default_batches_are_only_normalised() -> None:
     """With no augmentation of batches wanted, the step takes the bits that evaluation takes, and whole labels."""
     images, labels = next(make(Config()).batches([host_batch()]))
     expected, whole = next(device_batches([host_batch()], Config(), CPU.device))
-    assert torch.equal(images, expected) and torch.equal(labels, whole) and labels.dtype is torch.int64
+    assert (
+        torch.equal(images, expected) and torch.equal(labels, whole) and labels.dtype is torch.int64
+    )
 
 
 def test_mixed_labels_are_smoothed_as_by_torch() -> None:
@@ -239,7 +293,11 @@ def test_mixed_labels_are_smoothed_as_by_torch() -> None:
     step, (images, labels) = make(config), next(batches(1))
     soft = 0.7 * F.one_hot(labels, 5) + 0.3 * F.one_hot(labels.roll(1), 5)
     with torch.no_grad():
-        expected = -((0.9 * soft + 0.1 / 5) * F.log_softmax(step.state.network(images), dim=1)).sum(dim=1).mean()
+        expected = (
+            -((0.9 * soft + 0.1 / 5) * F.log_softmax(step.state.network(images), dim=1))
+            .sum(dim=1)
+            .mean()
+        )
     step(images, soft)
     assert step.read().loss == pytest.approx(float(expected), rel=1e-5)
 
@@ -259,7 +317,9 @@ def test_the_check_is_a_scaler_of_scale_one(monkeypatch: pytest.MonkeyPatch) -> 
         step = make(Config(), nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5)))
         if not own:
             step.state.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-            monkeypatch.setattr(step.state.scaler, "update", functools.partial(step.state.scaler.update, 1.0))
+            monkeypatch.setattr(
+                step.state.scaler, "update", functools.partial(step.state.scaler.update, 1.0)
+            )
         for factor in (1.0, float("inf"), 1.0):
             step(images * factor, labels)
         weights = [p.detach().clone() for p in step.state.network.parameters()]

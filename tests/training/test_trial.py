@@ -114,7 +114,13 @@ def batch(size: int = 4, seed: int = 0) -> HostBatch:
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        Counting(), nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(72, 5)
+        Counting(),
+        nn.Conv2d(3, 8, 3, 2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Linear(72, 5),
     )
 
 
@@ -123,7 +129,12 @@ def make(config: Config, world: World = CPU, classes: int | None = None) -> Step
     model = network()
     optimizer = make_optimizer(model, config.optim)
     schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
-    return Step(TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, DEVICE)), config, world, classes)
+    return Step(
+        TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, DEVICE)),
+        config,
+        world,
+        classes,
+    )
 
 
 def train(step: Step, config: Config, updates: int) -> None:
@@ -174,7 +185,12 @@ def addresses(step: Step) -> list[int]:
     """Where each tensor of the state lies."""
     state = step.state
     tensors = [*state.network.parameters(), *state.network.buffers()]
-    tensors += [value for values in state.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    tensors += [
+        value
+        for values in state.optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor)
+    ]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -244,7 +260,9 @@ def test_gradients_that_were_there_come_back() -> None:
     with trials.kept():
         try_out(trials)
     assert everything(step) == was
-    assert all(p.grad is grad for p, grad in zip(step.state.network.parameters(), where, strict=True))
+    assert all(
+        p.grad is grad for p, grad in zip(step.state.network.parameters(), where, strict=True)
+    )
 
 
 def test_all_is_as_before_after_an_error() -> None:
@@ -268,7 +286,9 @@ def test_weights_stand_still() -> None:
         try_out(trials)
         assert step.state.step > 5
         assert step.state.schedule.get_last_lr() == [0.0, 0.0]
-        assert all(torch.equal(a, b) for a, b in zip(weights, step.state.network.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(weights, step.state.network.parameters(), strict=True)
+        )
 
 
 def test_figures_do_not_pile_up() -> None:
@@ -280,7 +300,9 @@ def test_figures_do_not_pile_up() -> None:
         assert (step._losses, step._found_inf) == ([], [])
 
 
-def timed(seconds: float, *, parts: int = 1, world: World = CPU) -> tuple[StepTrials, TimedStep, Hand]:
+def timed(
+    seconds: float, *, parts: int = 1, world: World = CPU
+) -> tuple[StepTrials, TimedStep, Hand]:
     """Trials of a step that takes ``seconds`` of a fake clock."""
     hand, config = Hand(), settled(parts=parts)
     config.data.image_size = 8
@@ -297,7 +319,9 @@ def timed(seconds: float, *, parts: int = 1, world: World = CPU) -> tuple[StepTr
         pytest.param(2.0, 1.0, 2, 2, 1, id="long: two at least"),
     ],
 )
-def test_demand_is_groups_of_steps(seconds: float, limit_s: float, warm_up: int, groups: int, steps: int) -> None:
+def test_demand_is_groups_of_steps(
+    seconds: float, limit_s: float, warm_up: int, groups: int, steps: int
+) -> None:
     """Demand leaves the warm-up out, makes groups that are long enough to time, and stops at its limit or at 20."""
     trials, step, _ = timed(seconds)
     run = trials.demand(batch(), limit_s)
@@ -370,7 +394,9 @@ def slow_feed(hand: Hand, seconds: float, first_s: float = 16.0) -> Endless:
         pytest.param(9, 0.25, 2, 2, id="two at least"),
     ],
 )
-def test_deliver_is_steps_on_the_feed(skip: int, limit_s: float, left_out: int, measured: int) -> None:
+def test_deliver_is_steps_on_the_feed(
+    skip: int, limit_s: float, left_out: int, measured: int
+) -> None:
     """Deliver leaves out the first batch and those in store, and then tells each step's time and wait."""
     trials, step, hand = timed(0.125)
     run = trials.deliver(slow_feed(hand, 0.375), skip, limit_s)
@@ -406,7 +432,10 @@ def test_a_signal_ends_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """A single rank looks for signals at each step."""
     monkeypatch.setattr(signals, "_received", [(15, 0.0)])
     trials, step, _ = timed(0.125)
-    for run in (lambda: trials.demand(batch(), 1.0), lambda: trials.deliver(Endless(batch()), 0, 1.0)):
+    for run in (
+        lambda: trials.demand(batch(), 1.0),
+        lambda: trials.deliver(Endless(batch()), 0, 1.0),
+    ):
         with pytest.raises(Interrupted, match="stopped by signal 15"):
             run()
     assert len(step.parts) == 2
@@ -469,8 +498,16 @@ def test_a_rank_whose_feed_fails_steps_on_until_all_stop() -> None:
     trials, step, _ = timed(2**-4, world=world)
     with pytest.raises(LoaderError, match="the third"):
         trials.deliver(Endless(batch(), broken_at(2)), 0, 9.0)
-    assert len(step.parts) == 1 + 1 + 2  # the first batch, a block of one, a block of two whose first has no batch
-    zeros = next(device_batches([batch()._replace(images=torch.zeros(4, 3, 8, 8, dtype=torch.uint8))], trials._config, DEVICE))
+    assert (
+        len(step.parts) == 1 + 1 + 2
+    )  # the first batch, a block of one, a block of two whose first has no batch
+    zeros = next(
+        device_batches(
+            [batch()._replace(images=torch.zeros(4, 3, 8, 8, dtype=torch.uint8))],
+            trials._config,
+            DEVICE,
+        )
+    )
     assert [torch.equal(images, zeros[0]) for images in step.images] == [False, False, True, True]
 
 
@@ -482,8 +519,12 @@ def test_a_rank_returns_where_another_ones_feed_fails() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", [None, 0, 1], ids=["both well", "the first rank's feed fails", "the second's"])
-def test_two_ranks_make_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int | None) -> None:
+@pytest.mark.parametrize(
+    "broken", [None, 0, 1], ids=["both well", "the first rank's feed fails", "the second's"]
+)
+def test_two_ranks_make_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int | None
+) -> None:
     """Two gloo ranks stop at one step, also where one feed fails at its third batch; the state comes back on both."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # launch() sets them; this brings back what was before
@@ -501,7 +542,9 @@ def test_two_ranks_make_the_same_steps(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)
 def test_a_compiled_network_is_not_compiled_again() -> None:
     """Training after trials uses the graphs that they compiled, on the weights that came back."""
     from torch._dynamo.utils import counters

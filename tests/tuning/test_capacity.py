@@ -16,7 +16,11 @@ ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, ope
 
 
 def settings(
-    num_workers: int, prefetch_factor: int | None = 2, *, pin_memory: bool = False, backend: str = "processes"
+    num_workers: int,
+    prefetch_factor: int | None = 2,
+    *,
+    pin_memory: bool = False,
+    backend: str = "processes",
 ) -> FeedSettings:
     return FeedSettings(
         batch_size=4,
@@ -34,15 +38,45 @@ def settings(
     ("what", "batch_bytes", "expected"),
     [
         pytest.param(settings(0), 10, Needs(0, 20, 0), id="in the trainer: two batches"),
-        pytest.param(settings(4, 8), 10, Needs(340, 4 * 1000 + 340, 4 * 58), id="workers and what they have in flight"),
-        pytest.param(settings(1, 1, pin_memory=True), 164, Needs(492, 1000 + 492 + 4 * (128 + 32), 16), id="pinned tensors"),
-        pytest.param(settings(0, pin_memory=True), 128, Needs(0, 256 + 3 * (64 + 32), 0), id="a power of two stays"),
-        pytest.param(settings(2, 2, pin_memory=True), None, Needs(0, 2000, 44), id="batches of unknown size are left out"),
-        pytest.param(settings(4, 2, backend="threads"), 10, Needs(0, 50, 0), id="threads share a few batches"),
         pytest.param(
-            settings(4, 2, backend="threads", pin_memory=True), 164, Needs(0, 5 * (128 + 32), 0), id="pinned batches of threads"
+            settings(4, 8),
+            10,
+            Needs(340, 4 * 1000 + 340, 4 * 58),
+            id="workers and what they have in flight",
         ),
-        pytest.param(settings(0, backend="threads"), 10, Needs(0, 30, 0), id="the threads form without threads"),
+        pytest.param(
+            settings(1, 1, pin_memory=True),
+            164,
+            Needs(492, 1000 + 492 + 4 * (128 + 32), 16),
+            id="pinned tensors",
+        ),
+        pytest.param(
+            settings(0, pin_memory=True),
+            128,
+            Needs(0, 256 + 3 * (64 + 32), 0),
+            id="a power of two stays",
+        ),
+        pytest.param(
+            settings(2, 2, pin_memory=True),
+            None,
+            Needs(0, 2000, 44),
+            id="batches of unknown size are left out",
+        ),
+        pytest.param(
+            settings(4, 2, backend="threads"), 10, Needs(0, 50, 0), id="threads share a few batches"
+        ),
+        pytest.param(
+            settings(4, 2, backend="threads", pin_memory=True),
+            164,
+            Needs(0, 5 * (128 + 32), 0),
+            id="pinned batches of threads",
+        ),
+        pytest.param(
+            settings(0, backend="threads"),
+            10,
+            Needs(0, 30, 0),
+            id="the threads form without threads",
+        ),
     ],
 )
 def test_the_needs_of_a_feed(what: FeedSettings, batch_bytes: int | None, expected: Needs) -> None:
@@ -55,7 +89,9 @@ def test_images_that_are_held_are_memory() -> None:
     arrays = settings(0, backend="arrays")
     assert needs(arrays, 10, worker_bytes=1000, held_bytes=500) == Needs(0, 520, 0)
     said = refusal(arrays, MB, 0, replace(ROOMY, memory_bytes=200 * MB), held_bytes=180 * MB) or ""
-    assert said.startswith("2 batches x 1.0 MB + 180.0 MB of images = 182.0 MB of memory, of which 200.0 MB are free")
+    assert said.startswith(
+        "2 batches x 1.0 MB + 180.0 MB of images = 182.0 MB of memory, of which 200.0 MB are free"
+    )
 
 
 def test_threads_need_no_shared_memory() -> None:
@@ -117,7 +153,9 @@ def test_needs_add_up() -> None:
         ),
     ],
 )
-def test_a_refusal_shows_the_sum(what: FeedSettings, limits: Limits, taken: Needs, expected: str) -> None:
+def test_a_refusal_shows_the_sum(
+    what: FeedSettings, limits: Limits, taken: Needs, expected: str
+) -> None:
     """The line names the settings, what they need, and what is free."""
     assert refusal(what, 19_300_000, 200 * MB, limits, taken) == expected
 

@@ -58,7 +58,10 @@ class Moved(WallClock):
     def sleep(self, seconds: float) -> None:
         until_s = self.now() + seconds
         with self._changed:
-            assert self._changed.wait_for(lambda: self.now() >= until_s, min(seconds, LIMIT_S)) or seconds < LIMIT_S
+            assert (
+                self._changed.wait_for(lambda: self.now() >= until_s, min(seconds, LIMIT_S))
+                or seconds < LIMIT_S
+            )
 
     def forward(self, seconds: float) -> None:
         with self._changed:
@@ -69,8 +72,12 @@ class Moved(WallClock):
 def made(settings: FeedSettings, side: int, batches: int) -> Feed:
     """A feed over so many batches of small images."""
     count = batches * settings.batch_size
-    source = ArraySource(np.zeros((count, side, side, 3), np.uint8), np.zeros(count, np.int64), ["a", "b"], "small")
-    dataset = ImageDataset(source, EvalTransform(side), DecodeOptions(False, (255, 255, 255), 10**9), side, 0)
+    source = ArraySource(
+        np.zeros((count, side, side, 3), np.uint8), np.zeros(count, np.int64), ["a", "b"], "small"
+    )
+    dataset = ImageDataset(
+        source, EvalTransform(side), DecodeOptions(False, (255, 255, 255), 10**9), side, 0
+    )
     return FORMS[settings.backend](dataset, Order(count, settings.batch_size), settings, None)
 
 

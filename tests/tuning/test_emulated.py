@@ -43,24 +43,40 @@ def gpu() -> Iterator[EmulatedDevice]:
     clock = VirtualClock(wake_s=0.05e-3)
     pinned_per_s = SIZE * (12 + 8) / 0.7e-3
     device = EmulatedDevice(
-        clock, launch_s=20e-6, record_s=4e-6, wake_s=0.05e-3, pinned_per_s=pinned_per_s, pageable_per_s=pinned_per_s / 4
+        clock,
+        launch_s=20e-6,
+        record_s=4e-6,
+        wake_s=0.05e-3,
+        pinned_per_s=pinned_per_s,
+        pageable_per_s=pinned_per_s / 4,
     )
     with emulated(device):
         yield device
 
 
 def tuned(
-    device: EmulatedDevice, worker: float, cap: float, host: str, *, plain: bool = False, first_s: float = 0.0, workers: int = 8
+    device: EmulatedDevice,
+    worker: float,
+    cap: float,
+    host: str,
+    *,
+    plain: bool = False,
+    first_s: float = 0.0,
+    workers: int = 8,
 ) -> tuple[TuningReport, Machine]:
     """The tuner's report; ``worker`` and ``cap`` are shares of what the step takes; ``plain``: of a loop of one's own."""
     machine = Machine(device, 1 / (worker * TAKES), cap * TAKES)
     network = Launching(device, STEP_S, *HOSTS[host], first_s)
     if plain:
         step = own_step(device, network)
-        trainee: Any = library._Trainee(machine, step, [network, SGD(network.parameters(), 0.1)], device.device)  # type: ignore[arg-type]
+        trainee: Any = library._Trainee(
+            machine, step, [network, SGD(network.parameters(), 0.1)], device.device
+        )  # type: ignore[arg-type]
     else:
         _, trainee = trials(device, network)
-    return tune(machine, trainee, own(workers), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device)), machine
+    return tune(
+        machine, trainee, own(workers), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device)
+    ), machine
 
 
 def own_step(device: EmulatedDevice, network: Launching) -> Any:
@@ -80,7 +96,9 @@ def own_step(device: EmulatedDevice, network: Launching) -> Any:
     [(0.1, math.inf), (0.15, math.inf), (0.3, math.inf), (0.45, math.inf), (0.7, math.inf), (1.3, math.inf),
      (2.0, math.inf), (3.0, math.inf), (0.12, 0.9), (0.3, 0.6), (0.5, 0.4), (2.0, 0.8)],
 )  # fmt: skip
-def test_the_fewest_workers_that_leave_no_gap(worker: float, cap: float, host: str, plain: bool) -> None:
+def test_the_fewest_workers_that_leave_no_gap(
+    worker: float, cap: float, host: str, plain: bool
+) -> None:
     """Demand is within 3 %, bound and ceiling are the machine's; no more workers than leave no gap with 5 % to spare."""
     with gpu() as device:
         report, machine = tuned(device, worker, cap, host, plain=plain)
@@ -89,10 +107,14 @@ def test_the_fewest_workers_that_leave_no_gap(worker: float, cap: float, host: s
     goal, workers = min(1.0, cap) * takes, report.settings.num_workers
     alone = 1 / (1 / machine.rate(1) + (HOSTS[host][0] / SIZE if plain else 0.0))
     assert (machine.rate(workers) if workers else alone) >= 0.98 * goal
-    assert workers <= next(n for n in range(1, 100) if machine.rate(n) >= min(1.05 * takes, machine.cap))
+    assert workers <= next(
+        n for n in range(1, 100) if machine.rate(n) >= min(1.05 * takes, machine.cap)
+    )
     before = min(takes, machine.rate(8))
     assert report.ceiling == pytest.approx(takes / before, rel=0.03)
-    assert report.demand is not None and report.demand.images_per_s == pytest.approx(takes, rel=0.03)
+    assert report.demand is not None and report.demand.images_per_s == pytest.approx(
+        takes, rel=0.03
+    )
     assert report.after.wait_fraction == pytest.approx(max(0.0, 1 - cap), abs=0.03)
 
 
@@ -108,7 +130,9 @@ class Coarse(Launching):
         return super().forward(images)
 
 
-def demanded(step_s: float, *, plain: bool, limit_s: float = 1.0, parts: int = 1, ahead: bool = True) -> tuple[StepRun, float]:
+def demanded(
+    step_s: float, *, plain: bool, limit_s: float = 1.0, parts: int = 1, ahead: bool = True
+) -> tuple[StepRun, float]:
     """What the demand's steps took, and how long they were measured; launching a step takes a fifth of ``step_s``."""
     with gpu() as device:
         machine, network = Machine(device, 1e-5), Coarse(device, step_s, step_s / 5)
@@ -142,7 +166,9 @@ def test_demand_is_not_low_where_the_first_kernel_is_coarse(step_s: float, plain
         pytest.param(30e-3, 0.0, 1, id="no time at all"),
     ],
 )
-def test_long_steps_are_timed_one_by_one(step_s: float, limit_s: float, steps: int, plain: bool) -> None:
+def test_long_steps_are_timed_one_by_one(
+    step_s: float, limit_s: float, steps: int, plain: bool
+) -> None:
     """Where three would take longer than the limit; demand then takes the warm-up and two groups."""
     run, took_s = demanded(step_s, plain=plain, limit_s=limit_s)
     assert set(run.images) == {SIZE * steps}
@@ -175,7 +201,9 @@ def test_a_first_step_of_a_minute_is_not_the_tuners(plain: bool) -> None:
     assert report.seconds > 60
 
 
-@pytest.mark.parametrize(("slower", "warns"), [(0.0, False), (0.03, False), (0.08, True), (0.5, True)])
+@pytest.mark.parametrize(
+    ("slower", "warns"), [(0.0, False), (0.03, False), (0.08, True), (0.5, True)]
+)
 def test_the_check_warns_where_the_devices_stall_has_grown(
     slower: float, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,7 +211,9 @@ def test_the_check_warns_where_the_devices_stall_has_grown(
     with gpu() as device:
         machine = Machine(device, 1 / (0.3 * TAKES))
         step, trainee = trials(device, Launching(device, STEP_S, *HOSTS["eager"]))
-        report = tune(machine, trainee, own(), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device))
+        report = tune(
+            machine, trainee, own(), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device)
+        )
         clock, follow = StepClock(device.device), Follow(report)
         machine.cap = (1 - slower) * TAKES if slower else math.inf
         train(device, step, machine, report.settings, clock, follow)
@@ -191,7 +221,12 @@ def test_the_check_warns_where_the_devices_stall_has_grown(
 
 
 def train(
-    device: EmulatedDevice, step: Any, machine: Machine, settings: FeedSettings, clock: StepClock, follow: Follow
+    device: EmulatedDevice,
+    step: Any,
+    machine: Machine,
+    settings: FeedSettings,
+    clock: StepClock,
+    follow: Follow,
 ) -> None:
     clock.start_epoch()
     with contextlib.closing(step.batches(machine.probe(settings), clock)) as batches:

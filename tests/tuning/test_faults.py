@@ -20,12 +20,17 @@ pytestmark = pytest.mark.slow
 def apart(*command: str) -> list[str]:
     """``command`` with a /dev/shm of 64 MB of its own; skips the test where that is not permitted."""
     alone = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", MOUNT, "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("mount namespaces are not permitted here")
     return [*alone, *command]
 
 
-@pytest.mark.parametrize(("batch_size", "most"), [(192, 1), (512, 0)], ids=["little fits", "nothing fits"])
+@pytest.mark.parametrize(
+    ("batch_size", "most"), [(192, 1), (512, 0)], ids=["little fits", "nothing fits"]
+)
 def test_a_small_shared_memory_is_respected(batch_size: int, most: int, tmp_path: Path) -> None:
     """The run is tuned to what fits and trains; what does not is in the report with the arithmetic."""
     command = [
@@ -34,7 +39,15 @@ def test_a_small_shared_memory_is_respected(batch_size: int, most: int, tmp_path
         "tuner.budget_s=15", "trainer.max_steps=2", "run.name=small",
     ]  # fmt: skip
     env = {**os.environ, "WELLFED_CACHE": str(tmp_path)}
-    done = subprocess.run(apart(*command), cwd=tmp_path, capture_output=True, text=True, timeout=110, env=env, check=False)
+    done = subprocess.run(
+        apart(*command),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=env,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     tuning = json.loads((tmp_path / "outputs/small/tuning.json").read_text())
     assert tuning["settings"]["num_workers"] <= most

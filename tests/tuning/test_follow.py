@@ -36,7 +36,9 @@ def predicted(step_ms: float = 20.0, wait_fraction: float | None = PREDICTED) ->
     """A report of a step that takes ``step_ms`` for its batch and waits for ``wait_fraction`` of the time."""
     report = reports.report()
     demand = report.settings.batch_size / step_ms * 1e3
-    after = dataclasses.replace(report.after, wait_fraction=wait_fraction, images_per_s=reports.rate(demand * 0.95))
+    after = dataclasses.replace(
+        report.after, wait_fraction=wait_fraction, images_per_s=reports.rate(demand * 0.95)
+    )
     return dataclasses.replace(report, demand=reports.rate(demand), after=after)
 
 
@@ -69,7 +71,9 @@ def test_a_stall_over_the_prediction_is_told_once(
     [(0.010, "A step takes 10.0 ms and not 20.0"), (0.020, "The feed delivers")],
     ids=["faster step", "slower loader"],
 )
-def test_what_changed_is_named(compute_s: float, cause: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_changed_is_named(
+    compute_s: float, cause: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A step that became faster, or else a loader that became slower."""
     loop = Loop()
     loop.steps(STEPS + 2, 0.015, compute_s)

@@ -60,7 +60,9 @@ class Feeds:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return train
 
-    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+    def probe(
+        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
+    ) -> Feed:
         self.asked.append((settings, again))
         return self  # type: ignore[return-value]  # only closed
 
@@ -119,7 +121,9 @@ def fail(error: Exception) -> Callable[[], StepRun]:
 @pytest.fixture
 def supply(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supply probe that finds 200 images/s and workers of 50 MB."""
-    found = probe.Supply(Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, 7, batch())
+    found = probe.Supply(
+        Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, 7, batch()
+    )
     monkeypatch.setattr(probe, "measure_supply", lambda *_, **__: found)
 
 
@@ -127,7 +131,9 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
     """With the arithmetic as the reason, and no feed made."""
     small = lab(limits=dataclasses.replace(PLENTY, shm_bytes=4 * 10**6))
     trial = small.attempt(Ask(OWN, "supply"))
-    assert trial.rate is None and "= 6.0 MB of shared memory, of which 4.0 MB are free" in (trial.refused or "")
+    assert trial.rate is None and "= 6.0 MB of shared memory, of which 4.0 MB are free" in (
+        trial.refused or ""
+    )
     assert asked(small) == []
 
 
@@ -135,7 +141,9 @@ def test_what_does_not_fit_is_refused_before_it_runs() -> None:
 def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     """Its memory is what later settings are reckoned with, and its batch serves the step."""
     own = lab(limits=dataclasses.replace(PLENTY, memory_bytes=600 * 10**6))
-    assert own.refusal(dataclasses.replace(OWN, num_workers=8)) is not None  # a hundred MiB each, before one was seen
+    assert (
+        own.refusal(dataclasses.replace(OWN, num_workers=8)) is not None
+    )  # a hundred MiB each, before one was seen
     trial = own.attempt(Ask(OWN, "supply"))
     assert (trial.rate, trial.images, trial.kind) == (Rate(200.0, 190.0, 210.0), 300, "supply")
     assert own.worker_bytes == 50 * 10**6 and own.batch is not None
@@ -147,9 +155,19 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
 def test_a_supply_probe_teaches_how_slowly_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ones are given as much, once for each time that the cores have to; until their first sample and first batch."""
     allowed = []
-    found = probe.Supply(Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, 7, batch(), first_s=16.0)
+    found = probe.Supply(
+        Rate(200.0, 190.0, 210.0),
+        300,
+        SampleCost(0.01, 0.005, 0.1),
+        50 * 10**6,
+        7,
+        batch(),
+        first_s=16.0,
+    )
     monkeypatch.setattr(
-        probe, "measure_supply", lambda feed, gauge, ranks, until, now: (allowed.append(until.start_s), found)[1]
+        probe,
+        "measure_supply",
+        lambda feed, gauge, ranks, until, now: (allowed.append(until.start_s), found)[1],
     )
     own = lab(limits=dataclasses.replace(PLENTY, cores=4.0))
     for workers in (6, 3, 9):
@@ -157,7 +175,9 @@ def test_a_supply_probe_teaches_how_slowly_workers_start(monkeypatch: pytest.Mon
     assert allowed == [6 * probe.START_S, 8.0, 48.0]
     made_s = 3 * OWN.batch_size * 0.01
     waits_s = [settings.timeout_s for settings, _ in asked(own)]
-    assert waits_s == pytest.approx([6 * probe.START_S + 30.0, 8.0 + made_s + 10.0, 48.0 + made_s + 10.0])
+    assert waits_s == pytest.approx(
+        [6 * probe.START_S + 30.0, 8.0 + made_s + 10.0, 48.0 + made_s + 10.0]
+    )
 
 
 def test_real_steps_tell_the_wait() -> None:
@@ -187,7 +207,9 @@ def test_arrays_are_probed_on_what_was_seen() -> None:
 
 def test_held_images_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays that do not fit are refused before they are made."""
-    monkeypatch.setattr(Feeds, "held_bytes", lambda _, settings: 10**10 if settings.backend == "arrays" else 0)
+    monkeypatch.setattr(
+        Feeds, "held_bytes", lambda _, settings: 10**10 if settings.backend == "arrays" else 0
+    )
     own = lab()
     assert "10.0 GB of images" in (own.attempt(Ask(in_form(OWN, "arrays"), "supply")).refused or "")
     assert (asked(own), own.refusal(OWN)) == ([], None)
@@ -229,7 +251,10 @@ def test_the_slowest_rank_counts() -> None:
 
 def test_steps_that_another_rank_ended_give_no_figure() -> None:
     """None were made here."""
-    assert lab(Step(lambda: StepRun((), ()))).attempt(Ask(OWN, "steps")).refused == "refused on another rank"
+    assert (
+        lab(Step(lambda: StepRun((), ()))).attempt(Ask(OWN, "steps")).refused
+        == "refused on another rank"
+    )
 
 
 @pytest.mark.usefixtures("supply")

@@ -53,9 +53,17 @@ def test_any_loop_can_tune_its_loader() -> None:
         optimizer.step()
         schedule.step()
 
-    before, random = copy.deepcopy((model.state_dict(), schedule.state_dict())), torch.get_rng_state()
+    before, random = (
+        copy.deepcopy((model.state_dict(), schedule.state_dict())),
+        torch.get_rng_state(),
+    )
     report = tune(
-        PairsAtOnce(), step, batch_size=16, state=(model, optimizer, schedule), start_method="forkserver", config=QUICK
+        PairsAtOnce(),
+        step,
+        batch_size=16,
+        state=(model, optimizer, schedule),
+        start_method="forkserver",
+        config=QUICK,
     )
     assert len(seen) > 5 and set(seen) == {16}
     after = model.state_dict()
@@ -70,7 +78,9 @@ def test_any_loop_can_tune_its_loader() -> None:
 def test_an_error_of_the_data_set_is_told_as_it_is() -> None:
     """With the type and the text that the data set gave it."""
     with pytest.raises(BadSample, match="KeyError: 'no such number'"):
-        tune(Pairs(20, bad=7), lambda _: None, batch_size=4, start_method="forkserver", config=QUICK)
+        tune(
+            Pairs(20, bad=7), lambda _: None, batch_size=4, start_method="forkserver", config=QUICK
+        )
     assert not samples.left_behind()
 
 

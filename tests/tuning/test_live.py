@@ -33,7 +33,11 @@ class Machine:
     busy: float = 0.5
 
     def period(self, threads: int, luck: float = 1.0) -> Period:
-        supply = min(threads / (luck * self.wait_s + self.cpu_s), self.storage, CORES / (self.cpu_s + self.step_cpu_s))
+        supply = min(
+            threads / (luck * self.wait_s + self.cpu_s),
+            self.storage,
+            CORES / (self.cpu_s + self.step_cpu_s),
+        )
         rate = min(self.demand, supply)
         # threads that are not slow enough to be waited for rest
         wall_s = threads / supply if supply < self.demand else luck * self.wait_s + self.cpu_s
@@ -46,7 +50,9 @@ FED = Machine(wait_s=1e-3, demand=1000)
 
 def course(policy: Policy, *machines: Machine, each: int = 8) -> list[int]:
     """The numbers of threads after each period, ``each`` of them on one machine after the other."""
-    return [policy.after(machine.period(policy.threads)) for machine in machines for _ in range(each)]
+    return [
+        policy.after(machine.period(policy.threads)) for machine in machines for _ in range(each)
+    ]
 
 
 def changes(numbers: list[int]) -> list[int]:
@@ -70,7 +76,13 @@ def test_late_files_get_as_many_threads_as_the_model_asks_for() -> None:
         Machine(wait_s=1.3e-3, demand=1300),
         Machine(wait_s=5e-3, busy=0.9),
     ],
-    ids=["fed", "processors full of loading", "processors full of the step", "waits of 1 in 100", "neighbours"],
+    ids=[
+        "fed",
+        "processors full of loading",
+        "processors full of the step",
+        "waits of 1 in 100",
+        "neighbours",
+    ],
 )
 def test_nothing_is_changed_where_nothing_would_help(machine: Machine) -> None:
     """Neither where steps have what they need, nor where no processor is left."""
@@ -89,7 +101,12 @@ def test_what_gains_nothing_is_taken_back_and_seldom_tried_again() -> None:
 def test_samples_that_cost_something_else_are_worth_another_try() -> None:
     """The files are slower now, and the storage's limit is gone."""
     policy = Policy(2, CORES, MOST)
-    assert changes(course(policy, Machine(wait_s=5e-3, storage=250), Machine(wait_s=20e-3))) == [2, 8, 2, 8]
+    assert changes(course(policy, Machine(wait_s=5e-3, storage=250), Machine(wait_s=20e-3))) == [
+        2,
+        8,
+        2,
+        8,
+    ]
 
 
 def test_threads_go_when_files_are_warm() -> None:
@@ -113,18 +130,27 @@ class Crowd(Machine):
     def period(self, threads: int, luck: float = 1.0) -> Period:
         alone = super().period(threads, luck)
         rate = min(self.demand, 1200 / (1 + 0.05 * threads))
-        return replace(alone, images_per_s=rate, stall=1 - rate / self.demand, wall_s=threads / rate)
+        return replace(
+            alone, images_per_s=rate, stall=1 - rate / self.demand, wall_s=threads / rate
+        )
 
 
 def test_threads_that_wait_for_each_other_become_the_fewest() -> None:
     """The model would have them all, for each takes long; fewer are tried, and are better."""
-    assert changes(course(Policy(8, CORES, MOST), Machine(wait_s=20e-3), Crowd(), each=20)) == [8, 2]
+    assert changes(course(Policy(8, CORES, MOST), Machine(wait_s=20e-3), Crowd(), each=20)) == [
+        8,
+        2,
+    ]
 
 
 def test_fewer_threads_that_give_less_are_taken_back() -> None:
     """Files that come in half the time are still late."""
     policy = Policy(8, CORES, MOST)
-    assert changes(course(policy, Machine(wait_s=20e-3), Machine(wait_s=8e-3), each=20)) == [8, 2, 8]
+    assert changes(course(policy, Machine(wait_s=20e-3), Machine(wait_s=8e-3), each=20)) == [
+        8,
+        2,
+        8,
+    ]
 
 
 def test_a_hiccup_in_a_try_is_not_for_ever() -> None:
@@ -140,8 +166,13 @@ def test_a_hiccup_in_a_try_is_not_for_ever() -> None:
 def test_varying_storage_makes_few_changes(seed: int) -> None:
     """Ten minutes in which a sample's wait varies by a third, and all threads share what the storage gives."""
     policy, luck = Policy(2, CORES, 32), random.Random(seed)
-    machine = Machine(wait_s=luck.uniform(2e-3, 20e-3), storage=luck.uniform(200, 1500), demand=2000)
-    numbers = [policy.after(machine.period(policy.threads, luck.lognormvariate(0, 0.3))) for _ in range(600)]
+    machine = Machine(
+        wait_s=luck.uniform(2e-3, 20e-3), storage=luck.uniform(200, 1500), demand=2000
+    )
+    numbers = [
+        policy.after(machine.period(policy.threads, luck.lognormvariate(0, 0.3)))
+        for _ in range(600)
+    ]
     assert len(changes(numbers)) - 1 <= 16
     assert machine.period(numbers[-1]).images_per_s >= 0.9 * machine.period(32).images_per_s
 
@@ -151,11 +182,15 @@ def test_one_odd_period_is_luck() -> None:
     assert changes(course(Policy(2, CORES, MOST), *[FED, LATE] * 5, each=1)) == [2]
 
 
-@pytest.mark.parametrize("machine", [FED, Machine(cpu_s=1e-3, demand=5000), Machine(wait_s=8e-3, demand=200)])
+@pytest.mark.parametrize(
+    "machine", [FED, Machine(cpu_s=1e-3, demand=5000), Machine(wait_s=8e-3, demand=200)]
+)
 def test_uneven_samples_change_nothing(machine: Machine) -> None:
     """Ten minutes of periods in which waiting takes 0.7 to 1.3 times as long."""
     policy, luck = Policy(2, CORES, MOST), random.Random(1)
-    assert {policy.after(machine.period(policy.threads, luck.uniform(0.7, 1.3))) for _ in range(600)} == {2}
+    assert {
+        policy.after(machine.period(policy.threads, luck.uniform(0.7, 1.3))) for _ in range(600)
+    } == {2}
 
 
 class Feed:
@@ -172,7 +207,10 @@ class Feed:
 
     def work(self, samples: int, wall_s: float, cpu_s: float) -> None:
         then = self.totals
-        cost = StageCost(then.stages["read"].wall_s + samples * wall_s, then.stages["read"].cpu_s + samples * cpu_s)
+        cost = StageCost(
+            then.stages["read"].wall_s + samples * wall_s,
+            then.stages["read"].cpu_s + samples * cpu_s,
+        )
         self.totals = StageTotals(then.samples + samples, then.batches, cost.wall_s, {"read": cost})
 
 
@@ -192,24 +230,42 @@ class Run:
             self.seconds += took_s
             self.feeds[0].work(160, period.wall_s, period.cpu_s)
             self.cpu_s[0] += 160 * (period.cpu_s + period.step_cpu_s) + extra_cpu_s
-            ledger = Ledger(10, 160, took_s, period.stall * took_s, (1 - period.stall) * took_s, **facts)
+            ledger = Ledger(
+                10, 160, took_s, period.stall * took_s, (1 - period.stall) * took_s, **facts
+            )
             self.live.look(StepClock("cpu"), ledger.window())
 
 
 @pytest.fixture
 def run() -> Run:
     feeds, cpu_s = (Feed(2), Feed(2)), [0.0]
-    live = Live(cast("list[ThreadFeed]", feeds), CORES, MOST, step=100, cpu_now=lambda: cpu_s[0], machine_now=lambda: (0, 0))
+    live = Live(
+        cast("list[ThreadFeed]", feeds),
+        CORES,
+        MOST,
+        step=100,
+        cpu_now=lambda: cpu_s[0],
+        machine_now=lambda: (0, 0),
+    )
     return Run(feeds, live, cpu_s)
 
 
-def test_all_feeds_follow_the_windows_of_a_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_feeds_follow_the_windows_of_a_run(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A change is made, told with its step and its reason, and kept for the report."""
     run.windows(LATE, 12)
     assert [feed.settings.num_workers for feed in run.feeds] == [8, 8]
     (change,) = run.live.changes
-    assert (change.threads, change.before, change.images_per_s) == (8, 2, pytest.approx(2 / 5.25e-3))
-    assert f"Step {change.step}: 8 threads load instead of 2. Training waited for data 75% of" in capsys.readouterr().out
+    assert (change.threads, change.before, change.images_per_s) == (
+        8,
+        2,
+        pytest.approx(2 / 5.25e-3),
+    )
+    assert (
+        f"Step {change.step}: 8 threads load instead of 2. Training waited for data 75% of"
+        in capsys.readouterr().out
+    )
     assert 100 < change.step <= 220 and change.step % 10 == 0
 
 
@@ -218,7 +274,9 @@ def test_what_is_gained_is_counted_from_the_rate_before_the_change(run: Run) -> 
     run.windows(LATE, 80)
     changed_s = (run.live.changes[0].step - 100) / 10 * 160 / LATE.period(2).images_per_s
     after_s = run.seconds - changed_s
-    assert run.live.gained_s == pytest.approx(3 * after_s, rel=0.1)  # 8 threads take a quarter of what 2 do
+    assert run.live.gained_s == pytest.approx(
+        3 * after_s, rel=0.1
+    )  # 8 threads take a quarter of what 2 do
     before = run.live.gained_s
     run.windows(Machine(), 200)
     assert run.live.gained_s == before
@@ -249,7 +307,9 @@ def test_threads_are_no_more_than_samples_in_the_making(run: Run) -> None:
     """Of small batches there are too few to share."""
     small = Feed(2)
     small.settings = replace(small.settings, batch_size=1)
-    live = Live([cast(Any, small)], CORES, MOST, cpu_now=lambda: run.cpu_s[0], machine_now=lambda: (0, 0))
+    live = Live(
+        [cast(Any, small)], CORES, MOST, cpu_now=lambda: run.cpu_s[0], machine_now=lambda: (0, 0)
+    )
     alone = Run((small, small), live, run.cpu_s)
     alone.windows(LATE, 40)
     assert small.settings.num_workers == 3

@@ -32,20 +32,43 @@ def asked(machine: Machine) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("machine", "before", "expected"),
     [
-        pytest.param(Machine(0.0021, demand=1500, **SLEEPS), 7, {4}, id="2 ms asleep, demand met by 4"),
-        pytest.param(Machine(0.0102, demand=640, **SLEEPS), 7, {7}, id="10 ms asleep, as the user has it"),
-        pytest.param(Machine(0.0502, demand=200, **SLEEPS), 7, {11}, id="50 ms asleep, more workers than cores"),
+        pytest.param(
+            Machine(0.0021, demand=1500, **SLEEPS), 7, {4}, id="2 ms asleep, demand met by 4"
+        ),
+        pytest.param(
+            Machine(0.0102, demand=640, **SLEEPS), 7, {7}, id="10 ms asleep, as the user has it"
+        ),
+        pytest.param(
+            Machine(0.0502, demand=200, **SLEEPS),
+            7,
+            {11},
+            id="50 ms asleep, more workers than cores",
+        ),
         pytest.param(Machine(0.002, 0.0019, demand=700), 1, {2}, id="two cores meet demand"),
         pytest.param(Machine(0.002, 0.0019, demand=5000), 1, {2, 3}, id="two cores do not"),
         pytest.param(Machine(0.002, 0.0019, demand=700), 0, {2}, id="none at first"),
-        pytest.param(Machine(0.002, 0.0002, demand=1000, ceiling=700), 1, {2}, id="storage gives no more"),
-        pytest.param(Machine(0.002, 0.0002, demand=1000, ceiling=700), 8, {2}, id="storage gives no more to many"),
+        pytest.param(
+            Machine(0.002, 0.0002, demand=1000, ceiling=700), 1, {2}, id="storage gives no more"
+        ),
+        pytest.param(
+            Machine(0.002, 0.0002, demand=1000, ceiling=700),
+            8,
+            {2},
+            id="storage gives no more to many",
+        ),
         pytest.param(Machine(0.002, 0.0019, demand=200), 8, {1}, id="far too many at first"),
         pytest.param(Machine(0.002, 0.0019, demand=5), 0, {0}, id="slow step, none at first"),
-        pytest.param(Machine(0.0002, 0.0002, demand=1600, step_cpu_s=2 / 1600), 2, {2}, id="the step fills the cores"),
+        pytest.param(
+            Machine(0.0002, 0.0002, demand=1600, step_cpu_s=2 / 1600),
+            2,
+            {2},
+            id="the step fills the cores",
+        ),
     ],
 )
-def test_the_fewest_workers_that_deliver_are_chosen(machine: Machine, before: int, expected: set[int], noise: float) -> None:
+def test_the_fewest_workers_that_deliver_are_chosen(
+    machine: Machine, before: int, expected: set[int], noise: float
+) -> None:
     """Where demand can be met, no more workers than meet it; where not, no more than give what can be had.
 
     Beside a step that fills the processors it stays with the user's own: there fewer workers would get less of these.
@@ -81,7 +104,10 @@ def made_up(seed: int) -> Machine:
 
 def best(machine: Machine, workers: int) -> float:
     """The most images/s that any setting of any form delivers."""
-    tried = (with_workers(in_form(own(workers), form), n) for form, n in product(machine.form_speed, range(MOST + 1)))
+    tried = (
+        with_workers(in_form(own(workers), form), n)
+        for form, n in product(machine.form_speed, range(MOST + 1))
+    )
     return max(map(machine.delivered, tried))
 
 
@@ -105,12 +131,16 @@ class Disturbed(Machine):
         if len(self.asked) > 1 or found.rate is None or found.cost is None:
             return found
         slow = dataclasses.replace(found.cost, wall_s=2.1 * found.cost.wall_s)
-        return dataclasses.replace(found, rate=Rate.exactly(found.rate.images_per_s / 2.1), cost=slow)
+        return dataclasses.replace(
+            found, rate=Rate.exactly(found.rate.images_per_s / 2.1), cost=slow
+        )
 
 
 @pytest.mark.parametrize("budget_s", [30.0, 1.4], ids=["time", "little time"])
 @pytest.mark.parametrize("before", ["threads", "processes"])
-def test_a_disturbed_measurement_of_the_users_own_does_not_replace_it(before: str, budget_s: float) -> None:
+def test_a_disturbed_measurement_of_the_users_own_does_not_replace_it(
+    before: str, budget_s: float
+) -> None:
     """Two workers fill both processors: neither one alone, nor another form, is better, whatever the first figure says."""
     forms = {before: 1.0, "processes" if before == "threads" else "threads": 0.95}
     machine = Disturbed(0.0015, 0.0015, demand=1700, form_speed=forms)
@@ -128,7 +158,10 @@ def test_where_loading_keeps_up_the_look_ends_at_once() -> None:
 
 def test_a_slower_step_needs_fewer_workers() -> None:
     """The choice follows demand."""
-    chosen = [search(Machine(0.01, demand=demand, **SLEEPS), own(7)).settings.num_workers for demand in (1200, 600, 150)]
+    chosen = [
+        search(Machine(0.01, demand=demand, **SLEEPS), own(7)).settings.num_workers
+        for demand in (1200, 600, 150)
+    ]
     assert chosen == sorted(chosen, reverse=True) and len(set(chosen)) == 3
 
 
@@ -170,7 +203,9 @@ def test_a_setting_that_fails_is_not_chosen() -> None:
         pytest.param(Machine(0.002, 0.0019, demand=200, form_speed=DECODED), "processes", {"processes"}, id="nothing to gain"),
     ],
 )  # fmt: skip
-def test_the_form_that_delivers_is_chosen(machine: Machine, before: str, expected: set[str], noise: float) -> None:
+def test_the_form_that_delivers_is_chosen(
+    machine: Machine, before: str, expected: set[str], noise: float
+) -> None:
     """By what was measured: nothing is known of a form by its name but that arrays have no workers."""
     machine = dataclasses.replace(machine, noise=noise, asked=[])
     chosen = search(machine, in_form(own(8), before)).settings
@@ -195,7 +230,9 @@ def test_a_form_that_does_not_fit_is_not_started() -> None:
 
 def test_a_form_that_fails_is_not_chosen() -> None:
     """Threads that die leave the choice among the others."""
-    machine = Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS, broken=lambda s: s.backend == "threads")
+    machine = Machine(
+        0.0014, 0.0014, demand=2000, form_speed=FORMS, broken=lambda s: s.backend == "threads"
+    )
     choice = search(machine, own(1))
     assert choice.settings.backend == "processes"
     assert machine.delivered(choice.settings) >= 0.97 * 2 / 0.0014
@@ -225,7 +262,10 @@ def test_arrays_that_the_user_named_are_seen_beside_real_steps() -> None:
 
 def test_uneven_samples_get_a_deeper_queue() -> None:
     """Sixteen batches ahead of threads; even samples keep torch's two."""
-    even, uneven = (Machine(0.01, demand=640, variation=v, form_speed={"threads": 1.0}, **SLEEPS) for v in (0.1, 7.0))
+    even, uneven = (
+        Machine(0.01, demand=640, variation=v, form_speed={"threads": 1.0}, **SLEEPS)
+        for v in (0.1, 7.0)
+    )
     chosen = [search(machine, in_form(own(1), "threads")).settings for machine in (even, uneven)]
     assert chosen[0].prefetch_factor == 2
     assert chosen[1].prefetch_factor == 16
@@ -236,7 +276,9 @@ def test_a_deep_queue_is_as_deep_as_fits() -> None:
     """Processes have four batches each."""
     machine = Machine(0.01, demand=640, variation=7.0, **SLEEPS)
     free = search(machine, own(1)).settings
-    tight = search(machine, own(1), fits=lambda s: "too large" if (s.prefetch_factor or 0) > 2 else None).settings
+    tight = search(
+        machine, own(1), fits=lambda s: "too large" if (s.prefetch_factor or 0) > 2 else None
+    ).settings
     assert (free.num_workers, free.prefetch_factor) == (8, 4)
     assert (tight.num_workers, tight.prefetch_factor) == (8, 2)
     assert search(machine, free).settings == free
@@ -285,7 +327,9 @@ def without(least: int) -> Callable[[FeedSettings], str | None]:
         pytest.param(Machine(0.01, demand=550, **SLEEPS), 16, 30.0, 6, id="the fewest that do"),
         pytest.param(Machine(0.01, demand=1400, **SLEEPS), 16, 30.0, 7, id="as many as fit"),
         pytest.param(Machine(0.01, demand=1400, **SLEEPS), 16, 0.5, 7, id="no time"),
-        pytest.param(Machine(0.01, demand=550, variation=4.0, **SLEEPS), 16, 30.0, 7, id="uneven samples"),
+        pytest.param(
+            Machine(0.01, demand=550, variation=4.0, **SLEEPS), 16, 30.0, 7, id="uneven samples"
+        ),
     ],
 )
 def test_where_the_users_setting_does_not_fit_another_one_does(
@@ -301,14 +345,20 @@ def test_what_was_refused_for_its_depth_is_no_limit_for_others() -> None:
     """Eight batches of a worker do not fit; torch's two do."""
     tight = dataclasses.replace(own(1), prefetch_factor=8)
     machine = Machine(0.01, demand=550, **SLEEPS)
-    choice = search(machine, tight, fits=lambda s: "too large" if (s.prefetch_factor or 0) > 7 else None)
+    choice = search(
+        machine, tight, fits=lambda s: "too large" if (s.prefetch_factor or 0) > 7 else None
+    )
     assert (choice.settings.num_workers, choice.settings.prefetch_factor) == (6, 2)
 
 
 def test_each_form_has_its_own_limit() -> None:
     """Processes of which three fit, and threads that need no shared memory."""
     machine = Machine(0.01, demand=1400, form_speed={"processes": 1.0, "threads": 1.0}, **SLEEPS)
-    choice = search(machine, own(2), fits=lambda s: "too large" if s.backend == "processes" and s.num_workers > 3 else None)
+    choice = search(
+        machine,
+        own(2),
+        fits=lambda s: "too large" if s.backend == "processes" and s.num_workers > 3 else None,
+    )
     assert (choice.settings.backend, choice.settings.num_workers) == ("threads", 15)
 
 
@@ -327,7 +377,13 @@ def test_what_real_steps_got_is_not_outbid_by_the_model(workers: int) -> None:
 
 def test_threads_that_slow_the_step_are_not_taken_unseen() -> None:
     """Where the time ends before steps could be seen beside them."""
-    machine = Machine(0.002, 0.0001, demand=2500, form_speed={"processes": 1.0, "threads": 2.0}, form_slows={"threads": 0.5})
+    machine = Machine(
+        0.002,
+        0.0001,
+        demand=2500,
+        form_speed={"processes": 1.0, "threads": 2.0},
+        form_slows={"threads": 0.5},
+    )
     assert search(machine, own(2), most=2, budget_s=2.0).settings.backend == "processes"
 
 
@@ -335,5 +391,8 @@ def test_the_reason_says_who_makes_samples() -> None:
     """A worker, or without any the trainer."""
     arrays = search(Machine(267e-6, 267e-6, demand=16_000, form_speed=DECODED), own(1))
     threads = search(Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS), own(1))
-    assert "A sample takes the trainer 0.0027 ms" in arrays.reason and "A feed of arrays needs no workers" in arrays.reason
+    assert (
+        "A sample takes the trainer 0.0027 ms" in arrays.reason
+        and "A feed of arrays needs no workers" in arrays.reason
+    )
     assert "A sample takes a worker" in threads.reason

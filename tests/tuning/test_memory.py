@@ -47,7 +47,10 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 def test_what_was_kept_is_recalled_by_runs_alike(one: Memory, tmp_path: Path) -> None:
     """Another run with the same fingerprint has the answer, whatever the order of its keys; another fingerprint has not."""
     one.keep({"num_workers": 3, "rates": [1.5, 2.5]})
-    assert Memory({"ranks": [1, 1], "cores": 4}, tmp_path / "tuning").recall(dict) == {"num_workers": 3, "rates": [1.5, 2.5]}
+    assert Memory({"ranks": [1, 1], "cores": 4}, tmp_path / "tuning").recall(dict) == {
+        "num_workers": 3,
+        "rates": [1.5, 2.5],
+    }
     assert Memory({"ranks": [1, 1], "cores": 8}, tmp_path / "tuning").recall(dict) is None
 
 
@@ -85,16 +88,31 @@ def test_an_answer_is_good_for_thirty_days(one: Memory, days: float, there: bool
         pytest.param(b"{}", id="nothing in it"),
         pytest.param(b"null", id="null"),
         pytest.param(b"1", id="a number"),
-        pytest.param(b'{"fingerprint": {"cores": 8}, "saved_at": SOON, "answer": {}}', id="of another run"),
-        pytest.param(b'{"fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": 1e999, "answer": {}}', id="infinite time"),
         pytest.param(
-            b'{"fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": 1%s, "answer": {}}' % (b"0" * 400), id="huge time"
+            b'{"fingerprint": {"cores": 8}, "saved_at": SOON, "answer": {}}', id="of another run"
         ),
-        pytest.param(b'{"fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": "now", "answer": {}}', id="time"),
-        pytest.param(b'{"fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": SOON, "answer": 3}', id="answer"),
+        pytest.param(
+            b'{"fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": 1e999, "answer": {}}',
+            id="infinite time",
+        ),
+        pytest.param(
+            b'{"fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": 1%s, "answer": {}}'
+            % (b"0" * 400),
+            id="huge time",
+        ),
+        pytest.param(
+            b'{"fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": "now", "answer": {}}',
+            id="time",
+        ),
+        pytest.param(
+            b'{"fingerprint": {"cores": 4, "ranks": [1, 1]}, "saved_at": SOON, "answer": 3}',
+            id="answer",
+        ),
     ],
 )
-def test_a_damaged_file_is_removed_with_one_warning(one: Memory, content: bytes, warnings: Callable[[], list[str]]) -> None:
+def test_a_damaged_file_is_removed_with_one_warning(
+    one: Memory, content: bytes, warnings: Callable[[], list[str]]
+) -> None:
     """What cannot be read is no answer, now or later."""
     one.path.parent.mkdir()
     one.path.write_bytes(content.replace(b"SOON", str(time.time()).encode()))
@@ -107,7 +125,9 @@ def test_a_damaged_file_is_removed_with_one_warning(one: Memory, content: bytes,
 
 @pytest.mark.timeout(20)
 @oddities.every
-def test_an_odd_file_gives_way_with_one_warning(one: Memory, plant: Plant, warnings: Callable[[], list[str]]) -> None:
+def test_an_odd_file_gives_way_with_one_warning(
+    one: Memory, plant: Plant, warnings: Callable[[], list[str]]
+) -> None:
     """Whatever lies in the answer's place is no answer, and the next one is kept in its place."""
     oddities.put(plant, one.path)
     assert one.recall(dict) is None
@@ -119,7 +139,9 @@ def test_an_odd_file_gives_way_with_one_warning(one: Memory, plant: Plant, warni
 
 @pytest.mark.timeout(20)
 @oddities.special
-def test_an_odd_lock_gives_way(one: Memory, plant: Plant, warnings: Callable[[], list[str]]) -> None:
+def test_an_odd_lock_gives_way(
+    one: Memory, plant: Plant, warnings: Callable[[], list[str]]
+) -> None:
     """Nobody waits for it, and of two runs one still goes first."""
     lock = one.path.with_suffix(".lock")
     oddities.put(plant, lock)
@@ -130,7 +152,9 @@ def test_an_odd_lock_gives_way(one: Memory, plant: Plant, warnings: Callable[[],
     assert oddities.untouched(lock)
 
 
-def test_a_cache_that_cannot_be_used_is_one_warning(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+def test_a_cache_that_cannot_be_used_is_one_warning(
+    tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
     """With a file where the folder should be, all goes on, without a memory."""
     (tmp_path / "file").write_text("")
     lost = Memory({}, tmp_path / "file" / "tuning")
@@ -138,10 +162,14 @@ def test_a_cache_that_cannot_be_used_is_one_warning(tmp_path: Path, warnings: Ca
         assert lost.recall(dict) is None
         lost.keep({"num_workers": 3})
         lost.forget()
-    assert warnings() == [f"{lost.path.parent}: Not a directory; tuning is not remembered; set WELLFED_CACHE"]
+    assert warnings() == [
+        f"{lost.path.parent}: Not a directory; tuning is not remembered; set WELLFED_CACHE"
+    ]
 
 
-def test_the_memory_lies_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_lies_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a folder of its own it is below the one that WELLFED_CACHE names."""
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path))
     Memory({}).keep({})
@@ -164,7 +192,9 @@ with one.held():
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Another run, in the block and tuning until it is sent a line."""
     command = [sys.executable, "-c", HOLDER, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "held\n"
@@ -189,7 +219,10 @@ def test_of_two_runs_one_tunes_and_the_other_recalls(
         with one.held():
             assert first.returncode == 0
             assert one.recall(dict) == {"num_workers": 7}
-    assert capsys.readouterr().out == f"Waiting for the process that holds {one.path.with_suffix('.lock')}\n"
+    assert (
+        capsys.readouterr().out
+        == f"Waiting for the process that holds {one.path.with_suffix('.lock')}\n"
+    )
 
 
 def test_a_holder_that_died_frees_the_block(one: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,10 +241,14 @@ def test_a_run_does_not_wait_for_ever(one: Memory, warnings: Callable[[], list[s
             with other.held(wait_s=0.0):
                 pass
     lock = one.path.with_suffix(".lock")
-    assert warnings() == 2 * [f"{lock}: still held by another process after 0 s; this one tunes too"]
+    assert warnings() == 2 * [
+        f"{lock}: still held by another process after 0 s; this one tunes too"
+    ]
 
 
-def test_the_block_is_free_again_after_an_error(one: Memory, warnings: Callable[[], list[str]]) -> None:
+def test_the_block_is_free_again_after_an_error(
+    one: Memory, warnings: Callable[[], list[str]]
+) -> None:
     """A search that failed does not keep others out."""
     with pytest.raises(ZeroDivisionError), one.held():
         print(1 / 0)
@@ -219,11 +256,17 @@ def test_the_block_is_free_again_after_an_error(one: Memory, warnings: Callable[
         assert not warnings()
 
 
-def test_a_worker_that_was_forked_inside_does_not_keep_the_block(one: Memory, warnings: Callable[[], list[str]]) -> None:
+def test_a_worker_that_was_forked_inside_does_not_keep_the_block(
+    one: Memory, warnings: Callable[[], list[str]]
+) -> None:
     """The lock goes with the block, though a process that began in it still has the file."""
     lock = one.path.with_suffix(".lock")
     with one.held():
-        own = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == str(lock)]
+        own = [
+            int(fd)
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.realpath(f"/proc/self/fd/{fd}") == str(lock)
+        ]
         forked = os.dup(*own)
     with Memory(one.fingerprint, one.path.parent).held(wait_s=0.0):
         assert not warnings()
@@ -245,7 +288,9 @@ def test_a_signal_ends_the_wait(one: Memory, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is looked at once."""
-    monkeypatch.setattr(memory, "environment", lambda device_name: {"device": device_name, "usable_cores": 9.0})
+    monkeypatch.setattr(
+        memory, "environment", lambda device_name: {"device": device_name, "usable_cores": 9.0}
+    )
 
 
 def of(changes: Mapping[str, object] | None = None, **other: Any) -> dict[str, Any]:
@@ -254,7 +299,13 @@ def of(changes: Mapping[str, object] | None = None, **other: Any) -> dict[str, A
     for name, value in (changes or {}).items():
         group, _, setting = name.rpartition(".")
         setattr(operator.attrgetter(group)(config) if group else config, setting, value)
-    facts = {"data_identity": {"images": 10}, "limits": LIMITS, "world_size": 4, "local_size": 2, "device_name": "cpu"}
+    facts = {
+        "data_identity": {"images": 10},
+        "limits": LIMITS,
+        "world_size": 4,
+        "local_size": 2,
+        "device_name": "cpu",
+    }
     return fingerprint(config, **(facts | other))
 
 
@@ -262,10 +313,22 @@ def of(changes: Mapping[str, object] | None = None, **other: Any) -> dict[str, A
     "changes",
     [
         pytest.param({"seed": 5}, id="seed"),
-        pytest.param({"optim.lr": 0.3, "trainer.epochs": 3, "schedule.gamma": 0.5}, id="how long and how fast it learns"),
-        pytest.param({"loader.num_workers": 3, "loader.prefetch_factor": 5, "loader.pin_memory": True}, id="what is searched"),
-        pytest.param({"loader.persistent_workers": False, "loader.val.num_workers": 2}, id="what the user set of it"),
-        pytest.param({"run.name": "other", "data.mirror": "http://127.0.0.1", "data.root": "other"}, id="names"),
+        pytest.param(
+            {"optim.lr": 0.3, "trainer.epochs": 3, "schedule.gamma": 0.5},
+            id="how long and how fast it learns",
+        ),
+        pytest.param(
+            {"loader.num_workers": 3, "loader.prefetch_factor": 5, "loader.pin_memory": True},
+            id="what is searched",
+        ),
+        pytest.param(
+            {"loader.persistent_workers": False, "loader.val.num_workers": 2},
+            id="what the user set of it",
+        ),
+        pytest.param(
+            {"run.name": "other", "data.mirror": "http://127.0.0.1", "data.root": "other"},
+            id="names",
+        ),
         pytest.param({"tuner.fresh": True}, id="whether to look it up"),
     ],
 )
@@ -324,12 +387,16 @@ def test_the_fingerprint_of_this_machine() -> None:
     """It has versions and hardware, stays from one look to the next, and can be stored."""
     found = of()
     assert found == of() == json.loads(json.dumps(found))
-    assert {"torch", "torchvision", "python", "wellfed", "cpu", "ram_bytes"} <= found["machine"].keys()
+    assert {"torch", "torchvision", "python", "wellfed", "cpu", "ram_bytes"} <= found[
+        "machine"
+    ].keys()
     assert found["machine"]["usable_cores"] == 4.0
     assert found["packages"].keys() == {"numpy", "pillow", "simplejpeg"}
 
 
-def test_another_code_of_the_data_path_is_another_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_code_of_the_data_path_is_another_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes of every module that a sample goes through count; those of the loop do not."""
     for room in ("data", "feed", "training"):
         (tmp_path / room).mkdir()

@@ -52,10 +52,18 @@ class TimedFeed:
     def __init__(self, rate: float, workers: int = 2, start_s: float = 0.5, *, queue_s: float = 0.0,
                  failure: Exception | None = None, ends_s: float = math.inf, idle: int = 0,
                  cold_s: float = 0.0, receive_s: float = 0.0, backend: str = "processes") -> None:  # fmt: skip
-        self.settings = dataclasses.replace(samples.settings(workers, batch_size=BATCH), backend=backend)
+        self.settings = dataclasses.replace(
+            samples.settings(workers, batch_size=BATCH), backend=backend
+        )
         self.cold_s, self.receive_s = cold_s, receive_s
         self.gauge, self.idle = Gauge(workers), idle
-        self.rate, self.start_s, self.queue_s, self.failure, self.ends_s = rate, start_s, queue_s, failure, ends_s
+        self.rate, self.start_s, self.queue_s, self.failure, self.ends_s = (
+            rate,
+            start_s,
+            queue_s,
+            failure,
+            ends_s,
+        )
         self.clock = 1000.0
         self.polls: list[float] = []
         self.closed = 0
@@ -64,7 +72,10 @@ class TimedFeed:
         return self.clock
 
     def cpu_now(self) -> float:
-        work, here = self.gauge.read(), self.settings.backend != "processes" or not self.settings.num_workers
+        work, here = (
+            self.gauge.read(),
+            self.settings.backend != "processes" or not self.settings.num_workers,
+        )
         return work.samples * self.receive_s + (work.cpu_s if here else 0.0)
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -87,14 +98,22 @@ class TimedFeed:
                 raise self.failure
             active = max(0.0, min(elapsed, self.ends_s) - self.start_s)
             due = int(
-                len(self.worker_slots) * self.rate * (active + 9 * min(active, self.queue_s) - 0.9 * min(active, self.cold_s))
+                len(self.worker_slots)
+                * self.rate
+                * (active + 9 * min(active, self.queue_s) - 0.9 * min(active, self.cold_s))
             )
             for sample in range(done, due):
-                self.gauge.add(sample % (len(self.worker_slots) - self.idle), 1 / self.rate, 0.5 / self.rate)
+                self.gauge.add(
+                    sample % (len(self.worker_slots) - self.idle), 1 / self.rate, 0.5 / self.rate
+                )
             done = max(done, due)
             given += (ready := (given + 1) * BATCH <= done)
             labels = torch.zeros(BATCH, dtype=torch.int64)
-            yield HostBatch(torch.zeros(BATCH, 3, 2, 2, dtype=torch.uint8), labels, labels) if ready else None
+            yield (
+                HostBatch(torch.zeros(BATCH, 3, 2, 2, dtype=torch.uint8), labels, labels)
+                if ready
+                else None
+            )
 
     @property
     def worker_slots(self) -> range:
@@ -106,10 +125,21 @@ class TimedFeed:
 
 
 def measure(
-    feed: TimedFeed, limit_s: float = 1.5, target: float | None = None, ranks: OneRank | None = None, need_batch: bool = False
+    feed: TimedFeed,
+    limit_s: float = 1.5,
+    target: float | None = None,
+    ranks: OneRank | None = None,
+    need_batch: bool = False,
 ) -> Supply:
     typed: Feed = feed
-    return measure_supply(typed, feed.gauge, ranks or OneRank(), Until(limit_s, target, need_batch), feed.now, feed.cpu_now)
+    return measure_supply(
+        typed,
+        feed.gauge,
+        ranks or OneRank(),
+        Until(limit_s, target, need_batch),
+        feed.now,
+        feed.cpu_now,
+    )
 
 
 def test_samples_are_counted_in_the_workers() -> None:
@@ -165,7 +195,11 @@ def test_the_cost_of_a_sample_comes_with_it() -> None:
     assert cost.variation == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(("target", "shorter"), [(None, False), (100.0, True), (10.0, False)], ids=["none", "far", "near"])
+@pytest.mark.parametrize(
+    ("target", "shorter"),
+    [(None, False), (100.0, True), (10.0, False)],
+    ids=["none", "far", "near"],
+)
 def test_a_target_that_is_decided_ends_a_probe(target: float | None, shorter: bool) -> None:
     """An interval that lies on one side of the target is enough; else five per cent, or the limit, are awaited."""
     plain, aimed = TimedFeed(rate=2.0, workers=5), TimedFeed(rate=2.0, workers=5)
@@ -213,7 +247,10 @@ def test_workers_that_start_slowly_are_waited_for() -> None:
 @pytest.mark.parametrize("kind", [BadSample, LoaderError])
 def test_errors_come_through(kind: type[Exception]) -> None:
     """As they are, and with the feed closed."""
-    feed = TimedFeed(rate=0.9, failure=BadSample("7.jpg", "it broke") if kind is BadSample else LoaderError("it broke"))
+    feed = TimedFeed(
+        rate=0.9,
+        failure=BadSample("7.jpg", "it broke") if kind is BadSample else LoaderError("it broke"),
+    )
     with pytest.raises(kind, match="it broke"):
         measure(feed, limit_s=5.0)
     assert feed.closed == 1

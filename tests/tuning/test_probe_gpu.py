@@ -20,7 +20,9 @@ pytestmark = [
 
 def test_copies_are_timed_on_the_device() -> None:
     """Both take time, and a batch of ImageNet's size does not come sooner from pageable memory."""
-    pageable_s, pinned_s = measure_copies(torch.zeros(128, 3, 224, 224, dtype=torch.uint8), torch.device("cuda", 0))
+    pageable_s, pinned_s = measure_copies(
+        torch.zeros(128, 3, 224, 224, dtype=torch.uint8), torch.device("cuda", 0)
+    )
     assert 0 < pinned_s <= 1.2 * pageable_s
 
 

@@ -56,16 +56,28 @@ def test_a_run_is_tuned_under_a_real_quota(tmp_path: Path) -> None:
     more = ("loader.num_workers=1", "watch.sample_s=0.2", "run.name=half")
     command = [sys.executable, str(ROOT / "train.py"), *OVERRIDES, *more]
     env = {**os.environ, "WELLFED_CACHE": str(tmp_path / "cache")}
-    with control_groups.quota(0.5) as group, open(tmp_path / "said", "w+", encoding="utf-8") as said:
+    with (
+        control_groups.quota(0.5) as group,
+        open(tmp_path / "said", "w+", encoding="utf-8") as said,
+    ):
         run = subprocess.Popen(
-            control_groups.within(group, *command), cwd=tmp_path, env=env, text=True, stdout=said, stderr=said
+            control_groups.within(group, *command),
+            cwd=tmp_path,
+            env=env,
+            text=True,
+            stdout=said,
+            stderr=said,
         )
         pids = members_ever(group, run, 350)
         left = control_groups.settled(group, 10)
     assert run.poll() == 0, (tmp_path / "said").read_text()
     assert left == []
     assert len(pids) > 2
-    assert [name for name in os.listdir("/dev/shm") if name.startswith(tuple(f"torch_{pid}_" for pid in pids))] == []
+    assert [
+        name
+        for name in os.listdir("/dev/shm")
+        if name.startswith(tuple(f"torch_{pid}_" for pid in pids))
+    ] == []
     tuned(tmp_path / "outputs/half", group)
     sampled = json.loads((tmp_path / "outputs/half/report.json").read_text())["sampled"]
     assert 0 < sampled["host/own_cpu_cores"] < 0.6
@@ -78,7 +90,10 @@ def test_a_run_is_tuned_to_a_quota_that_it_reads(
 ) -> None:
     """On a machine where no control group may be made, one that is only written down is respected all the same."""
     group = tmp_path / "root/sys/fs/cgroup/job"
-    for path, text in ((group / "cpu.max", "50000 100000"), (tmp_path / "root/proc/self/cgroup", "0::/job")):
+    for path, text in (
+        (group / "cpu.max", "50000 100000"),
+        (tmp_path / "root/proc/self/cgroup", "0::/job"),
+    ):
         path.parent.mkdir(parents=True)
         path.write_text(f"{text}\n")
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))

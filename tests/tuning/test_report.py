@@ -71,7 +71,9 @@ def test_the_override_gives_the_choice(
     override = report(settings=settings, val=val).override
     assert override == expected
     loader = composed(
-        *override.split(), f"loader.batch_size={settings.batch_size}", f"loader.timeout_s={settings.timeout_s}"
+        *override.split(),
+        f"loader.batch_size={settings.batch_size}",
+        f"loader.timeout_s={settings.timeout_s}",
     ).loader
     assert train_settings(loader, LIMITS, pinnable=True) == settings
     assert val_settings(loader, settings) == val
@@ -94,7 +96,9 @@ def test_the_override_names_the_form(
     composed: Callable[..., Config], chosen: FeedSettings, tried: tuple[str, ...], expected: str
 ) -> None:
     """It is left out where no other was looked at, and typed it is a setting that a run takes."""
-    trials = tuple(dataclasses.replace(trial(1, OPEN), settings=in_form(workers(1), form)) for form in tried)
+    trials = tuple(
+        dataclasses.replace(trial(1, OPEN), settings=in_form(workers(1), form)) for form in tried
+    )
     val = val_settings(LoaderConfig(), chosen)
     assert report(settings=chosen, val=val, trials=trials).override == expected
     loader = composed(*expected.split()).loader
@@ -108,14 +112,28 @@ def test_the_line_of_a_form_that_torch_has_not_is_python(form: str) -> None:
     own = report(settings=settings)
     pixels = ArraySource(np.zeros((100, 8, 8, 3), np.uint8), np.zeros(100), ("a",), "none")
     dataset = ImageDataset(pixels, EvalTransform(8), DecodeOptions(), 8, seed=0)
-    names = {"ThreadFeed": ThreadFeed, "ArrayFeed": ArrayFeed, "Order": Order, "FeedSettings": FeedSettings, "dataset": dataset}
+    names = {
+        "ThreadFeed": ThreadFeed,
+        "ArrayFeed": ArrayFeed,
+        "Order": Order,
+        "FeedSettings": FeedSettings,
+        "dataset": dataset,
+    }
     feed = eval(own.dataloader, names)
-    assert (type(feed).__module__, feed.settings, len(feed)) == (f"harness.feed.{form}", settings, 2)
+    assert (type(feed).__module__, feed.settings, len(feed)) == (
+        f"harness.feed.{form}",
+        settings,
+        2,
+    )
     assert f"the same in a loop of your own: {own.dataloader}" in own.lines()
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than some machines have cores
-@pytest.mark.parametrize("settings", [workers(3), samples.settings(0)], ids=["workers", "no workers"])
+@pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create"
+)  # more workers than some machines have cores
+@pytest.mark.parametrize(
+    "settings", [workers(3), samples.settings(0)], ids=["workers", "no workers"]
+)
 def test_the_torch_line_is_python(settings: FeedSettings) -> None:
     """It builds a DataLoader with the settings that were chosen."""
     line = report(settings=settings).dataloader
@@ -176,9 +194,15 @@ def test_the_summary_is_for_the_report() -> None:
     "original",
     [
         pytest.param(report(), id="open interval"),
-        pytest.param(report(0, demand=None, ceiling=None, trials=(), notes=()), id="nothing measured"),
-        pytest.param(report(after=Side(workers(3), OPEN, None, None)), id="open interval of a side"),
-        pytest.param(report(settings=dataclasses.replace(workers(3), backend="threads")), id="another form"),
+        pytest.param(
+            report(0, demand=None, ceiling=None, trials=(), notes=()), id="nothing measured"
+        ),
+        pytest.param(
+            report(after=Side(workers(3), OPEN, None, None)), id="open interval of a side"
+        ),
+        pytest.param(
+            report(settings=dataclasses.replace(workers(3), backend="threads")), id="another form"
+        ),
     ],
 )
 def test_an_answer_can_be_recalled(original: TuningReport) -> None:
@@ -188,7 +212,11 @@ def test_an_answer_can_be_recalled(original: TuningReport) -> None:
     assert recalled.limits.sources == original.limits.sources
 
 
-@pytest.mark.parametrize("damage", [{"search": None, "extra": 1}, {"settings": {"num_workers": 1}}], ids=["unknown", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [{"search": None, "extra": 1}, {"settings": {"num_workers": 1}}],
+    ids=["unknown", "missing"],
+)
 def test_an_answer_of_another_version_is_refused(damage: dict[str, Any]) -> None:
     """Fields that this version does not know, or lacks, are an error and no guess."""
     with pytest.raises(ValueError, match="does not fit"):
@@ -235,7 +263,9 @@ def test_publishing_goes_everywhere(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert pages.given["tuning"] == own.lines()
 
 
-def test_a_rank_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_folder_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without folder and board there is no file."""
     monkeypatch.chdir(tmp_path)
     report().publish(None, None)
@@ -251,5 +281,7 @@ def test_a_real_board_takes_the_pages(tmp_path: Path) -> None:
 
 def test_an_open_interval_is_not_shown_as_one() -> None:
     """The mean stands alone where a single block was seen."""
-    assert "inf" not in "".join(report(before=Side(workers(1), OPEN, None, None), demand=rate(1.0)).lines())
+    assert "inf" not in "".join(
+        report(before=Side(workers(1), OPEN, None, None), demand=rate(1.0)).lines()
+    )
     assert math.isinf(OPEN.high)

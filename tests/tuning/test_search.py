@@ -27,7 +27,9 @@ def run(curve: Curve, cores: int, pins: tuple[bool, ...] = (False,), budget_s: f
             seen.append(ask.settings)
             rate = curve(ask.settings.num_workers)
             found = Rate(rate, rate, rate) if rate > 0 else None
-            ask = search.send(Trial(ask.settings, "supply", found, 100, 1.0, refused=None if found else "died"))
+            ask = search.send(
+                Trial(ask.settings, "supply", found, 100, 1.0, refused=None if found else "died")
+            )
     except StopIteration as end:
         return seen, end.value
 
@@ -38,14 +40,21 @@ def run(curve: Curve, cores: int, pins: tuple[bool, ...] = (False,), budget_s: f
         pytest.param(4, lambda n: 100 + n, [0, 4, 8], id="always faster"),
         pytest.param(8, lambda n: 100 - n, [0, 4, 1, 2, 3], id="workers only harm"),
         pytest.param(8, lambda n: -abs(n - 4) + 100, [0, 4, 8, 1, 2, 3, 5, 6, 7], id="peak at 4"),
-        pytest.param(8, lambda n: -abs(n - 9) + 100, [0, 4, 8, 12, 5, 6, 7, 9, 10, 11], id="peak between steps"),
+        pytest.param(
+            8,
+            lambda n: -abs(n - 9) + 100,
+            [0, 4, 8, 12, 5, 6, 7, 9, 10, 11],
+            id="peak between steps",
+        ),
         pytest.param(8, lambda n: 50.0, [0, 4, 1, 2, 3], id="flat"),
         pytest.param(8, lambda n: 0.0, [0, 1, 2, 3], id="all refused"),
         pytest.param(1, lambda n: 100 + n, [0], id="one core"),
         pytest.param(2, lambda n: -abs(n - 2) * 10 + 100 - n, [0, 4, 1, 2, 3], id="two cores"),
     ],
 )
-def test_the_grid_visits_what_the_tutorial_does(cores: int, curve: Curve, expected: list[int]) -> None:
+def test_the_grid_visits_what_the_tutorial_does(
+    cores: int, curve: Curve, expected: list[int]
+) -> None:
     """Steps of four until one is no faster, then the three values on each side of the best so far; never below zero."""
     seen, _ = run(curve, cores, own=samples.settings(99))
     assert [settings.num_workers for settings in seen] == [99, *expected]
@@ -61,7 +70,9 @@ def test_the_users_setting_comes_first_and_is_not_measured_twice() -> None:
 def test_the_grid_is_walked_for_each_pin_memory() -> None:
     """What one value of pin_memory found does not shorten the walk for the other."""
     seen, _ = run(lambda n: 100 + n, 4, (False, True), own=samples.settings(99))
-    assert [(s.num_workers, s.pin_memory) for s in seen[1:]] == [(n, pin) for pin in (False, True) for n in (0, 4, 8)]
+    assert [(s.num_workers, s.pin_memory) for s in seen[1:]] == [
+        (n, pin) for pin in (False, True) for n in (0, 4, 8)
+    ]
 
 
 def test_the_fastest_is_chosen_and_of_equals_the_cheaper() -> None:
@@ -73,7 +84,9 @@ def test_the_fastest_is_chosen_and_of_equals_the_cheaper() -> None:
 
 def test_with_everything_refused_the_users_setting_stays() -> None:
     """Nothing could be measured."""
-    assert run(lambda n: 0.0, 8)[1] == dataclasses.replace(run(lambda n: 0.0, 8)[1], settings=OWN, before=None, after=None)
+    assert run(lambda n: 0.0, 8)[1] == dataclasses.replace(
+        run(lambda n: 0.0, 8)[1], settings=OWN, before=None, after=None
+    )
 
 
 def test_the_budget_ends_the_grid() -> None:
@@ -87,19 +100,29 @@ def test_settings_with_and_without_workers() -> None:
     """What goes with workers comes and goes with them: their queue, and that they stay."""
     assert with_workers(samples.settings(0), 4) == samples.settings(4, persistent_workers=True)
     assert with_workers(samples.settings(3, persistent_workers=True), 0) == samples.settings(0)
-    assert with_workers(samples.settings(3, prefetch_factor=5), 4) == samples.settings(4, prefetch_factor=5)
+    assert with_workers(samples.settings(3, prefetch_factor=5), 4) == samples.settings(
+        4, prefetch_factor=5
+    )
 
 
 def test_costs_are_told_by_workers_then_batches_in_flight_then_pinned_memory() -> None:
     """In this order."""
     cheap, deep = samples.settings(2), samples.settings(2, prefetch_factor=8)
     pinned = dataclasses.replace(cheap, pin_memory=True)
-    assert sorted([samples.settings(3), deep, pinned, cheap], key=cost_of) == [cheap, pinned, deep, samples.settings(3)]
+    assert sorted([samples.settings(3), deep, pinned, cheap], key=cost_of) == [
+        cheap,
+        pinned,
+        deep,
+        samples.settings(3),
+    ]
 
 
 def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> None:
     """Arrays before threads, these before processes; fewer workers come before any of that."""
-    arrays, threads = in_form(samples.settings(0), "arrays"), in_form(samples.settings(2), "threads")
+    arrays, threads = (
+        in_form(samples.settings(0), "arrays"),
+        in_form(samples.settings(2), "threads"),
+    )
     order = [
         arrays,
         samples.settings(0),
@@ -113,7 +136,13 @@ def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> 
 
 @pytest.mark.parametrize(
     ("form", "workers", "expected"),
-    [("processes", 3, 6), ("threads", 3, 3), ("threads", 0, 0), ("processes", 0, 0), ("arrays", 0, 0)],
+    [
+        ("processes", 3, 6),
+        ("threads", 3, 3),
+        ("threads", 0, 0),
+        ("processes", 0, 0),
+        ("arrays", 0, 0),
+    ],
 )
 def test_batches_that_are_made_before_one_is_taken(form: str, workers: int, expected: int) -> None:
     """Each process makes its own ahead; threads make one together, beside those that are ready."""

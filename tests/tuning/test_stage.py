@@ -68,25 +68,40 @@ def run(composed: Composed, *overrides: str, limits: Limits = LIMITS) -> Tuned:
 
 def test_a_sweep_tunes_once(composed: Composed, searches: list[int]) -> None:
     """Eight jobs that differ in learning rate and seed and in the user's own loader settings: one search, one answer."""
-    jobs = [run(composed, f"optim.lr={0.1 * i}", f"seed={i}", f"loader.num_workers={i % 3}") for i in range(1, 9)]
+    jobs = [
+        run(composed, f"optim.lr={0.1 * i}", f"seed={i}", f"loader.num_workers={i % 3}")
+        for i in range(1, 9)
+    ]
     assert len(searches) == 1
     assert [job.report.reused for job in jobs] == [False] + [True] * 7
     assert {job.report.settings.num_workers for job in jobs} == {3}
-    assert all(job.report.seconds < 9 and "tuner.fresh=true" in job.report.notes[0] for job in jobs[1:])
+    assert all(
+        job.report.seconds < 9 and "tuner.fresh=true" in job.report.notes[0] for job in jobs[1:]
+    )
 
 
 @pytest.mark.parametrize(
     "change",
-    ["loader.batch_size=32", "data.image_size=16", "model.name=resnet18", "trainer.precision=bf16", "augment.crop=center"],
+    [
+        "loader.batch_size=32",
+        "data.image_size=16",
+        "model.name=resnet18",
+        "trainer.precision=bf16",
+        "augment.crop=center",
+    ],
 )
-def test_what_changes_the_costs_is_tuned_anew(composed: Composed, searches: list[int], change: str) -> None:
+def test_what_changes_the_costs_is_tuned_anew(
+    composed: Composed, searches: list[int], change: str
+) -> None:
     """The remembered answer is of another kind of run."""
     run(composed)
     run(composed, change)
     assert len(searches) == 2
 
 
-def test_what_other_programs_spoilt_is_not_remembered(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_programs_spoilt_is_not_remembered(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next run tunes again; the same search on a quiet machine is remembered."""
     found = [reports.report(3, others_cores=1.5), reports.report(3), reports.report(3)]
     monkeypatch.setattr(stage, "tune", lambda *_: found.pop(0))
@@ -114,7 +129,9 @@ def test_the_timeout_is_the_users_own(composed: Composed, searches: list[int]) -
     assert (report.settings.timeout_s, report.val.timeout_s) == (7.0, 7.0)
 
 
-def test_an_answer_of_another_version_is_not_used(composed: Composed, searches: list[int], cache: Path) -> None:
+def test_an_answer_of_another_version_is_not_used(
+    composed: Composed, searches: list[int], cache: Path
+) -> None:
     """It cannot be read as a report: tuned anew."""
     run(composed)
     (file,) = cache.glob("*.json")
@@ -168,10 +185,19 @@ ODD: dict[str, list[object]] = {
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [pytest.param(path, value, id=f"{path}={value!s:.9}") for path, values in ODD.items() for value in values],
+    [
+        pytest.param(path, value, id=f"{path}={value!s:.9}")
+        for path, values in ODD.items()
+        for value in values
+    ],
 )
 def test_an_odd_answer_is_tuned_again(
-    quick: Callable[[], Tuned], searches: list[int], cache: Path, path: str, value: object, caplog: pytest.LogCaptureFixture
+    quick: Callable[[], Tuned],
+    searches: list[int],
+    cache: Path,
+    path: str,
+    value: object,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What no search of this run could have kept is said, forgotten and made again, whatever it parses to."""
     quick()
@@ -184,7 +210,9 @@ def test_an_odd_answer_is_tuned_again(
     assert quick().report.reused and len(searches) == 2
 
 
-def test_no_workers_are_not_persistent(composed: Composed, searches: list[int], cache: Path) -> None:
+def test_no_workers_are_not_persistent(
+    composed: Composed, searches: list[int], cache: Path
+) -> None:
     """Settings that torch would refuse together are refused as an answer."""
     run(composed)
     (file,) = cache.glob("*.json")
@@ -194,7 +222,9 @@ def test_no_workers_are_not_persistent(composed: Composed, searches: list[int], 
     assert not run(composed).report.reused
 
 
-def test_more_workers_than_are_tried_may_be_the_users_own(composed: Composed, searches: list[int], cache: Path) -> None:
+def test_more_workers_than_are_tried_may_be_the_users_own(
+    composed: Composed, searches: list[int], cache: Path
+) -> None:
     """A number beyond the search's own is taken from a run that asks for as many."""
     run(composed)
     (file,) = cache.glob("*.json")
@@ -205,7 +235,9 @@ def test_more_workers_than_are_tried_may_be_the_users_own(composed: Composed, se
     assert not run(composed).report.reused
 
 
-def test_an_answer_that_does_not_hold_is_forgotten(composed: Composed, searches: list[int], cache: Path) -> None:
+def test_an_answer_that_does_not_hold_is_forgotten(
+    composed: Composed, searches: list[int], cache: Path
+) -> None:
     """Once the first training steps have shown that."""
     job = run(composed)
     assert len(list(cache.glob("*.json"))) == 1 and job.forget is not None
@@ -229,14 +261,19 @@ THREADED = ("loader.backend=threads", "loader.num_workers=3")
     ],
 )
 def test_threads_follow_the_run(
-    composed: Composed, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], followed: list[int]
+    composed: Composed,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    followed: list[int],
 ) -> None:
     """Those of the training feed, and of the validation feed unless the user gave it a number; never processes."""
     monkeypatch.setattr(stage, "tune", chosen_as_it_was)
     found, feeds = run(composed, *overrides), made(composed, *overrides)
     watch = Watch(StepClock("cpu"))
     found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), watch, 5)
-    assert ([feed.settings.num_workers for feed in found.live.feeds] if found.live else []) == followed
+    assert (
+        [feed.settings.num_workers for feed in found.live.feeds] if found.live else []
+    ) == followed
     assert len(watch.on_window) == 1
 
 
@@ -248,7 +285,10 @@ def test_on_several_ranks_threads_stay(composed: Composed, searches: list[int]) 
             return value
 
     pair = Ranks(0, 2, 0, 2, torch.device("cpu"))
-    config, feeds = composed("data=digits", "loader.autotune=true", *THREADED), made(composed, *THREADED)
+    config, feeds = (
+        composed("data=digits", "loader.autotune=true", *THREADED),
+        made(composed, *THREADED),
+    )
     assert tuned(feeds, None, config, LIMITS, pair).most is None  # type: ignore[arg-type]
     assert tuned(feeds, None, config, LIMITS, ALONE).most == 8  # type: ignore[arg-type]
 
@@ -259,7 +299,9 @@ def test_the_report_tells_what_was_saved_and_how_to_begin_with_the_last_number(
     """A try that is not judged yet does not count."""
     monkeypatch.setattr(stage, "tune", chosen_as_it_was)
     found, feeds = run(composed, *THREADED), made(composed, *THREADED)
-    found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), Watch(StepClock("cpu")), 5)
+    found.follow(
+        feeds.train(found.report.settings), feeds.val(found.report.val), Watch(StepClock("cpu")), 5
+    )
     assert "settled" not in found.summary(Ledger().window()) and found.live is not None
     found.live.changes.append(Change(20, 8, 3, 400.0, "late files"))
     summary = found.summary(Ledger().window())
@@ -284,7 +326,10 @@ def test_processes_saved_what_the_users_own_would_have_taken(
 def chosen_as_it_was(feeds: Feeds, trainee: object, own: FeedSettings, *_: object) -> TuningReport:
     """A search that chooses what there is."""
     report = reports.report(3)
-    sides = {name: dataclasses.replace(getattr(report, name), settings=own) for name in ("before", "after")}
+    sides = {
+        name: dataclasses.replace(getattr(report, name), settings=own)
+        for name in ("before", "after")
+    }
     return dataclasses.replace(report, settings=own, val=feeds.val_settings(own), **sides)
 
 
@@ -301,13 +346,20 @@ def test_the_validation_feed_is_this_runs(composed: Composed, searches: list[int
     assert (val.batch_size, val.num_workers) == (7, 1)
 
 
-def test_what_was_before_is_said_to_be_another_runs(composed: Composed, searches: list[int]) -> None:
+def test_what_was_before_is_said_to_be_another_runs(
+    composed: Composed, searches: list[int]
+) -> None:
     """Where today's own setting differs from the one that was measured."""
     run(composed)
-    assert any("before and the ceiling are that run's" in note for note in run(composed, "loader.num_workers=2").report.notes)
+    assert any(
+        "before and the ceiling are that run's" in note
+        for note in run(composed, "loader.num_workers=2").report.notes
+    )
 
 
-def test_an_incomplete_answer_is_not_remembered(composed: Composed, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_an_incomplete_answer_is_not_remembered(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
     """The next run may have more time."""
     monkeypatch.setattr(stage, "tune", lambda *_: reports.report(3, complete=False))
     run(composed)
@@ -321,7 +373,11 @@ def digest(state: TrainState) -> str:
 
 def _parts(value: object) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
-        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"none"
+        yield (
+            value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            if value.numel()
+            else b"none"
+        )
     elif isinstance(value, dict):
         for key, item in value.items():
             yield repr(key).encode()
@@ -338,12 +394,20 @@ def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: Non
 
     Whether it ranks by steps on a feed depends on what it measures; that those leave no trace is test_trial's.
     """
-    config = composed("data=digits", "loader.autotune=true", "tuner.budget_s=15", "tuner.max_workers=2", "loader.num_workers=1")
+    config = composed(
+        "data=digits",
+        "loader.autotune=true",
+        "tuner.budget_s=15",
+        "tuner.max_workers=2",
+        "loader.num_workers=1",
+    )
     seeding.seed_everything(3)
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
     step, before = Step(state, config, ALONE), digest(state)
-    report = tuned(Feeds(splits, config, ALONE), StepTrials(step, config, ALONE), config, LIMITS, ALONE).report
+    report = tuned(
+        Feeds(splits, config, ALONE), StepTrials(step, config, ALONE), config, LIMITS, ALONE
+    ).report
     assert digest(state) == before
     assert report.demand is not None
     assert step.read().loss is None

@@ -57,7 +57,9 @@ class Feeds:
     def val_settings(self, train: FeedSettings) -> FeedSettings:
         return dataclasses.replace(train, persistent_workers=False)
 
-    def probe(self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False) -> Feed:
+    def probe(
+        self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
+    ) -> Feed:
         if not again:
             self.cursor.begin = self.cursor.asked
         order = ProbeOrder(Order(len(self.dataset), settings.batch_size), self.cursor, again)
@@ -147,10 +149,18 @@ def test_the_report_tells_before_and_after(on: On) -> None:
     """What the user's setting delivers, what the choice does, the ceiling, the bound and the reason."""
     report = on(Machine(0.002, 0.0019, demand=700), 1)
     assert (report.before.settings, report.settings.num_workers) == (own(1), 2)
-    assert report.before.images_per_s is not None and report.before.images_per_s.images_per_s == pytest.approx(500)
-    assert report.after.images_per_s is not None and report.after.images_per_s.images_per_s == pytest.approx(700)
+    assert (
+        report.before.images_per_s is not None
+        and report.before.images_per_s.images_per_s == pytest.approx(500)
+    )
+    assert (
+        report.after.images_per_s is not None
+        and report.after.images_per_s.images_per_s == pytest.approx(700)
+    )
     assert report.ceiling == pytest.approx(1.4)
-    assert report.before.wait_fraction == pytest.approx(2 / 7) and report.after.wait_fraction == pytest.approx(0)
+    assert report.before.wait_fraction == pytest.approx(
+        2 / 7
+    ) and report.after.wait_fraction == pytest.approx(0)
     assert "num_workers=2 is the least that keeps the model busy" in report.sentence
     assert [trial.kind for trial in report.trials][:2] == ["supply", "supply"]
 
@@ -164,7 +174,9 @@ def test_the_report_tells_before_and_after(on: On) -> None:
         pytest.param(500 * 6, 30.0, 4, id="as the user says"),
     ],
 )
-def test_a_look_takes_a_tenth_of_the_run_at_most(on: On, images_left: float, budget_s: float | None, measured: int) -> None:
+def test_a_look_takes_a_tenth_of_the_run_at_most(
+    on: On, images_left: float, budget_s: float | None, measured: int
+) -> None:
     """What no longer fits is left out, said, and not remembered; the user's own setting delivers 500 images/s."""
     machine = Machine(0.01, 0.0001, demand=700, cores=8.0, ceiling=500.0)
     report = on(machine, 8, images_left=images_left, budget_s=budget_s)
@@ -180,7 +192,9 @@ def test_slow_steps_may_take_three_of_themselves(on: On) -> None:
 def test_where_loading_keeps_up_the_report_says_so(on: On) -> None:
     """Nothing to gain, and a ceiling of one."""
     report = on(Machine(0.002, 0.0019, demand=200), 1)
-    assert report.sentence.startswith("Nothing to gain (ceiling 1.0x). The model takes 200 images/s.")
+    assert report.sentence.startswith(
+        "Nothing to gain (ceiling 1.0x). The model takes 200 images/s."
+    )
     assert (report.settings, report.ceiling) == (own(1), pytest.approx(1.0))
 
 
@@ -208,7 +222,9 @@ def test_other_programs_are_warned_of(
     ])  # fmt: skip
 
 
-def test_the_grid_warns_as_well(on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_grid_warns_as_well(
+    on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of a step that was never looked at it says nothing."""
     monkeypatch.setattr(Neighbours, "look", lambda self: 1.5)
     assert on(Machine(0.002, 0.0019, demand=700), 1, name=TunerName.grid).others_cores == 1.5
@@ -217,10 +233,14 @@ def test_the_grid_warns_as_well(on: On, monkeypatch: pytest.MonkeyPatch, caplog:
     ]
 
 
-def test_ranks_do_not_take_each_other_for_strangers(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_take_each_other_for_strangers(
+    on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where there are several, what other programs take is not looked at."""
     made: list[float | None] = []
-    monkeypatch.setattr("harness.tuning.tuner.Neighbours", lambda cores: made.append(cores) or Neighbours(cores))
+    monkeypatch.setattr(
+        "harness.tuning.tuner.Neighbours", lambda cores: made.append(cores) or Neighbours(cores)
+    )
     on(Machine(0.002, 0.0019, demand=700), 1)
     monkeypatch.setattr(World, "gathered", lambda self, value: [value] * 2)
     on(Machine(0.002, 0.0019, demand=700), 1)
@@ -232,9 +252,13 @@ def test_rates_that_are_uneven_are_told_with_their_interval() -> None:
 
     def told(low: float) -> str:
         rates = Rate(5.0, low, 10.0 - low), Rate(4.8, 4.8 * low / 5, 9.6 - 4.8 * low / 5)
-        return _sentence(own(1), Choice(own(1), rates[1], rates[1], reason="why", demand=5.0), rates[0], 1.25)
+        return _sentence(
+            own(1), Choice(own(1), rates[1], rates[1], reason="why", demand=5.0), rates[0], 1.25
+        )
 
-    assert told(3.0).startswith("Nothing to gain (ceiling 1.2x). The model takes 5 ±40% images/s. num_workers=1")
+    assert told(3.0).startswith(
+        "Nothing to gain (ceiling 1.2x). The model takes 5 ±40% images/s. num_workers=1"
+    )
     assert " delivers 4.8 ±40%." in told(3.0)
     assert "The model takes 5 images/s" in told(4.0) and " delivers 5." in told(4.0)
 
@@ -257,11 +281,16 @@ def test_what_cannot_be_measured_stays_as_it_is(on: On, caplog: pytest.LogCaptur
     """The user's setting and one modest worker fail: one warning, and training begins with the user's own."""
     report = on(Machine(0.01, 0.01, demand=100, broken=lambda _: True), 3)
     assert (report.settings, report.after.images_per_s, report.complete) == (own(3), None, False)
-    assert [(t.settings.num_workers, t.settings.prefetch_factor) for t in report.trials] == [(3, 2), (1, 1)]
+    assert [(t.settings.num_workers, t.settings.prefetch_factor) for t in report.trials] == [
+        (3, 2),
+        (1, 1),
+    ]
     assert "could not measure any setting, the loader stays as it was: a worker died" in caplog.text
 
 
-def test_where_not_one_worker_fits_the_trainer_loads(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_not_one_worker_fits_the_trainer_loads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Batches larger than the shared memory: refused before they run, and no workers are the answer."""
     monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**9)
     report = real(samples.Noise(40), 3)
@@ -282,11 +311,15 @@ def test_where_no_process_fits_threads_are_measured(monkeypatch: pytest.MonkeyPa
 
 def test_threads_are_not_tried_after_workers_that_died(on: On) -> None:
     """What kills a worker would kill this process, and what hangs there would hang here for good."""
-    machine = Machine(0.01, 0.01, demand=100, form_speed=dict.fromkeys(FORMS_HERE, 1.0), broken=lambda _: True)
+    machine = Machine(
+        0.01, 0.01, demand=100, form_speed=dict.fromkeys(FORMS_HERE, 1.0), broken=lambda _: True
+    )
     assert {trial.settings.backend for trial in on(machine, 3).trials} == {"processes"}
 
 
-def test_the_validation_feed_fits_beside_the_training_feed(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_validation_feed_fits_beside_the_training_feed(
+    on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where both do not, the validation feed gets less, and the report says so."""
     monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**6)
     report = on(Machine(0.002, 0.0019, demand=700), 1, shm_bytes=13 * 10**6)
@@ -305,23 +338,39 @@ def test_the_steps_state_is_kept(on: On, fails: bool, monkeypatch: pytest.Monkey
     assert (step.blocks, step.open) == (1, 0)
 
 
-def test_the_table_grows_as_settings_are_measured(on: On, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_grows_as_settings_are_measured(
+    on: On, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A row for each trial, and one for the demand."""
     report = on(Machine(0.002, 0.0019, demand=700), 1)
     rows = capsys.readouterr().out.splitlines()[2:]
     assert len(rows) == len(report.trials) + 1
-    assert sum("loader alone" in row for row in rows) == sum(trial.kind == "supply" for trial in report.trials)
+    assert sum("loader alone" in row for row in rows) == sum(
+        trial.kind == "supply" for trial in report.trials
+    )
 
 
 def traces() -> tuple[object, ...]:
-    states = random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
-    return states, torch.get_num_threads(), samples.at_work(), samples.left_behind(), len(os.listdir("/proc/self/fd"))
+    states = (
+        random.getstate(),
+        pickle.dumps(np.random.get_state()),
+        torch.get_rng_state().numpy().tobytes(),
+    )
+    return (
+        states,
+        torch.get_num_threads(),
+        samples.at_work(),
+        samples.left_behind(),
+        len(os.listdir("/proc/self/fd")),
+    )
 
 
 def real(dataset: samples.Noise, workers: int = 1, step: Step | None = None, budget_s: float = 3.0,
          forms: tuple[str, ...] = ("processes",)) -> TuningReport:  # fmt: skip
     config = TunerConfig(budget_s=budget_s, max_workers=2)
-    return tune(Feeds(dataset, forms), step or Step(), samples.settings(workers), config, LIMITS, ALONE)
+    return tune(
+        Feeds(dataset, forms), step or Step(), samples.settings(workers), config, LIMITS, ALONE
+    )
 
 
 def test_a_real_search_leaves_no_trace() -> None:
@@ -330,7 +379,9 @@ def test_a_real_search_leaves_no_trace() -> None:
     real(samples.Noise(40), forms=FORMS_HERE)  # whatever is opened once for good
     before = traces()
     report = real(samples.Noise(40), forms=FORMS_HERE)
-    assert report.trials and all(trial.rate is not None and trial.images > 0 for trial in report.trials)
+    assert report.trials and all(
+        trial.rate is not None and trial.images > 0 for trial in report.trials
+    )
     assert traces() == before
 
 
@@ -346,7 +397,9 @@ def test_a_setting_whose_workers_fail_is_refused(
     monkeypatch.setattr(probe, "STUCK_S", 1.0)
     report = real(samples.Troubled(40, 5, trouble))
     assert report.settings == samples.settings(1)
-    assert all(symptom in (trial.refused or "") for trial in report.trials) and len(report.trials) == 2
+    assert (
+        all(symptom in (trial.refused or "") for trial in report.trials) and len(report.trials) == 2
+    )
     assert not samples.left_behind()
 
 

@@ -4,7 +4,13 @@ import pytest
 from emulated_run import Loop
 
 LAUNCH = {"copy_s": 0.1e-3, "prepare_s": 0.05e-3}
-ARRAYS = {"device_s": 12e-3, "launch_s": 6e-3, "loader_s": 0.1e-3, "prepare_s": 4e-3, "prepare_launch_s": 2.5e-3}
+ARRAYS = {
+    "device_s": 12e-3,
+    "launch_s": 6e-3,
+    "loader_s": 0.1e-3,
+    "prepare_s": 4e-3,
+    "prepare_launch_s": 2.5e-3,
+}
 
 
 def _bursts(k: int) -> float:
@@ -15,28 +21,65 @@ def _bursts(k: int) -> float:
 @pytest.mark.parametrize(
     ("loop", "idle_for", "bottleneck"),
     [
-        pytest.param(Loop(loader_s=66e-3), None, "compute", id="the host waits for data and the device does not"),
-        pytest.param(Loop(loader_s=140e-3), "starved", "workers", id="batches come half as fast as the device takes them"),
-        pytest.param(Loop(copy_s=6e-3, pinned=False, ahead=False), "exposed_copy", "balanced", id="pageable copies"),
         pytest.param(
-            Loop(device_s=9e-3, launch_s=25e-3, loader_s=5e-3, **LAUNCH), "launch", "launch", id="launching 25 ms for 9 ms"
+            Loop(loader_s=66e-3),
+            None,
+            "compute",
+            id="the host waits for data and the device does not",
         ),
         pytest.param(
-            Loop(device_s=2e-3, launch_s=5e-3, kernels=120, loader_s=1e-3, **LAUNCH), "launch", "launch", id="5 ms for 2 ms"
+            Loop(loader_s=140e-3),
+            "starved",
+            "workers",
+            id="batches come half as fast as the device takes them",
         ),
-        pytest.param(Loop(**ARRAYS, made_there=True, ahead=False), None, "compute", id="augmented between two steps"),
+        pytest.param(
+            Loop(copy_s=6e-3, pinned=False, ahead=False),
+            "exposed_copy",
+            "balanced",
+            id="pageable copies",
+        ),
+        pytest.param(
+            Loop(device_s=9e-3, launch_s=25e-3, loader_s=5e-3, **LAUNCH),
+            "launch",
+            "launch",
+            id="launching 25 ms for 9 ms",
+        ),
+        pytest.param(
+            Loop(device_s=2e-3, launch_s=5e-3, kernels=120, loader_s=1e-3, **LAUNCH),
+            "launch",
+            "launch",
+            id="5 ms for 2 ms",
+        ),
+        pytest.param(
+            Loop(**ARRAYS, made_there=True, ahead=False),
+            None,
+            "compute",
+            id="augmented between two steps",
+        ),
         pytest.param(Loop(epoch=10, loader_s=1e-3), None, "compute", id="epochs of ten steps"),
         pytest.param(Loop(**ARRAYS, made_there=True), None, "compute", id="augmented ahead"),
         pytest.param(Loop(copy_s=6e-3, pinned=False), None, "compute", id="pageable copies ahead"),
         pytest.param(Loop(loader_s=_bursts), "starved", "workers", id="batches in bursts"),
         pytest.param(Loop(log_s=0.3), "host", "host", id="slow logging"),
         pytest.param(
-            Loop(parts=4, device_s=10e-3, launch_s=4e-3, loader_s=16e-3), "starved", "workers", id="four batches an update"
+            Loop(parts=4, device_s=10e-3, launch_s=4e-3, loader_s=16e-3),
+            "starved",
+            "workers",
+            id="four batches an update",
         ),
         pytest.param(
-            Loop(device_s=10e-3, launch_s=4e-3, loader_s=1e-3, python_s=12e-3), "host", "host", id="Python between the steps"
+            Loop(device_s=10e-3, launch_s=4e-3, loader_s=1e-3, python_s=12e-3),
+            "host",
+            "host",
+            id="Python between the steps",
         ),
-        pytest.param(Loop(launch_s=5e-3, loader_s=72e-3), "starved", "balanced", id="compiled and fed at 97 %"),
+        pytest.param(
+            Loop(launch_s=5e-3, loader_s=72e-3),
+            "starved",
+            "balanced",
+            id="compiled and fed at 97 %",
+        ),
     ],
 )
 def test_shares_are_the_devices(loop: Loop, idle_for: str | None, bottleneck: str) -> None:
@@ -48,7 +91,9 @@ def test_shares_are_the_devices(loop: Loop, idle_for: str | None, bottleneck: st
     python = 0.0 if idle_for == "host" else shares.pop("host")
     assert python < 0.03  # some Python there always is
     for name, share in shares.items():
-        assert share == pytest.approx(1 - result.busy - python if name == idle_for else 0.0, abs=0.02)
+        assert share == pytest.approx(
+            1 - result.busy - python if name == idle_for else 0.0, abs=0.02
+        )
     assert result.window.images_per_s == pytest.approx(result.images_per_s, rel=0.01)
     assert result.verdict.bottleneck == bottleneck
 
@@ -60,7 +105,9 @@ def test_augmenting_between_two_steps_has_a_name() -> None:
     assert "preparing batches 25%" in result.verdict.sentence
 
 
-@pytest.mark.parametrize(("loader_s", "full"), [(1e-3, 0.61), (140e-3, 0.26)], ids=["a fast loader", "a slow loader"])
+@pytest.mark.parametrize(
+    ("loader_s", "full"), [(1e-3, 0.61), (140e-3, 0.26)], ids=["a fast loader", "a slow loader"]
+)
 def test_the_host_sleeps_while_the_device_is_full(loader_s: float, full: float) -> None:
     """The wait for a device that has a step in store has a name: it is neither waiting for data nor a busy wait."""
     result = Loop(loader_s=loader_s).run()

@@ -43,8 +43,17 @@ def logged(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_scalars_reach_both_files(tmp_path: Path) -> None:
     """One line of JSON and one event hold the same tags; a spread is three of them; None is absent."""
     with Board(tmp_path, tensorboard=True, now=iter([5.0, 7.5]).__next__) as board:
-        board.scalars(10, {Tag.LOSS: 0.5, "time/step_ms": Spread(1.0, 2.0, 3.0), Tag.GPU_POWER_W: None}, epoch=2)
-    expected = {"train/loss": 0.5, "time/step_ms/median": 1.0, "time/step_ms/p95": 2.0, "time/step_ms/max": 3.0}
+        board.scalars(
+            10,
+            {Tag.LOSS: 0.5, "time/step_ms": Spread(1.0, 2.0, 3.0), Tag.GPU_POWER_W: None},
+            epoch=2,
+        )
+    expected = {
+        "train/loss": 0.5,
+        "time/step_ms/median": 1.0,
+        "time/step_ms/p95": 2.0,
+        "time/step_ms/max": 3.0,
+    }
     assert lines(tmp_path) == [{"step": 10, "epoch": 2, "time_s": 2.5, **expected}]
     assert {tag: logged(tmp_path, tag) for tag in events(tmp_path).Tags()["scalars"]} == {
         tag: [(10, value)] for tag, value in expected.items()
@@ -64,7 +73,9 @@ def test_tags_may_come_and_go(tmp_path: Path) -> None:
             board.scalars(step, figures)
     float32 = {0.1: pytest.approx(0.1, rel=1e-7), 1e300: math.inf}
     for tag in {tag for figures in windows for tag in figures}:
-        expected = [(step, float32.get(f[tag], f[tag])) for step, f in enumerate(windows) if tag in f]
+        expected = [
+            (step, float32.get(f[tag], f[tag])) for step, f in enumerate(windows) if tag in f
+        ]
         assert logged(tmp_path, tag) == expected
 
 
@@ -77,13 +88,21 @@ def test_every_figure_of_a_window_has_a_tag() -> None:
         "time/device_full_fraction",
         "stall/data_fraction", "stall/data_wait_fraction",
     }  # fmt: skip
-    assert (figures["speed/images_per_s"], figures["stall/data_fraction"], figures["time/copy_ms"]) == (4.0, 0.5, None)
+    assert (
+        figures["speed/images_per_s"],
+        figures["stall/data_fraction"],
+        figures["time/copy_ms"],
+    ) == (4.0, 0.5, None)
 
 
 def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
     """Two workers that made batches for 3 of 4 seconds each were busy for three quarters; a sample has its mean."""
     totals = StageTotals(100, 10, 6.0, {"read": StageCost(1.0, 0.1), "decode": StageCost(4.0, 4.0)})
-    assert stages(totals, 8.0) == {"stages/read_ms": 10.0, "stages/decode_ms": 40.0, Tag.BUSY_FRACTION: 0.75}
+    assert stages(totals, 8.0) == {
+        "stages/read_ms": 10.0,
+        "stages/decode_ms": 40.0,
+        Tag.BUSY_FRACTION: 0.75,
+    }
     assert stages(totals, 12.0)[Tag.BUSY_FRACTION] == 0.5
 
 
@@ -118,7 +137,9 @@ def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A reader of the growing file never sees half a line."""
     written: list[bytes] = []
     real = os.write
-    monkeypatch.setattr(os, "write", lambda handle, data: (written.append(data), real(handle, data))[1])
+    monkeypatch.setattr(
+        os, "write", lambda handle, data: (written.append(data), real(handle, data))[1]
+    )
     with Board(tmp_path, tensorboard=False) as board:
         board.scalars(1, {f"tag/{i}": float(i) for i in range(5000)})
         board.scalars(2, {"a": 1.0})
@@ -178,7 +199,10 @@ def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
         board.scalars(50, {"a": 1.0})
         board.hparams(settings, {"hparam/top1": 0.9, "hparam/top5": None})
     read = events(tmp_path)
-    content = {tag: HParamsPluginData.FromString(data) for tag, data in read.PluginTagToContent("hparams").items()}
+    content = {
+        tag: HParamsPluginData.FromString(data)
+        for tag, data in read.PluginTagToContent("hparams").items()
+    }
     start = content["_hparams_/session_start_info"].session_start_info.hparams
     values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
     assert values == {
@@ -196,7 +220,9 @@ def test_text_reaches_the_text_page(tmp_path: Path) -> None:
     with Board(tmp_path, tensorboard=True) as board:
         board.text("verdict", ["**fine** <img src=http://f>", "a\nb"])
     read = events(tmp_path)
-    assert read.Tensors("verdict/text_summary")[0].tensor_proto.string_val == [b"    **fine** <img src=http://f>\n    a\\nb"]
+    assert read.Tensors("verdict/text_summary")[0].tensor_proto.string_val == [
+        b"    **fine** <img src=http://f>\n    a\\nb"
+    ]
 
 
 def test_a_text_on_a_full_disk_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,13 +240,27 @@ def test_a_text_on_a_full_disk_is_dropped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_report_is_plain_json(tmp_path: Path) -> None:
     """Dataclasses are objects without what is absent; NaN is null; enums are their names."""
     with Board(tmp_path, tensorboard=False) as board:
-        board.report({"status": "done", "total": Ledger(steps=2).window(), "loss": math.nan, "kind": Precision.fp32})
+        board.report(
+            {
+                "status": "done",
+                "total": Ledger(steps=2).window(),
+                "loss": math.nan,
+                "kind": Precision.fp32,
+            }
+        )
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["status"], report["total"]["steps"], report["loss"], report["kind"]) == ("done", 2, None, "fp32")
+    assert (report["status"], report["total"]["steps"], report["loss"], report["kind"]) == (
+        "done",
+        2,
+        None,
+        "fp32",
+    )
     assert "copy_ms" not in report["total"]
 
 
-def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failed write leaves the former report whole and no half-made file beside it."""
     with Board(tmp_path, tensorboard=False) as board:
         board.report({"status": "running"})
@@ -315,7 +355,9 @@ def test_windows_and_spreads_are_not_confused(tmp_path: Path) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("step", [None, 5], ids=["new", "resumed"])
 @oddities.every
-def test_odd_metrics_give_way(tmp_path: Path, plant: Plant, step: int | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_odd_metrics_give_way(
+    tmp_path: Path, plant: Plant, step: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     """What lies in the place of the figures is neither waited for nor kept; what is logged is whole."""
     path = tmp_path / "metrics.jsonl"
     oddities.put(plant, path)
@@ -334,7 +376,9 @@ def test_an_odd_line_is_dropped_on_resuming(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes() == good + good
 
 
-@pytest.mark.parametrize("step", ["1e999", "1" + "0" * 400, "null", "true", '"3"', "[3]", "-1", "NaN"])
+@pytest.mark.parametrize(
+    "step", ["1e999", "1" + "0" * 400, "null", "true", '"3"', "[3]", "-1", "NaN"]
+)
 def test_an_odd_step_is_dropped_on_resuming(tmp_path: Path, step: str) -> None:
     """So is a line whose step is none."""
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')

@@ -93,7 +93,12 @@ def test_a_run_of_first_steps_has_no_rates(clock: StepClock, hand: Hand) -> None
     one_step(clock, hand, 1.0, 1.0)
     window = clock.close_window()
     assert window is not None
-    assert (window.steps, window.images_per_s, window.step_ms, window.first_step_s) == (0, None, None, 2.0)
+    assert (window.steps, window.images_per_s, window.step_ms, window.first_step_s) == (
+        0,
+        None,
+        None,
+        2.0,
+    )
 
 
 def test_pauses_are_kept_apart_by_name(clock: StepClock, hand: Hand) -> None:
@@ -146,8 +151,12 @@ def test_a_pause_ends_with_its_exception(clock: StepClock, hand: Hand) -> None:
     assert clock.total().elapsed_s == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("error", [StopIteration, RuntimeError, KeyboardInterrupt], ids=lambda e: e.__name__)
-def test_an_exception_in_a_wait_leaves_the_clock_whole(clock: StepClock, hand: Hand, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(
+    "error", [StopIteration, RuntimeError, KeyboardInterrupt], ids=lambda e: e.__name__
+)
+def test_an_exception_in_a_wait_leaves_the_clock_whole(
+    clock: StepClock, hand: Hand, error: type[BaseException]
+) -> None:
     """The wait that failed is counted once and the next one starts anew."""
     one_step(clock, hand, 0.0, 1.0)
     with contextlib.suppress(error), clock.waiting():
@@ -179,7 +188,10 @@ def test_several_batches_in_one_step_add_up(clock: StepClock, hand: Hand) -> Non
     total = clock.total()
     assert total.data_wait_ms is not None
     assert total.compute_ms is not None
-    assert (total.data_wait_ms.max, total.compute_ms.max) == (pytest.approx(200), pytest.approx(600))
+    assert (total.data_wait_ms.max, total.compute_ms.max) == (
+        pytest.approx(200),
+        pytest.approx(600),
+    )
 
 
 def test_mps_has_no_compute_time(hand: Hand) -> None:
@@ -188,7 +200,12 @@ def test_mps_has_no_compute_time(hand: Hand) -> None:
     one_step(clock, hand, 0.1, 0.1)
     one_step(clock, hand, 0.1, 0.1)
     total = clock.total()
-    assert (total.compute_ms, total.host_ms, total.launch_ms, total.stall_basis) == (None, None, None, "host")
+    assert (total.compute_ms, total.host_ms, total.launch_ms, total.stall_basis) == (
+        None,
+        None,
+        None,
+        "host",
+    )
     assert total.shares == {"starved": pytest.approx(0.5)}
 
 
@@ -244,7 +261,11 @@ def test_time_between_watched_loops_does_not_count(clock: StepClock, hand: Hand)
             hand.pass_(1.0)
         hand.pass_(1000.0)
     total = clock.total()
-    assert (total.steps, total.elapsed_s, total.first_step_s) == (4, pytest.approx(6.0), pytest.approx(3.0))
+    assert (total.steps, total.elapsed_s, total.first_step_s) == (
+        4,
+        pytest.approx(6.0),
+        pytest.approx(3.0),
+    )
 
 
 def test_watch_survives_break_and_exceptions(clock: StepClock, hand: Hand) -> None:

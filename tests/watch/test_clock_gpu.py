@@ -24,7 +24,10 @@ CYCLES = 20_000_000  # some ten milliseconds of any GPU
 
 def slow(load_s: float) -> Iterator[HostBatch]:
     """Batches of 38 MB, page-locked, that take so long each."""
-    images, labels = torch.zeros((256, 3, 224, 224), dtype=torch.uint8).pin_memory(), torch.zeros(256).pin_memory()
+    images, labels = (
+        torch.zeros((256, 3, 224, 224), dtype=torch.uint8).pin_memory(),
+        torch.zeros(256).pin_memory(),
+    )
     for _ in range(STEPS):
         time.sleep(load_s)
         yield HostBatch(images, labels, labels)

@@ -24,15 +24,38 @@ def clock(hand: Hand) -> StepClock:
 @pytest.mark.parametrize(
     ("stamps", "expected"),
     [
-        pytest.param((0.2, 0.5, 0.6, 0.9), {"make": 0.5, "transport": 0.1, "pin": 0.3, "move": 0.1}, id="begun in the wait"),
-        pytest.param((-2.0, 0.5, 0.6, 0.6), {"make": 0.5, "transport": 0.1, "pin": 0, "move": 0.4}, id="begun before"),
-        pytest.param((-2.0, -1.0, 0.6, 0.6), {"make": 0, "transport": 0.6, "pin": 0, "move": 0.4}, id="made before"),
-        pytest.param((-2.0, -1.0, -0.5, 0.2), {"make": 0, "transport": 0, "pin": 0.2, "move": 0.8}, id="received before"),
-        pytest.param((-2.0, -1.0, -0.5, -0.4), {"make": 0, "transport": 0, "pin": 0, "move": 1}, id="there before"),
+        pytest.param(
+            (0.2, 0.5, 0.6, 0.9),
+            {"make": 0.5, "transport": 0.1, "pin": 0.3, "move": 0.1},
+            id="begun in the wait",
+        ),
+        pytest.param(
+            (-2.0, 0.5, 0.6, 0.6),
+            {"make": 0.5, "transport": 0.1, "pin": 0, "move": 0.4},
+            id="begun before",
+        ),
+        pytest.param(
+            (-2.0, -1.0, 0.6, 0.6),
+            {"make": 0, "transport": 0.6, "pin": 0, "move": 0.4},
+            id="made before",
+        ),
+        pytest.param(
+            (-2.0, -1.0, -0.5, 0.2),
+            {"make": 0, "transport": 0, "pin": 0.2, "move": 0.8},
+            id="received before",
+        ),
+        pytest.param(
+            (-2.0, -1.0, -0.5, -0.4),
+            {"make": 0, "transport": 0, "pin": 0, "move": 1},
+            id="there before",
+        ),
     ],
 )
 def test_a_wait_is_divided_by_where_its_batch_was(
-    clock: StepClock, hand: Hand, stamps: tuple[float, float, float, float], expected: dict[str, float]
+    clock: StepClock,
+    hand: Hand,
+    stamps: tuple[float, float, float, float],
+    expected: dict[str, float],
 ) -> None:
     """Of a wait of a second, as much goes to each stage as the batch that ended it spent there meanwhile."""
     one_step(clock, hand, 9.0, 1.0)

@@ -40,7 +40,9 @@ def on_terminal(code: str) -> str:
     """What a program prints on a terminal of 80 columns."""
     ours, theirs = pty.openpty()
     environ = {"TERM": "xterm", **os.environ, "COLUMNS": "80"}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environ) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environ
+    ) as process:
         os.close(theirs)
         seen = b""
         try:
@@ -53,11 +55,15 @@ def on_terminal(code: str) -> str:
     return seen.decode()
 
 
-def test_a_line_is_printed_once_and_logged_once(capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture) -> None:
+def test_a_line_is_printed_once_and_logged_once(
+    capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
+) -> None:
     """say() is one line on standard output and one record in the log."""
     console.say("run folder: outputs/x")
     assert capsys.readouterr() == ("run folder: outputs/x\n", "")
-    assert [(record.levelname, record.getMessage()) for record in log.records] == [("INFO", "run folder: outputs/x")]
+    assert [(record.levelname, record.getMessage()) for record in log.records] == [
+        ("INFO", "run folder: outputs/x")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,9 @@ def test_a_line_is_printed_once_and_logged_once(capsys: pytest.CaptureFixture[st
         pytest.param("bad \udcff name", "bad \\udcff name", id="undecodable name"),
     ],
 )
-def test_text_from_outside_is_only_text(capsys: pytest.CaptureFixture[str], text: str, shown: str) -> None:
+def test_text_from_outside_is_only_text(
+    capsys: pytest.CaptureFixture[str], text: str, shown: str
+) -> None:
     """Neither markup nor control characters in a name have an effect."""
     console.say(text)
     assert console.aligned(["a"], [[text]]) == ["a", shown]
@@ -102,7 +110,9 @@ def test_a_warning_from_anywhere_is_shown(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr() == ("warning: 3 files left out: \\x1b[2J\n", "")
 
 
-def test_other_ranks_are_silent_and_still_log(capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture) -> None:
+def test_other_ranks_are_silent_and_still_log(
+    capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
+) -> None:
     """A quiet rank prints nothing at all; its log has every line."""
     console.set_quiet(True)
     console.say("hello")
@@ -136,10 +146,16 @@ def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -
     [
         pytest.param(0.03125, ["100 of 100 files in 3 s"], id="3 s"),
         pytest.param(0.25, [f"{n} of 100 files" for n in range(20, 101, 20)], id="25 s"),
-        pytest.param(60.0, [*(f"{n} of 100 files" for n in range(1, 92, 10)), "100 of 100 files in 6000 s"], id="long"),
+        pytest.param(
+            60.0,
+            [*(f"{n} of 100 files" for n in range(1, 92, 10)), "100 of 100 files in 6000 s"],
+            id="long",
+        ),
     ],
 )
-def test_long_work_in_a_pipe_says_a_few_lines(capsys: pytest.CaptureFixture[str], unit_s: float, expected: list[str]) -> None:
+def test_long_work_in_a_pipe_says_a_few_lines(
+    capsys: pytest.CaptureFixture[str], unit_s: float, expected: list[str]
+) -> None:
     """A line once it has taken 5 s, then at most ten, at least 5 s apart; the last one tells that all is done."""
     hand = Hand()
     with console.progress("unpacking", 100, "files", now=hand) as bar:
@@ -180,7 +196,9 @@ def test_a_bar_goes_over_items(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_stands_out_is_bold_and_broken_between_words() -> None:
     """The verdict reads well on a terminal of 80 columns; a pipe has one plain line."""
-    code = "from harness.watch.console import say; say('words and more of them ' * 8, stands_out=True)"
+    code = (
+        "from harness.watch.console import say; say('words and more of them ' * 8, stands_out=True)"
+    )
     seen = on_terminal(code)
     assert "\x1b[1m" in seen
     plain = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", seen).split("\r\n")
@@ -224,7 +242,11 @@ def test_bytes_of_unknown_total_are_millions(capsys: pytest.CaptureFixture[str])
         for _ in range(3):
             hand.now += 6.0
             bar.advance(1_500_000)
-    assert capsys.readouterr().out.splitlines() == ["download: 1.5 MB", "download: 3.0 MB", "download: 4.5 MB"]
+    assert capsys.readouterr().out.splitlines() == [
+        "download: 1.5 MB",
+        "download: 3.0 MB",
+        "download: 4.5 MB",
+    ]
 
 
 def test_progress_inside_progress_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +286,9 @@ def test_progress_inside_progress_on_a_terminal_does_not_raise() -> None:
     assert "inner" not in seen
 
 
-def test_a_live_table_in_a_pipe_is_lines(capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture) -> None:
+def test_a_live_table_in_a_pipe_is_lines(
+    capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
+) -> None:
     """Title and header at once, each row when it comes, padded to the widths; no status; all of it in the log."""
     with console.live_table("Trials", ["num_workers", "images/s", "note"], [0, 10, 0]) as shown:
         shown.status("measuring num_workers=4")
@@ -288,8 +312,14 @@ def test_a_live_table_on_a_terminal_grows_and_stays() -> None:
     )
     assert "\x1b[2J" not in seen
     assert "inner" not in seen
-    assert seen.index("measuring num_workers=4") < seen.index("between") < seen.index("measuring num_workers=8")
-    last = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", seen[seen.index("the last") + len("the last") :])  # drawn over the last status
+    assert (
+        seen.index("measuring num_workers=4")
+        < seen.index("between")
+        < seen.index("measuring num_workers=8")
+    )
+    last = re.sub(
+        r"\x1b\[[?\d;]*[a-zA-Z]", "", seen[seen.index("the last") + len("the last") :]
+    )  # drawn over the last status
     assert [line.split() for line in last.splitlines() if line.strip()][-4:] == [
         ["Trials"], ["num_workers", "images/s"], ["4", "[red]1200[/red]\\x1b[2J"], ["8", "1300"],
     ]  # fmt: skip
@@ -321,7 +351,13 @@ def test_a_live_table_gives_way_when_it_ends(capsys: pytest.CaptureFixture[str])
     with console.progress("after", 4, "files", now=hand) as bar:
         hand.now += 3
         bar.advance(4)
-    assert capsys.readouterr().out.splitlines() == ["Trials", "a", "Trials", "a", "after: 4 of 4 files in 3 s"]
+    assert capsys.readouterr().out.splitlines() == [
+        "Trials",
+        "a",
+        "Trials",
+        "a",
+        "after: 4 of 4 files in 3 s",
+    ]
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:
@@ -331,7 +367,9 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
         "for line in range(20000): say('line %d' % line)\n"
         "sys.stderr.write('done')"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -344,7 +382,9 @@ def test_a_full_disk_under_the_output_does_not_end_the_run() -> None:
     """`train.py > log` goes on training where the log's disk is full."""
     code = "import sys; from harness.watch.console import say\nsay('a'); say('b'); sys.stderr.write('done')"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, check=True
+        )
     assert done.stderr == b"done"
 
 

@@ -77,7 +77,9 @@ def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return found
 
     def run(gpu: bool = False) -> tuple[dict[str, Any], list[str]]:
-        monkeypatch.setattr(station, "Sampler", lambda sources, interval_s: sampler(gpu, sources, interval_s))
+        monkeypatch.setattr(
+            station, "Sampler", lambda sources, interval_s: sampler(gpu, sources, interval_s)
+        )
         config = composed(
             "data=digits",
             "device=cpu",
@@ -89,7 +91,9 @@ def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         job.main_worker(0, job.Job(config, tmp_path, ()))
         report: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
         assert (report["status"], report["steps"]) == ("completed", 2)
-        return report, re.findall(r"\bno (?:gpu/|host/|GPU ).*", (tmp_path / "train.log").read_text())
+        return report, re.findall(
+            r"\bno (?:gpu/|host/|GPU ).*", (tmp_path / "train.log").read_text()
+        )
 
     return run
 
@@ -109,7 +113,11 @@ def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )  # fmt: skip
 def test_nvml_costs_its_figures_and_no_more(
-    report_of: ReportOf, monkeypatch: pytest.MonkeyPatch, library: SimpleNamespace | None, kept: set[Tag], line: str
+    report_of: ReportOf,
+    monkeypatch: pytest.MonkeyPatch,
+    library: SimpleNamespace | None,
+    kept: set[Tag],
+    line: str,
 ) -> None:
     """The run ends as any other, with one line in the log; what the library did not give to the end is in no report."""
     monkeypatch.setitem(sys.modules, "pynvml", library)
@@ -120,7 +128,9 @@ def test_nvml_costs_its_figures_and_no_more(
     assert [text[: len(line)] for text in missing if "sm_utilization" not in text] == [line]
 
 
-def test_without_permissions_a_run_has_no_figures_of_the_machine(report_of: ReportOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_permissions_a_run_has_no_figures_of_the_machine(
+    report_of: ReportOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where neither psutil nor /proc may be read the run trains all the same; one line in the log names what is lost."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
@@ -139,13 +149,19 @@ def test_without_permissions_a_run_has_no_figures_of_the_machine(report_of: Repo
     assert "ram_bytes" not in report["environment"]
 
 
-def test_a_machine_without_proc_trains(report_of: ReportOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_proc_trains(
+    report_of: ReportOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Where /proc says nothing of processes and of pressure, each missing file is named once, and the other figures stay."""
     whole = station.HostSource
     monkeypatch.setattr(station, "HostSource", lambda cores: whole(root=tmp_path / "empty"))
     report, missing = report_of()
     assert Tag.RAM_USED_BYTES in report["sampled"]
-    assert not {tag for tag in report["sampled"] if "own_" in tag or "memory_stall" in tag or "throttled" in tag}
+    assert not {
+        tag
+        for tag in report["sampled"]
+        if "own_" in tag or "memory_stall" in tag or "throttled" in tag
+    }
     assert [text.split(" from here on")[0] for text in missing] == [
         "no host/own_cpu_cores, host/major_faults_per_s, host/own_read_bytes_per_s, host/own_storage_bytes_per_s",
         "no host/memory_stall_fraction",

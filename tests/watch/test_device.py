@@ -38,12 +38,23 @@ class Nvml:
     c_nvmlGpmMetricsGet_t = pynvml.c_nvmlGpmMetricsGet_t  # noqa: N815 - the name is the library's
 
     def __init__(
-        self, broken: tuple[str, ...] = (), count: int = 2, prefix: str = "GPU", sm_percent: float | ctypes.c_uint | None = None
+        self,
+        broken: tuple[str, ...] = (),
+        count: int = 2,
+        prefix: str = "GPU",
+        sm_percent: float | ctypes.c_uint | None = None,
     ) -> None:
-        self.broken, self.count, self.prefix, self.sm_percent = set(broken), count, prefix, sm_percent
+        self.broken, self.count, self.prefix, self.sm_percent = (
+            set(broken),
+            count,
+            prefix,
+            sm_percent,
+        )
         self.open, self.taken = 0, 0
         self.seen_us: list[int] = []
-        self.users: dict[int, int] | None = None  # utilisation by process; None where the driver does not say
+        self.users: dict[int, int] | None = (
+            None  # utilisation by process; None where the driver does not say
+        )
 
     def _call(self, name: str) -> None:
         if name in self.broken:
@@ -98,7 +109,11 @@ class Nvml:
         if not any(self.users.values()):
             raise NVMLError("Not Found")
         now_us = 10**6 * len(self.seen_us)
-        return [SimpleNamespace(pid=pid, smUtil=percent, timeStamp=now_us) for pid, percent in self.users.items() if percent]
+        return [
+            SimpleNamespace(pid=pid, smUtil=percent, timeStamp=now_us)
+            for pid, percent in self.users.items()
+            if percent
+        ]
 
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:
         assert handle == "handle 1" and self.prefix == "MIG"
@@ -129,9 +144,14 @@ class Nvml:
         self.taken += 1
         _number(sample).value = self.taken
 
-    def nvmlGpmMetricsGet(self, asked: pynvml.c_nvmlGpmMetricsGet_t) -> pynvml.c_nvmlGpmMetricsGet_t:
+    def nvmlGpmMetricsGet(
+        self, asked: pynvml.c_nvmlGpmMetricsGet_t
+    ) -> pynvml.c_nvmlGpmMetricsGet_t:
         assert (asked.version, asked.numMetrics, asked.metrics[0].metricId) == (1, 1, 2)
-        assert (_number(asked.sample1).value, _number(asked.sample2).value) == (self.taken - 1, self.taken)
+        assert (_number(asked.sample1).value, _number(asked.sample2).value) == (
+            self.taken - 1,
+            self.taken,
+        )
         if isinstance(self.sm_percent, ctypes.c_uint):
             asked.metrics[0].nvmlReturn = self.sm_percent.value
         else:
@@ -151,26 +171,38 @@ def _warnings_alone(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None], None]:
-    return lambda nvml: monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None makes the import fail
+    return lambda nvml: monkeypatch.setitem(
+        sys.modules, "pynvml", nvml
+    )  # None makes the import fail
 
 
 def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> None:
     """Utilisation is a fraction, memory is in bytes and power in watts, of the GPU that torch uses."""
     install(Nvml())
-    expected = {Tag.GPU_UTILIZATION: 0.37, Tag.GPU_MEMORY_USED_BYTES: 5.0 * 2**30, Tag.GPU_POWER_W: 123.456}
+    expected = {
+        Tag.GPU_UTILIZATION: 0.37,
+        Tag.GPU_MEMORY_USED_BYTES: 5.0 * 2**30,
+        Tag.GPU_POWER_W: 123.456,
+    }
     assert GpuSource(UUID).sample() == expected
 
 
-def test_a_mig_instance_gives_what_it_has(install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mig_instance_gives_what_it_has(
+    install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
     """On MIG there is neither utilisation nor power: both are absent, with one warning for the two, and memory stays."""
     install(Nvml(broken=("utilization", "power"), prefix="MIG"))
     source = GpuSource(UUID)
     assert [set(source.sample()) for _ in range(3)] == [{Tag.GPU_MEMORY_USED_BYTES}] * 3
-    assert [record.getMessage() for record in caplog.records] == ["no gpu/utilization, gpu/power_w from here on: Not Supported"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "no gpu/utilization, gpu/power_w from here on: Not Supported"
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["GPU", "MIG"])
-def test_multiprocessors_are_counted_where_the_gpu_does(install: Callable[[Nvml | None], None], prefix: str) -> None:
+def test_multiprocessors_are_counted_where_the_gpu_does(
+    install: Callable[[Nvml | None], None], prefix: str
+) -> None:
     """From the second sample on there is the mean share at work since the one before, of a MIG instance its own."""
     nvml = Nvml(prefix=prefix, sm_percent=25.0)
     install(nvml)
@@ -193,7 +225,10 @@ def test_multiprocessors_are_counted_where_the_gpu_does(install: Callable[[Nvml 
     ],
 )
 def test_others_on_the_gpu_are_those_that_are_not_ours(
-    install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture, users: dict[int, int] | None, others: float | None
+    install: Callable[[Nvml | None], None],
+    caplog: pytest.LogCaptureFixture,
+    users: dict[int, int] | None,
+    others: float | None,
 ) -> None:
     """Where this process is not among those that NVML knows, nobody can be told apart: the figure is absent, with no word."""
     nvml = Nvml()
@@ -216,7 +251,9 @@ def test_without_counters_no_warning_is_due(
     """Most GPUs have no such counters: the figure is absent, and the other three are there."""
     install(nvml)
     source = GpuSource(UUID)
-    assert [set(source.sample()) for _ in range(2)] == [{Tag.GPU_UTILIZATION, Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}] * 2
+    assert [set(source.sample()) for _ in range(2)] == [
+        {Tag.GPU_UTILIZATION, Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}
+    ] * 2
     assert caplog.records == []
 
 
@@ -229,7 +266,9 @@ def test_counters_that_fail_are_given_up(
     install(nvml)
     source = GpuSource(UUID)
     assert [len(source.sample()) for _ in range(3)] == [3, 3, 3]
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["no gpu/sm_utilization from here on"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "no gpu/sm_utilization from here on"
+    ]
 
 
 def test_a_figure_that_fails_midway_is_absent_from_then_on(
@@ -244,7 +283,9 @@ def test_a_figure_that_fails_midway_is_absent_from_then_on(
     assert [source.sample(), source.sample()] == [{}, {}]
     assert source.lost == {Tag.GPU_UTILIZATION, Tag.GPU_MEMORY_USED_BYTES, Tag.GPU_POWER_W}
     lost = "gpu/utilization, gpu/memory_used_bytes, gpu/power_w"
-    assert [record.getMessage() for record in caplog.records] == [f"no {lost} from here on: Not Supported"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no {lost} from here on: Not Supported"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -252,11 +293,16 @@ def test_a_figure_that_fails_midway_is_absent_from_then_on(
     [
         pytest.param(None, "NVML is not there", id="no package"),
         pytest.param(Nvml(broken=("init",)), "NVML is not there", id="no driver"),
-        pytest.param(Nvml(prefix="OTHER"), f"does not know GPU {UUID}: Not Found", id="unknown uuid"),
+        pytest.param(
+            Nvml(prefix="OTHER"), f"does not know GPU {UUID}: Not Found", id="unknown uuid"
+        ),
     ],
 )
 def test_without_nvml_there_are_no_gpu_figures(
-    install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture, nvml: Nvml | None, reason: str
+    install: Callable[[Nvml | None], None],
+    caplog: pytest.LogCaptureFixture,
+    nvml: Nvml | None,
+    reason: str,
 ) -> None:
     """One warning says why, and the figures are absent."""
     install(nvml)
@@ -277,7 +323,9 @@ def test_nvml_names_driver_and_gpus(install: Callable[[Nvml | None], None]) -> N
     [None, Nvml(broken=("init",)), Nvml(broken=("count", "shutdown")), Nvml(count=0)],
     ids=["no package", "no driver", "driver fails", "no GPU"],
 )
-def test_nvml_without_gpus_sees_none(install: Callable[[Nvml | None], None], nvml: Nvml | None) -> None:
+def test_nvml_without_gpus_sees_none(
+    install: Callable[[Nvml | None], None], nvml: Nvml | None
+) -> None:
     """Without a GPU the answer is None, whatever the reason."""
     install(nvml)
     assert nvml_sees_gpu() is None
@@ -297,6 +345,8 @@ def test_a_real_gpu_can_be_sampled() -> None:
         (matrix @ matrix).sum().item()
     found = source.sample()
     assert 0 < found[Tag.GPU_MEMORY_USED_BYTES] <= properties.total_memory * 1.1
-    assert all(0 < found[tag] <= 1 for tag in (Tag.GPU_UTILIZATION, Tag.GPU_SM_UTILIZATION) if tag in found)
+    assert all(
+        0 < found[tag] <= 1 for tag in (Tag.GPU_UTILIZATION, Tag.GPU_SM_UTILIZATION) if tag in found
+    )
     if properties.major >= 9:
         assert Tag.GPU_SM_UTILIZATION in found

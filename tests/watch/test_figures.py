@@ -9,7 +9,9 @@ from harness.watch.figures import Spread
 from harness.watch.ledger import Ledger, Sketch
 
 
-@pytest.mark.parametrize("scale_ms", [0.01, 1.0, 5e4], ids=["microseconds", "milliseconds", "minutes"])
+@pytest.mark.parametrize(
+    "scale_ms", [0.01, 1.0, 5e4], ids=["microseconds", "milliseconds", "minutes"]
+)
 @pytest.mark.parametrize("share", [0.5, 0.95], ids=["median", "p95"])
 def test_a_quantile_is_within_one_per_cent(scale_ms: float, share: float) -> None:
     """Median and p95 are within 1 % of the value of that rank, over seven orders of magnitude."""
@@ -39,7 +41,9 @@ def test_one_value_is_all_three_figures() -> None:
     """With a single value nothing exceeds it."""
     sketch = Sketch()
     sketch.add(3.0)
-    assert sketch.spread() == Spread(pytest.approx(3.0, rel=0.01), pytest.approx(3.0, rel=0.01), 3.0)
+    assert sketch.spread() == Spread(
+        pytest.approx(3.0, rel=0.01), pytest.approx(3.0, rel=0.01), 3.0
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 1e300], ids=["zero", "tiny", "huge"])
@@ -84,12 +88,20 @@ def test_device_sums_come_before_the_hosts() -> None:
     ledger = Ledger(steps=1, elapsed_s=10.0, wait_s=9.0)
     ledger.sketches["data_wait_ms"].add(9000.0)
     window = ledger.window()
-    assert (window.stall_basis, window.shares, window.stall_fraction) == ("host", {"starved": 0.9}, 0.9)
+    assert (window.stall_basis, window.shares, window.stall_fraction) == (
+        "host",
+        {"starved": 0.9},
+        0.9,
+    )
     assert window.starved_ms == window.data_wait_ms
     ledger.device_s = {"compute": 5.0, "starved": 2.0, "exposed_copy": 1.0, "host": 2.0}
     window = ledger.window()
     assert window.shares == {"compute": 0.5, "starved": 0.2, "exposed_copy": 0.1, "host": 0.2}
-    assert (window.stall_basis, window.compute_fraction, window.data_wait_fraction) == ("device", 0.5, 0.9)
+    assert (window.stall_basis, window.compute_fraction, window.data_wait_fraction) == (
+        "device",
+        0.5,
+        0.9,
+    )
     assert window.stall_fraction == pytest.approx(0.3)
     assert window.starved_ms is None
 
@@ -106,7 +118,12 @@ def test_merged_ledgers_count_everything() -> None:
         two.sketches["data_wait_ms"].add(9.0)
     one.merge(two)
     window = one.window()
-    assert (window.steps, window.images, window.elapsed_s, window.images_per_s) == (4, 32, 2.0, 16.0)
+    assert (window.steps, window.images, window.elapsed_s, window.images_per_s) == (
+        4,
+        32,
+        2.0,
+        16.0,
+    )
     assert window.pauses_s == {"evaluate": 3.0, "checkpoint": 0.5}
     assert window.shares == {"compute": 0.75, "starved": 0.25}
     assert window.wait_parts == {"make": 0.75, "move": 0.25}

@@ -40,7 +40,15 @@ def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
     assert (found.busy_s, found.wall_s, found.fraction) == (10.0, 50.0, 0.2)
     spent = {part.name: part.s for part in found.rest}
     assert spent == pytest.approx(
-        {"start": 10, "other": 7, "tuning": 6, "starved": 6, "host": 4, "evaluate": 4, "first_steps": 3}
+        {
+            "start": 10,
+            "other": 7,
+            "tuning": 6,
+            "starved": 6,
+            "host": 4,
+            "evaluate": 4,
+            "first_steps": 3,
+        }
     )
     assert [*spent][:2] == ["start", "other"]
     assert found.busy_s + sum(part.s for part in found.rest) == pytest.approx(found.wall_s)

@@ -26,9 +26,13 @@ Times = namedtuple("Times", "user system idle iowait guest guest_nice")
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A machine whose counters a test sets; its ``root`` holds no /proc and no control groups yet."""
-    state = SimpleNamespace(times=Times(10.0, 5.0, 80.0, 5.0, 2.0, 0.0), read_bytes=1000, now=10.0, root=tmp_path)
+    state = SimpleNamespace(
+        times=Times(10.0, 5.0, 80.0, 5.0, 2.0, 0.0), read_bytes=1000, now=10.0, root=tmp_path
+    )
     monkeypatch.setattr(psutil, "cpu_times", lambda: state.times)
-    monkeypatch.setattr(psutil, "disk_io_counters", lambda: SimpleNamespace(read_bytes=state.read_bytes))
+    monkeypatch.setattr(
+        psutil, "disk_io_counters", lambda: SimpleNamespace(read_bytes=state.read_bytes)
+    )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(used=7_000_000))
     return state
 
@@ -41,7 +45,11 @@ def test_rates_are_since_the_sample_before(machine: SimpleNamespace) -> None:
     """The first sample has no rates; the second has the mean between the two; waiting for a disk is not being busy."""
     source = source_of(machine)
     assert source.sample() == {Tag.RAM_USED_BYTES: 7_000_000.0}
-    machine.times, machine.read_bytes, machine.now = Times(13.0, 6.0, 82.0, 9.0, 4.0, 0.0), 5000, 12.0
+    machine.times, machine.read_bytes, machine.now = (
+        Times(13.0, 6.0, 82.0, 9.0, 4.0, 0.0),
+        5000,
+        12.0,
+    )
     sample = source.sample()
     assert sample[Tag.CPU_FRACTION] == pytest.approx(0.4)
     assert sample[Tag.MACHINE_CPU_CORES] == pytest.approx(2.0)
@@ -63,7 +71,14 @@ def test_all_cores_busy_is_not_more_than_all(machine: SimpleNamespace) -> None:
     assert source.sample()[Tag.CPU_FRACTION] == 1.0
 
 
-def write_kernel(root: Path, cores_s: float, faults: int, read: tuple[int, int], stalled_us: int, periods: list[str]) -> None:
+def write_kernel(
+    root: Path,
+    cores_s: float,
+    faults: int,
+    read: tuple[int, int],
+    stalled_us: int,
+    periods: list[str],
+) -> None:
     """What a kernel says of this process, in a group "job" with a quota in a group with another one."""
     ticks = round(cores_s * os.sysconf("SC_CLK_TCK"))
     pid = os.getpid()
@@ -84,13 +99,23 @@ def write_kernel(root: Path, cores_s: float, faults: int, read: tuple[int, int],
 def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNamespace) -> None:
     """Processors, faults, bytes and waiting for memory are per second; throttling is per period, of the group that has most."""
     write_kernel(
-        machine.root, 3.0, 10, (1000, 500), 2_000_000, ["nr_periods 10 nr_throttled 5", "nr_periods 90 nr_throttled 9"]
+        machine.root,
+        3.0,
+        10,
+        (1000, 500),
+        2_000_000,
+        ["nr_periods 10 nr_throttled 5", "nr_periods 90 nr_throttled 9"],
     )
     source = source_of(machine)
     assert source.sample() == {Tag.RAM_USED_BYTES: 7_000_000.0}
     machine.now += 2.0
     write_kernel(
-        machine.root, 8.0, 14, (9000, 2500), 2_500_000, ["nr_periods 30 nr_throttled 10", "nr_periods 110 nr_throttled 23"]
+        machine.root,
+        8.0,
+        14,
+        (9000, 2500),
+        2_500_000,
+        ["nr_periods 30 nr_throttled 10", "nr_periods 110 nr_throttled 23"],
     )
     sample = source.sample()
     expected = {
@@ -111,7 +136,11 @@ def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNames
     ],
 )
 def test_others_take_what_is_busy_and_not_ours(
-    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, count: int, cores: float | None, others: float | None
+    machine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    cores: float | None,
+    others: float | None,
 ) -> None:
     """Of two busy cores half a one is ours; the rest is counted as far as cores that this run may not use cannot hold it."""
     monkeypatch.setattr(psutil, "cpu_count", lambda: count)
@@ -125,7 +154,9 @@ def test_others_take_what_is_busy_and_not_ours(
     assert found[Tag.MACHINE_CPU_CORES] == pytest.approx(2.0)
 
 
-def test_what_others_take_is_not_known_without_what_is_ours(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_take_is_not_known_without_what_is_ours(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where processes can no longer be looked at, their work does not become others'."""
     monkeypatch.setattr(psutil, "cpu_count", lambda: 1)
     source = HostSource(lambda: machine.now, machine.root, 1.0)
@@ -154,7 +185,9 @@ def test_without_a_quota_nothing_is_throttled(machine: SimpleNamespace) -> None:
     """A group without a quota counts no periods: the figure is absent, not 0."""
     source = source_of(machine)
     for _ in range(2):
-        write_kernel(machine.root, 3.0, 0, (0, 0), 0, ["nr_periods 0 nr_throttled 0", "usage_usec 5"])
+        write_kernel(
+            machine.root, 3.0, 0, (0, 0), 0, ["nr_periods 0 nr_throttled 0", "usage_usec 5"]
+        )
         assert Tag.THROTTLED_FRACTION not in source.sample()
         machine.now += 1.0
 
@@ -164,7 +197,9 @@ def test_without_a_quota_nothing_is_throttled(machine: SimpleNamespace) -> None:
     [PermissionError("no"), psutil.AccessDenied(), RuntimeError("no disk")],
     ids=lambda e: type(e).__name__,
 )
-def test_what_may_not_be_read_is_absent(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_what_may_not_be_read_is_absent(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """A figure without permission is absent, and the others stay."""
 
     def refuse() -> None:
@@ -178,7 +213,9 @@ def test_what_may_not_be_read_is_absent(machine: SimpleNamespace, monkeypatch: p
     assert set(sample) == {Tag.RAM_USED_BYTES, Tag.CPU_FRACTION}
 
 
-def test_a_file_that_is_missing_is_named_once(machine: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_missing_is_named_once(
+    machine: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
     """What a kernel does not give is one line in the log for each file, at the first sample."""
     write_kernel(machine.root, 3.0, 0, (0, 0), 0, ["", ""])
     (machine.root / f"proc/{os.getpid()}/io").unlink()
@@ -193,7 +230,9 @@ def test_a_file_that_is_missing_is_named_once(machine: SimpleNamespace, caplog: 
     ]
 
 
-def test_a_machine_without_disks_has_no_disk_figure(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_disks_has_no_disk_figure(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a container psutil may find no disk at all."""
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
     source = source_of(machine)
@@ -297,14 +336,25 @@ def test_the_thread_samples_and_ends_at_once() -> None:
 def test_the_environment_names_versions_and_no_places() -> None:
     """report.json says what the run ran on, and neither where nor for whom."""
     found = environment()
-    assert {"python", "torch", "torchvision", "cpu", "cores", "usable_cores", "ram_bytes", "platform"} <= set(found)
+    assert {
+        "python",
+        "torch",
+        "torchvision",
+        "cpu",
+        "cores",
+        "usable_cores",
+        "ram_bytes",
+        "platform",
+    } <= set(found)
     text = json.dumps(found)
     assert socket.gethostname() not in text
     assert os.path.expanduser("~") not in text
     assert None not in found.values()
 
 
-def test_an_environment_without_permissions_leaves_out_what_it_may_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_permissions_leaves_out_what_it_may_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A psutil that may read nothing costs the memory's size, not the report."""
 
     def refuse() -> None:

@@ -43,11 +43,20 @@ def test_a_figure_is_added_in_two_lines(tmp_path: Path) -> None:
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["time/rest_ms/max"] >= first["time/rest_ms/median"] > 0
     assert json.loads((run / "report.json").read_text())["rest_ms"]["median"] > 0
-    found = re.search(r'<script id="data" type="application/json">(.*)</script>', (run / "report.html").read_text())
+    found = re.search(
+        r'<script id="data" type="application/json">(.*)</script>',
+        (run / "report.html").read_text(),
+    )
     assert found is not None
     page = json.loads(found[1])
-    chart = {"title": "The rest", "unit": "ms", "series": [{"tag": "time/rest_ms/median", "name": "rest"}]}
+    chart = {
+        "title": "The rest",
+        "unit": "ms",
+        "series": [{"tag": "time/rest_ms/median", "name": "rest"}],
+    }
     assert chart in page["declared"]["charts"]
-    assert {"name": "rest_ms", "unit": "ms", "text": "all but the wait"} in page["declared"]["figures"]
+    assert {"name": "rest_ms", "unit": "ms", "text": "all but the wait"} in page["declared"][
+        "figures"
+    ]
     assert page["runs"][0]["report"]["rest_ms"]["max"] > 0
     assert "time/rest_ms/median" in page["runs"][0]["course"]["columns"]

@@ -24,12 +24,20 @@ def windows(peaks: list[int]) -> list[tuple[int, int]]:
     ("peaks", "expected"),
     [
         pytest.param(STEADY, 0.01 * GB, id="a tenth of a GB each window"),
-        pytest.param([peak + k % 2 * GB // 25 for k, peak in enumerate(STEADY)], 1.14 * GB / 110, id="unevenly"),
+        pytest.param(
+            [peak + k % 2 * GB // 25 for k, peak in enumerate(STEADY)],
+            1.14 * GB / 110,
+            id="unevenly",
+        ),
         pytest.param(STEADY[:9], None, id="too few"),
         pytest.param([10 * GB + k for k in range(12)], None, id="by nearly nothing"),
         pytest.param([10 * GB] * 12, None, id="level"),
         pytest.param([10 * GB] * 6 + [20 * GB] * 6, None, id="one jump"),
-        pytest.param([10 * GB + k * 2**20 + (k > 5) * GB for k in range(12)], None, id="one jump, and a trickle"),
+        pytest.param(
+            [10 * GB + k * 2**20 + (k > 5) * GB for k in range(12)],
+            None,
+            id="one jump, and a trickle",
+        ),
         pytest.param([*STEADY[:-1], STEADY[0]], None, id="back again"),
         pytest.param(STEADY[::-1], None, id="falling"),
         pytest.param([], None, id="none"),
@@ -81,7 +89,10 @@ def test_evaluation_is_told_apart() -> None:
     assert watch.evaluated() == {Tag.VAL_MEMORY_PEAK_BYTES: 25 * GB}
     watch.trained(20)
     assert watch.peaks == MemoryPeaks(80 * GB, 30 * GB, 22 * GB, 25 * GB)
-    assert str(watch.peaks) == "peak 25.0 GB allocated (25.0 GB in evaluation), 30.0 GB reserved, of 80.0 GB"
+    assert (
+        str(watch.peaks)
+        == "peak 25.0 GB allocated (25.0 GB in evaluation), 30.0 GB reserved, of 80.0 GB"
+    )
     assert gpu.resets == 4
 
 

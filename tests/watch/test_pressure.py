@@ -18,12 +18,18 @@ PRESSURE = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg
     ("stat", "counts"),
     [
         pytest.param("nr_periods 40\nnr_throttled 10\nthrottled_time 5\n", (40, 10), id="v1"),
-        pytest.param("usage_usec 9\nuser_usec 8\nnr_periods 40\nnr_throttled 10\nthrottled_usec 5\n", (40, 10), id="v2"),
+        pytest.param(
+            "usage_usec 9\nuser_usec 8\nnr_periods 40\nnr_throttled 10\nthrottled_usec 5\n",
+            (40, 10),
+            id="v2",
+        ),
         pytest.param("usage_usec 9\nuser_usec 8\n", None, id="v2 without the controller"),
         pytest.param(None, None, id="no file"),
     ],
 )
-def test_both_versions_count_throttled_periods(tmp_path: Path, stat: str | None, counts: tuple[int, int] | None) -> None:
+def test_both_versions_count_throttled_periods(
+    tmp_path: Path, stat: str | None, counts: tuple[int, int] | None
+) -> None:
     """Periods and throttled periods are read under the same names; a group that does not count them is left out."""
     if stat is not None:
         (tmp_path / "cpu.stat").write_text(stat)
@@ -36,7 +42,11 @@ def test_the_innermost_group_says_how_long_memory_was_waited_for(tmp_path: Path)
     groups = [inner, outer]
     for folder in (machine.parent, inner):
         folder.mkdir(parents=True)
-    for path, total in ((machine, 1_000_000), (outer / "memory.pressure", 2_000_000), (inner / "memory.pressure", 3_500_000)):
+    for path, total in (
+        (machine, 1_000_000),
+        (outer / "memory.pressure", 2_000_000),
+        (inner / "memory.pressure", 3_500_000),
+    ):
         path.write_text(PRESSURE.format(total))
         assert host.memory_stalled(groups, tmp_path) == (path, total / 1e6)
 
@@ -51,7 +61,9 @@ def test_a_real_quota_throttles() -> None:
     """A process that wants a processor and has a fiftieth of one is stopped in most of its periods."""
     burn = "import os\nwhile sum(os.times()[:2]) < 0.03: pass"
     with control_groups.quota(0.02) as group:
-        subprocess.run(control_groups.within(group, sys.executable, "-IS", "-c", burn), check=True, timeout=60)
+        subprocess.run(
+            control_groups.within(group, sys.executable, "-IS", "-c", burn), check=True, timeout=60
+        )
         periods, stopped = host.throttled([group])[group]
     assert periods >= 10
     assert stopped / periods > 0.5

@@ -20,7 +20,9 @@ def test_cells_are_the_rows_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
-def test_only_shared_memory_takes_shared_memory(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+def test_only_shared_memory_takes_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
     """Where nothing is to be shared, a machine without shared memory will do."""
 
     def refuse(*_: object) -> None:

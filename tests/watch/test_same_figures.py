@@ -18,7 +18,9 @@ from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.figures import FIGURES, by_tag
 
-SAVED = Path(__file__).with_name("figures_943a066.json")  # all tags; by clock one line of metrics and the report
+SAVED = Path(__file__).with_name(
+    "figures_943a066.json"
+)  # all tags; by clock one line of metrics and the report
 
 
 def on_a_gpu() -> StepClock:
@@ -26,7 +28,14 @@ def on_a_gpu() -> StepClock:
     gpu = Gpu()
     clock = StepClock("cuda", now=gpu.now, events=gpu.events())
     for number in range(40):
-        step(clock, gpu, wait_s=0.003, compute_s=0.003, launch_s=0.001, copy_s=0.004 if number % 2 else 0.001)
+        step(
+            clock,
+            gpu,
+            wait_s=0.003,
+            compute_s=0.003,
+            launch_s=0.001,
+            copy_s=0.004 if number % 2 else 0.001,
+        )
     with clock.pause("evaluate"):
         gpu.host += 2.0
     settled(clock, gpu)
@@ -49,11 +58,17 @@ def on_a_cpu() -> StepClock:
 def written(clock: StepClock, folder: Path) -> dict[str, Any]:
     """What a window and the whole run leave in ``metrics.jsonl`` and ``report.json``."""
     engine: Any = SimpleNamespace(
-        watch=SimpleNamespace(clock=clock, sampler=None, course=SimpleNamespace(goodput=lambda total: None)),
-        outcome=SimpleNamespace(status="completed", skipped=0, ranks=(), turns_ms=[(1.5, 2.5)], evaluation=None),
+        watch=SimpleNamespace(
+            clock=clock, sampler=None, course=SimpleNamespace(goodput=lambda total: None)
+        ),
+        outcome=SimpleNamespace(
+            status="completed", skipped=0, ranks=(), turns_ms=[(1.5, 2.5)], evaluation=None
+        ),
         world=SimpleNamespace(size=2, device=torch.device("cpu")),
         state=SimpleNamespace(epoch=1, step=40),
-        feed=SimpleNamespace(meter=None, settings=FeedSettings(8, 0, False, None, False, 60.0, None)),
+        feed=SimpleNamespace(
+            meter=None, settings=FeedSettings(8, 0, False, None, False, 60.0, None)
+        ),
         memory=SimpleNamespace(peaks=None),
         place=SimpleNamespace(folder=folder),
     )

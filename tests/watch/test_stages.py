@@ -11,7 +11,18 @@ from dataclasses import dataclass
 import pytest
 import samples
 
-from harness.watch.stages import AUGMENT, COLLATE, GROUPS, SHARE, START, StageCost, StageMeter, StageTimer, StageTotals, Stamps
+from harness.watch.stages import (
+    AUGMENT,
+    COLLATE,
+    GROUPS,
+    SHARE,
+    START,
+    StageCost,
+    StageMeter,
+    StageTimer,
+    StageTotals,
+    Stamps,
+)
 
 STAGES = ("read", "decode", "crop")
 Sample = Sequence[tuple[float, float]]  # wall and processor seconds of each stage
@@ -52,7 +63,11 @@ def _server() -> None:
 
 
 def make(
-    timer: StageTimer, clocks: Clocks, batch: Sequence[Sample], collate_s: float = 0.0, share_s: float | None = None
+    timer: StageTimer,
+    clocks: Clocks,
+    batch: Sequence[Sample],
+    collate_s: float = 0.0,
+    share_s: float | None = None,
 ) -> Stamps:
     """One batch, whose samples go through all stages; before them it computes for ``collate_s``, and then for ``share_s``."""
     timers = timer.begin(len(batch))
@@ -87,7 +102,12 @@ def test_a_batch_is_divided_exactly(clocks: Clocks) -> None:
     make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, batch, collate_s=0.125)
     totals = meter.read()
     assert (totals.samples, totals.batches, totals.busy_s) == (2, 1, pytest.approx(7.625))
-    expected = {"read": (4.0, 0.4), "decode": (3.0, 3.0), "crop": (0.5, 0.5), COLLATE: (0.125, 0.125)}
+    expected = {
+        "read": (4.0, 0.4),
+        "decode": (3.0, 3.0),
+        "crop": (0.5, 0.5),
+        COLLATE: (0.125, 0.125),
+    }
     assert list(totals.stages) == list(expected)
     assert all(totals.stages[name] == pytest.approx(cost) for name, cost in expected.items())
 
@@ -123,14 +143,25 @@ def test_memory_that_processes_share_is_handing_over(clocks: Clocks) -> None:
     assert totals.stages[SHARE].cpu_s == pytest.approx(12.0)
     assert_adds_up(totals)
     for alone in (StageMeter(STAGES, 0), StageMeter(STAGES, 2, shared=False)):
-        make(alone.timer(0, clocks.now, clocks.cpu_now), clocks, [[(0.0, 0.0)] * 3], collate_s=0.5, share_s=4.0)
+        make(
+            alone.timer(0, clocks.now, clocks.cpu_now),
+            clocks,
+            [[(0.0, 0.0)] * 3],
+            collate_s=0.5,
+            share_s=4.0,
+        )
         assert walls(alone.read()) == pytest.approx([0.0, 0.0, 0.0, 4.5])
 
 
-@pytest.mark.parametrize("stages", [("crop", "crop"), ("read", "collate"), ("share", "crop"), ("read", "")], ids=str)
+@pytest.mark.parametrize(
+    "stages", [("crop", "crop"), ("read", "collate"), ("share", "crop"), ("read", "")], ids=str
+)
 def test_each_stage_needs_a_name_of_its_own(stages: tuple[str, ...]) -> None:
     """Stages that could not be told apart are refused."""
-    with pytest.raises(ValueError, match=r"stages \('.*'\) of a data set: give each a name of its own \('collate' and 'share'"):
+    with pytest.raises(
+        ValueError,
+        match=r"stages \('.*'\) of a data set: give each a name of its own \('collate' and 'share'",
+    ):
         StageMeter(stages, 0)
 
 
@@ -138,7 +169,11 @@ def test_totals_are_those_of_all_workers(clocks: Clocks) -> None:
     """read() adds the slots up, each divided by its own shares."""
     meter = StageMeter(STAGES, 3, shared=False)
     make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
-    make(meter.timer(2, clocks.now, clocks.cpu_now), clocks, [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]] * 2)
+    make(
+        meter.timer(2, clocks.now, clocks.cpu_now),
+        clocks,
+        [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]] * 2,
+    )
     totals = meter.read()
     assert (totals.samples, totals.batches, totals.busy_s) == (3, 2, pytest.approx(14.0))
     assert walls(totals) == pytest.approx([1.0, 5.0, 8.0, 0.0])
@@ -170,8 +205,12 @@ def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
     assert before.since(None) is before
 
 
-@pytest.mark.parametrize(("ended", "booked"), [((), "read"), (("read",), "decode"), (STAGES, "crop")], ids=str)
-def test_a_sample_that_fails_is_booked_where_it_did(clocks: Clocks, ended: tuple[str, ...], booked: str) -> None:
+@pytest.mark.parametrize(
+    ("ended", "booked"), [((), "read"), (("read",), "decode"), (STAGES, "crop")], ids=str
+)
+def test_a_sample_that_fails_is_booked_where_it_did(
+    clocks: Clocks, ended: tuple[str, ...], booked: str
+) -> None:
     """The time until the error goes to the stage after the last one that ended; at the end, to that one."""
     meter = StageMeter(STAGES, 0)
     timer = meter.timer(0, clocks.now, clocks.cpu_now)
@@ -192,12 +231,20 @@ def test_a_sample_that_fails_is_booked_where_it_did(clocks: Clocks, ended: tuple
 @pytest.mark.parametrize(
     ("told", "text"),
     [
-        (["read", "blur"], r"stage 'blur' is not among the data set's stages \('read', 'decode', 'crop'\)"),
-        ([], r"names the stages \('read', 'decode', 'crop'\) and never tells the end of one: call lap\(stage\)"),
+        (
+            ["read", "blur"],
+            r"stage 'blur' is not among the data set's stages \('read', 'decode', 'crop'\)",
+        ),
+        (
+            [],
+            r"names the stages \('read', 'decode', 'crop'\) and never tells the end of one: call lap\(stage\)",
+        ),
     ],
     ids=["unknown", "none"],
 )
-def test_a_data_set_must_tell_the_stages_it_names(clocks: Clocks, told: list[str], text: str) -> None:
+def test_a_data_set_must_tell_the_stages_it_names(
+    clocks: Clocks, told: list[str], text: str
+) -> None:
     """A stage that was not named, and stages that never end, are errors of the data set's author."""
     timer = StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now)
     (laps,) = timer.begin(1) or ()
@@ -209,14 +256,18 @@ def test_a_data_set_must_tell_the_stages_it_names(clocks: Clocks, told: list[str
         timer.end(1)
 
 
-def fed(batches: int, batch: Callable[[int], list[Sample]], look_s: float = 2e-7) -> tuple[StageTotals, Clocks, list[float]]:
+def fed(
+    batches: int, batch: Callable[[int], list[Sample]], look_s: float = 2e-7
+) -> tuple[StageTotals, Clocks, list[float]]:
     """The totals after so many batches, with clocks that cost ``look_s``; and the true wall seconds by stage."""
     clocks, meter = Clocks(look_s=look_s), StageMeter(STAGES, 0)
     timer, true = meter.timer(0, clocks.now, clocks.cpu_now), [0.0] * len(STAGES)
     clocks.looks = 0
     for number in range(batches):
         made = batch(number)
-        true = [sum(sample[stage][0] for sample in made) + true[stage] for stage in range(len(STAGES))]
+        true = [
+            sum(sample[stage][0] for sample in made) + true[stage] for stage in range(len(STAGES))
+        ]
         make(timer, clocks, made)
     return meter.read(), clocks, true
 
@@ -235,7 +286,9 @@ def test_timing_microseconds_costs_a_thousandth() -> None:
 def test_all_samples_are_timed_where_they_take_their_time() -> None:
     """With samples of 20 ms and ordinary clocks the costs of every single one are counted."""
     slow, other = [(0.5, 0.0), (1e-2, 1e-2), (1e-2, 1e-2)], [(0.0, 0.0), (1e-2, 1e-2), (1e-2, 1e-2)]
-    totals, _, true = fed(50, lambda number: [slow if number % 10 == 7 and row == 3 else other for row in range(8)])
+    totals, _, true = fed(
+        50, lambda number: [slow if number % 10 == 7 and row == 3 else other for row in range(8)]
+    )
     assert_adds_up(totals)
     assert walls(totals)[:3] == pytest.approx(true, rel=1e-3)
 
@@ -244,8 +297,13 @@ def test_all_samples_are_timed_where_they_take_their_time() -> None:
 def test_rare_slow_samples_count_on_average(size: int) -> None:
     """Where one sample in some is timed, reads of which one in a hundred is slow have their share all the same."""
     rng = random.Random(5)
-    plain, slow = [(1e-5, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)], [(2e-2, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)]
-    totals, _, true = fed(80_000 // size, lambda _: [slow if rng.random() < 0.01 else plain for _ in range(size)])
+    plain, slow = (
+        [(1e-5, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)],
+        [(2e-2, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)],
+    )
+    totals, _, true = fed(
+        80_000 // size, lambda _: [slow if rng.random() < 0.01 else plain for _ in range(size)]
+    )
     assert_adds_up(totals)
     assert walls(totals)[0] == pytest.approx(true[0], rel=0.3)
 
@@ -253,14 +311,22 @@ def test_rare_slow_samples_count_on_average(size: int) -> None:
 @pytest.mark.parametrize("place", [0, 63])
 def test_no_place_in_a_batch_is_favoured(place: int) -> None:
     """A stage that is slow only in one row of each batch is found as often as it happens."""
-    plain, slow = [(1e-6, 1e-6), (1e-5, 1e-5), (1e-5, 1e-5)], [(1e-4, 1e-4), (1e-5, 1e-5), (1e-5, 1e-5)]
-    totals, _, true = fed(3000, lambda _: [slow if row == place else plain for row in range(64)], look_s=2e-8)
+    plain, slow = (
+        [(1e-6, 1e-6), (1e-5, 1e-5), (1e-5, 1e-5)],
+        [(1e-4, 1e-4), (1e-5, 1e-5), (1e-5, 1e-5)],
+    )
+    totals, _, true = fed(
+        3000, lambda _: [slow if row == place else plain for row in range(64)], look_s=2e-8
+    )
     assert walls(totals)[0] == pytest.approx(true[0], rel=0.1)
 
 
 def test_what_warming_up_took_is_not_taken_for_the_rule() -> None:
     """The first batch decodes slowly, once; those that follow are divided by samples of their own."""
-    cold, warm = [(1e-6, 1e-6), (1e-3, 1e-3), (1e-6, 1e-6)], [(1e-5, 1e-5), (1e-6, 1e-6), (1e-5, 1e-5)]
+    cold, warm = (
+        [(1e-6, 1e-6), (1e-3, 1e-3), (1e-6, 1e-6)],
+        [(1e-5, 1e-5), (1e-6, 1e-6), (1e-5, 1e-5)],
+    )
     totals, _, true = fed(1000, lambda number: [warm if number else cold] * 64)
     assert walls(totals)[:3] == pytest.approx(true, rel=0.05)
 
@@ -307,9 +373,13 @@ def _work(meter: StageMeter) -> None:
     make(meter.timer(1), Clocks(), [[(0.0, 0.0)] * 3])
 
 
-def test_stamps_tell_when_a_batch_was_made_and_when_it_came(monkeypatch: pytest.MonkeyPatch, clocks: Clocks) -> None:
+def test_stamps_tell_when_a_batch_was_made_and_when_it_came(
+    monkeypatch: pytest.MonkeyPatch, clocks: Clocks
+) -> None:
     """Made by the worker's clock; received where they are unpickled, pinned where torch asks for it."""
-    stamps = make(StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now), clocks, [[(2.0, 2.0)] * 3])
+    stamps = make(
+        StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now), clocks, [[(2.0, 2.0)] * 3]
+    )
     assert stamps == Stamps(begun_s=1000.0, made_s=1006.0, received_s=1006.0, pinned_s=1006.0)
     monkeypatch.setattr("time.perf_counter", clocks.now)
     sent = pickle.dumps(stamps)

@@ -20,7 +20,10 @@ def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPat
     """The error names driver, GPU and build; an explicit device=cpu or a hidden GPU goes on."""
     monkeypatch.setattr(station, "nvml_sees_gpu", lambda: ("550.54", ["NVIDIA Test GPU"]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ConfigError, match=r"device=auto: the driver \(550\.54\) has NVIDIA Test GPU, but torch .* device=cpu"):
+    with pytest.raises(
+        ConfigError,
+        match=r"device=auto: the driver \(550\.54\) has NVIDIA Test GPU, but torch .* device=cpu",
+    ):
         station.refuse_hidden_gpu(Config(), CPU)
     station.refuse_hidden_gpu(Config(device="cpu"), CPU)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -33,7 +36,11 @@ def test_without_a_gpu_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     station.refuse_hidden_gpu(Config(), CPU)
 
 
-@pytest.mark.parametrize(("world", "known"), [(CPU, True), (World(0, 2, 0, 2, torch.device("cpu")), False)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("world", "known"),
+    [(CPU, True), (World(0, 2, 0, 2, torch.device("cpu")), False)],
+    ids=["one", "two"],
+)
 def test_ranks_of_one_machine_are_no_strangers(
     world: World, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,27 +13,55 @@ from harness.watch.supply import Supply, reckon
 def supply(stages: Mapping[str, tuple[float, float]], lone_crowding: float | None = 1.0) -> Supply:
     """Of ten samples, whose stages took so many seconds of wall and of processor time in all."""
     costs = {name: StageCost(*seconds) for name, seconds in stages.items()}
-    found = reckon(StageTotals(10, 5, sum(cost.wall_s for cost in costs.values()), costs), lone_crowding)
+    found = reckon(
+        StageTotals(10, 5, sum(cost.wall_s for cost in costs.values()), costs), lone_crowding
+    )
     assert found is not None
     return found
 
 
 def test_a_sample_costs_what_its_stages_do() -> None:
     """Seconds are per sample, shares are of the wall time, and stages of one kind add up."""
-    found = supply({"read": (1.0, 1.0), "crop": (2.0, 2.0), "resize": (4.0, 4.0), "collate": (0.8, 0.8), "share": (0.2, 0.2)})
+    found = supply(
+        {
+            "read": (1.0, 1.0),
+            "crop": (2.0, 2.0),
+            "resize": (4.0, 4.0),
+            "collate": (0.8, 0.8),
+            "share": (0.2, 0.2),
+        }
+    )
     assert (found.wall_s, found.cpu_s) == pytest.approx((0.8, 0.8))
-    assert found.parts == pytest.approx({"storage": 0.125, "augment": 0.75, "collate": 0.1, "transport": 0.025})
+    assert found.parts == pytest.approx(
+        {"storage": 0.125, "augment": 0.75, "collate": 0.1, "transport": 0.025}
+    )
     assert (found.kind, found.kind_s, found.stage, found.waits) == ("augment", 0.6, "resize", False)
 
 
 @pytest.mark.parametrize(
     ("stages", "kind", "waits"),
     [
-        pytest.param({"read": (8.0, 0.1), "decode": (3.0, 3.0), "crop": (1.0, 1.0)}, "storage", True, id="a slow disk"),
-        pytest.param({"read": (8.0, 4.0), "decode": (6.0, 3.0), "crop": (2.0, 1.0)}, "storage", False, id="crowded, not slow"),
-        pytest.param({"decode": (8.0, 0.1), "crop": (1.0, 1.0)}, "decode", True, id="decoding elsewhere"),
-        pytest.param({"sample": (8.0, 7.0), "collate": (0.1, 0.1)}, "decode", False, id="unsplit, working"),
-        pytest.param({"sample": (8.0, 1.0), "collate": (0.1, 0.1)}, "storage", True, id="unsplit, waiting"),
+        pytest.param(
+            {"read": (8.0, 0.1), "decode": (3.0, 3.0), "crop": (1.0, 1.0)},
+            "storage",
+            True,
+            id="a slow disk",
+        ),
+        pytest.param(
+            {"read": (8.0, 4.0), "decode": (6.0, 3.0), "crop": (2.0, 1.0)},
+            "storage",
+            False,
+            id="crowded, not slow",
+        ),
+        pytest.param(
+            {"decode": (8.0, 0.1), "crop": (1.0, 1.0)}, "decode", True, id="decoding elsewhere"
+        ),
+        pytest.param(
+            {"sample": (8.0, 7.0), "collate": (0.1, 0.1)}, "decode", False, id="unsplit, working"
+        ),
+        pytest.param(
+            {"sample": (8.0, 1.0), "collate": (0.1, 0.1)}, "storage", True, id="unsplit, waiting"
+        ),
         pytest.param({"read": (8.0, 0.0)}, "storage", True, id="no processor time at all"),
     ],
 )
@@ -46,17 +74,28 @@ def test_waiting_is_told_from_work_on_crowded_processors(
 
 
 @pytest.mark.parametrize(
-    ("lone_crowding", "waits"), [(1.0, True), (3.0, False), (None, False)], ids=["idle", "crowded", "full processors"]
+    ("lone_crowding", "waits"),
+    [(1.0, True), (3.0, False), (None, False)],
+    ids=["idle", "crowded", "full processors"],
 )
-def test_a_lone_stage_waits_unless_the_processors_can_explain_it(lone_crowding: float | None, waits: bool) -> None:
+def test_a_lone_stage_waits_unless_the_processors_can_explain_it(
+    lone_crowding: float | None, waits: bool
+) -> None:
     """With nothing to compare it with, a stage that lasts four times its processor time may just have been crowded out."""
     assert supply({"sample": (8.0, 2.0)}, lone_crowding).waits == waits
 
 
 def test_full_processors_hide_all_but_long_waits() -> None:
     """Where processors are full, only a stage that hardly ever has one is said to wait, whatever the others look like."""
-    crowded, waiting = {"decode": (8.0, 1.0), "crop": (1.0, 1.0)}, {"read": (8.0, 0.5), "crop": (1.0, 1.0)}
-    assert (supply(crowded, 1.0).waits, supply(crowded, None).waits, supply(waiting, None).waits) == (True, False, True)
+    crowded, waiting = (
+        {"decode": (8.0, 1.0), "crop": (1.0, 1.0)},
+        {"read": (8.0, 0.5), "crop": (1.0, 1.0)},
+    )
+    assert (
+        supply(crowded, 1.0).waits,
+        supply(crowded, None).waits,
+        supply(waiting, None).waits,
+    ) == (True, False, True)
 
 
 @pytest.mark.parametrize(("images_per_s", "workers"), [(0.0, 1), (10.0, 5), (90.0, 40)])
@@ -67,13 +106,19 @@ def test_workers_give_a_tenth_more_than_is_asked_for(images_per_s: float, worker
 
 def test_processors_bound_the_rate() -> None:
     """Loading and step share the processors; crowded ones give a sample less."""
-    assert supply({"decode": (4.0, 4.0), "crop": (4.0, 4.0)}).rate_of(2.0, 0.2) == pytest.approx(2.0)
-    assert supply({"decode": (8.0, 4.0), "crop": (8.0, 4.0)}).rate_of(2.0, 0.4) == pytest.approx(1.0)
+    assert supply({"decode": (4.0, 4.0), "crop": (4.0, 4.0)}).rate_of(2.0, 0.2) == pytest.approx(
+        2.0
+    )
+    assert supply({"decode": (8.0, 4.0), "crop": (8.0, 4.0)}).rate_of(2.0, 0.4) == pytest.approx(
+        1.0
+    )
 
 
 def test_full_processors_have_no_room_beside_work() -> None:
     """Where processors are full, all of the work's time is taken for a wish to have one; waiting leaves them to others."""
-    assert supply({"decode": (8.0, 2.0), "crop": (8.0, 4.0)}, None).rate_of(2.0, 0.4) == pytest.approx(1.0)
+    assert supply({"decode": (8.0, 2.0), "crop": (8.0, 4.0)}, None).rate_of(
+        2.0, 0.4
+    ) == pytest.approx(1.0)
     assert supply({"read": (15.0, 0.1), "crop": (1.0, 0.9)}, None).rate_of(2.0, 0.0) > 10
 
 

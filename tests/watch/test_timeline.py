@@ -25,7 +25,12 @@ def test_a_spike_on_the_device_survives(clock: StepClock, gpu: Gpu, kind: str) -
     for number in range(1000):
         slow_s = {kind: 0.5} if number == 500 else {}
         gpu.host += slow_s.get("host_ms", 0.0)
-        step(clock, gpu, wait_s=slow_s.get("starved_ms", 0.001), compute_s=slow_s.get("compute_ms", 0.002))
+        step(
+            clock,
+            gpu,
+            wait_s=slow_s.get("starved_ms", 0.001),
+            compute_s=slow_s.get("compute_ms", 0.002),
+        )
     gpu.host = gpu.compute_until
     window = clock.close_window()
     assert window is not None
@@ -96,7 +101,9 @@ def test_copies_nobody_computes_on_are_bounded(clock: StepClock, gpu: Gpu) -> No
 
 
 @pytest.mark.parametrize("steps", [10, 20, 100])
-def test_what_an_epochs_end_leaves_to_the_device_is_its_steps(clock: StepClock, gpu: Gpu, steps: int) -> None:
+def test_what_an_epochs_end_leaves_to_the_device_is_its_steps(
+    clock: StepClock, gpu: Gpu, steps: int
+) -> None:
     """A host that runs far ahead settles at each epoch's end: images/s are the device's, however short the epochs are."""
     for _ in range(4):
         clock.start_epoch()
@@ -119,7 +126,9 @@ def test_settling_breaks_no_gap(clock: StepClock, gpu: Gpu) -> None:
     assert (total.gap_ms.median, total.gap_ms.max) == pytest.approx((20, 20), rel=0.02)
 
 
-def test_a_pause_lets_the_device_finish_and_books_it_to_the_steps(clock: StepClock, gpu: Gpu) -> None:
+def test_a_pause_lets_the_device_finish_and_books_it_to_the_steps(
+    clock: StepClock, gpu: Gpu
+) -> None:
     """Steps that are still queued when an evaluation begins are not paid for by the evaluation."""
     clock.start_epoch()
     for _ in range(11):
@@ -129,7 +138,10 @@ def test_a_pause_lets_the_device_finish_and_books_it_to_the_steps(clock: StepClo
     total = clock.total()
     assert gpu.waits == 1
     assert total.pauses_s == {"evaluate": pytest.approx(3.0)}
-    assert (total.elapsed_s, total.first_step_s) == (pytest.approx(1.0, abs=0.002), pytest.approx(0.1, abs=0.002))
+    assert (total.elapsed_s, total.first_step_s) == (
+        pytest.approx(1.0, abs=0.002),
+        pytest.approx(0.1, abs=0.002),
+    )
 
 
 def test_the_gap_over_a_pause_is_left_out(clock: StepClock, gpu: Gpu) -> None:
@@ -180,7 +192,9 @@ def test_a_step_that_lost_a_block_is_left_out(gpu: Gpu) -> None:
     """When only the second of a step's two blocks was dropped, the first one's time is not shown as the step's."""
     clock = StepClock("cuda", slots=4, now=gpu.now, events=gpu.events())
     for number in range(12):
-        gpu.hung = number > 0 and number % 2 == 0  # the first of its blocks takes the last free slot
+        gpu.hung = (
+            number > 0 and number % 2 == 0
+        )  # the first of its blocks takes the last free slot
         for _ in range(2):
             with clock.computing():
                 gpu.host += 0.005

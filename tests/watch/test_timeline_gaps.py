@@ -99,44 +99,101 @@ def test_of_a_copy_only_the_exposed_part_is_a_stall(clock: StepClock, gpu: Gpu) 
         clock.step(4)
         gpu.host = max(gpu.host, gpu.compute_until - 0.006)
     total = settled(clock, gpu)
-    assert total.shares == pytest.approx({"compute": 0.75, "starved": 0, "exposed_copy": 0.25, "host": 0}, abs=0.001)
+    assert total.shares == pytest.approx(
+        {"compute": 0.75, "starved": 0, "exposed_copy": 0.25, "host": 0}, abs=0.001
+    )
 
 
 @pytest.mark.parametrize(
     ("host_ms", "load_ms", "copy_ms", "expected_ms"),
     [
-        pytest.param(2, 5, 0, {"starved": 0, "exposed_copy": 0, "host": 0}, id="all behind the compute"),
-        pytest.param(0, 15, 0, {"starved": 5, "exposed_copy": 0, "host": 0}, id="a wait that begins before the gap"),
-        pytest.param(4, 8, 0, {"starved": 2, "exposed_copy": 0, "host": 0}, id="work behind the compute, then a wait"),
-        pytest.param(12, 8, 0, {"starved": 8, "exposed_copy": 0, "host": 2}, id="work into the gap, then a wait"),
+        pytest.param(
+            2, 5, 0, {"starved": 0, "exposed_copy": 0, "host": 0}, id="all behind the compute"
+        ),
+        pytest.param(
+            0,
+            15,
+            0,
+            {"starved": 5, "exposed_copy": 0, "host": 0},
+            id="a wait that begins before the gap",
+        ),
+        pytest.param(
+            4,
+            8,
+            0,
+            {"starved": 2, "exposed_copy": 0, "host": 0},
+            id="work behind the compute, then a wait",
+        ),
+        pytest.param(
+            12,
+            8,
+            0,
+            {"starved": 8, "exposed_copy": 0, "host": 2},
+            id="work into the gap, then a wait",
+        ),
         pytest.param(18, 0, 0, {"starved": 0, "exposed_copy": 0, "host": 8}, id="work alone"),
-        pytest.param(0, 12, 3, {"starved": 2, "exposed_copy": 3, "host": 0}, id="a wait, then a copy in the gap"),
-        pytest.param(0, 8, 5, {"starved": 0, "exposed_copy": 3, "host": 0}, id="a copy that begins before the gap"),
-        pytest.param(13, 7, 5, {"starved": 7, "exposed_copy": 5, "host": 3}, id="work, a wait and a copy"),
+        pytest.param(
+            0,
+            12,
+            3,
+            {"starved": 2, "exposed_copy": 3, "host": 0},
+            id="a wait, then a copy in the gap",
+        ),
+        pytest.param(
+            0,
+            8,
+            5,
+            {"starved": 0, "exposed_copy": 3, "host": 0},
+            id="a copy that begins before the gap",
+        ),
+        pytest.param(
+            13, 7, 5, {"starved": 7, "exposed_copy": 5, "host": 3}, id="work, a wait and a copy"
+        ),
     ],
 )
 def test_every_part_of_a_gap_is_explained(
-    clock: StepClock, gpu: Gpu, host_ms: float, load_ms: float, copy_ms: float, expected_ms: dict[str, float]
+    clock: StepClock,
+    gpu: Gpu,
+    host_ms: float,
+    load_ms: float,
+    copy_ms: float,
+    expected_ms: dict[str, float],
 ) -> None:
     """Beside steps of 10 ms the loop works, waits and copies in turn: what the device missed, and why, is known exactly."""
     for _ in range(200):
         gpu.host += 1e-3 * host_ms
-        step(clock, gpu, wait_s=1e-3 * load_ms, copy_s=1e-3 * copy_ms, compute_s=0.010, launch_s=0.0)
-        gpu.host = max(gpu.host, gpu.compute_until - 0.010)  # no further ahead than the running step
+        step(
+            clock, gpu, wait_s=1e-3 * load_ms, copy_s=1e-3 * copy_ms, compute_s=0.010, launch_s=0.0
+        )
+        gpu.host = max(
+            gpu.host, gpu.compute_until - 0.010
+        )  # no further ahead than the running step
     total = settled(clock, gpu)
     assert total.starved_ms and total.exposed_copy_ms and total.host_ms and total.gap_ms
-    found = {"starved": total.starved_ms, "exposed_copy": total.exposed_copy_ms, "host": total.host_ms}
-    assert {name: spread.max for name, spread in found.items()} == pytest.approx(expected_ms, abs=0.005)
+    found = {
+        "starved": total.starved_ms,
+        "exposed_copy": total.exposed_copy_ms,
+        "host": total.host_ms,
+    }
+    assert {name: spread.max for name, spread in found.items()} == pytest.approx(
+        expected_ms, abs=0.005
+    )
     assert total.gap_ms.max == pytest.approx(sum(expected_ms.values()), abs=0.005)
     whole = 10 + sum(expected_ms.values())
     shares = {name: ms / whole for name, ms in expected_ms.items()} | {"compute": 10 / whole}
     assert total.shares == pytest.approx(shares, abs=0.001)
     assert sum(total.shares.values()) == pytest.approx(1)
-    assert total.stall_fraction == pytest.approx(shares["starved"] + shares["exposed_copy"], abs=0.001)
+    assert total.stall_fraction == pytest.approx(
+        shares["starved"] + shares["exposed_copy"], abs=0.001
+    )
 
 
-@pytest.mark.parametrize(("asked_ms", "exposed_ms"), [(12, 5), (16, 2), (20, 0)], ids=["before", "within", "after"])
-def test_a_copy_delays_from_when_the_host_asks_for_it(clock: StepClock, gpu: Gpu, asked_ms: float, exposed_ms: float) -> None:
+@pytest.mark.parametrize(
+    ("asked_ms", "exposed_ms"), [(12, 5), (16, 2), (20, 0)], ids=["before", "within", "after"]
+)
+def test_a_copy_delays_from_when_the_host_asks_for_it(
+    clock: StepClock, gpu: Gpu, asked_ms: float, exposed_ms: float
+) -> None:
     """A copy that a thread issues at 13 ms, in the gap, costs what is left of it when the loop wants the batch."""
     for _ in range(100):
         copied, began = gpu.copy(0.005, at=gpu.host + 0.013), gpu.host
@@ -152,7 +209,9 @@ def test_a_copy_delays_from_when_the_host_asks_for_it(clock: StepClock, gpu: Gpu
     total = settled(clock, gpu)
     assert total.exposed_copy_ms
     assert total.exposed_copy_ms.median == pytest.approx(exposed_ms, rel=0.01, abs=0.005)
-    assert total.shares["starved"] * total.elapsed_s / total.steps == pytest.approx(1e-3 * max(0, 13 - asked_ms), abs=1e-4)
+    assert total.shares["starved"] * total.elapsed_s / total.steps == pytest.approx(
+        1e-3 * max(0, 13 - asked_ms), abs=1e-4
+    )
 
 
 def test_two_batches_in_one_block_are_both_waited_for(clock: StepClock, gpu: Gpu) -> None:
@@ -167,7 +226,9 @@ def test_two_batches_in_one_block_are_both_waited_for(clock: StepClock, gpu: Gpu
         clock.step(8)
         gpu.host = gpu.compute_until
     total = settled(clock, gpu)
-    assert total.shares == pytest.approx({"compute": 0.5, "starved": 0.4, "exposed_copy": 0, "host": 0.1}, abs=0.001)
+    assert total.shares == pytest.approx(
+        {"compute": 0.5, "starved": 0.4, "exposed_copy": 0, "host": 0.1}, abs=0.001
+    )
 
 
 def test_python_between_steps_is_no_stall(clock: StepClock, gpu: Gpu) -> None:

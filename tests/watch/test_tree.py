@@ -63,7 +63,9 @@ def family(folder: Path) -> Iterator[Family]:
     data = folder / "data"
     data.write_bytes(bytes(4 * MIB))
     command = [sys.executable, "-c", FAMILY, str(data)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield Family(process)
         assert process.stdin is not None
         process.stdin.close()
@@ -135,7 +137,9 @@ def test_bytes_from_storage_are_not_those_of_the_page_cache(tmp_path: Path) -> N
         totals.append(tree.read_bytes())
     asked, fetched = zip(*filter(None, totals), strict=True)
     if fetched[1] == fetched[0]:
-        pytest.skip(f"{tmp_path} is on no file system whose reads are counted as storage's, or keeps its pages")
+        pytest.skip(
+            f"{tmp_path} is on no file system whose reads are counted as storage's, or keeps its pages"
+        )
     assert asked[1] - asked[0] >= 4 * MIB <= asked[2] - asked[1]
     assert fetched[1] - fetched[0] >= 4 * MIB
     assert fetched[2] - fetched[1] < MIB
@@ -147,7 +151,9 @@ class Proc:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def add(self, pid: int, parent: int, ticks: int = 0, name: str = "python", faults: int = 0) -> None:
+    def add(
+        self, pid: int, parent: int, ticks: int = 0, name: str = "python", faults: int = 0
+    ) -> None:
         """Add a process of so many ticks of processor time and major page faults, half of each its ended children's."""
         own = f"0 0 0 0 0 0 0 {faults - faults // 2} {faults // 2} {ticks // 2} 0 {ticks - ticks // 2} 0 20 0 1 0"
         (self.folder / str(pid)).mkdir(exist_ok=True)
@@ -263,7 +269,9 @@ def test_a_hidden_stranger_is_none_of_ours(proc: Proc) -> None:
     assert ticks(Tree(50, proc.folder)) == 100
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError], ids=["missing", "forbidden"])
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError, PermissionError], ids=["missing", "forbidden"]
+)
 def test_a_kernel_that_does_not_count_reads_is_told_from_an_end(
     proc: Proc, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:

@@ -20,15 +20,37 @@ from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.verdict import Verdict, judge
 
-DECODING = {"read": (0.2, 0.1), "decode": (3.0, 3.0), "crop": (0.5, 0.5), "collate": (0.3, 0.3)}  # ms of wall, of processor
+DECODING = {
+    "read": (0.2, 0.1),
+    "decode": (3.0, 3.0),
+    "crop": (0.5, 0.5),
+    "collate": (0.3, 0.3),
+}  # ms of wall, of processor
 READING = {"read": (9.0, 0.2), "decode": (3.0, 3.0), "crop": (0.5, 0.5), "collate": (0.3, 0.3)}
 WRITING = {"write": (1.2, 1.0)}
 WAITING = {"read": (9.0, 0.1), "crop": (0.1, 0.1)}
-CROPPING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "resize": (6.0, 6.0), "collate": (0.3, 0.3)}
-SHARING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "collate": (0.2, 0.2), "share": (4.8, 4.8)}
+CROPPING = {
+    "read": (0.2, 0.1),
+    "decode": (1.0, 1.0),
+    "crop": (0.5, 0.5),
+    "resize": (6.0, 6.0),
+    "collate": (0.3, 0.3),
+}
+SHARING = {
+    "read": (0.2, 0.1),
+    "decode": (1.0, 1.0),
+    "crop": (0.5, 0.5),
+    "collate": (0.2, 0.2),
+    "share": (4.8, 4.8),
+}
 COLLATING = {"read": (0.2, 0.1), "decode": (1.0, 1.0), "crop": (0.5, 0.5), "collate": (5.0, 5.0)}
 
-CROWDED = {Tag.OTHERS_CPU_CORES: 1.6, Tag.QUEUED_THREADS: 1.2, Tag.CPU_CORES: 0.4, Tag.CPU_FRACTION: 0.998}
+CROWDED = {
+    Tag.OTHERS_CPU_CORES: 1.6,
+    Tag.QUEUED_THREADS: 1.2,
+    Tag.CPU_CORES: 0.4,
+    Tag.CPU_FRACTION: 0.998,
+}
 
 
 def spread(ms: float | None) -> Spread | None:
@@ -76,8 +98,12 @@ def on_cpu(starved: float, **changes: Any) -> Evidence:
     return evidence(starved, window=window, **{"device": "cpu", "cores": 2.0} | changes)
 
 
-def rank(number: int, stalled_ms: float, host_ms: float | None = 1.0, forward_ms: float | None = 10.0) -> RankFigures:
-    return RankFigures(rank=number, step_ms=40.0, stalled_ms=stalled_ms, host_ms=host_ms, forward_ms=forward_ms)
+def rank(
+    number: int, stalled_ms: float, host_ms: float | None = 1.0, forward_ms: float | None = 10.0
+) -> RankFigures:
+    return RankFigures(
+        rank=number, step_ms=40.0, stalled_ms=stalled_ms, host_ms=host_ms, forward_ms=forward_ms
+    )
 
 
 CASES = [
@@ -295,7 +321,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("given", "bottleneck", "sentence"), CASES)
-def test_the_sentence_has_the_evidence_and_the_next_step(given: Evidence, bottleneck: str, sentence: str) -> None:
+def test_the_sentence_has_the_evidence_and_the_next_step(
+    given: Evidence, bottleneck: str, sentence: str
+) -> None:
     """Each kind of bottleneck is named, with its figures and what to do."""
     verdict = judge(given)
     assert (verdict.bottleneck, verdict.sentence) == (bottleneck, sentence)
@@ -306,7 +334,9 @@ def test_every_kind_has_a_case() -> None:
     assert {case.values[1] for case in CASES} == set(get_args(Bottleneck))
 
 
-@pytest.mark.parametrize("given", [case.values[0] for case in CASES], ids=[case.id for case in CASES])
+@pytest.mark.parametrize(
+    "given", [case.values[0] for case in CASES], ids=[case.id for case in CASES]
+)
 def test_the_next_step_can_be_typed(given: Evidence) -> None:
     """Every override names a setting that exists, and stands in the sentence."""
     verdict = judge(given)
@@ -378,10 +408,20 @@ def test_thresholds_hold_from_both_sides(given: Evidence, bottleneck: str) -> No
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        pytest.param((rank(0, 1.0), rank(1, 1.0, host_ms=9.0)), "Rank 1 .* Python between two steps", id="host"),
-        pytest.param((rank(0, 1.0), rank(1, 1.0, forward_ms=19.0)), "Rank 1 .* the forward pass", id="forward"),
         pytest.param(
-            (rank(0, 1.0, host_ms=19.0), rank(1, 9.0, host_ms=None)), "Rank 1 .* waiting for data", id="one cannot tell"
+            (rank(0, 1.0), rank(1, 1.0, host_ms=9.0)),
+            "Rank 1 .* Python between two steps",
+            id="host",
+        ),
+        pytest.param(
+            (rank(0, 1.0), rank(1, 1.0, forward_ms=19.0)),
+            "Rank 1 .* the forward pass",
+            id="forward",
+        ),
+        pytest.param(
+            (rank(0, 1.0, host_ms=19.0), rank(1, 9.0, host_ms=None)),
+            "Rank 1 .* waiting for data",
+            id="one cannot tell",
         ),
     ],
 )
@@ -421,9 +461,15 @@ def test_the_evidence_has_the_figures_and_the_two_next_suspects() -> None:
 @pytest.mark.parametrize(
     ("sampled", "workers", "bottleneck"),
     [
-        pytest.param({Tag.CPU_CORES: 1.0, Tag.CPU_FRACTION: 0.5}, 2, "storage", id="idle processors"),
-        pytest.param({Tag.CPU_CORES: 1.9, Tag.CPU_FRACTION: 0.5}, 2, "decode", id="own processors full"),
-        pytest.param({Tag.CPU_CORES: 1.0, Tag.CPU_FRACTION: 0.95}, 2, "decode", id="the machine full"),
+        pytest.param(
+            {Tag.CPU_CORES: 1.0, Tag.CPU_FRACTION: 0.5}, 2, "storage", id="idle processors"
+        ),
+        pytest.param(
+            {Tag.CPU_CORES: 1.9, Tag.CPU_FRACTION: 0.5}, 2, "decode", id="own processors full"
+        ),
+        pytest.param(
+            {Tag.CPU_CORES: 1.0, Tag.CPU_FRACTION: 0.95}, 2, "decode", id="the machine full"
+        ),
         pytest.param({Tag.CPU_CORES: 1.0, Tag.THROTTLED_FRACTION: 0.3}, 2, "quota", id="throttled"),
         pytest.param({}, 1, "storage", id="unknown, one worker"),
         pytest.param({}, 7, "decode", id="unknown, many workers"),
@@ -434,18 +480,39 @@ def test_a_data_set_without_stages_waits_unless_processors_were_scarce(
 ) -> None:
     """Eight milliseconds with two of a processor are reading where there were idle ones, and else may be work."""
     slow = {"sample": (8.0, 2.0)}
-    assert kind(on_cpu(0.6, stages=slow, sampled=sampled, settings=samples.settings(workers), autotuned=True)) == bottleneck
+    assert (
+        kind(
+            on_cpu(
+                0.6,
+                stages=slow,
+                sampled=sampled,
+                settings=samples.settings(workers),
+                autotuned=True,
+            )
+        )
+        == bottleneck
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "next_step"),
     [
-        pytest.param({"precision": "fp32"}, "trainer.precision=bf16 trainer.channels_last=true", id="nothing done"),
-        pytest.param({"precision": "bf16", "channels_last": True}, "trainer.compile=true", id="but compiled"),
-        pytest.param({"precision": "fp16", "channels_last": True, "compiled": True}, None, id="all done"),
+        pytest.param(
+            {"precision": "fp32"},
+            "trainer.precision=bf16 trainer.channels_last=true",
+            id="nothing done",
+        ),
+        pytest.param(
+            {"precision": "bf16", "channels_last": True}, "trainer.compile=true", id="but compiled"
+        ),
+        pytest.param(
+            {"precision": "fp16", "channels_last": True, "compiled": True}, None, id="all done"
+        ),
     ],
 )
-def test_a_network_that_sets_the_pace_is_told_what_it_does_not_do_yet(settings: dict[str, Any], next_step: str | None) -> None:
+def test_a_network_that_sets_the_pace_is_told_what_it_does_not_do_yet(
+    settings: dict[str, Any], next_step: str | None
+) -> None:
     """What is set already is not proposed again."""
     assert judge(evidence(0.0, **settings)).next_step == next_step
 
@@ -499,8 +566,13 @@ def drawn(rng: random.Random) -> Evidence:
         name: (10 ** rng.uniform(-4, 3) * rng.choice([0, 1]), 10 ** rng.uniform(-4, 3))
         for name in rng.sample(names, rng.randrange(7))
     }
-    shares = {name: share() for name in rng.sample(["compute", "starved", "exposed_copy", "host"], rng.randrange(5))}
-    parts = {name: share() for name in rng.sample(["make", "transport", "pin", "move"], rng.randrange(5))}
+    shares = {
+        name: share()
+        for name in rng.sample(["compute", "starved", "exposed_copy", "host"], rng.randrange(5))
+    }
+    parts = {
+        name: share() for name in rng.sample(["make", "transport", "pin", "move"], rng.randrange(5))
+    }
     window = dataclasses.replace(
         Ledger().window(),
         steps=rng.randrange(100), images=rng.randrange(1000), elapsed_s=rng.choice([0.0, rng.random() * 100]),
@@ -533,5 +605,7 @@ def test_any_figures_give_a_verdict(seed: int) -> None:
         verdict = judge(given)
         assert verdict.bottleneck in get_args(Bottleneck), given
         assert verdict.ceiling is None or 1 <= verdict.ceiling <= 1000, given
-        assert not re.search(r"\b(nan|inf|None)\b", " ".join([verdict.sentence, *verdict.evidence])), given
+        assert not re.search(
+            r"\b(nan|inf|None)\b", " ".join([verdict.sentence, *verdict.evidence])
+        ), given
         assert all(len(clause) < 200 for clause in verdict.evidence), given
