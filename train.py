@@ -1,7 +1,8 @@
 """Train, evaluate or diagnose an image classifier: ``python train.py --help``.
 
-In order: ``harness.app`` composes the settings of ``conf/`` and the command line. ``harness.job`` starts a process for each
-rank, and its ``main_worker`` wires the rooms: data, feed, tuning, training, watch.
+In order: ``harness.app`` composes the settings of ``conf/`` and the command line. ``harness.job``
+starts a process for each rank, and its ``main_worker`` wires the rooms: data, feed, tuning,
+training, watch.
 """
 
 from harness.app import command

@@ -1,4 +1,5 @@
-"""A training harness for image classifiers in which the device never waits for data, and the user can see it.
+"""A training harness for image classifiers in which the device never waits for data, and the user
+can see it.
 
 The rooms, in the order in which the data walks through them::
 
@@ -7,7 +8,8 @@ The rooms, in the order in which the data walks through them::
                              ^ settings                   | is told about waits
                           tuning/                       watch/  ->  TensorBoard, report.json, the console
 
-Who may import whom, kept by import-linter (a lower line never imports a higher one, neighbours never each other)::
+Who may import whom, kept by import-linter (a lower line never imports a higher one, neighbours
+never each other)::
 
     train.py, wellfed   the names of app: a script in a checkout, a command where it is installed
     app                 composes the settings, starts the jobs, tells every error
@@ -23,10 +25,11 @@ Who may import whom, kept by import-linter (a lower line never imports a higher 
     config              every setting; with answers and app the only module that knows Hydra
     answers             what the command line answers to what was mistyped
 
-Tuning knows the step by a protocol (``harness.tuning.figures.Trainee``), which training satisfies and job passes on.
+Tuning knows the step by a protocol (``harness.tuning.figures.Trainee``), which training satisfies
+and job passes on.
 
-For a loop of your own: ``DataPrefetcher``, ``StepClock`` and ``tune``, from here or from the module ``wellfed``. Each is
-imported when it is asked for.
+For a loop of your own: ``DataPrefetcher``, ``StepClock`` and ``tune``, from here or from the module
+``wellfed``. Each is imported when it is asked for.
 """
 
 from __future__ import annotations

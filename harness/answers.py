@@ -1,4 +1,6 @@
-"""What the command line answers to what was mistyped: flags, unknown settings and choices, values of another type."""
+"""What the command line answers to what was mistyped: flags, unknown settings and choices, values
+of another type.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,16 @@ _OTHER_NAMES = {
 }
 _AUTOCAST = "write trainer.precision=bf16 or trainer.precision=fp16"
 _FOLDER = "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER"
-_LOGGERS = "there is no such logger; a run writes TensorBoard's event file, metrics.jsonl and report.html by itself"
+_LOGGERS = (
+    "there is no such logger; a run writes TensorBoard's event file, metrics.jsonl and "
+    "report.html by itself"
+)
 _PROCESSES = "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N"
 # Names whose answer is more than another name.
 _ANSWERS = {
-    "pretrained": "write model.weights=DEFAULT, with a network of torchvision such as model=resnet18",
+    "pretrained": (
+        "write model.weights=DEFAULT, with a network of torchvision such as model=resnet18"
+    ),
     "amp": _AUTOCAST,
     "fp16": _AUTOCAST,
     "optimizer": "write optim=adamw or optim=sgd",
@@ -64,7 +71,9 @@ _ANSWERS = {
 
 
 def version(own: str) -> str:
-    """Returns the versions of wellfed, which is ``own``, of torch and Python, without importing torch."""
+    """Returns the versions of wellfed, which is ``own``, of torch and Python, without importing
+    torch.
+    """
     from importlib import metadata  # takes 30 ms
 
     try:
@@ -75,7 +84,9 @@ def version(own: str) -> str:
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:
-    """Returns ``arguments`` with the home folder for ``~`` in the settings that are paths, where no shell writes it."""
+    """Returns ``arguments`` with the home folder for ``~`` in the settings that are paths, where no
+    shell writes it.
+    """
     found = []
     for text in arguments:
         name, equals, value = text.partition("=")
@@ -87,7 +98,8 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 
 
 def refused_flag(arguments: Sequence[str], settings: Sequence[str]) -> str | None:
-    """Returns what to say of the first flag that there is not, such as ``--lr 0.1``; None: there is none.
+    """Returns what to say of the first flag that there is not, such as ``--lr 0.1``; None: there is
+    none.
 
     ``settings`` are the dotted names of all settings.
     """
@@ -111,7 +123,9 @@ def _is_hydras(flag: str) -> bool:
 
 
 def _hint(name: str, settings: Sequence[str]) -> str:
-    """Returns what follows "unknown setting" of ``name``: what to write, what may be meant, or where to look."""
+    """Returns what follows "unknown setting" of ``name``: what to write, what may be meant, or
+    where to look.
+    """
     answer = _ANSWERS.get(name) or _ANSWERS.get(name.rpartition(".")[2])
     if answer:
         return f"; {answer}"
@@ -122,8 +136,8 @@ def _hint(name: str, settings: Sequence[str]) -> str:
 def _meant(name: str, settings: Sequence[str]) -> list[str]:
     """Returns at most three settings that ``name`` may stand for.
 
-    Those of the same last part come first, then other programs' names, then the most similar name of the same group,
-    then of any.
+    Those of the same last part come first, then other programs' names, then the most similar name
+    of the same group, then of any.
     """
     group, _, last = name.rpartition(".")
     same = [path for path in settings if path.rpartition(".")[2] == last]
@@ -141,7 +155,9 @@ def _meant(name: str, settings: Sequence[str]) -> list[str]:
 
 
 def nearest(value: str, known: Sequence[str]) -> str:
-    """Returns ``"; did you mean ...?"`` with the most similar names, whatever their case; empty without any."""
+    """Returns ``"; did you mean ...?"`` with the most similar names, whatever their case; empty
+    without any.
+    """
     plain = {re.sub(r"[-_.]", "", name).lower(): name for name in known}
     near = difflib.get_close_matches(re.sub(r"[-_.]", "", value).lower(), plain, n=3)
     return f"; did you mean {', '.join(plain[name] for name in near)}?" if near else ""
@@ -153,7 +169,8 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, settings: Sequence[str]) -> str:
-    """Returns one line for a refusal by Hydra or OmegaConf: the setting, what is wrong and the way out.
+    """Returns one line for a refusal by Hydra or OmegaConf: the setting, what is wrong and the way
+    out.
 
     ``settings`` are the dotted names of all settings.
     """
@@ -174,7 +191,8 @@ def explain(error: BaseException, settings: Sequence[str]) -> str:
     if required := _first(r"field '([^']+)' is not Optional", text):
         return f"{required}=null: needs a value"
     choice = re.search(
-        r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?(?:Config search path|$)",
+        r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?(?:Config "
+        r"search path|$)",
         text,
         re.S,
     )
@@ -206,7 +224,10 @@ def _no_choice(group: str, value: str, options: Sequence[str]) -> str:
     elif group == "data":
         more = f"; for your own images write data=imagefolder data.root=FOLDER{more}"
     elif group.startswith("hydra/"):
-        more = f"; others come with plugins of Hydra, such as pip install hydra-{value}-{group.rpartition('/')[2]}"
+        more = (
+            "; others come with plugins of Hydra, such as pip install "
+            f"hydra-{value}-{group.rpartition('/')[2]}"
+        )
     return f"{group}={value}: no such choice; {listed}{more}"
 
 

@@ -48,7 +48,8 @@ def command() -> NoReturn:
 
 
 def cli() -> int:
-    """Run what the command line asks for and tell every error, in one line where its cause is known; the exit code.
+    """Run what the command line asks for and tell every error, in one line where its cause is
+    known; the exit code.
 
     Called where signals are caught.
     """
@@ -94,7 +95,10 @@ def _with_whole_path(arguments: list[str]) -> list[str]:
 
 
 def main(composed: DictConfig) -> float | None:
-    """One job as Hydra composed it; a sweep's job has a process of its own. Returns the best top-1, for sweepers."""
+    """One job as Hydra composed it; a sweep's job has a process of its own.
+
+    Returns the best top-1, for sweepers.
+    """
     chosen, began_s = HydraConfig.get(), time.perf_counter()
     place, sweep = Path(chosen.runtime.output_dir), chosen.mode is RunMode.MULTIRUN
     try:
@@ -151,7 +155,9 @@ def _checked(composed: DictConfig) -> schema.Config:
 
 
 def _best_top1(place: Path) -> float | None:
-    """Returns the highest validation top-1 of the run in ``place``, 0..1; None: it had no evaluation."""
+    """Returns the highest validation top-1 of the run in ``place``, 0..1; None: it had no
+    evaluation.
+    """
     metrics = place / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
     return max(

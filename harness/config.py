@@ -1,7 +1,8 @@
 """Every setting that a run may have: its type, unit, range and one sentence.
 
-With ``answers`` and ``app`` the only module that knows Hydra. The dataclasses below are the schema; the files in ``conf/``
-hold values only. ``load`` turns what Hydra composed into a checked ``Config``, ``explain`` a refusal into one line.
+With ``answers`` and ``app`` the only module that knows Hydra. The dataclasses below are the schema;
+the files in ``conf/`` hold values only. ``load`` turns what Hydra composed into a checked
+``Config``, ``explain`` a refusal into one line.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from harness import answers
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the text is one line that names the setting, its value and the way out."""
+    """A setting that cannot be used; the text is one line that names the setting, its value and the
+    way out.
+    """
 
 
 Mode = Enum("Mode", ["train", "evaluate", "diagnose"])
@@ -60,8 +63,9 @@ def setting(default: Any, text: str, **limits: Any) -> Any:
     Args:
         default: the value when no file in ``conf/`` says otherwise.
         text: one sentence, with the unit.
-        **limits: any of ``ge``, ``gt``, ``le``, ``lt`` (bounds of a number, or of every number of a tuple), ``increasing``
-            (a tuple whose values may not fall) and ``each`` (the exact number of values in a tuple).
+        **limits: any of ``ge``, ``gt``, ``le``, ``lt`` (bounds of a number, or of every number of a
+            tuple), ``increasing`` (a tuple whose values may not fall) and ``each`` (the exact
+            number of values in a tuple).
     """
     return field(default=default, metadata={"text": text, **limits})
 
@@ -99,7 +103,8 @@ class DataConfig:
 
     name: str = setting(
         "shapes",
-        "Which data set: a name from harness/data/datasets.py, or a function of your own, such as my_module:open_splits.",
+        "Which data set: a name from harness/data/datasets.py, or a function of your own, such as "
+        "my_module:open_splits.",
     )
     root: str | None = setting(
         None, "Folder of the data; null: a folder of its own in the user's cache."
@@ -116,7 +121,8 @@ class DataConfig:
     )
     eval_resize: int | None = setting(
         None,
-        "Shorter side before the centre crop in evaluation; null: image_size * 256 / 224, unless it is image_size already.",
+        "Shorter side before the centre crop in evaluation; null: image_size * 256 / 224, unless "
+        "it is image_size already.",
         ge=8,
     )
     mean: tuple[float, float, float] = setting(
@@ -141,7 +147,8 @@ class DataConfig:
     )
     max_pixels: int = setting(
         50_000_000,
-        "Largest image that is decoded, in pixels; a larger one ends the run: shrink it or raise this.",
+        "Largest image that is decoded, in pixels; a larger one ends the run: shrink it or raise "
+        "this.",
         ge=1,
     )
     cache: DataCache = setting(
@@ -152,7 +159,8 @@ class DataConfig:
     )
     cache_max_side: int | None = setting(
         None,
-        "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; null: as they are.",
+        "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; "
+        "null: as they are.",
         ge=32,
     )
     generate: GenerateConfig = group(GenerateConfig)
@@ -160,7 +168,9 @@ class DataConfig:
 
 @dataclass(slots=True, kw_only=True)
 class AugmentConfig:
-    """What happens to a training image before it is a batch; a function of (seed, epoch, index) alone."""
+    """What happens to a training image before it is a batch; a function of (seed, epoch, index)
+    alone.
+    """
 
     crop: Crop = setting(
         Crop.random_resized,
@@ -224,12 +234,14 @@ class LoaderConfig:
     autotune: bool = setting(False, "Search the settings below before training, as tuner= says.")
     backend: Backend | None = setting(
         None,
-        "How images become batches: processes, threads, arrays, or auto: what tuner=auto finds. null: auto with autotune; "
+        "How images become batches: processes, threads, arrays, or auto: what tuner=auto finds. "
+        "null: auto with autotune; "
         "without it processes where a setting of workers is given, else threads.",
     )
     batch_size: int = setting(64, "Images per batch and rank.", ge=1)
     num_workers: int | None = setting(
-        None, "Workers (processes or threads) per rank, 0 loads in the trainer; null: one a usable core, at most 16.",
+        None, "Workers (processes or threads) per rank, 0 loads in the trainer; null: one a usable "
+              "core, at most 16.",
         ge=0, le=512,
     )  # fmt: skip
     pin_memory: bool | None = setting(
@@ -261,7 +273,8 @@ class TunerConfig:
     name: TunerName = setting(TunerName.auto, "Which search.")
     budget_s: float | None = setting(
         None,
-        "Seconds for the search; a measurement that was begun is finished. null: auto takes at most 5 s, or seven steps where "
+        "Seconds for the search; a measurement that was begun is finished. null: auto takes at "
+        "most 5 s, or seven steps where "
         "these take longer, and never more than a tenth of the rest of the run; grid has no limit.",
         gt=0.0,
     )
@@ -273,7 +286,8 @@ class TunerConfig:
     )
     live: bool | None = setting(
         None,
-        "While training, change the number of threads that load where that pays; null: yes, except on CUDA. For one rank, "
+        "While training, change the number of threads that load where that pays; null: yes, except "
+        "on CUDA. For one rank, "
         "tuner=auto and threads.",
     )
     fresh: bool = setting(False, "Forget what an earlier search of the same kind of run found.")
@@ -285,7 +299,8 @@ class ModelConfig:
 
     name: str = setting(
         "small",
-        "small, any classifier of torchvision by its name, or a function of your own: my_module:build.",
+        "small, any classifier of torchvision by its name, or a function of your own: "
+        "my_module:build.",
     )
     weights: str | None = setting(
         None, "null: random; DEFAULT: torchvision's best; else the path of a checkpoint."
@@ -419,7 +434,8 @@ class Config:
     device: str = setting("auto", "auto (cuda, else cpu), cpu, cuda, cuda:N or mps.")
     resume: str | None = setting(
         None,
-        "null: start at epoch 1; auto: go on in this run's folder, if it holds a checkpoint; a run's folder: go on there; a "
+        "null: start at epoch 1; auto: go on in this run's folder, if it holds a checkpoint; a "
+        "run's folder: go on there; a "
         "checkpoint: begin with it in a new folder.",
     )
     run: RunConfig = group(RunConfig)
@@ -440,11 +456,12 @@ class Config:
 def load(composed: DictConfig) -> Config:
     """A checked ``Config`` from what Hydra composed.
 
-    Merging with the schema once more refuses keys that were added with a plus; resolving first brings every missing
-    environment variable to light.
+    Merging with the schema once more refuses keys that were added with a plus; resolving first
+    brings every missing environment variable to light.
 
     Raises:
-        ConfigError: a setting is unknown, of the wrong type, out of its range, or contradicts another.
+        ConfigError: a setting is unknown, of the wrong type, out of its range, or contradicts
+            another.
     """
     config = _typed(_own(composed))
     for path, value, meta in walk(config):
@@ -466,7 +483,9 @@ def _typed(composed: DictConfig) -> Config:
 
 
 def typed(chosen: HydraConf) -> tuple[str, ...]:
-    """What the command line asked for: flags that name other folders or files of settings, then the overrides."""
+    """What the command line asked for: flags that name other folders or files of settings, then the
+    overrides.
+    """
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
     flags = {
         "path": places.get("main"),
@@ -486,7 +505,8 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def saved(text: bytes) -> dict[str, Any]:
-    """The settings that a run left in ``.hydra/config.yaml``, as nested dictionaries; nobody has checked them.
+    """The settings that a run left in ``.hydra/config.yaml``, as nested dictionaries; nobody has
+    checked them.
 
     Raises:
         ConfigError: it is not YAML.
@@ -548,7 +568,9 @@ def _check_range(path: str, value: Any, meta: dict[str, Any]) -> None:
 
 
 def form_asked_for(loader: LoaderConfig) -> Backend | None:
-    """The feed's form that is named; else processes, where anything is said about workers; else None."""
+    """The feed's form that is named; else processes, where anything is said about workers; else
+    None.
+    """
     if loader.backend not in (None, Backend.auto):
         return loader.backend
     numbers = (
@@ -585,29 +607,37 @@ def _loader_refusals(c: Config) -> tuple[_Refusal, ...]:
     val_workers = load_.num_workers if val.num_workers is None else val.num_workers
     return (
         (load_.num_workers == 0 and load_.prefetch_factor is not None,
-         f"loader.prefetch_factor={load_.prefetch_factor}: has no effect with loader.num_workers=0; set it to null or "
+         f"loader.prefetch_factor={load_.prefetch_factor}: has no effect with "
+         "loader.num_workers=0; set it to null or "
          "loader.num_workers to 1 or more"),
         (load_.num_workers == 0 and load_.persistent_workers is True,
-         "loader.persistent_workers=true: has no effect with loader.num_workers=0; set it to null or loader.num_workers "
+         "loader.persistent_workers=true: has no effect with loader.num_workers=0; set it to null "
+         "or loader.num_workers "
          "to 1 or more"),
         (val_workers == 0 and val.prefetch_factor is not None,
-         f"loader.val.prefetch_factor={val.prefetch_factor}: has no effect without validation workers; set it to null or "
+         f"loader.val.prefetch_factor={val.prefetch_factor}: has no effect without validation "
+         "workers; set it to null or "
          "loader.val.num_workers to 1 or more"),
         (c.dist.name is not DistName.spawn and c.dist.nprocs is not None,
-         f"dist.nprocs={c.dist.nprocs}: has an effect with dist=spawn alone; add dist=spawn or set it to null"),
+         (f"dist.nprocs={c.dist.nprocs}: has an effect with dist=spawn alone; add dist=spawn or "
+          "set it to null")),
         (c.dist.name is not DistName.single and not load_.drop_last,
-         "loader.drop_last=false: ranks would have batches of different sizes; set it to true or use dist=single"),
+         ("loader.drop_last=false: ranks would have batches of different sizes; set it to true or "
+          "use dist=single")),
         (load_.backend is Backend.auto and not load_.autotune and c.mode is Mode.train,
-         "loader.backend=auto: is what the tuner finds; add loader.autotune=true, or choose processes, threads or arrays"),
+         ("loader.backend=auto: is what the tuner finds; add loader.autotune=true, or choose "
+          "processes, threads or arrays")),
         (load_.backend is Backend.auto and c.tuner.name is TunerName.grid,
-         "loader.backend=auto: tuner=grid looks at processes alone; use tuner=auto, or set it to null"),
+         ("loader.backend=auto: tuner=grid looks at processes alone; use tuner=auto, or set it to "
+          "null")),
         (c.tuner.live is True and not load_.autotune,
          "tuner.live=true: has no effect without loader.autotune=true; add it, or set it to null"),
         (c.tuner.live is True and c.tuner.name is TunerName.grid,
          "tuner.live=true: has no effect with tuner=grid; use tuner=auto, or set it to null"),
         *(
             (load_.backend is Backend.arrays and bool(value),
-             f"loader.{name}={shown(value)}: has no effect with loader.backend=arrays, which has no workers; set it "
+             f"loader.{name}={shown(value)}: has no effect with loader.backend=arrays, which has "
+             "no workers; set it "
              "to null")
             for name, value in (
                 ("num_workers", load_.num_workers), ("prefetch_factor", load_.prefetch_factor),
@@ -622,25 +652,34 @@ def _training_refusals(c: Config) -> tuple[_Refusal, ...]:
     plain_augment = AugmentConfig()
     return (
         (c.data.cache is DataCache.none and c.data.cache_gb is not None,
-         f"data.cache_gb={c.data.cache_gb}: has no effect with data.cache=none; add data.cache=ram or data.cache=disk"),
+         (f"data.cache_gb={c.data.cache_gb}: has no effect with data.cache=none; add "
+          "data.cache=ram or data.cache=disk")),
         (c.data.cache is DataCache.none and c.data.cache_max_side is not None,
-         f"data.cache_max_side={c.data.cache_max_side}: has no effect with data.cache=none; add data.cache=ram or disk"),
+         (f"data.cache_max_side={c.data.cache_max_side}: has no effect with data.cache=none; add "
+          "data.cache=ram or disk")),
         (c.augment.color_jitter[3] > 0.5,
-         f"augment.color_jitter={shown(c.augment.color_jitter)}: the last number is of the hue, whose circle is 1 long; use "
+         f"augment.color_jitter={shown(c.augment.color_jitter)}: the last number is of the hue, "
+         "whose circle is 1 long; use "
          "at most 0.5"),
         (not c.augment.rand_augment and c.augment.rand_augment_magnitude != plain_augment.rand_augment_magnitude,
-         f"augment.rand_augment_magnitude={c.augment.rand_augment_magnitude}: has no effect without "
+         f"augment.rand_augment_magnitude={c.augment.rand_augment_magnitude}: has no effect "
+         "without "
          "augment.rand_augment=2"),
         (c.augment.crop is not Crop.pad and c.augment.pad != plain_augment.pad,
-         f"augment.pad={c.augment.pad}: has an effect with augment.crop=pad alone; add augment.crop=pad"),
+         (f"augment.pad={c.augment.pad}: has an effect with augment.crop=pad alone; add "
+          "augment.crop=pad")),
         (c.optim.nesterov and c.optim.name is not OptimName.sgd,
-         "optim.nesterov=true: has an effect with sgd alone; write optim=adamw, which brings its own values"),
+         ("optim.nesterov=true: has an effect with sgd alone; write optim=adamw, which brings its "
+          "own values")),
         (c.optim.nesterov and c.optim.momentum == 0,
-         "optim.nesterov=true: needs optim=sgd with a momentum; set optim.momentum=0.9 or optim.nesterov=false"),
+         ("optim.nesterov=true: needs optim=sgd with a momentum; set optim.momentum=0.9 or "
+          "optim.nesterov=false")),
         (c.schedule.warmup_epochs > c.trainer.epochs,
-         f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than trainer.epochs={c.trainer.epochs}; lower it"),
+         (f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than "
+          f"trainer.epochs={c.trainer.epochs}; lower it")),
         (c.data.eval_resize is not None and c.data.eval_resize < c.data.image_size,
-         f"data.eval_resize={c.data.eval_resize}: smaller than data.image_size={c.data.image_size}; raise it or set it "
+         f"data.eval_resize={c.data.eval_resize}: smaller than "
+         f"data.image_size={c.data.image_size}; raise it or set it "
          "to null"),
     )  # fmt: skip
 
@@ -649,26 +688,33 @@ def _run_refusals(c: Config) -> tuple[_Refusal, ...]:
     steps = c.profile.steps
     return (
         (c.mode is Mode.evaluate and c.model.weights is None and c.resume is None,
-         "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH"),
+         ("mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or "
+          "resume=PATH")),
         (c.mode is not Mode.train and c.loader.autotune,
          f"loader.autotune=true: has no effect with mode={c.mode.name}; set it to false"),
         (c.mode is Mode.diagnose and c.resume is not None,
-         f"resume={c.resume}: has no effect with mode=diagnose, which trains nothing; set it to null"),
+         (f"resume={c.resume}: has no effect with mode=diagnose, which trains nothing; set it to "
+          "null")),
         (c.mode is Mode.diagnose and c.data.name == "fake",
-         "mode=diagnose: data=fake loads nothing that could be diagnosed; name a data set with data=NAME"),
+         ("mode=diagnose: data=fake loads nothing that could be diagnosed; name a data set with "
+          "data=NAME")),
         (c.data.name == "own",
          "data=own: name the function that opens your data set: data.name=my_module:open_splits"),
         (c.data.name == "fake" and c.loader.autotune,
-         "loader.autotune=true: has no effect with data=fake, which loads nothing; set it to false"),
+         ("loader.autotune=true: has no effect with data=fake, which loads nothing; set it to "
+          "false")),
         (c.resume == "auto" and c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ,
-         "resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME, or resume=FOLDER"),
+         ("resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME, or "
+          "resume=FOLDER")),
         (c.resume == "", "resume=: empty; use null, auto or a path"),
         (c.data.md5 is not None and not re.fullmatch(r"[0-9a-fA-F]{32}", c.data.md5),
          f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits"),
         (c.run.name is not None and not re.fullmatch(r"\w[\w.+=@ -]{0,199}", c.run.name),
-         f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning with a letter or digit"),
+         (f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning with "
+          "a letter or digit")),
         (steps is not None and c.mode is not Mode.train,
-         f"profile.steps={steps}: has no effect with mode={c.mode.name}, which trains nothing; set it to null"),
+         (f"profile.steps={steps}: has no effect with mode={c.mode.name}, which trains nothing; "
+          "set it to null")),
         (steps is not None and not _is_range(steps),
          f"profile.steps={steps}: write the first and the last step, such as 10-20"),
     )  # fmt: skip
@@ -680,7 +726,9 @@ def _is_range(text: str) -> bool:
 
 
 def explain(error: BaseException) -> str:
-    """One line for a refusal by Hydra or OmegaConf: the dotted setting, what is wrong, and the way out."""
+    """One line for a refusal by Hydra or OmegaConf: the dotted setting, what is wrong, and the way
+    out.
+    """
     return answers.explain(error, names())
 
 
@@ -690,7 +738,8 @@ def names() -> list[str]:
 
 
 def prepared(arguments: list[str]) -> list[str]:
-    """The command line's ``arguments`` as Hydra takes them; ``model=`` then takes torchvision's names too.
+    """The command line's ``arguments`` as Hydra takes them; ``model=`` then takes torchvision's
+    names too.
 
     Raises:
         ConfigError: a flag that there is not, such as ``--lr 0.1``.
@@ -705,7 +754,9 @@ def prepared(arguments: list[str]) -> list[str]:
 
 
 def classifiers() -> list[str]:
-    """The names of torchvision's classifiers, read from its source: importing it would import torch."""
+    """The names of torchvision's classifiers, read from its source: importing it would import
+    torch.
+    """
     found = importlib.util.find_spec("torchvision")
     folders = found.submodule_search_locations if found else None
     files = sorted(Path(folders[0], "models").glob("*.py")) if folders else []
@@ -716,7 +767,8 @@ def classifiers() -> list[str]:
 
 
 def check_model(model: ModelConfig, known: Sequence[str]) -> None:
-    """Refuses a network whose name is none of ``known``, and published weights where there are none.
+    """Refuses a network whose name is none of ``known``, and published weights where there are
+    none.
 
     Raises:
         ConfigError: names the setting and the way out.
@@ -748,7 +800,8 @@ def check_names(config: Config) -> None:
     sets = [known for known in choices("data") if known != "own"]
     if ":" not in name and name not in sets:
         raise ConfigError(
-            f"data.name={name}: no such data set; choose from {', '.join(sets)}{answers.nearest(name, sets)}"
+            f"data.name={name}: no such data set; choose from "
+            f"{', '.join(sets)}{answers.nearest(name, sets)}"
         )
 
 
@@ -758,7 +811,9 @@ def choices(group_name: str) -> list[str]:
 
 
 def help_text(config: Config) -> str:
-    """The page that ``--help`` shows: how to call, each group's choices, then every setting with its value in ``config``."""
+    """The page that ``--help`` shows: how to call, each group's choices, then every setting with
+    its value in ``config``.
+    """
     lines = [
         "train.py: train an image classifier on a feed that keeps the device busy.",
         "",
@@ -767,7 +822,11 @@ def help_text(config: Config) -> str:
         "  python train.py -m loader.num_workers=0,1,2           one run for each value",
         "  python train.py page multirun/DATE/TIME               one page for all runs of a sweep",
         "  python train.py compare outputs/first outputs/second  runs side by side, as a table",
-        "  python train.py --version                             the versions of wellfed, torch and Python",
+        (
+            "  python train.py --version                             the versions of wellfed, "
+            "torch "
+            "and Python"
+        ),
         "",
         "Where the project is installed, the command wellfed takes the same words, in any folder.",
         "",
@@ -786,7 +845,11 @@ def help_text(config: Config) -> str:
             lines.append(f"  {name}= {', '.join(values)}{more}")
     lines += [
         "",
-        "Every setting with its value as this command line has it; add data=cifar10 to see what that changes.",
+        (
+            "Every setting with its value as this command line has it; add data=cifar10 to see "
+            "what "
+            "that changes."
+        ),
     ]
     section = None
     for path, value, meta in walk(config):
@@ -816,8 +879,8 @@ def _own(composed: DictConfig) -> DictConfig:
 def register() -> None:
     """Give Hydra the schema, the help page, and what it does with folders and logs.
 
-    The last replaces Hydra's own defaults rather than standing in ``conf/config.yaml``, so that it also holds for a run that
-    starts from the ``.hydra`` folder of another.
+    The last replaces Hydra's own defaults rather than standing in ``conf/config.yaml``, so that it
+    also holds for a run that starts from the ``.hydra`` folder of another.
     """
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)

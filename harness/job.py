@@ -21,7 +21,9 @@ from harness.runtime.errors import CheckpointError, printable
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run: its settings, its folder, what its command line set, and when it began on ``time.perf_counter``."""
+    """One run: its settings, its folder, what its command line set, and when it began on
+    ``time.perf_counter``.
+    """
 
     config: Config
     folder: Path
@@ -48,7 +50,9 @@ def check(config: Config) -> None:
 
 
 def _needs_processes(config: Config) -> bool:
-    """Whether worker processes are likely to start; with the data sets here, threads and tuner=auto may do without any."""
+    """Whether worker processes are likely to start; with the data sets here, threads and tuner=auto
+    may do without any.
+    """
     is_own = ":" in config.data.name
     searched = config.loader.autotune and config.tuner.name is TunerName.grid
     return is_own or searched or form_asked_for(config.loader) is Backend.processes
@@ -109,7 +113,8 @@ def main_worker(local_rank: int, job: Job) -> None:
                 and feeds.on_device(train)
                 and not (found and not found.report.reused)
             ):
-                # a step first takes what the network needs, so that the images get of the rest; tuning has made steps
+                # a step first takes what the network needs, so that the images get of the rest;
+                # tuning has made steps
                 with trials.kept():
                     trials.demand(feeds.noise(train.batch_size), 0.0)
             place = Place(job.folder, splits.classes)

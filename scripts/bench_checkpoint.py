@@ -1,7 +1,9 @@
-"""What a save in the background costs training: how long it blocks a step, and how long steps take beside it.
+"""What a save in the background costs training: how long it blocks a step, and how long steps take
+beside it.
 
-"copy" is ``copy_`` of every tensor into new memory, the least that a save which lets training go on can do. The training
-step is a small convolutional network on torch's threads; steps beside a save and steps without one alternate by save.
+"copy" is ``copy_`` of every tensor into new memory, the least that a save which lets training go on
+can do. The training step is a small convolutional network on torch's threads; steps beside a save
+and steps without one alternate by save.
 
     uv run scripts/bench_checkpoint.py
 """
@@ -129,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = machine()
     print(machine_line(found))
     print(
-        f"n={a.n} in turns; median (quartiles) of saves, ratio of pairs [95 %]; steps are the mean beside one save\n"
+        f"n={a.n} in turns; median (quartiles) of saves, ratio of pairs [95 %]; steps are the mean "
+        "beside one save\n"
     )
     with tempfile.TemporaryDirectory(dir=a.folder) as folder:
         rows = [compare(megabytes, a.n, Path(folder)) for megabytes in a.megabytes]

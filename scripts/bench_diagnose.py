@@ -1,7 +1,9 @@
-"""Is a diagnosis right? Its ceiling beside the speed-up that a run has when its loader is replaced by batches at hand.
+"""Is a diagnosis right? Its ceiling beside the speed-up that a run has when its loader is replaced
+by batches at hand.
 
-For each workload, in processes of their own and in turns: ``mode=diagnose``; training by the engine on the real feed; the
-same training on real batches that lie ready in memory. What cached batches gain is the ceiling as it was promised.
+For each workload, in processes of their own and in turns: ``mode=diagnose``; training by the engine
+on the real feed; the same training on real batches that lie ready in memory. What cached batches
+gain is the ceiling as it was promised.
 
     uv run scripts/bench_diagnose.py --rounds 5 --seconds 20 --write
 """
@@ -71,7 +73,9 @@ def workloads(photos: Path, threads: int | None) -> dict[str, Config]:
 
 
 def make_photos(root: Path, count: int) -> None:
-    """Two classes of parts of scikit-learn's two photographs, enlarged, as JPEG files; nothing where they are there."""
+    """Two classes of parts of scikit-learn's two photographs, enlarged, as JPEG files; nothing
+    where they are there.
+    """
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -122,10 +126,12 @@ def measure(_: int, work: Work) -> None:
 
 
 def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
-    """Images/s of whole epochs by the engine, for at least ``work.seconds``, on the feed or on its first batches again.
+    """Images/s of whole epochs by the engine, for at least ``work.seconds``, on the feed or on its
+    first batches again.
 
-    By the wall, the first epoch left out: the engine's own clock keeps an epoch's first step apart, and this benchmark's epochs
-    are short, so that what the workers make meanwhile would count and its time would not.
+    By the wall, the first epoch left out: the engine's own clock keeps an epoch's first step apart,
+    and this benchmark's epochs are short, so that what the workers make meanwhile would count and
+    its time would not.
     """
     from itertools import islice
 

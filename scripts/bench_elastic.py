@@ -1,7 +1,9 @@
-"""Does tuning pay? Whole runs from the command to the exit: tuned, untuned, by older rules, and by other projects.
+"""Does tuning pay? Whole runs from the command to the exit: tuned, untuned, by older rules, and by
+other projects.
 
-The strategies take turns, in a new random order each round; every run is a line of the results file, and what is there is not
-measured again: stop it whenever you like. Nothing is remembered from run to run but the data.
+The strategies take turns, in a new random order each round; every run is a line of the results
+file, and what is there is not measured again: stop it whenever you like. Nothing is remembered from
+run to run but the data.
 
     uv run scripts/bench_elastic.py --only jpeg_224 --epochs 3 --rounds 4
     uv run scripts/bench_elastic.py --table
@@ -42,9 +44,11 @@ _COMMON = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Some images and a step: one that sleeps for ``step_ms``, or the network's own where that is empty.
+    """Some images and a step: one that sleeps for ``step_ms``, or the network's own where that is
+    empty.
 
-    ``step_ms`` and ``read_ms`` are as in ``slept_run.py``; one of them may change ``at_s`` seconds after the start.
+    ``step_ms`` and ``read_ms`` are as in ``slept_run.py``; one of them may change ``at_s`` seconds
+    after the start.
     """
 
     name: str
@@ -169,7 +173,8 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     seconds = time.perf_counter() - begin
     if done.returncode:
         raise RuntimeError(
-            f"{workload.name}, {strategy}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            f"{workload.name}, {strategy}: exit code "
+            f"{done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     if strategy in EXAMPLES:
         return {
@@ -232,7 +237,9 @@ def back_s(line: dict[str, Any], at_s: float, best: float) -> float | None:
 
 
 def changing(lines: Sequence[dict[str, Any]]) -> str:
-    """A row for each workload that changes and each strategy: images/s from the change on, and how soon they were back."""
+    """A row for each workload that changes and each strategy: images/s from the change on, and how
+    soon they were back.
+    """
     rows = []
     for name, workload in WORKLOADS.items():
         own = [line for line in lines if line["workload"] == name]
@@ -254,13 +261,16 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
                 "before": f"{statistics.median(rate(line, 9, workload.at_s) or math.nan for line in mine):.0f}",
                 "after": f"{statistics.median(after):.0f}", "of the best": f"{statistics.median(after) / best:.2f}",
                 "back after": f"{back:.1f} s" if math.isfinite(back) else "never",
-                "changes": "; ".join(", ".join(f"{c['before']} to {c['threads']}" for c in line["changes"]) for line in mine),
+                "changes": "; ".join(", ".join(f"{c['before']} to "
+                                               f"{c['threads']}" for c in line["changes"]) for line in mine),
             })  # fmt: skip
     return markdown(rows) if rows else ""
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """A row for each workload, number of epochs and strategy, beside the default of the same round."""
+    """A row for each workload, number of epochs and strategy, beside
+    the default of the same round.
+    """
     rows = []
     groups = dict.fromkeys((line["workload"], line["epochs"], line["strategy"]) for line in lines)
     for name, epochs, strategy in sorted(
@@ -342,7 +352,8 @@ def main() -> None:
                 file.write(json.dumps(lines[-1]) + "\n")
             print(lines[-1], flush=True)
     print(
-        f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}\n\n{table(lines)}\n\n{changing(lines)}"
+        f"{datetime.now(UTC):%Y-%m-%d}: "
+        f"{machine_line(machine())}\n\n{table(lines)}\n\n{changing(lines)}"
     )
 
 

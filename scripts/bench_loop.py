@@ -1,10 +1,11 @@
 """What the harness costs: its epoch beside a hand-written PyTorch loop on the same cached batches.
 
-Two identical networks train on the same batches, one through ``harness.training.engine.Engine`` as ``train.py`` wires it
-(clock, TensorBoard, ``metrics.jsonl``, host sampler), one in a loop written by hand that only reads its loss as often as the
-harness does. Their epochs alternate, and so does which goes first. Beside them the hand-written loop runs against a twin of
-itself: how far that ratio strays from 1 is what this machine cannot resolve. At the end the weights are compared, so that
-both are known to have done the same work.
+Two identical networks train on the same batches, one through ``harness.training.engine.Engine`` as
+``train.py`` wires it (clock, TensorBoard, ``metrics.jsonl``, host sampler), one in a loop written
+by hand that only reads its loss as often as the harness does. Their epochs alternate, and so does
+which goes first. Beside them the hand-written loop runs against a twin of itself: how far that
+ratio strays from 1 is what this machine cannot resolve. At the end the weights are compared, so
+that both are known to have done the same work.
 
     uv run scripts/bench_loop.py
 """
@@ -146,7 +147,9 @@ def harness_engine(
 def in_turns(
     pairs: int, harness: Epoch, loops: Sequence[Epoch], device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of each epoch of ``harness``, ``hand_written``, ``control_a`` and ``control_b``, run in pairs by turns."""
+    """Seconds of each epoch of ``harness``, ``hand_written``, ``control_a`` and ``control_b``, run
+    in pairs by turns.
+    """
     sides = dict(
         zip(("harness", "hand_written", "control_a", "control_b"), (harness, *loops), strict=True)
     )
@@ -177,7 +180,9 @@ class Ratio:
 
     @classmethod
     def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
-        """Of ``over[i] / under[i]``; percentile bootstrap of the median over the pairs, seeded (Efron 1979)."""
+        """Of ``over[i] / under[i]``; percentile bootstrap of the median over the pairs, seeded
+        (Efron 1979).
+        """
         ratios = np.asarray(over) / np.asarray(under)
         drawn = np.random.Generator(np.random.Philox(0)).integers(
             len(ratios), size=(_RESAMPLES, len(ratios))
@@ -190,7 +195,9 @@ class Ratio:
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    """The largest absolute difference of two networks' weights and buffers; 0.0 means bitwise the same."""
+    """The largest absolute difference of two networks' weights and buffers; 0.0 means bitwise the
+    same.
+    """
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
@@ -283,7 +290,8 @@ def _verdict(ratio: Ratio) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Compare the harness's epoch with a hand-written PyTorch loop on the same cached batches.",
+        description="Compare the harness's epoch with a hand-written PyTorch loop on the same "
+        "cached batches.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(

@@ -1,8 +1,10 @@
-"""What normalising a batch costs on a CPU: torch's expression beside ``harness.feed.normalise``, in turns.
+"""What normalising a batch costs on a CPU: torch's expression beside ``harness.feed.normalise``, in
+turns.
 
-Both ways are given the same uint8 batches, laid out as the feed lays them out. Each result is dropped before the next one is
-made, as a training loop drops it. "new" is ``DataPrefetcher``'s way, "new, reuse" what the harness' own loops ask for. Wall
-time and the process's processor time are those of one batch; the ratio is of pairs of wall times.
+Both ways are given the same uint8 batches, laid out as the feed lays them out. Each result is
+dropped before the next one is made, as a training loop drops it. "new" is ``DataPrefetcher``'s way,
+"new, reuse" what the harness' own loops ask for. Wall time and the process's processor time are
+those of one batch; the ratio is of pairs of wall times.
 
     uv run scripts/bench_normalise.py
 """
@@ -79,7 +81,8 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Measure normalising a batch on a CPU, the harness's way beside torch's expression.",
+        description="Measure normalising a batch on a CPU, the harness's way beside torch's "
+        "expression.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -103,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = machine()
     print(machine_line(found))
     print(
-        f"{a.dtype}, {'NCHW' if a.nchw else 'channels last'}; n={a.n} in turns; median (quartiles), ratio of pairs [95 %]\n"
+        f"{a.dtype}, {'NCHW' if a.nchw else 'channels last'}; n={a.n} in turns; median "
+        "(quartiles), ratio of pairs [95 %]\n"
     )
     rows = [compare(size, a.batch_size, a.n, DTYPES[a.dtype], not a.nchw) for size in a.sizes]
     print(markdown(rows))

@@ -1,12 +1,16 @@
 """What ``pin_memory`` and ``non_blocking`` do to a copy from host to GPU, as three tables.
 
-The well-known question is why a loop with pinned memory and ``non_blocking=True`` times the same as one without, and the
-well-known answer that the benchmark gave it nothing to gain (https://discuss.pytorch.org/t/should-we-set-non-blocking-to-true/38234):
+The well-known question is why a loop with pinned memory and ``non_blocking=True`` times the same as
+one without, and the well-known answer that the benchmark gave it nothing to gain
+(https://discuss.pytorch.org/t/should-we-set-non-blocking-to-true/38234):
 
-a. the plain benchmark: one tensor at a time, copied alone, so that only the rate of the copy itself can differ;
-b. the corrected one: big batches, ``DataLoader`` workers, pinned by the loader or not, and work on the GPU to overlap with;
-c. what the answer leaves open: whether GPU work that does not need ``x`` runs beside the copy of ``x``. Work on one stream runs
-   in order, whether it depends on ``x`` or not; so the copy needs a stream of its own, and a pinned source.
+a. the plain benchmark: one tensor at a time, copied alone, so that only the rate of the copy itself
+    can differ;
+b. the corrected one: big batches, ``DataLoader`` workers, pinned by the loader or not, and work on
+    the GPU to overlap with;
+c. what the answer leaves open: whether GPU work that does not need ``x`` runs beside the copy of
+   ``x``. Work on one stream runs in order, whether it depends on ``x`` or not; so the copy needs a
+   stream of its own, and a pinned source.
 
     uv run scripts/bench_pinned_copy.py
 """
@@ -40,7 +44,9 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One call in milliseconds: until it came back to the host, until the device was done, and between events around it."""
+    """One call in milliseconds: until it came back to the host, until the device was done, and
+    between events around it.
+    """
 
     host_ms: float
     total_ms: float
@@ -65,7 +71,9 @@ def timed(own: Accelerator, call: Call) -> Timing:
 def in_turns(
     calls: Mapping[str, Call], n: int, measure: Callable[[Call], Any]
 ) -> dict[str, list[Any]]:
-    """``n`` measurements of each call, one of each a round that begins with another each time; two rounds warm up."""
+    """``n`` measurements of each call, one of each a round that begins with another each time; two
+    rounds warm up.
+    """
     names = list(calls)
     found: dict[str, list[Any]] = {name: [] for name in names}
     for turn in range(-2, n):
@@ -78,7 +86,9 @@ def in_turns(
 
 
 class Work:
-    """GPU work of about ``ms`` milliseconds that needs no batch: bf16 matrix products, launched in microseconds."""
+    """GPU work of about ``ms`` milliseconds that needs no batch: bf16 matrix products, launched in
+    microseconds.
+    """
 
     def __init__(self, device: torch.device, ms: float) -> None:
         self._a = torch.randn(WORK_SIDE, WORK_SIDE, device=device, dtype=torch.bfloat16)
@@ -126,7 +136,9 @@ def _pin_and_copy(own: Accelerator, x: Tensor) -> Tensor:
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """Whole uint8 batches ``[batch_size, 3, 224, 224]`` that cost a worker next to nothing, with labels."""
+    """Whole uint8 batches ``[batch_size, 3, 224, 224]`` that cost a worker next to nothing, with
+    labels.
+    """
 
     def __init__(self, count: int, batch_size: int) -> None:
         self.count, self.batch_size = count, batch_size
@@ -142,7 +154,8 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 def loop_copies(
     device: torch.device, batch_size: int, workers: int, work_ms: float, n: int
 ) -> list[dict[str, Any]]:
-    """Part b: milliseconds a batch of a loop over a ``DataLoader`` with work on the GPU, for each way.
+    """Part b: milliseconds a batch of a loop over a ``DataLoader`` with work on the GPU, for each
+    way.
 
     Raises:
         MemoryError: the workers' batches do not fit into shared memory.
@@ -247,7 +260,9 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
 
 
 def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
-    """What a machine without a GPU can show: pageable memory copied to pageable memory, as the driver's staging does."""
+    """What a machine without a GPU can show: pageable memory copied to pageable memory, as the
+    driver's staging does.
+    """
     rows = []
     for mib in sizes_mib:
         source, target = (
@@ -273,7 +288,10 @@ def parts(a: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         return
     device = accelerator.of("cuda").device
     yield "a. The plain benchmark: one copy at a time", plain_copies(device, a.sizes, a.n)
-    shape = f"{a.batch_size} x 3 x 224 x 224 uint8, {a.workers} workers, {a.work_ms:g} ms of work a batch"
+    shape = (
+        f"{a.batch_size} x 3 x 224 x 224 uint8, {a.workers} workers, {a.work_ms:g} ms of work "
+        "a batch"
+    )
     yield (
         f"b. The corrected benchmark: {shape}",
         loop_copies(device, a.batch_size, a.workers, a.work_ms, max(3, a.n // 4)),
@@ -293,7 +311,8 @@ It shows the rate of the host's own memory, which bounds both the copy into a pi
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Measure pinned and pageable copies to the GPU: alone, in a loop with work, and beside unrelated work.",
+        description="Measure pinned and pageable copies to the GPU: alone, in a loop with work, "
+        "and beside unrelated work.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(

@@ -1,15 +1,19 @@
-"""TraceML beside this project: what each says of the same planted bottlenecks, and what watching costs a step.
+"""TraceML beside this project: what each says of the same planted bottlenecks, and what watching
+costs a step.
 
-TraceML (``traceml-ai`` on PyPI) is no dependency; uv lays it over the project's environment for this one command:
+TraceML (``traceml-ai`` on PyPI) is no dependency; uv lays it over the project's environment for
+this one command:
 
     uv run --with traceml-ai scripts/bench_traceml.py --write
 
-What they say: for each plant a hand-written loop runs under ``traceml run``, instrumented as its documentation says, and
-``train.py`` runs on the same data, network, batch size and number of workers. Both are quoted word for word.
+What they say: for each plant a hand-written loop runs under ``traceml run``, instrumented as its
+documentation says, and ``train.py`` runs on the same data, network, batch size and number of
+workers. Both are quoted word for word.
 
-What they cost: the hand-written loop with next to nothing to do, bare, bare once more (the control), under TraceML, and under
-everything that watches a run of ours. All four live at once, and take turns of a few hundred steps in random order; whoever
-has no turn is stopped (SIGSTOP) with all of its processes, so that each one's threads and helpers cost its own turns alone.
+What they cost: the hand-written loop with next to nothing to do, bare, bare once more (the
+control), under TraceML, and under everything that watches a run of ours. All four live at once, and
+take turns of a few hundred steps in random order; whoever has no turn is stopped (SIGSTOP) with all
+of its processes, so that each one's threads and helpers cost its own turns alone.
 """
 
 from __future__ import annotations
@@ -102,7 +106,8 @@ class RunFailed(Exception):
 
 
 def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
-    """What ``side`` says of one run of ``plant``; TraceML may give up on a busy machine, and is then asked again.
+    """What ``side`` says of one run of ``plant``; TraceML may give up on a busy machine, and is
+    then asked again.
 
     Raises:
         RunFailed: the last attempt failed too.
@@ -127,7 +132,8 @@ def listen_to(side: str, plant: str, steps: int) -> Said:
         command_s = time.perf_counter() - begin_s
         if done.returncode != 0:
             raise RunFailed(
-                f"{side}, {plant}: exit code {done.returncode}: {(done.stderr or done.stdout)[-2000:]}"
+                f"{side}, {plant}: exit code {done.returncode}: "
+                f"{(done.stderr or done.stdout)[-2000:]}"
             )
         loop_s = json.loads((folder / "loop.json").read_text())["loop_s"]
         words, figures = _ours(folder) if side == "harness" else _theirs(folder)
@@ -219,7 +225,9 @@ class Side:
         return took_s / self._block, spent_s / self._block
 
     def end(self) -> None:
-        """End the loop, and wait for its processes; those that do not end by themselves are killed."""
+        """End the loop, and wait for its processes; those that do
+        not end by themselves are killed.
+        """
         processes = self._processes()
         self._stop(False)
         try:
@@ -283,7 +291,9 @@ def take_turns(rounds: int, block: int) -> dict[str, list[tuple[float, float]]]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Median of paired differences with its 95 % interval (percentile bootstrap over the pairs, seeded; Efron 1979)."""
+    """Median of paired differences with its 95 % interval (percentile bootstrap over the pairs,
+    seeded; Efron 1979).
+    """
 
     n: int
     median: float
@@ -388,7 +398,8 @@ def _plants() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Compare what TraceML and this project say of planted bottlenecks, and what they cost a step.",
+        description="Compare what TraceML and this project say of planted bottlenecks, and what "
+        "they cost a step.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -402,7 +413,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if importlib.util.find_spec("traceml_ai") is None:
         print(
-            "error: TraceML is not installed here; run it with uv run --with traceml-ai scripts/bench_traceml.py",
+            "error: TraceML is not installed here; run it with uv run --with traceml-ai "
+            "scripts/bench_traceml.py",
             file=sys.stderr,
         )
         return 2

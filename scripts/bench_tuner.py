@@ -1,10 +1,13 @@
-"""Does the tuner choose well, and what does it cost? Beside a grid, loadtune, rules of thumb and an oracle, on real loaders.
+"""Does the tuner choose well, and what does it cost? Beside a grid, loadtune, rules of thumb and an
+oracle, on real loaders.
 
-For every workload each strategy first chooses its setting. Then all settings are measured with the same consumer, interleaved
-in random order: choosing rounds, from which the oracle picks the best there is, and scoring rounds, in which its pick, every
-strategy's choice and the oracle's pick once more (the A/A control) are measured afresh. Ratios are paired by round.
+For every workload each strategy first chooses its setting. Then all settings are measured with the
+same consumer, interleaved in random order: choosing rounds, from which the oracle picks the best
+there is, and scoring rounds, in which its pick, every strategy's choice and the oracle's pick once
+more (the A/A control) are measured afresh. Ratios are paired by round.
 
-Each measurement is a line of the results file, and what is there is not measured again: stop it whenever you like.
+Each measurement is a line of the results file, and what is there is not measured again: stop it
+whenever you like.
 
     uv run scripts/bench_tuner.py --minutes 30
     uv run scripts/bench_tuner.py --only sleep_10 --auto-repeats 10
@@ -34,7 +37,9 @@ from harness.runtime.errors import LoaderError
 from scripts.tuner_score import Found, Line, Setting, choosing, steady
 from scripts.tuner_workloads import VARIANTS, WORKLOADS, Workload
 
-if TYPE_CHECKING:  # the rest is imported where it is used: each worker imports this file, as a user's worker does train.py
+# the rest is imported where it is used: each worker imports this file, as a user's worker does
+# train.py
+if TYPE_CHECKING:
     from harness.runtime.distributed import World
     from scripts.tuner_strategies import Rig
 
@@ -168,7 +173,9 @@ def measure_round(
     results: Results,
     plan: Plan,
 ) -> None:
-    """Measure what round ``number`` lacks, in random order; all settings of a round load the same samples."""
+    """Measure what round ``number`` lacks, in random order; all settings of a round load the same
+    samples.
+    """
     name = rig.workload.name
     order = [*entries]
     random.Random(f"{name} {phase} {number}").shuffle(order)
@@ -208,7 +215,9 @@ def deliver(rig: Rig, setting: Setting, seed: int, seconds: float) -> tuple[int,
 
 
 def run_apart(workload: Workload, arguments: Sequence[str]) -> bool:
-    """Run this script for one workload with a /dev/shm of its own; False, and a word, where that is not permitted."""
+    """Run this script for one workload with a /dev/shm of its own; False, and a word, where that is
+    not permitted.
+    """
     alone = [
         "unshare",
         "-m" if os.geteuid() == 0 else "-rm",

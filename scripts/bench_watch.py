@@ -1,9 +1,11 @@
-"""What all the watching costs: microseconds per step, its share of a step of 20 ms, and whether memory stays as it was.
+"""What all the watching costs: microseconds per step, its share of a step of 20 ms, and whether
+memory stays as it was.
 
-Each cost is measured against the same loop without it, in turns, with which goes first in turns as well; beside it the loop
-without runs against itself, which shows what this machine cannot resolve. What runs in the loop's thread counts in full, and
-so does the sampler's thread, although it runs beside the loop; the workers' timers are a share of the workers' own time. A
-claim holds if the whole 95 % interval does, does not hold if none of it does, and is not resolved between these.
+Each cost is measured against the same loop without it, in turns, with which goes first in turns as
+well; beside it the loop without runs against itself, which shows what this machine cannot resolve.
+What runs in the loop's thread counts in full, and so does the sampler's thread, although it runs
+beside the loop; the workers' timers are a share of the workers' own time. A claim holds if the
+whole 95 % interval does, does not hold if none of it does, and is not resolved between these.
 
     uv run scripts/bench_watch.py --write
 """
@@ -107,7 +109,9 @@ def bare_steps(steps: int) -> None:
 
 
 def clocks() -> dict[str, tuple[StepClock, bool]]:
-    """Clocks to be measured, and whether they are told of copies: by the host, on events that are free, on CUDA's if there."""
+    """Clocks to be measured, and whether they are told of copies: by the host, on events that are
+    free, on CUDA's if there.
+    """
     found = {
         "step clock, host clock": (StepClock(), False),
         "step clock, events that cost nothing": (
@@ -121,7 +125,9 @@ def clocks() -> dict[str, tuple[StepClock, bool]]:
 
 
 def window_cost(folder: Path, runs: int) -> Cost:
-    """Of the end of a window: its figures, the workers' and the sampler's, into ``metrics.jsonl`` and the event file."""
+    """Of the end of a window: its figures, the workers' and the sampler's, into ``metrics.jsonl``
+    and the event file.
+    """
     clock, meter = StepClock(events=Events(HostEvent, lambda: None, None)), StageMeter(STAGES, 8)
     stepping(clock, copies=True)(_SETTINGS.window_steps)
     Worker(1, meter).make(1)
@@ -139,7 +145,9 @@ def window_cost(folder: Path, runs: int) -> Cost:
 
 @contextmanager
 def children() -> Iterator[None]:
-    """Processes below this one that sleep inside the block, as many as workers of a large feed: the sampler looks at each."""
+    """Processes below this one that sleep inside the block, as many as workers of a large feed: the
+    sampler looks at each.
+    """
     with ExitStack() as stack:
         for _ in range(_CHILDREN):
             child = stack.enter_context(subprocess.Popen(["sleep", "600"]))
@@ -148,7 +156,9 @@ def children() -> Iterator[None]:
 
 
 def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
-    """The share of one processor that a sampler's thread takes of this process, which does nothing else; all without it."""
+    """The share of one processor that a sampler's thread takes of this process, which does nothing
+    else; all without it.
+    """
 
     def spent() -> float:
         begin, cpu = time.perf_counter(), time.process_time()
@@ -214,7 +224,9 @@ def per_step_us(found: Mapping[str, Any]) -> dict[str, Estimate]:
 
 
 def claims(found: Mapping[str, Any]) -> list[str]:
-    """What is claimed of all this, with the figure, its 95 % interval, and whether it holds; a line each."""
+    """What is claimed of all this, with the figure, its 95 % interval, and whether it holds; a line
+    each.
+    """
     dearest = max(per_step_us(found).values(), key=lambda us: us.high) * (1e-6 / STEP_S)
     longest: Cost = found["stages"][-1]
     timers, sample_us = (
@@ -227,15 +239,21 @@ def claims(found: Mapping[str, Any]) -> list[str]:
         "holds" if a_step <= most else "does not hold" if grown > _BUCKETS_BYTES else "not resolved"
     )
     return [
-        f"all watching takes at most {CEILING:.0%} of a step of 20 ms: {_shown(dearest)}: {dearest.judged(CEILING)}",
-        f"the workers' timers take at most {WORKERS_CEILING:.1%} of their time, samples of {sample_us:.0f} us: "
+        (
+            f"all watching takes at most {CEILING:.0%} of a step of 20 ms: {_shown(dearest)}: "
+            f"{dearest.judged(CEILING)}"
+        ),
+        f"the workers' timers take at most {WORKERS_CEILING:.1%} of their time, samples of "
+        f"{sample_us:.0f} us: "
         f"{_shown(timers)}: {timers.judged(WORKERS_CEILING)}",
         f"memory stays as it was, to {most:g} byte a step: {a_step:.2f} bytes: {flat}",
     ]
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """The figures as text: what each thing costs, what all of them do to a step, the workers' timers, memory, the claims."""
+    """The figures as text: what each thing costs, what all of them do to a step, the workers'
+    timers, memory, the claims.
+    """
     memory = [
         {"memory of": name, "bytes more": size}
         for name, size in found["memory_growth_bytes"].items()

@@ -1,7 +1,9 @@
-"""Kills, signals, other loaders and ranks: whether a run that was stopped and went on is the run that never stopped.
+"""Kills, signals, other loaders and ranks: whether a run that was stopped and went on is the run
+that never stopped.
 
-Every part starts train.py in processes of its own and looks at what is left. "The same state" is bitwise: weights, optimizer,
-schedule, scaler and random states. The exit code is 1 where a requirement is not met.
+Every part starts train.py in processes of its own and looks at what is left. "The same state" is
+bitwise: weights, optimizer, schedule, scaler and random states. The exit code is 1 where a
+requirement is not met.
 
     uv run scripts/chaos.py --parts user,ranks
     uv run scripts/chaos.py --write
@@ -109,7 +111,8 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
                 wrong.append(f"run {runs}: did not say {begun!r}")
         wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
     required = (
-        "each life goes on from the newest checkpoint; the same state, lines and losses as without kills; every sample once "
+        "each life goes on from the newest checkpoint; the same state, lines and losses as without "
+        "kills; every sample once "
         "an epoch; TensorBoard equal to metrics.jsonl"
     )
     return row(f"kills, {name}", killed, required, wrong, f"{runs} runs")
@@ -127,7 +130,9 @@ def _differences(last: Run, whole: Path) -> list[str]:
 
 
 def terms(plan: Plan) -> list[Row]:
-    """Signals to the whole group at random moments, half of them after the first step, in runs of one rank and of two."""
+    """Signals to the whole group at random moments, half of them after the first step, in runs of
+    one rank and of two.
+    """
     draw, rows = random.Random(plan.seed), []
     wholes: dict[tuple[int, bool], Run] = {}
     kinds: dict[tuple[Signals, int], list[_End]] = {}
@@ -163,9 +168,13 @@ def terms(plan: Plan) -> list[Row]:
                 plan, stopped[-1], next(run for key, run in wholes.items() if key[0] == ranks)
             )
         p95_s = exits_s[math.ceil(0.95 * len(ends)) - 1]
-        told = f"gone after {statistics.median(exits_s):.1f} s (p95 {p95_s:.1f}, max {exits_s[-1]:.1f}), {len(stopped)} saved"
+        told = (
+            f"gone after {statistics.median(exits_s):.1f} s (p95 {p95_s:.1f}, max "
+            f"{exits_s[-1]:.1f}), {len(stopped)} saved"
+        )
         required = (
-            f"exit code 128 + n; gone within {plan.exit_s:g} s; the last step logged, saved and told; no traceback, process or "
+            f"exit code 128 + n; gone within {plan.exit_s:g} s; the last step logged, saved and "
+            "told; no traceback, process or "
             "temporary file left; event files whole; the last run goes on to the same state"
         )
         rows.append(row(f"{sign.name}, {ranks} ranks", len(ends), required, wrong, told))
@@ -237,7 +246,10 @@ def forms(plan: Plan) -> list[Row]:
     """Other loaders before and after a stop at a random step."""
     rows, required = (
         [],
-        "other backend, workers, cache and tuning after the stop: the same samples in the same order, the same state",
+        (
+            "other backend, workers, cache and tuning after the stop: the same samples in the same "
+            "order, the same state"
+        ),
     )
     for ranks in (1, 2):
         draw, wrong = random.Random(plan.seed), []
@@ -337,7 +349,8 @@ PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     usual = ", ".join(f"{name} {n}" for name, (_, n) in PARTS.items())
     parser = argparse.ArgumentParser(
-        description="Stop runs in many ways, go on with them, and compare them with runs that were not stopped.",
+        description="Stop runs in many ways, go on with them, and compare them with runs that were "
+        "not stopped.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--parts", help=f"some of {','.join(PARTS)}; by default all")

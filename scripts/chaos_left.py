@@ -1,4 +1,6 @@
-"""What a run left, and whether it is whole: its state as one digest, its lines and events, the samples it was trained on."""
+"""What a run left, and whether it is whole: its state as one digest, its lines and events, the
+samples it was trained on.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ def batches(found: Updates) -> dict[int, tuple[int, list[int]]]:
 
 
 def wrong_samples(found: Updates, length: int, batch: int) -> list[str]:
-    """What is wrong with the epochs: each has the first samples of its order once, all but less than a global ``batch``."""
+    """What is wrong with the epochs: each has the first samples of its order once, all but less
+    than a global ``batch``.
+    """
     wrong = [] if sorted(found) == list(range(1, len(found) + 1)) else ["a step is missing"]
     epochs = defaultdict[int, list[int]](list)
     for epoch, indices in batches(found).values():
@@ -124,6 +128,7 @@ def wrong_samples(found: Updates, length: int, batch: int) -> list[str]:
         expected = Order(length, 1).indices(epoch)[: len(indices)].tolist()
         if sorted(indices) != sorted(expected) or len(indices) <= length - batch:
             wrong.append(
-                f"epoch {epoch + 1}: {len(indices)} samples, {len(set(indices))} different, of {length}"
+                f"epoch {epoch + 1}: {len(indices)} samples, {len(set(indices))} different, of "
+                f"{length}"
             )
     return wrong

@@ -1,4 +1,5 @@
-"""train.py that notes which samples each rank trained on, and that hears SIGTERM after a chosen step.
+"""train.py that notes which samples each rank trained on, and that hears SIGTERM after a chosen
+step.
 
 CHAOS_NOTES=notes.jsonl CHAOS_STOP=30 uv run scripts/chaos_run.py data=digits run.name=x
 """
@@ -20,7 +21,9 @@ _main_worker = job.main_worker
 
 
 class _Noted:
-    """A feed's batches; ``given`` holds the epoch and the indices of those that no step has taken yet."""
+    """A feed's batches; ``given`` holds the epoch and the indices of those that no step has taken
+    yet.
+    """
 
     def __init__(self, feed: Any) -> None:
         self.feed, self.given = feed, deque[tuple[int, list[int]]]()

@@ -1,7 +1,9 @@
-"""The step clock's stall beside the differential method's, which runs the same steps again on batches that are there at once.
+"""The step clock's stall beside the differential method's, which runs the same steps again on
+batches that are there at once.
 
-The share of the time that loading costs is then ``1 - t_cached / t_real`` (Mohan et al., VLDB 2021). It needs a second run,
-and no events: whatever the clock makes of its own, this must come out too. The loads are sleeps, so that nothing contends.
+The share of the time that loading costs is then ``1 - t_cached / t_real`` (Mohan et al., VLDB
+2021). It needs a second run, and no events: whatever the clock makes of its own, this must come out
+too. The loads are sleeps, so that nothing contends.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Rig:
 
     Attributes:
         clock: makes a clock for the device.
-        batches: gives a number of batches, each so many seconds in the making, and tells the clock of their copies.
+        batches: gives a number of batches, each so many seconds in the making, and tells the clock
+            of their copies.
         launch: starts a step.
         wait: waits for the steps so far.
         sleep: sleeps for so many seconds.
@@ -52,7 +55,9 @@ class Rig:
 
 
 def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[float, Window]:
-    """Seconds a step by the host's clock, and the step clock's figures; the first step counts in neither."""
+    """Seconds a step by the host's clock, and the step clock's figures; the first step counts in
+    neither.
+    """
     clock = rig.clock()
     batches = rig.batches(load_s, steps + 1, clock)
     clock.start_epoch()
@@ -76,7 +81,8 @@ def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[flo
 
 
 def compare(rig: Rig, steps: int, tolerance: float) -> Generator[Row, None, str]:
-    """What both methods say: a row for every load, ``{"wrong": ...}`` for one on which they differ, and a line at the end.
+    """What both methods say: a row for every load, ``{"wrong": ...}`` for one on which they differ,
+    and a line at the end.
 
     Args:
         rig: the steps.
@@ -98,7 +104,10 @@ def compare(rig: Rig, steps: int, tolerance: float) -> Generator[Row, None, str]
         worst = max(worst, apart)
         if apart > tolerance:
             yield {
-                "wrong": f"loader / step {load:g}, loop / step {work:g}: they differ by more than {tolerance:g}"
+                "wrong": (
+                    f"loader / step {load:g}, loop / step {work:g}: they differ by more than "
+                    f"{tolerance:g}"
+                )
             }
     return f"step {1e3 * step_s:.2f} ms; clock and differential method differ by up to {worst:.3f}"
 
@@ -121,8 +130,9 @@ def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float
 class EmulatedStream:
     """A stream that is a thread: it works off sleeps and events in order, while the host goes on.
 
-    An order begins when it was given or when the one before it has ended, whichever is later, and a sleep ends on time even
-    if the thread is woken late: what a busy machine does to the thread does not add up over the steps.
+    An order begins when it was given or when the one before it has ended, whichever is later, and a
+    sleep ends on time even if the thread is woken late: what a busy machine does to the thread does
+    not add up over the steps.
     """
 
     def __init__(self, name: str) -> None:
@@ -176,7 +186,9 @@ class EmulatedEvent:
         self.passed, self.at = threading.Event(), 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Mark the point that an ``EmulatedStream`` has reached; a later recording takes the place of an earlier one."""
+        """Mark the point that an ``EmulatedStream`` has reached; a later recording takes the place
+        of an earlier one.
+        """
         self.passed = threading.Event()
         stream.mark(self)
 
@@ -194,7 +206,8 @@ class EmulatedEvent:
 
 
 def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
-    """A device whose steps and copies are sleeps of threads, and a loader one batch ahead, as the prefetcher is.
+    """A device whose steps and copies are sleeps of threads, and a loader one batch ahead, as the
+    prefetcher is.
 
     A batch that takes no loading lies on the device and is not copied.
     """

@@ -1,7 +1,7 @@
 """Whole runs as pytorch/examples' imagenet/main.py does them, for ``bench_elastic.py``.
 
-They have its transforms, its two loaders and its order. The step sleeps, or is ResNet-18's. With ``--loadtune``, that package's
-``tune()`` first chooses the loader's settings in the same process.
+They have its transforms, its two loaders and its order. The step sleeps, or is ResNet-18's. With
+``--loadtune``, that package's ``tune()`` first chooses the loader's settings in the same process.
 
     uv run scripts/examples_run.py FOLDER --side 64 --epochs 3 --workers 2
 """

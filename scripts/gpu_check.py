@@ -1,11 +1,13 @@
-"""One command that measures on a CUDA GPU what cannot be measured without one, for at most eight minutes.
+"""One command that measures on a CUDA GPU what cannot be measured without one, for at most eight
+minutes.
 
     python scripts/gpu_check.py
 
-needs the packages of ``NEEDED``; this project need not be installed, and there need be no network. The most telling parts
-come first, and ``--group`` runs later ones. Each part has a process of its own: what hangs, or breaks the device, ends with
-its part. ``gpu_check.json`` is written after every row, so that whatever ends the check leaves what was measured.
-Without a CUDA device the parts run as far as a CPU lets them.
+needs the packages of ``NEEDED``; this project need not be installed, and there need be no network.
+The most telling parts come first, and ``--group`` runs later ones. Each part has a process of its
+own: what hangs, or breaks the device, ends with its part. ``gpu_check.json`` is written after every
+row, so that whatever ends the check leaves what was measured. Without a CUDA device the parts run
+as far as a CPU lets them.
 """
 
 from __future__ import annotations
@@ -66,19 +68,25 @@ Row = dict[str, Any]
 
 
 def missing() -> str:
-    """One line that names the packages that are missing and how to get them; empty if there are all."""
+    """One line that names the packages that are missing and how to get them; empty if there are
+    all.
+    """
     absent = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
     names = " ".join(absent)
     told = (
-        f"gpu_check: missing: {names}. With a network: python -m pip install {names}. Without: on a machine that has one, "
-        f"the same Python and the same processor, python -m pip wheel --no-deps -w wheels {names}; then here: "
+        f"gpu_check: missing: {names}. With a network: python -m pip install {names}. Without: on "
+        "a machine that has one, "
+        f"the same Python and the same processor, python -m pip wheel --no-deps -w wheels {names}; "
+        "then here: "
         "python -m pip install --no-index --no-deps wheels/*.whl"
     )
     return told if absent else ""
 
 
 def scrubbed(value: Any) -> Any:
-    """``value`` without what names this machine or its user: paths, addresses, the values of the environment."""
+    """``value`` without what names this machine or its user: paths, addresses, the values of the
+    environment.
+    """
     if isinstance(value, dict):
         return {key: scrubbed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -149,7 +157,8 @@ class Findings:
 
 
 def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[Row]:
-    """What a part says, as it says it; after ``limit_s`` it is killed, with all that it has started.
+    """What a part says, as it says it; after ``limit_s`` it is killed, with all that it has
+    started.
 
     The last one says how it ended: ``ok``, ``skipped``, ``failed`` or ``cut short``.
     """
@@ -196,7 +205,9 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
 
 
 def _gone(child: subprocess.Popen[bytes]) -> None:
-    """Wait until a part is gone, with what it has started, which puts away its shared memory; not for long."""
+    """Wait until a part is gone, with what it has started, which puts away its shared memory; not
+    for long.
+    """
     for _ in range(int(10 * _PUT_AWAY_S)):
         child.poll()
         with contextlib.suppress(ProcessLookupError):
@@ -234,14 +245,16 @@ def run(
                 findings.add(name, said, time.monotonic() - begin)
             part = findings.parts[name]
             print(
-                f"{part['status']}, {part['seconds']} s: {'; '.join((part['found'], *part['problems']))}",
+                f"{part['status']}, {part['seconds']} s: "
+                f"{'; '.join((part['found'], *part['problems']))}",
                 flush=True,
             )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Measure on a CUDA GPU what cannot be measured without one; on a CPU, run the parts as far as they go.",
+        description="Measure on a CUDA GPU what cannot be measured without one; on a CPU, run the "
+        "parts as far as they go.",
         epilog="\n".join(f"{group:15} {', '.join(parts)}" for group, parts in GROUPS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,5 @@
-"""What the feeds are worth beside a GPU: how few cores keep ResNet-50 busy, and whether decoding threads slow its launches.
+"""What the feeds are worth beside a GPU: how few cores keep ResNet-50 busy, and whether decoding
+threads slow its launches.
 
 Parts of ``gpu_check.py``.
 """
@@ -46,7 +47,9 @@ FED = 0.99  # of the rate of a run that loads nothing
 BESIDE = 1.02  # step time with decoding threads over that without, at most
 THREADS = 16
 LIMIT_S, LEAST_S = 120, 90  # of one run, at most; left before one
-_SETTLE_S = 0.2  # until threads that are no longer needed have filled what they may, and others have been given what lay ready
+# until threads that are no longer needed have filled what they may, and others have been given what
+# lay ready
+_SETTLE_S = 0.2
 
 Run = Callable[[str, int], Row]  # a loader, cores
 
@@ -61,7 +64,9 @@ def shapes(scratch: Path, images: int) -> DataConfig:
 
 
 def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[str]]:
-    """Overrides for ResNet-50 (bf16, channels_last, batch 256), and those that name its JPEGs, which are made here."""
+    """Overrides for ResNet-50 (bf16, channels_last, batch 256), and those that name its JPEGs,
+    which are made here.
+    """
     data = shapes(scratch, images)
     datasets.load(data, AugmentConfig(), 0)
     numbers = [f"data.generate.{name}={value}" for name, value in asdict(data.generate).items()]
@@ -74,7 +79,8 @@ def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[st
 
 
 def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterator[Row]:
-    """Images/s with each of ``feeds`` on ever fewer cores, as far as the time goes, and of those where nothing is loaded.
+    """Images/s with each of ``feeds`` on ever fewer cores, as far as the time goes, and of those
+    where nothing is loaded.
 
     A run that fails is a row that says why.
 
@@ -124,7 +130,9 @@ def fewest(rows: Sequence[Row]) -> str:
 
 
 def launches(o: Options, compiled: bool) -> Iterator[Row]:
-    """Step time on a batch at hand, alone and beside threads that decode, in turns, on ever fewer cores."""
+    """Step time on a batch at hand, alone and beside threads that decode, in turns, on ever fewer
+    cores.
+    """
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
     world, (size, side, steps) = World(0, 1, 0, 1, o.device), o.scaled((256, 224, 20), (8, 64, 2))
     config = Config(
@@ -163,14 +171,18 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
 
 
 def _confine(cores: Iterable[int]) -> None:
-    """Leave these cores alone to all threads of this process; those that it starts later take after them."""
+    """Leave these cores alone to all threads of this process; those that it starts later take after
+    them.
+    """
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread), cores)
 
 
 class Decoding:
-    """A feed whose batches are taken, and not used, while something else is measured; within ``with``."""
+    """A feed whose batches are taken, and not used, while something else is measured; within
+    ``with``.
+    """
 
     def __init__(self, feed: Feed) -> None:
         self._feed, self._images, self._error = feed, 0, ""
@@ -188,7 +200,8 @@ class Decoding:
         self._feed.close()
 
     def beside(self, measured: Callable[[], float], busy: bool) -> tuple[float, float]:
-        """What ``measured`` gives, and the images/s that were taken beside it; none are if not ``busy``.
+        """What ``measured`` gives, and the images/s that were taken beside it; none are if not
+        ``busy``.
 
         Raises:
             RuntimeError: none came though they were to; with the feed's error, where it has one.
@@ -200,7 +213,8 @@ class Decoding:
         images, seconds = self._images - before, time.perf_counter() - begin
         if self._error or (busy and not images):
             raise RuntimeError(
-                f"the feed beside the network gave {images} images: {self._error or 'it is too slow'}"
+                f"the feed beside the network gave {images} images: "
+                f"{self._error or 'it is too slow'}"
             )
         return found, images / seconds
 

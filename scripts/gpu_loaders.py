@@ -1,10 +1,12 @@
-"""ResNet-50 fed by one loader, ours or another project's: a run of ``gpu_check.py``, in a process on the cores it may use.
+"""ResNet-50 fed by one loader, ours or another project's: a run of ``gpu_check.py``, in a process
+on the cores it may use.
 
     uv run scripts/gpu_loaders.py threads FOLDER 8 --seconds 6
 
-prints its images/s as JSON. The loop is the same for all: the network is warm, the loader starts with nothing in store, its
-batches go to the device through this project's prefetcher, and uint8 ones are normalised there. What the other projects'
-loaders do is what ``loader_peers.py`` says; nvJPEG alone is of this file.
+prints its images/s as JSON. The loop is the same for all: the network is warm, the loader starts
+with nothing in store, its batches go to the device through this project's prefetcher, and uint8
+ones are normalised there. What the other projects' loaders do is what ``loader_peers.py`` says;
+nvJPEG alone is of this file.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ Batch = tuple[Tensor, Tensor]  # of images [N, 3, 224, 224], uint8 or normalised
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a loader is asked for: batches of the JPEGs in ``root``/train/CLASS, made by so many threads or processes."""
+    """What a loader is asked for: batches of the JPEGs in ``root``/train/CLASS, made by so many
+    threads or processes.
+    """
 
     root: Path
     num_workers: int
@@ -121,7 +125,9 @@ def _spdl(job: Job) -> Iterator[Iterable[Batch]]:
 
 
 def _labelled(made: Iterable[Any], pinned: bool) -> Generator[Batch]:
-    """Batches ``[N, H, W, C]`` with the channels first, and zeros for labels, which these loaders are not asked for."""
+    """Batches ``[N, H, W, C]`` with the channels first, and zeros for labels, which these loaders
+    are not asked for.
+    """
     for batch in made:
         images = torch.as_tensor(batch)
         yield (
@@ -137,9 +143,11 @@ def _nvjpeg(job: Job) -> Iterator[Iterable[Batch]]:
 
 
 def _decoded_on_device(job: Job) -> Generator[Batch]:
-    """Files are read by workers; a batch is decoded at once on the device, then cropped, resized and flipped there.
+    """Files are read by workers; a batch is decoded at once on the device, then cropped, resized
+    and flipped there.
 
-    On the side stream, which is waited for: decoders write where the current stream has freed memory, without asking it.
+    On the side stream, which is waited for: decoders write where the current stream has freed
+    memory, without asking it.
     """
     decode, crop = decoder()[1], v2.RandomResizedCrop(_SIDE, antialias=True)
     files = ImageFolder(
@@ -161,7 +169,9 @@ def _read(path: str) -> Any:
 
 
 def decoder() -> tuple[str, Callable[[list[Tensor], torch.device], list[Tensor]]]:
-    """What decodes lists of JPEGs on a device: TorchCodec, or torchvision where it does not; its name before it."""
+    """What decodes lists of JPEGs on a device: TorchCodec, or torchvision where it does not; its
+    name before it.
+    """
     try:
         torchcodec: Any = import_module("torchcodec.decoders")
     except (ImportError, OSError, RuntimeError):  # missing, or made for another torch
@@ -204,7 +214,8 @@ class Training:
     ) -> float:
         """Of steps on what the loader ``name`` makes, for at least ``seconds``.
 
-        Its first batches do not count, and steps are whole rounds of its workers, whose batches come in bursts.
+        Its first batches do not count, and steps are whole rounds of its workers, whose batches
+        come in bursts.
         """
         with LOADERS[NONE](job) as batches, closing(self._on_device(NONE, batches)) as warm:
             for _ in range(_WARM):

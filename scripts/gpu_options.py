@@ -37,7 +37,9 @@ class Options:
         return accelerator.of(self.device).has_streams
 
     def scaled(self, full: T, little: T) -> T:
-        """How much a part does: what tells something of a GPU, or on a CPU what shows that it runs."""
+        """How much a part does: what tells something of a GPU, or on
+        a CPU what shows that it runs.
+        """
         return full if self.on_gpu else little
 
     @property

@@ -1,4 +1,6 @@
-"""What ``gpu_check.py`` asks of the prefetcher: whether it hides the copy, and whether its values are right when in haste."""
+"""What ``gpu_check.py`` asks of the prefetcher: whether it hides the copy, and whether its values
+are right when in haste.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.de
 
 
 def wait(device: torch.device) -> None:
-    """Until the current stream is through, and the prefetcher's own; ``synchronize`` waits for the current one alone."""
+    """Until the current stream is through, and the prefetcher's own; ``synchronize`` waits for the
+    current one alone.
+    """
     own = accelerator.of(device)
     if own.has_streams:
         own.stream().wait_stream(own.side_stream())
@@ -56,9 +60,11 @@ def _hold_up(device: torch.device) -> None:
 
 
 def wrong_values(device: torch.device, slow: str) -> list[str]:
-    """What is wrong with batches that each hold their number, when their copy or the step that reads them is held up.
+    """What is wrong with batches that each hold their number, when their copy or the step that
+    reads them is held up.
 
-    Each is made anew and dropped at once, so that memory goes round on both sides as fast as the allocators let it.
+    Each is made anew and dropped at once, so that memory goes round on both sides as fast as the
+    allocators let it.
     """
     own = accelerator.of(device)
 

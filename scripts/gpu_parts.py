@@ -1,6 +1,8 @@
-"""The parts of ``gpu_check.py``: one of them, in a process of its own, that says what it measures as it measures it.
+"""The parts of ``gpu_check.py``: one of them, in a process of its own, that says what it measures
+as it measures it.
 
-Lines of JSON on standard output: ``machine``, then each ``row`` and what is ``wrong``, then how it ended.
+Lines of JSON on standard output: ``machine``, then each ``row`` and what is ``wrong``, then how it
+ended.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ def _tested(marked: str, *files: str) -> Said:
 
 
 def check_prefetcher(o: Options) -> Said:
-    """Whether the prefetcher hides the copy behind the step, and gives the right values when either of them is slow."""
+    """Whether the prefetcher hides the copy behind the step, and gives the right values when either
+    of them is slow.
+    """
     device = o.device
     if o.on_gpu:  # batches of ImageNet's size, and work that takes twice as long as their copy
         what, loader = "copy", Slow(make_batches(4, 256, 224, pin=True), count=40)
@@ -140,7 +144,9 @@ def resnet_rig(device: torch.device, compiled: bool) -> Rig:
 
 
 def check_stall(o: Options) -> Said:
-    """The step clock's stall against the differential method; without a GPU on an emulated device."""
+    """The step clock's stall against the differential method; without a
+    GPU on an emulated device.
+    """
     rig, tolerance = emulated_rig(), EMULATED_TOLERANCE
     if o.on_gpu:
         rig, tolerance = resnet_rig(o.device, compiled=False), STALL_TOLERANCE
@@ -158,7 +164,9 @@ def check_stall_compiled(o: Options) -> Said:
 
 
 def check_copies(o: Options) -> Said:
-    """Pinned against pageable copies, alone and beside work that does not need them; without a GPU, host to host."""
+    """Pinned against pageable copies, alone and beside work that does not need them; without a GPU,
+    host to host.
+    """
     n = 5 if o.quick else 20
     if not o.on_gpu:
         yield from host_copies([36], n)
@@ -172,13 +180,17 @@ def check_copies(o: Options) -> Said:
     )
     rate, hidden = ({row["way"]: row.get(key) for row in rows} for key in ("GB/s", "hidden"))
     return (
-        f"pageable {rate['pageable, x.to(device)']} GB/s, pinned {rate['pinned before, non_blocking']} GB/s; hidden behind "
-        f"unrelated work: {hidden['pinned, same stream']} on one stream, {hidden['pinned, side stream']} on a side stream"
+        f"pageable {rate['pageable, x.to(device)']} GB/s, pinned "
+        f"{rate['pinned before, non_blocking']} GB/s; hidden behind "
+        f"unrelated work: {hidden['pinned, same stream']} on one stream, "
+        f"{hidden['pinned, side stream']} on a side stream"
     )
 
 
 def check_demand(o: Options) -> Said:
-    """What the tuner says that ResNet-50 takes against a run without loading, and training on JPEGs, untuned and tuned."""
+    """What the tuner says that ResNet-50 takes against a run without loading, and training on
+    JPEGs, untuned and tuned.
+    """
     common, files = gpu_feeds.resnet50(o.scratch, o.images, 100 if o.on_gpu and not o.quick else 25)
     if not o.on_gpu:
         common += [
@@ -231,7 +243,9 @@ def check_launches_compiled(o: Options) -> Said:
 
 
 def check_feeds(o: Options) -> Said:
-    """ResNet-50 fed by threads and by processes, on ever fewer cores, against a run that loads nothing."""
+    """ResNet-50 fed by threads and by processes, on ever fewer cores, against a run that loads
+    nothing.
+    """
     return (yield from _fed(o, gpu_loaders.OURS))
 
 
@@ -242,7 +256,9 @@ def check_feeds_compiled(o: Options) -> Said:
 
 
 def check_peers(o: Options) -> Said:
-    """The same fed by the loaders of other projects that can be imported: pytorch/examples, nvJPEG, DALI and SPDL."""
+    """The same fed by the loaders of other projects that can be imported: pytorch/examples, nvJPEG,
+    DALI and SPDL.
+    """
     return (
         yield from _fed(
             o, [name for name in gpu_loaders.peers() if o.on_gpu or name != gpu_loaders.NVJPEG]
@@ -267,7 +283,8 @@ def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
         done = _run(arguments, min(gpu_feeds.LIMIT_S, o.left_s()), cores)
         if done.returncode != 0:
             raise RuntimeError(
-                f"gpu_loaders.py ended with {done.returncode}: {(done.stdout + done.stderr)[-600:].strip()}"
+                f"gpu_loaders.py ended with {done.returncode}: "
+                f"{(done.stdout + done.stderr)[-600:].strip()}"
             )
         found: Row = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -284,7 +301,8 @@ def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
 
 
 def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
-    """Figures of a run of ``train.py``, and what the tuner says that the step takes (0 where nothing was tuned).
+    """Figures of a run of ``train.py``, and what the tuner says that the step takes (0 where
+    nothing was tuned).
 
     Raises:
         RuntimeError: it failed, with its last words, or took longer than ``limit_s``.
@@ -302,7 +320,8 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     demand = json.loads(tuning.read_text(encoding="utf-8"))["demand"] if tuning.exists() else None
     step, loader = report["step_ms"], report["loader"]
     return {
-        "images/s": round(report["images_per_s"]), "step ms": f"{step['median']:.1f} (p95 {step['p95']:.1f})",
+        "images/s": round(report["images_per_s"]), "step ms": (f"{step['median']:.1f} (p95 "
+                                                               f"{step['p95']:.1f})"),
         "stall": round(report["stall_fraction"], 3), "data wait": round(report["data_wait_fraction"], 3),
         "num_workers": loader["num_workers"], "pin_memory": loader["pin_memory"],
         "demand": round(demand["images_per_s"]) if demand else 0,
@@ -320,7 +339,8 @@ def _run(
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:cores])
     try:
-        # files, not pipes: workers that outlive a process would keep its pipes open, and this one waiting
+        # files, not pipes: workers that outlive a process would keep its pipes open, and this one
+        # waiting
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             command = [sys.executable, *arguments]
             done = subprocess.run(

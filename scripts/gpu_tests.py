@@ -1,4 +1,5 @@
-"""Run pytest with arguments, and print what became of each test as it ends, in a line of JSON: a part of ``gpu_check.py``.
+"""Run pytest with arguments, and print what became of each test as it ends, in a line of JSON: a
+part of ``gpu_check.py``.
 
 It imports nothing but pytest, whose plugins want to be first.
 """
@@ -14,7 +15,9 @@ import pytest
 
 
 class Told:
-    """A plugin of pytest that writes what became of each test to the file descriptor ``answers``."""
+    """A plugin of pytest that writes what became of each
+    test to the file descriptor ``answers``.
+    """
 
     def __init__(self, answers: int) -> None:
         self._answers = answers

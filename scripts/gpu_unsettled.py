@@ -1,4 +1,6 @@
-"""Parts of ``gpu_check.py``: what reading torch's and the driver's documents does not settle, each measured alone."""
+"""Parts of ``gpu_check.py``: what reading torch's and the driver's documents does not settle, each
+measured alone.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,10 @@ def reserved(o: Options) -> Said:
             }
         held.append(row.get("reserved MiB", row["process MiB"]))
         yield row
-    return f"{held[0]} MiB {'reserved' if o.on_gpu else 'in this process'} after one, {held[-1]} after {_PREFETCHERS}"
+    return (
+        f"{held[0]} MiB {'reserved' if o.on_gpu else 'in this process'} after one, {held[-1]} "
+        f"after {_PREFETCHERS}"
+    )
 
 
 def events(o: Options) -> Said:
@@ -136,7 +141,9 @@ def events(o: Options) -> Said:
 
 
 def finish(o: Options) -> Said:
-    """The share of a core that waiting for the device takes: as the step clock waits, and with a blocking event."""
+    """The share of a core that waiting for the device takes: as the step clock waits, and with a
+    blocking event.
+    """
     rig = emulated_rig(step_s=0.05)
     if o.on_gpu:
         own = accelerator.of(o.device)
@@ -164,7 +171,9 @@ def finish(o: Options) -> Said:
 
 
 def staging(o: Options) -> Said:
-    """How long launches take while another thread copies from pageable or from page-locked memory."""
+    """How long launches take while another thread copies from
+    pageable or from page-locked memory.
+    """
     o.need_gpu("nothing is staged")
     pageable = torch.ones(256 * _MIB, dtype=torch.uint8)
     page_locked = accelerator.of(o.device).pin(pageable)
@@ -190,7 +199,9 @@ def staging(o: Options) -> Said:
 
 
 def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
-    """Microseconds of launches on the current stream until eight copies of ``source`` are done; without one, of many."""
+    """Microseconds of launches on the current stream until eight copies of ``source`` are done;
+    without one, of many.
+    """
     done, value, taken_us = threading.Event(), torch.zeros(1, device=o.device), [0.0]
     own = accelerator.of(o.device)
 
@@ -212,7 +223,9 @@ def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
 
 
 def pinning(o: Options) -> Said:
-    """How feeds whose batches a thread page-locks end in the middle of a pass: closed, and with their workers killed."""
+    """How feeds whose batches a thread page-locks end in the middle of a pass: closed, and with
+    their workers killed.
+    """
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     data, before, slowest_s = shapes(o.scratch, 64), set(threading.enumerate()), 0.0
     datasets.load(data, AugmentConfig(), 0)
@@ -242,7 +255,9 @@ def pinning(o: Options) -> Said:
 
 
 def _left(before: set[threading.Thread]) -> str:
-    """The names of threads that were not there ``before``, those that go within a few seconds left out."""
+    """The names of threads that were not there ``before``, those that go within a few seconds left
+    out.
+    """
     until = time.monotonic() + 3.0
     while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
         time.sleep(0.05)

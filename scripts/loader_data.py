@@ -1,4 +1,6 @@
-"""The data of ``bench_loader.py``, made once: JPEG files like ImageNet's, small arrays, a tree of a million empty files."""
+"""The data of ``bench_loader.py``, made once: JPEG files like ImageNet's, small arrays, a tree of a
+million empty files.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ _FILES_A_FOLDER = 1000
 
 
 def jpegs(folder: Path) -> Path:
-    """A tree ``train/class/*.jpg``, ``val/class/*.jpg`` of 4:2:0 files with the size and the bytes of ImageNet's, 0.2 GB.
+    """A tree ``train/class/*.jpg``, ``val/class/*.jpg`` of 4:2:0 files with the size and the bytes
+    of ImageNet's, 0.2 GB.
 
-    Side lengths are ImageNet's common ones, 461 x 396 in the mean; qualities of 92 to 96 make some 105 KB of that.
+    Side lengths are ImageNet's common ones, 461 x 396 in the mean; qualities of 92 to 96 make some
+    105 KB of that.
     """
     root = folder / f"jpeg-{JPEGS}"
     if not root.is_dir():
@@ -74,13 +78,16 @@ def _size(share: float) -> tuple[int, int]:
 
 
 def warm(root: Path) -> int:
-    """The bytes of all files below ``root``, which are in the page cache now: no loader is to pay for having been the first."""
+    """The bytes of all files below ``root``, which are in the page cache now: no loader is to pay
+    for having been the first.
+    """
     return sum(len(file.read_bytes()) for file in root.rglob("*") if file.is_file())
 
 
 @contextmanager
 def many_files(folder: Path, count: int) -> Iterator[Path]:
-    """A tree of ``count`` empty ``.jpg`` files below ``root/train`` and one in each class of ``root/val``; gone afterwards.
+    """A tree of ``count`` empty ``.jpg`` files below ``root/train`` and one in each class of
+    ``root/val``; gone afterwards.
 
     Raises:
         OSError: the file system has no room for so many files.
@@ -88,7 +95,8 @@ def many_files(folder: Path, count: int) -> Iterator[Path]:
     free, needed = os.statvfs(folder).f_favail, count + 2 * (count // _FILES_A_FOLDER + 1)
     if needed > free:
         raise OSError(
-            f"{folder}: {needed} files are wanted, the file system has room for {free}; set --folder or --files"
+            f"{folder}: {needed} files are wanted, the file system has room for {free}; set "
+            "--folder or --files"
         )
     root = folder / "many-files"
     shutil.rmtree(root, ignore_errors=True)  # of a run that was killed

@@ -1,4 +1,6 @@
-"""What ``bench_loader.py`` measures of loaders alone: what a batch costs, and whether its pixels are right."""
+"""What ``bench_loader.py`` measures of loaders alone: what a batch costs, and whether its pixels
+are right.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,15 @@ Found = dict[str, Any]
 
 
 def window(batches: Counts, *, skip: int, seconds: float, cycle: int) -> Found:
-    """What batches cost once the loader runs: images, processor seconds of all its processes, seconds by the clock.
+    """What batches cost once the loader runs: images, processor seconds of all its processes,
+    seconds by the clock.
 
     Args:
         batches: endless; each one's images.
         skip: batches before the window, in which workers start and buffers fill.
         seconds: the window is at least so long.
-        cycle: the window is a multiple of so many batches: workers that hand over in turn are at its end as far with the
-            next ones as at its beginning.
+        cycle: the window is a multiple of so many batches: workers that hand over in turn are at
+            its end as far with the next ones as at its beginning.
     """
     tree = Tree()
     for _ in islice(batches, skip):
@@ -159,7 +162,9 @@ def form(form: str, root: str, workers: int, seconds: float, side: int = 224) ->
 
 
 def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Found:
-    """The window of the second pass, before which one pass has filled the cache; that of later ones; a digest of the pixels."""
+    """The window of the second pass, before which one pass has filled the cache; that of later
+    ones; a digest of the pixels.
+    """
     wanted = [
         *of_files(root),
         *of_form(form, workers),
@@ -190,7 +195,9 @@ def _digest(feed: Feed) -> str:
 
 
 def pixels(root: str) -> Found:
-    """The mean absolute difference, in grey levels, from PIL's decoder, crop and resize with the same boxes and flips."""
+    """The mean absolute difference, in grey levels, from PIL's decoder, crop and resize with the
+    same boxes and flips.
+    """
     with feeds(*of_files(root), *of_form("processes", 0)) as (made, _):
         dataset = made.splits.train
         assert isinstance(dataset, ImageDataset)
@@ -220,7 +227,9 @@ def pixels(root: str) -> Found:
 
 
 class _Items(Dataset[tuple[Any, int]]):
-    """Arrays one by one, as torchvision's CIFAR-10 gives them: pictures, or uint8 tensors for v2."""
+    """Arrays one by one, as torchvision's CIFAR-10 gives them: pictures,
+    or uint8 tensors for v2.
+    """
 
     def __init__(self, source: Source, transform: Callable[[Any], Any], pictures: bool) -> None:
         self.source, self.transform, self.pictures = source, transform, pictures
@@ -237,7 +246,9 @@ class _Items(Dataset[tuple[Any, int]]):
 
 
 def per_item(folder: str, workers: int, seconds: float, pictures: bool) -> Found:
-    """The window of the usual recipe for small arrays: pad, crop, flip, float, normalise, collate, image by image."""
+    """The window of the usual recipe for small arrays: pad, crop, flip, float, normalise, collate,
+    image by image.
+    """
     if pictures:
         crop = [
             transforms.RandomCrop(32, padding=4),
@@ -265,7 +276,9 @@ def array_feeds(folder: str, form: str, workers: int = 0) -> Iterator[tuple[Feed
 
 
 def arrays(folder: str, form: str, workers: int, seconds: float, normalised: bool = False) -> Found:
-    """The window of one of this project's forms on the small arrays; ``normalised``: up to the floats that a step takes."""
+    """The window of one of this project's forms on the small arrays; ``normalised``: up to the
+    floats that a step takes.
+    """
     with (
         array_feeds(folder, form, workers) as (made, settings),
         closing(made.probe(settings)) as feed,
@@ -279,7 +292,9 @@ def arrays(folder: str, form: str, workers: int, seconds: float, normalised: boo
 
 
 def equal(folder: str, form: str) -> Found:
-    """How many images of one epoch are, bit for bit, what PIL's pad, crop and flip make of the same draws."""
+    """How many images of one epoch are, bit for bit, what PIL's pad, crop and flip make of the same
+    draws.
+    """
     same = seen = 0
     with array_feeds(folder, form) as (made, settings), closing(made.train(settings)) as feed:
         dataset = made.splits.train
@@ -295,7 +310,9 @@ def equal(folder: str, form: str) -> Found:
 
 
 def _by_pil(dataset: ImageDataset, epoch: int, index: int) -> np.ndarray:
-    """Sample ``index`` of a data set of arrays that are padded by 4 pixels, cropped to their size and mirrored at random."""
+    """Sample ``index`` of a data set of arrays that are padded by 4 pixels, cropped to their size
+    and mirrored at random.
+    """
     rng, values = SampleRng(dataset.seed, epoch, index), np.asarray(dataset.source.read(index)[0])
     top, left, mirrored = rng.randrange(9), rng.randrange(9), rng.random() < 0.5
     picture = ImageOps.expand(Image.fromarray(values), 4).crop((left, top, left + 32, top + 32))

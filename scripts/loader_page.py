@@ -1,4 +1,6 @@
-"""The page that ``bench_loader.py`` makes of its results: a table for each part, and whether what it is to show holds."""
+"""The page that ``bench_loader.py`` makes of its results: a table for each part, and whether what
+it is to show holds.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ Piece = list[Row] | str | Claim
 def _cost_rows(
     part: Part, about: Mapping[str, str], unit: float, to: str, limit: str | None
 ) -> Iterator[Row]:
-    """A row for each loader: what an image costs, what it gives, and both against ``to`` and ``limit``."""
+    """A row for each loader: what an image costs, what it gives, and both against ``to`` and
+    ``limit``.
+    """
     name = "ms" if unit == 1 else "us"
     for row in part.rows:
         if "cpu_s" not in next(iter(part.rows[row].values())):
@@ -97,7 +101,10 @@ def jpeg(part: Part) -> Iterator[Piece]:
     yield from _at_least(part, f"times cheaper than {among}", rival, best, 1.3)
     yield from _at_least(part, "share of full decode on the same cores", DECODE, best, 0.72)
     for line in part.rows.get("pixels", {}).values():
-        figures = f"{line['error']:.3f} in the mean, {line['largest']:.3f} in the worst of {line['images']} images"
+        figures = (
+            f"{line['error']:.3f} in the mean, {line['largest']:.3f} in the worst of "
+            f"{line['images']} images"
+        )
         yield Claim(
             "mean absolute error against PIL's crop and resize at most 0.1 grey level",
             line["error"] <= 0.1,
@@ -107,7 +114,8 @@ def jpeg(part: Part) -> Iterator[Piece]:
 
 _ARRAYS = {
     "per item": "PIL, no workers", "per item, workers": "PIL, worker processes", "per item, v2": "v2 on tensors, no workers",
-    "processes": "worker processes, whole batches", "arrays": "crop, flip and gather a batch at a time",
+    "processes": "worker processes, whole batches", "arrays": ("crop, flip and gather a batch at a "
+                                                               "time"),
     NORMALISED: "the same up to normalised floats, as the recipe gives them",
 }  # fmt: skip
 
@@ -168,7 +176,11 @@ def train(part: Part) -> Iterator[Piece]:
         (
             "device, fast",
             2.0,
-            "images/s with a sleeping device where the old feed binds, times the old feed's: at least 2",
+            (
+                "images/s with a sleeping device where the old feed binds, times the old feed's: "
+                "at "
+                "least 2"
+            ),
         ),
         (
             "device, slow",
@@ -185,7 +197,8 @@ def train(part: Part) -> Iterator[Piece]:
                 if EXAMPLES in name
             }
             figures = (
-                f"{Sample.of(ratios)}, n = {len(ratios)}; it takes {lines[0]['demand']:.0f} images/s in the first round"
+                f"{Sample.of(ratios)}, n = {len(ratios)}; it takes {lines[0]['demand']:.0f} "
+                "images/s in the first round"
                 f"; the old feed is best as {_best(rivals)}"
             )
             yield Claim(text, median(ratios) >= wanted, figures)
@@ -199,14 +212,22 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
     slow, fast = (max(rows, key=lambda row: part.middle(row, rate)) for rows in (old, new))
     rival = _best({row: part.middle(row, rate) for row in old})
     gained, possible = part.ratio(fast, slow, rate), (before + step) / (after + step)
-    text = "training images/s against pytorch/examples' loader at its best: at least 0.9 of (L_old + T) / (L_new + T)"
+    text = (
+        "training images/s against pytorch/examples' loader at its best: at least 0.9 of "
+        "(L_old + T) / (L_new + T)"
+    )
     binds = "" if before >= 2 * step else "; but L_old < 2 T, so that nothing is to be shown"
-    figures = f"{fast} over {rival}: {gained}, possible {possible:.2f}: {gained.median / possible:.2f}{binds}"
+    figures = (
+        f"{fast} over {rival}: {gained}, possible {possible:.2f}: "
+        f"{gained.median / possible:.2f}{binds}"
+    )
     return Claim(text, gained.median >= 0.9 * possible and not binds, figures)
 
 
 def _best(rates: Mapping[str, float]) -> str:
-    """The row with the best rate; says so where none with more workers, by which a row's name ends, was tried."""
+    """The row with the best rate; says so where none with more workers, by which a row's name ends,
+    was tried.
+    """
     best, most = (
         max(rates, key=lambda row: rates[row]),
         max(rates, key=lambda row: int(row.rpartition(" ")[2])),
@@ -285,7 +306,9 @@ def index(part: Part) -> Iterator[Piece]:
 
 
 def tuner(part: Part) -> Iterator[Piece]:
-    """What the tuner chooses where it may choose the form, and what it chooses of each form when that is set."""
+    """What the tuner chooses where it may choose the form, and what it chooses of each form when
+    that is set.
+    """
     rows, claims = [], []
     for workload, rounds in part.rows.items():
         line = rounds[max(rounds)]
@@ -304,7 +327,10 @@ def tuner(part: Part) -> Iterator[Piece]:
         })  # fmt: skip
         claims.append(chosen == best or found.high >= _NOISE)
     yield rows
-    figures = f"{sum(claims)} of {len(claims) + len(part.missing)} workloads, of which {len(part.missing)} failed"
+    figures = (
+        f"{sum(claims)} of {len(claims) + len(part.missing)} workloads, of which "
+        f"{len(part.missing)} failed"
+    )
     yield Claim(
         "auto chooses the best form, or one within the noise",
         all(claims) and not part.missing,
@@ -358,7 +384,8 @@ def show(lines: Sequence[Line]) -> str:
     if machines:
         loads = [line["load"] for line in machines]
         page.append(
-            f"Load average when a part of the benchmark began: {min(loads):.1f} to {max(loads):.1f}."
+            f"Load average when a part of the benchmark began: {min(loads):.1f} to "
+            f"{max(loads):.1f}."
         )
     for name, make in PAGES.items():
         if name in parts:
@@ -374,7 +401,10 @@ def show(lines: Sequence[Line]) -> str:
 
 
 def _under(key: Line) -> str:
-    return f"Commit {key['commit'] or 'unknown'}; {key['workers']} workers; windows of {key['seconds']:g} s at least."
+    return (
+        f"Commit {key['commit'] or 'unknown'}; {key['workers']} workers; windows of "
+        f"{key['seconds']:g} s at least."
+    )
 
 
 def _pieces(pieces: Iterable[Piece]) -> Iterator[str]:

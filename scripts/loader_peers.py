@@ -1,7 +1,9 @@
-"""The loaders that ``bench_loader.py`` measures this project's against, each set up as its own project shows it.
+"""The loaders that ``bench_loader.py`` measures this project's against, each set up as its own
+project shows it.
 
-All give endless batches of 128 crops of 224 pixels, shuffled, from the same files. Where a recipe has a variant without
-something that the others do not do either (timm's colour jitter, normalising on the device), it is measured without.
+All give endless batches of 128 crops of 224 pixels, shuffled, from the same files. Where a recipe
+has a variant without something that the others do not do either (timm's colour jitter, normalising
+on the device), it is measured without.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ def endless(
     size: int = BATCH_SIZE,
     **how: Any,
 ) -> DataLoader[Any]:
-    """Torch's loader over ``dataset`` in one random order after the other, without a new start between them."""
+    """Torch's loader over ``dataset`` in one random order after the other, without a new start
+    between them.
+    """
     sampler = RandomSampler(dataset, num_samples=_ENDLESS)  # type: ignore[arg-type]
     return DataLoader(
         dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate, **how
@@ -94,7 +98,9 @@ def counted(loader: DataLoader[Any]) -> Counts:
 
 
 def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoader[Any]:
-    """pytorch/examples' imagenet/main.py: PIL, float tensors normalised one by one, torch's collate."""
+    """pytorch/examples' imagenet/main.py: PIL, float tensors normalised one by one, torch's
+    collate.
+    """
     return endless(ImageFolder(str(root / "train"), transforms.Compose([
         transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
         transforms.Normalize(_MEAN, _STD),
@@ -110,7 +116,9 @@ def apex(root: Path, workers: int) -> Counts:
 
 
 def _fast_collate(samples: Sequence[tuple[Image.Image, int]]) -> tuple[Tensor, Tensor]:
-    """As Apex does: each picture's pixels, channels first, are added to its row of a batch of zeros."""
+    """As Apex does: each picture's pixels, channels first, are added to its row of a batch of
+    zeros.
+    """
     width, height = samples[0][0].size
     images = torch.zeros((len(samples), 3, height, width), dtype=torch.uint8)
     for row, (picture, _) in zip(images, samples, strict=True):
@@ -119,7 +127,9 @@ def _fast_collate(samples: Sequence[tuple[Image.Image, int]]) -> tuple[Tensor, T
 
 
 def timm(root: Path, workers: int) -> Counts:
-    """Its ImageNet training loader without colour jitter, up to the uint8 batch that its prefetcher takes to the device."""
+    """Its ImageNet training loader without colour jitter, up to the uint8 batch that its prefetcher
+    takes to the device.
+    """
     data = import_module("timm.data")
     loader = data.create_loader(
         data.create_dataset("", root=str(root), split="train", is_training=True), (3, _SIDE, _SIDE), BATCH_SIZE,
@@ -147,7 +157,8 @@ def _v2(root: Path, workers: int, decode: Callable[[str], Any]) -> Counts:
 
 
 def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
-    """DALI's own threads: decoding of the crop alone, resize with a triangular filter, flip; all on the processor.
+    """DALI's own threads: decoding of the crop alone, resize with a triangular filter, flip; all on
+    the processor.
 
     Its tensors ``[N, H, W, C]``, whose memory it uses again for the next batch.
     """
@@ -207,7 +218,9 @@ def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
 
 
 def ffcv(root: Path, threads: int) -> Counts:
-    """FFCV's JPEG mode: its own file, its fused decode and crop (area interpolation), flips compiled by numba."""
+    """FFCV's JPEG mode: its own file, its fused decode and crop (area interpolation), flips
+    compiled by numba.
+    """
     fields, decoders = import_module("ffcv.fields"), import_module("ffcv.fields.decoders")
     loaders, made = import_module("ffcv.loader"), import_module("ffcv.transforms")
     file = root.with_suffix(".beton")
@@ -231,7 +244,10 @@ def ffcv(root: Path, threads: int) -> Counts:
 
 
 def full_decode(root: Path, threads: int) -> Counts:
-    """Not a loader: the same files, in memory, decoded whole into a buffer that is used again. What no feed can go below."""
+    """Not a loader: the same files, in memory, decoded whole into a buffer that is used again.
+
+    What no feed can go below.
+    """
     files = [path.read_bytes() for path in sorted((root / "train").rglob("*.jpg"))]
 
     def batch(number: int) -> int:

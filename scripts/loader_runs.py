@@ -1,4 +1,6 @@
-"""What ``bench_loader.py`` measures of loaders in use: training on them, their start and memory, the index, the tuner."""
+"""What ``bench_loader.py`` measures of loaders in use: training on them, their start and memory,
+the index, the tuner.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ _READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the 
 
 
 def step(root: str, side: int, seconds: float) -> Found:
-    """The window of the training step alone, its normalising included, on one batch over and over."""
+    """The window of the training step alone, its normalising included,
+    on one batch over and over.
+    """
     with (
         feeds(*of_files(root, side), *of_form(PROCESSES, 0)) as (made, settings),
         closing(made.probe(settings)) as feed,
@@ -117,7 +121,8 @@ def paced(
     seconds: float,
     back: bool,
 ) -> Found:
-    """What a device takes that sleeps through its steps, from a form of ours and from pytorch/examples' loader.
+    """What a device takes that sleeps through its steps, from a form of ours and from
+    pytorch/examples' loader.
 
     Args:
         root: the tree of files.
@@ -163,9 +168,11 @@ def _rate(found: Found) -> float:
 
 
 def start(row: str, root: str, folder: str, workers: int) -> Found:
-    """Seconds from ``iter()`` of a loader to its first batch, and the memory of all its processes when each worker made three.
+    """Seconds from ``iter()`` of a loader to its first batch, and the memory of all its processes
+    when each worker made three.
 
-    Memory is the proportional set: what several processes share counts once. ``row`` BARE: without a loader.
+    Memory is the proportional set: what several processes share counts once. ``row`` BARE: without
+    a loader.
     """
     if row == EXAMPLES:
         return _started(examples(Path(root), workers), workers)
@@ -205,7 +212,9 @@ def index(root: str) -> Found:
 
 
 def index_readers(root: str, method: str) -> Found:
-    """A worker's own memory before and after it has read every sample, as another one did beside it, in random order."""
+    """A worker's own memory before and after it has read every sample, as another one did beside
+    it, in random order.
+    """
     config, context = composed(*of_files(root)), _context(method)
     train = datasets.load(config.data, config.augment, config.seed).train
     assert isinstance(train, ImageDataset)
@@ -253,7 +262,9 @@ def _read(source: Source, order: np.ndarray) -> None:
 
 
 def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
-    """What the tuner chooses when it may choose the form and when each form is set, and what the choices deliver in turns."""
+    """What the tuner chooses when it may choose the form and when each form is set, and what the
+    choices deliver in turns.
+    """
     one = WORKLOADS[workload]
     console.set_quiet(True)
     with distributed.joined(0, composed()) as world:
@@ -292,7 +303,9 @@ def _widest(rates: dict[str, list[float]]) -> float:
 
 
 def _warm(dataset: object) -> None:
-    """Read every file once: what the searches meet is not what other programs left of the page cache."""
+    """Read every file once: what the searches meet is not what other programs left of the page
+    cache.
+    """
     source = getattr(dataset, "source", None)
     if source is not None:
         _read(getattr(source, "source", source), np.arange(len(source)))

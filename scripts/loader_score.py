@@ -1,4 +1,6 @@
-"""What ``bench_loader.py`` has measured, by part, row and round: costs, rates, ratios paired by round."""
+"""What ``bench_loader.py`` has measured, by part, row and round: costs, rates, ratios paired by
+round.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ class Part:
 
 
 def collect(lines: Sequence[Line]) -> dict[str, Part]:
-    """The parts; of each what has the key of its last line. A row measured in spite of an earlier failure is not missing."""
+    """The parts; of each what has the key of its last line.
+
+    A row measured in spite of an earlier failure is not missing.
+    """
     parts = {
         line["part"]: Part({name: line[name] for name in KEY})
         for line in lines

@@ -1,7 +1,8 @@
-"""One measurement of ``bench_loader.py`` in a process of its own: asked for as JSON, answered as JSON.
+"""One measurement of ``bench_loader.py`` in a process of its own: asked for as JSON, answered as
+JSON.
 
-Light, for each worker process imports it, as a user's worker imports train.py; the fork server starts before torch is
-imported, as in train.py.
+Light, for each worker process imports it, as a user's worker imports train.py; the fork server
+starts before torch is imported, as in train.py.
 """
 
 from __future__ import annotations

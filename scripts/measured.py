@@ -1,4 +1,6 @@
-"""What every benchmark here says of itself: machine, versions, figures with their spread, as Markdown and as JSON."""
+"""What every benchmark here says of itself: machine, versions, figures with their spread, as
+Markdown and as JSON.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ def machine_line(found: Mapping[str, Any]) -> str:
         f" (CUDA {found['cuda']}, driver {found.get('driver', 'none')})" if "cuda" in found else ""
     )
     return (
-        f"{found['cpu']}, {found['usable_cores']:g} of {found['cores']} cores, {found['torch_threads']} torch threads; "
-        f"GPU: {found.get('device', 'none')}; Python {found['python']}, torch {found['torch']}{cuda}, "
+        f"{found['cpu']}, {found['usable_cores']:g} of {found['cores']} cores, "
+        f"{found['torch_threads']} torch threads; "
+        f"GPU: {found.get('device', 'none')}; Python {found['python']}, torch "
+        f"{found['torch']}{cuda}, "
         f"torchvision {found.get('torchvision')}; {found['platform']}"
     )
 
@@ -73,7 +77,9 @@ def markdown(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def write(path: Path, value: Mapping[str, Any] | str) -> None:
-    """Write a text, or figures as JSON, whole or not at all, in a folder that is made if need be."""
+    """Write a text, or figures as JSON, whole or not at all, in a
+    folder that is made if need be.
+    """
     text = value if isinstance(value, str) else json.dumps(plain(value), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -87,7 +93,9 @@ def write(path: Path, value: Mapping[str, Any] | str) -> None:
 def listed(
     parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]
 ) -> tuple[str, ...]:
-    """The names ``given`` to an ``option``, with commas between; all that are ``known`` where none are."""
+    """The names ``given`` to an ``option``, with commas between; all that are ``known`` where none
+    are.
+    """
     names = tuple(known) if given is None else tuple(given.split(","))
     if unknown := set(names) - set(known):
         parser.error(

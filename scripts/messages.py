@@ -1,4 +1,5 @@
-"""Every sentence that a run can print, gathered from the source into docs/messages.md, with its fields as placeholders.
+"""Every sentence that a run can print, gathered from the source into docs/messages.md, with its
+fields as placeholders.
 
 Run it as ``uv run scripts/messages.py``.
 """

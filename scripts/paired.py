@@ -1,4 +1,6 @@
-"""What something costs: the same loop with it and without it in turns, and without it against itself."""
+"""What something costs: the same loop with it and without it in turns, and without it against
+itself.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ class Plan:
         runs: of each side, in turns.
         steps: in a run.
         before: done before each run, untimed.
-        now: the clock in seconds; the thread's processor time where runs are long enough to be interrupted.
-        kind: of the run that the watched side did in this turn, where not all of its runs do the same.
+        now: the clock in seconds; the thread's processor time where runs are long enough to be
+            interrupted.
+        kind: of the run that the watched side did in this turn, where not all of its runs do the
+            same.
     """
 
     runs: int
@@ -43,7 +47,9 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """The median; its interval is that of order statistics, from which a percentile bootstrap differs by its own noise."""
+        """The median; its interval is that of order statistics, from which a percentile bootstrap
+        differs by its own noise.
+        """
         ordered = np.sort(np.asarray(values, float))
         beyond = max(
             0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2)

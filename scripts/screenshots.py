@@ -1,7 +1,7 @@
 """Draws the pictures of the README: a run that waits for data beside the same run, tuned.
 
-Both runs are real. Their step sleeps for 50 ms in place of a GPU's, and every file comes 5 ms late. Needs chromium
-and chromium-driver.
+Both runs are real. Their step sleeps for 50 ms in place of a GPU's, and every file comes 5 ms late.
+Needs chromium and chromium-driver.
 
     uv run scripts/screenshots.py
     uv run scripts/screenshots.py --folder outputs/pictures    # draws runs that are there already

@@ -46,11 +46,16 @@ def composed() -> tuple[schema.Config, Mapping[str, str | None]]:
 
 
 def choices(chosen: Mapping[str, str | None]) -> Iterator[str]:
-    """Yields a row for each group in ``conf/`` with more than one choice, and its files' comments."""
+    """Yields a row for each group in ``conf/`` with more than
+    one choice, and its files' comments.
+    """
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
         names = [f"`{path.stem}`{_comment(path)}" for path in sorted(folder.glob("*.yaml"))]
         if len(names) > 1:
-            yield f"| `{folder.name}=` | `{chosen.get(folder.name) or 'null'}` | {'<br>'.join(names)} |"
+            yield (
+                f"| `{folder.name}=` | `{chosen.get(folder.name) or 'null'}` | "
+                f"{'<br>'.join(names)} |"
+            )
 
 
 def _comment(path: Path) -> str:

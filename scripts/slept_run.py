@@ -1,4 +1,5 @@
-"""train.py whose step sleeps in place of computing, as a device would, and whose files may come late.
+"""train.py whose step sleeps in place of computing, as a device would, and whose files may come
+late.
 
 SLEPT_STEP_MS=40 SLEPT_READ_MS=5,0@20 uv run scripts/slept_run.py data=shapes
 """

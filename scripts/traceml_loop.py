@@ -1,7 +1,9 @@
-"""The training loops of ``bench_traceml.py``: small, with something slow planted in them, and watched in several ways.
+"""The training loops of ``bench_traceml.py``: small, with something slow planted in them, and
+watched in several ways.
 
-A script of its own, because TraceML launches one. Under TraceML the loop is that of its documentation: ``init`` once, and
-``trace_step`` around everything from ``zero_grad`` to ``optimizer.step``.
+A script of its own, because TraceML launches one. Under TraceML the loop is that of its
+documentation: ``init`` once, and ``trace_step`` around everything from ``zero_grad`` to
+``optimizer.step``.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ SIDES = ("bare", "traceml", "traceml_log_inside", "clock", "harness")
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """What is slow, in seconds: the read of each sample, the forward pass, a log line after each step."""
+    """What is slow, in seconds: the read of each sample, the forward pass, a log line after each
+    step.
+    """
 
     read_s: float = 0.0
     forward_s: float = 0.0
@@ -48,7 +52,9 @@ PLANTS = {
 
 
 class Images:
-    """Noise in memory whose reads take ``read_s`` seconds; for torch's loader by ``[]``, for a feed of ours by ``fill``."""
+    """Noise in memory whose reads take ``read_s`` seconds; for torch's loader by ``[]``, for a feed
+    of ours by ``fill``.
+    """
 
     image_size = SIDE
     stages = ("read", "write")
@@ -81,7 +87,9 @@ class Images:
 
 
 class Network(nn.Module):
-    """Two layers whose forward pass in training takes ``forward_s`` seconds longer than it has to."""
+    """Two layers whose forward pass in training takes ``forward_s`` seconds
+    longer than it has to.
+    """
 
     def __init__(self, forward_s: float) -> None:
         super().__init__()
@@ -99,7 +107,9 @@ class Network(nn.Module):
 
 
 class Turns:
-    """Lets a loop run ``block`` steps at a time, whenever the process at the socket says so, and tells it the seconds."""
+    """Lets a loop run ``block`` steps at a time, whenever the process at the socket says so, and
+    tells it the seconds.
+    """
 
     def __init__(self, path: str, block: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -126,7 +136,9 @@ def loop(
     log: Callable[[bool], None],
     after: Callable[[int], bool],
 ) -> None:
-    """Train; ``log`` is called within the traced step (True) and behind it, ``after`` with the number of each step."""
+    """Train; ``log`` is called within the traced step (True) and behind it, ``after`` with the
+    number of each step.
+    """
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     for number, (images, labels) in enumerate(batches, 1):
         with traced(network):
@@ -154,9 +166,8 @@ def run_loop(side: str, plant: Plant, folder: Path, steps: int, turns: Turns | N
             if plant.log_s and inside == (side == "traceml_log_inside"):
                 write_line(file, plant.log_s)
 
-        loader: DataLoader[Any] = DataLoader(
-            Images(steps * BATCH, plant.read_s), BATCH, num_workers=0 if turns else 1
-        )  # type: ignore[arg-type]
+        images: Any = Images(steps * BATCH, plant.read_s)
+        loader: DataLoader[Any] = DataLoader(images, BATCH, num_workers=0 if turns else 1)
         batches: Iterable[tuple[Tensor, Tensor]] = loader
         after: Callable[[int], bool] = turns or (lambda number: False)
         if side == "clock":
@@ -174,7 +185,9 @@ def write_line(file: Any, log_s: float) -> None:
 def _clocked(
     loader: DataLoader[Any], folder: Path, after: Callable[[int], bool], stack: ExitStack
 ) -> tuple[Iterable[Any], Callable[[int], bool]]:
-    """``loader`` and ``after`` with all that watches a run of ours: clock, sampler, TensorBoard and ``metrics.jsonl``."""
+    """``loader`` and ``after`` with all that watches a run of ours: clock, sampler, TensorBoard and
+    ``metrics.jsonl``.
+    """
     from harness.config import Config
     from harness.runtime.distributed import World
     from harness.watch import station
@@ -194,7 +207,9 @@ def _clocked(
 
 
 def run_harness(plant: Plant, folder: Path, steps: int) -> None:
-    """``train.py`` itself on the same data and network, which are the only things that are put in from outside."""
+    """``train.py`` itself on the same data and network, which are the only things that are put in
+    from outside.
+    """
     from harness import job
     from harness.config import Config, DataConfig, LoaderConfig, TrainerConfig, WatchConfig
     from harness.data.datasets import Splits

@@ -27,7 +27,8 @@ def show(lines: Sequence[Line]) -> str:
     parts = ["# The tuner beside others: what was measured", *machines]
     if loads:
         parts.append(
-            f"Load average when a part of the benchmark began: {min(loads):.1f} to {max(loads):.1f}."
+            f"Load average when a part of the benchmark began: {min(loads):.1f} to "
+            f"{max(loads):.1f}."
         )
     tables = (
         ("Workloads", workload_rows(scored)),
@@ -93,7 +94,9 @@ def workload_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
 
 
 def strategy_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
-    """A row for each workload and strategy: choice, delivered over the oracle's and the user's, and cost."""
+    """A row for each workload and strategy: choice, delivered over the oracle's and the user's, and
+    cost.
+    """
     for name, one in found.items():
         if one.oracle() is None:
             continue
@@ -101,7 +104,8 @@ def strategy_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
             yield {
                 "workload": name, "strategy": strategy,
                 "choice": ", ".join(dict.fromkeys(line["setting"] or "none" for line in lines)),
-                "delivered / oracle": one.ratio(strategy) or "-", "delivered / user's": one.ratio(strategy, "own") or "-",
+                "delivered / oracle": one.ratio(strategy) or "-", "delivered / "
+                                                                  "user's": one.ratio(strategy, "own") or "-",
                 "seconds": f"{one.seconds(strategy):.1f}", "workers over fewest": _signed(one.spare(strategy)),
             }  # fmt: skip
 
@@ -128,7 +132,9 @@ def summary_rows(
 def rival_rows(
     found: Mapping[str, Found], mine: str, rivals: Sequence[str]
 ) -> Iterator[dict[str, object]]:
-    """A row for each rival: on how many workloads ``mine`` delivers more or less (interval without 1), and the costs' ratio."""
+    """A row for each rival: on how many workloads ``mine`` delivers more or less (interval without
+    1), and the costs' ratio.
+    """
     for rival in rivals:
         pairs = [(one, ratio) for one in found.values() if (ratio := one.ratio(mine, rival))]
         if not pairs:
@@ -145,7 +151,9 @@ def rival_rows(
 
 
 def repeat_rows(found: Mapping[str, Found], strategy: str) -> Iterator[dict[str, object]]:
-    """A row for each workload on which ``strategy`` chose at least three times: how far its choices lie apart."""
+    """A row for each workload on which ``strategy`` chose at least three times: how far its choices
+    lie apart.
+    """
     for name, one in found.items():
         workers = [setting.num_workers for setting in one.settings(strategy)]
         if len(workers) < 3:
@@ -162,7 +170,9 @@ def repeat_rows(found: Mapping[str, Found], strategy: str) -> Iterator[dict[str,
 def change_rows(
     found: Mapping[str, Found], changes: Mapping[str, str], strategy: str
 ) -> Iterator[dict[str, object]]:
-    """Two rows for each variant and the workload that it varies: what ``strategy`` chose and why."""
+    """Two rows for each variant and the workload that it
+    varies: what ``strategy`` chose and why.
+    """
     for variant, base in changes.items():
         for name in (base, variant):
             for line in (

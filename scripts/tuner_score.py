@@ -1,4 +1,7 @@
-"""How ``bench_tuner.py`` measures and judges: steady delivery, the oracle, paired ratios. Knows no loader."""
+"""How ``bench_tuner.py`` measures and judges: steady delivery, the oracle, paired ratios.
+
+Knows no loader.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ Line = dict[str, Any]  # one JSON line of the results
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """A loader setting, as the tables name it: ``3x2`` for 3 workers with 2 batches in flight each, ``0`` for no workers.
+    """A loader setting, as the tables name it: ``3x2`` for 3 workers with 2 batches in flight each,
+    ``0`` for no workers.
 
     Of threads the batches are in flight for all of them together.
     """
@@ -59,11 +63,13 @@ def steady(
 
     Args:
         steps: gives the images of each step when the step is done; consumed only as far as needed.
-        setting: the loader's. Its workers hand over in turn, so that each is done once in ``num_workers`` batches: the window
-            is a whole number of such cycles, or slow batches, which come in bursts of that many, would be counted by luck.
-        seconds: how long the window is at least. It opens after the first batch, one more of each worker, and all that may be
-            in the primed queue; of the latter no more is awaited than comes within this time, for a consumer that has taken
-            from the first batch on leaves slow workers nothing to put there.
+        setting: the loader's. Its workers hand over in turn, so that each is done once in
+            ``num_workers`` batches: the window is a whole number of such cycles, or slow batches,
+            which come in bursts of that many, would be counted by luck.
+        seconds: how long the window is at least. It opens after the first batch, one more of each
+            worker, and all that may be in the primed queue; of the latter no more is awaited than
+            comes within this time, for a consumer that has taken from the first batch on leaves
+            slow workers nothing to put there.
         now: the clock.
     """
     cycle, primed = max(1, setting.num_workers), setting.num_workers * setting.prefetch_factor
@@ -84,10 +90,11 @@ def steady(
 def choosing(
     candidates: Sequence[Setting], chosen: Iterable[Setting], earlier: Mapping[Setting, list[float]]
 ) -> list[Setting]:
-    """The settings of the next choosing round: all at first, later those that may be best or the fewest sufficient workers.
+    """The settings of the next choosing round: all at first, later those that may be best or the
+    fewest sufficient workers.
 
-    Of what came within a tenth of the best, these are the six with the fewest workers and the four fastest; and whatever a
-    strategy chose.
+    Of what came within a tenth of the best, these are the six with the fewest workers and the four
+    fastest; and whatever a strategy chose.
     """
     if not earlier:
         return sorted({*candidates, *chosen})
@@ -174,7 +181,9 @@ class Found:
         }
 
     def oracle(self) -> tuple[Setting, int] | None:
-        """The best setting of the choosing rounds and the fewest workers that come within 2 % of it; None before them."""
+        """The best setting of the choosing rounds and the fewest workers that come within 2 % of
+        it; None before them.
+        """
         if not self.rates["choose"]:
             return None
         rounds = 1 + max(r for rates in self.rates["choose"].values() for r in rates)
@@ -185,9 +194,11 @@ class Found:
         )
 
     def ratio(self, strategy: str, to: str | None = None) -> Ratio | None:
-        """Delivered by ``strategy`` over the oracle's, or over that of strategy ``to``; None where a measurement lacks.
+        """Delivered by ``strategy`` over the oracle's, or over that of strategy ``to``; None where
+        a measurement lacks.
 
-        The rate of a strategy that was asked several times is the mean over its choices, in each round.
+        The rate of a strategy that was asked several times is the mean over its choices, in each
+        round.
         """
         oracle = self.oracle()
         under = (

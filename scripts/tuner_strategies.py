@@ -1,4 +1,6 @@
-"""Who chooses in ``bench_tuner.py``: the tuner, the tutorial's grid, loadtune, rules of thumb; and what they choose for."""
+"""Who chooses in ``bench_tuner.py``: the tuner, the tutorial's grid, loadtune, rules of thumb; and
+what they choose for.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ _READ_STEPS = 10  # steps between two readings of the loss, as in training
 
 
 class PacedTrainee:
-    """A step that is ``step_s`` seconds of waiting, as the host has it with a device: of known speed, and at no cost."""
+    """A step that is ``step_s`` seconds of waiting, as the host has it with a device: of known
+    speed, and at no cost.
+    """
 
     device = torch.device("cpu")  # batches stay where they are
     overlaps = False
@@ -145,7 +149,9 @@ class Rig:
         return StepTrials(self._step, self.config, self.world)
 
     def feeds(self, seed: int = 0) -> Feeds:
-        """Feeds as ``train.py`` makes them; those of one ``seed`` give the same samples whatever their settings."""
+        """Feeds as ``train.py`` makes them; those of one ``seed`` give the same samples whatever
+        their settings.
+        """
         dataset = cast(
             ImageDataset, self.dataset
         )  # a feed uses of it what every fillable data set has
@@ -188,7 +194,9 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a strategy chose: ``setting`` is None where it found none, ``note`` says why, or more."""
+    """What a strategy chose: ``setting`` is None where it found
+    none, ``note`` says why, or more.
+    """
 
     setting: Setting | None
     seconds: float
@@ -227,7 +235,9 @@ def _rule(workers: Callable[[Rig], int], rig: Rig, folder: Path) -> Choice:
 
 
 def _loadtune(rig: Rig, folder: Path) -> Choice:
-    """What ``loadtune tune`` calls its best, or its baseline without workers where it finds nothing better."""
+    """What ``loadtune tune`` calls its best, or its baseline without workers where it finds nothing
+    better.
+    """
     python = _loadtune_python()
     file = folder / f"loadtune_{rig.workload.name}.py"
     count = (
@@ -238,7 +248,8 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
     file.write_text(
         f"import os, sys\n{count}sys.path.insert(0, {str(ROOT)!r})\n"
         "from scripts.tuner_strategies import loadtune_workload\n\n\n"
-        f"def get_workload():\n    return loadtune_workload({rig.workload.name!r}, {str(folder)!r})\n"
+        f"def get_workload():\n    return loadtune_workload({rig.workload.name!r}, "
+        f"{str(folder)!r})\n"
     )
     command = [*python, "-m", "loadtune.cli", "tune", str(file), "--steps", str(LOADTUNE_STEPS), "--no-plots",
                "--out", str(folder / "loadtune.md")]  # fmt: skip
@@ -253,7 +264,9 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
 
 
 def loadtune_choice(said: str, most: int) -> Setting:
-    """The loader's part of the setting that loadtune's last line names; its baseline, no workers, where there is none."""
+    """The loader's part of the setting that loadtune's last line names; its baseline, no workers,
+    where there is none.
+    """
     match = re.search(r"best overall: workers=(\d+)(?:, prefetch=(\d+))?", said)
     return (
         Setting.of(min(most, int(match[1])), int(match[2] or 0)) if match else Setting.of(0, None)
@@ -293,7 +306,9 @@ class _Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def loadtune_workload(name: str, folder: str) -> Any:
-    """Workload ``name`` as loadtune wants it: called in processes of its own, which have it beside this project."""
+    """Workload ``name`` as loadtune wants it: called in processes of its own, which have it beside
+    this project.
+    """
     from loadtune import Workload as Theirs  # type: ignore[import-not-found]
 
     workload = WORKLOADS[name]
@@ -349,7 +364,9 @@ REPEATED = "auto"  # the strategy whose choice is asked for several times
 
 
 def candidates(rig: Rig) -> list[Setting]:
-    """What the oracle looks at: every number of workers and form at two prefetch factors; arrays have no workers."""
+    """What the oracle looks at: every number of workers and form at two prefetch factors; arrays
+    have no workers.
+    """
     forms, counts = rig.feeds().forms, range(1, rig.most + 1)
     alone = {Setting.of(0, None, form) for form in {PROCESSES, *forms} & {PROCESSES, ARRAYS}}
     return sorted(
@@ -366,7 +383,9 @@ def candidates(rig: Rig) -> list[Setting]:
 
 @contextlib.contextmanager
 def measured_feed(rig: Rig, setting: Setting, seed: int, timeout_s: float) -> Iterator[Feed]:
-    """An endless feed of ``setting`` whose samples follow from ``seed`` alone; closed at the end."""
+    """An endless feed of ``setting`` whose samples follow from ``seed``
+    alone; closed at the end.
+    """
     feed = rig.feeds(seed).probe(rig.settings(setting, timeout_s))
     try:
         yield feed

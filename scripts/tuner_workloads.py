@@ -1,4 +1,6 @@
-"""The workloads of ``bench_tuner.py``: real data sets behind real loaders, each with a consumer of known speed."""
+"""The workloads of ``bench_tuner.py``: real data sets behind real loaders, each with a consumer of
+known speed.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,13 @@ class Workload:
         about: what it is, for the table.
         make: the data set, whose files lie below the folder given; they are made once.
         batch_size: images in a batch.
-        step_s: how long the consumer is busy with a batch, sleeping as a host does that waits for a device; None: the
-            harness's own training step, which shares the processors with the workers.
+        step_s: how long the consumer is busy with a batch, sleeping as a host does that waits for a
+            device; None: the harness's own training step, which shares the processors with the
+            workers.
         cores: what every strategy is told to have; None: what this machine has.
         shm_mb: size of a /dev/shm of its own; None: the machine's.
-        seconds: least window of a measurement where samples are so uneven that the common one would measure luck.
+        seconds: least window of a measurement where samples are so uneven that the common one would
+            measure luck.
         changes: the workload that this one varies; only ``auto``'s choice is then of interest.
     """
 
@@ -61,7 +65,9 @@ class Workload:
 
 @dataclass(slots=True)
 class Sleeper:
-    """Samples that wait as for a remote store: ``sleep_s`` each, and every hundredth ``tail_s`` where that is not 0."""
+    """Samples that wait as for a remote store: ``sleep_s`` each, and every hundredth ``tail_s``
+    where that is not 0.
+    """
 
     image_size: int
     length: int
@@ -81,8 +87,8 @@ class Sleeper:
 class RateLimitedSource:
     """``source`` behind a disk that gives ``bytes_per_s`` to all processes together.
 
-    When the disk will be free is one number in a file, which all of them map; whoever reads moves it on under a lock, by the
-    time its bytes take, and waits until then.
+    When the disk will be free is one number in a file, which all of them map; whoever reads moves
+    it on under a lock, by the time its bytes take, and waits until then.
     """
 
     def __init__(self, source: Source, bytes_per_s: float, clock_file: Path) -> None:
@@ -158,7 +164,9 @@ def _write_pngs(source: Source, folder: Path) -> None:
 
 
 def cifar_like(folder: Path) -> ImageDataset:
-    """50,000 arrays of 32 x 32 pixels, mapped from a file and cropped with padding as CIFAR's are."""
+    """50,000 arrays of 32 x 32 pixels, mapped from a file and
+    cropped with padding as CIFAR's are.
+    """
     root = folder / "cifar-like"
     make_once(root, root.is_dir, _write_arrays)
     images = np.lib.format.open_memmap(root / "images.npy", mode="r")
@@ -222,7 +230,8 @@ WORKLOADS = {workload.name: workload for workload in _ALL}
 def _variants() -> Iterator[Workload]:
     base = WORKLOADS["sleep_10"]
     assert base.step_s is not None
-    yield replace(base, name="slowed_step", about="sleep_10 with a step of four times the time", step_s=4 * base.step_s,
+    yield replace(base, name="slowed_step", about="sleep_10 with a step of four times the "
+                                                  "time", step_s=4 * base.step_s,
                   changes=base.name)  # fmt: skip
     base = WORKLOADS["jpeg_64"]
     yield replace(

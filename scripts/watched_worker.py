@@ -1,4 +1,6 @@
-"""A feed's worker as the benchmark of the watching has it: batches of known work, with the stages' timers and without."""
+"""A feed's worker as the benchmark of the watching has it: batches of known work, with the stages'
+timers and without.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Untimed(StageTimer):
 
 
 class Worker:
-    """Makes a batch over and over whose samples are so much ``work``, timed for ``meter``; without one not timed at all."""
+    """Makes a batch over and over whose samples are so much ``work``, timed for ``meter``; without
+    one not timed at all.
+    """
 
     def __init__(self, work: int, meter: StageMeter | None) -> None:
         self._filler = Filler(Making(work), 0, meter, None)
@@ -75,6 +79,8 @@ class Worker:
 
 
 def timers_cost(work: int, runs: int) -> Cost:
-    """Of the stages' timers, a batch whose samples are so much ``work``; those that time samples are kinds of their own."""
+    """Of the stages' timers, a batch whose samples are so much ``work``; those that time samples
+    are kinds of their own.
+    """
     timed, bare = Worker(work, StageMeter(STAGES, 0)), Worker(work, None)
     return Cost.of(timed.make, bare.make, Plan(runs, now=time.thread_time, kind=timed.clocks))

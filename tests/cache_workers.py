@@ -1,4 +1,6 @@
-"""What worker processes do with a decoded cache; and files for it, with the pixels that they stand for."""
+"""What worker processes do with a decoded cache; and files for it, with the pixels that they stand
+for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The calls by which a save reaches the disk, told one by one: each may fail, or end the process before or after it."""
+"""The calls by which a save reaches the disk, told one by one: each may fail, or end the process
+before or after it.
+"""
 
 from __future__ import annotations
 

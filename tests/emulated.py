@@ -14,7 +14,8 @@ class Gpu(EmulatedDevice):
     """For ``accelerator.emulate``, on the wall clock.
 
     Attributes:
-        peaks: what of its memory is allocated at most, in turn for each reading; the last one stays.
+        peaks: what of its memory is allocated at most, in turn for each reading; the last one
+            stays.
         free: bytes of it that nobody has.
         pinned: how many tensors were page-locked.
         resets: how often the peaks were begun again.

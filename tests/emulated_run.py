@@ -1,4 +1,6 @@
-"""A training loop on an emulated GPU in virtual time, as the engine's own: feed, prefetcher, clock, verdict."""
+"""A training loop on an emulated GPU in virtual time, as the engine's own: feed, prefetcher, clock,
+verdict.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ SIZE = 256  # images in a batch
 
 
 class MadeFeed:
-    """Batches of ``workers`` made-up worker processes, each of which takes ``batch_s(k)`` for batch k.
+    """Batches of ``workers`` made-up worker processes, each of which takes ``batch_s(k)`` for batch
+    k.
 
     They begin a batch once one of those ``in_flight`` was taken. Page-locked where ``pinned``.
     """
@@ -71,7 +74,8 @@ class Loop:
     """A run: what each of its steps takes, in seconds.
 
     Attributes:
-        device_s, launch_s, kernels: of one batch's forward and backward, on the device and to launch.
+        device_s, launch_s, kernels: of one batch's forward and backward, on the device and to
+            launch.
         loader_s: between two batches of the feed, where nothing holds it up.
         copy_s: of one batch to the device.
         prepare_s, prepare_launch_s: augmenting and normalising it there.
@@ -177,7 +181,9 @@ class Loop:
 
 @dataclass
 class Result:
-    """What the clock reported, and what the device did in the ``spans`` without each epoch's first step."""
+    """What the clock reported, and what the device did in the ``spans`` without each epoch's first
+    step.
+    """
 
     device: EmulatedDevice
     window: Window

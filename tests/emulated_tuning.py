@@ -1,4 +1,6 @@
-"""A machine with an emulated GPU for the tuner: made-up workers, and a real step whose kernels are made up."""
+"""A machine with an emulated GPU for the tuner: made-up workers, and a real step whose kernels are
+made up.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Machine:
 
 
 class WorkedFeed:
-    """What the workers of ``machine`` make, in virtual time; without workers the consumer makes it."""
+    """What the workers of ``machine`` make, in virtual time; without
+    workers the consumer makes it.
+    """
 
     on_device, meter, worker_pids = False, None, ()
 
@@ -121,7 +125,9 @@ class WorkedFeed:
             yield self.machine.last
 
     def _ready(self, k: int) -> float:
-        """When batch ``k`` is made: its worker begins once it is through, and one of those in flight was taken."""
+        """When batch ``k`` is made: its worker begins once it is through, and one of those in
+        flight was taken.
+        """
         workers, in_flight = (
             self.settings.num_workers,
             self.settings.num_workers * (self.settings.prefetch_factor or 1),
@@ -152,7 +158,9 @@ class WorkedFeed:
 
 
 class Launching(nn.Module):
-    """A network of one layer that launches the kernels of a large one; its first pass takes ``first_s`` more."""
+    """A network of one layer that launches the kernels of a large one; its first pass takes
+    ``first_s`` more.
+    """
 
     def __init__(
         self,
@@ -177,7 +185,9 @@ class Launching(nn.Module):
 def trials(
     device: EmulatedDevice, network: nn.Module, *, parts: int = 1, ahead: bool = True
 ) -> tuple[Step, StepTrials]:
-    """The harness' own step on ``network``, of ``parts`` batches an update, and its trials; ``ahead``: with a prefetcher."""
+    """The harness' own step on ``network``, of ``parts`` batches an update, and its trials;
+    ``ahead``: with a prefetcher.
+    """
     config, world = Config(), World(0, 1, 0, 1, device.device)
     config.data.image_size, config.loader.batch_size = 2, SIZE
     config.trainer.accumulate_steps, config.loader.device_prefetch = parts, ahead

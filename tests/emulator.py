@@ -1,8 +1,10 @@
-"""An emulated GPU behind ``harness.runtime.accelerator``: tensors lie on the CPU and have real values; time is made up.
+"""An emulated GPU behind ``harness.runtime.accelerator``: tensors lie on the CPU and have real
+values; time is made up.
 
-Work goes to streams, in order, each piece with a duration; how long launching it takes the host, too. When everything ends is
-known as it is launched, so that no thread plays the device. On a ``VirtualClock`` time moves only where a thread would sleep;
-on a ``WallClock`` it is the real one, for whole runs with worker processes. What it shows is arithmetic, and of no real GPU.
+Work goes to streams, in order, each piece with a duration; how long launching it takes the host,
+too. When everything ends is known as it is launched, so that no thread plays the device. On a
+``VirtualClock`` time moves only where a thread would sleep; on a ``WallClock`` it is the real one,
+for whole runs with worker processes. What it shows is arithmetic, and of no real GPU.
 """
 
 from __future__ import annotations
@@ -55,10 +57,12 @@ class _Blocked:
 
 
 class VirtualClock:
-    """A time that stands still while a thread runs, and moves when all are blocked; one of its threads runs at a time.
+    """A time that stands still while a thread runs, and moves when all are blocked; one of its
+    threads runs at a time.
 
-    The thread that makes it is the first; others come by ``start``. They may block in ``sleep``, a queue's ``get`` and a
-    thread's ``join`` alone. Each blocked ``get`` takes ``wake_s`` more, as a thread that has to be woken does.
+    The thread that makes it is the first; others come by ``start``. They may block in ``sleep``, a
+    queue's ``get`` and a thread's ``join`` alone. Each blocked ``get`` takes ``wake_s`` more, as a
+    thread that has to be woken does.
     """
 
     def __init__(self, wake_s: float = 0.0) -> None:
@@ -203,7 +207,9 @@ class Event:
 
 @dataclass(eq=False)
 class _Copy:
-    """A copy from page-locked memory: when it is through, what its source held first, the source and where it goes."""
+    """A copy from page-locked memory: when it is through, what its source held first, the source
+    and where it goes.
+    """
 
     until_s: float
     first: int
@@ -211,7 +217,9 @@ class _Copy:
     target: Callable[[], Tensor | None]
 
     def end(self) -> None:
-        """What the host has written to the source meanwhile arrives too; nothing does where either was freed."""
+        """What the host has written to the source meanwhile arrives too; nothing does where either
+        was freed.
+        """
         source, target = self.source(), self.target()
         if source is not None and target is not None and _digest(source) != self.first:
             target.copy_(source)
@@ -229,7 +237,9 @@ def _digest(tensor: Tensor) -> int:
 
 
 class Pool:
-    """What a caching allocator holds: freed blocks are used again on the same stream, and given back by ``release`` alone."""
+    """What a caching allocator holds: freed blocks are used again on the same stream, and given
+    back by ``release`` alone.
+    """
 
     def __init__(self, device: EmulatedDevice, rounded: Callable[[int], int]) -> None:
         self._device, self._rounded = device, rounded
@@ -367,7 +377,9 @@ class EmulatedDevice(accelerator.Accelerator):
         self.settle()
 
     def settle(self) -> None:
-        """Give copies that are through what their source held until then, where the host has changed that too early."""
+        """Give copies that are through what their source held until then, where the host has
+        changed that too early.
+        """
         for copy in [copy for copy in self._copies if copy.until_s <= self.now()]:
             with contextlib.suppress(ValueError):  # another thread was first
                 self._copies.remove(copy)
@@ -467,7 +479,9 @@ class EmulatedDevice(accelerator.Accelerator):
 def emulated(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch | None = None
 ) -> Iterator[EmulatedDevice]:
-    """A block in which ``device`` is the only GPU; with ``monkeypatch`` torch's own pinning goes to it too."""
+    """A block in which ``device`` is the only GPU; with ``monkeypatch`` torch's own pinning goes to
+    it too.
+    """
     with accelerator.emulate(device):
         if monkeypatch is not None:
             monkeypatch.setattr(

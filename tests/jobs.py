@@ -48,7 +48,9 @@ def fail_at_length(i: int, length: int) -> None:
 
 
 def fail_to_save(i: int, folder: Path) -> None:
-    """Signal the parent once both run; process 1 then ends by the signal, process 0 finds no room a moment later."""
+    """Signal the parent once both run; process 1 then ends by the signal, process 0 finds no room a
+    moment later.
+    """
     signals.set_grace(20.0)
     note(i, folder)
     while not all((folder / name).exists() for name in "01"):
@@ -71,7 +73,9 @@ def leave_things(i: int, folder: Path) -> None:
 
 
 def clear_up(i: int, job: tuple[Path, str]) -> None:
-    """Signal the whole group, and clear up for longer than the parent takes to pass the signal on."""
+    """Signal the whole group, and clear up for longer than the parent
+    takes to pass the signal on.
+    """
     folder, stage = job
     signals.set_grace(20.0)
 
@@ -169,7 +173,9 @@ def join_on_one_gpu(local_rank: int, job: tuple[Config, Path]) -> None:
 
 
 def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
-    """Time steps on every rank, on one of which the feed breaks at batch 3; leave in a file what came of it."""
+    """Time steps on every rank, on one of which the feed breaks at batch 3; leave in a file what
+    came of it.
+    """
     import samples
     import torch
     from torch import nn

@@ -1,6 +1,8 @@
-"""Kills a run before and after each of its calls to the disk, then one that goes on with it, and looks at what comes of it.
+"""Kills a run before and after each of its calls to the disk, then one that goes on with it, and
+looks at what comes of it.
 
-Run in a process of its own, without threads: each run is a fork of it, which has all that must be imported.
+Run in a process of its own, without threads: each run is a fork of it, which has all that must be
+imported.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def settings(resume: str | None = "auto") -> Config:
 
 
 def run(folder: Path, number: int) -> bool:
-    """Whether a run in ``folder`` was killed at its call ``number``; the calls' names go to a file."""
+    """Whether a run in ``folder`` was killed at its call ``number``; the
+    calls' names go to a file.
+    """
     child = os.fork()
     if child:
         status = os.waitpid(child, 0)[1]
@@ -65,7 +69,9 @@ def run(folder: Path, number: int) -> bool:
 
 
 def main(base: Path) -> None:
-    """Kill a run at each call, and the one after it at the same number of calls; the third must end as if nothing had been."""
+    """Kill a run at each call, and the one after it at the same number of calls; the third must end
+    as if nothing had been.
+    """
     os.fsync = lambda handle: None  # every process here sees the same page cache
     torch.set_num_threads(1)
     whole, folder, number, killed = base / "whole", base / "killed", 0, True

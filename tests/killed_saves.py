@@ -1,4 +1,6 @@
-"""Kills a save before and after each of its calls to the disk, and looks at what is left; run in a process of its own."""
+"""Kills a save before and after each of its calls to the disk, and looks at what is left; run in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def save(folder: Path, step: int, top1: float | None = None) -> None:
 
 
 def killed_at(number: int, folder: Path, step: int) -> bool:
-    """Whether a save in a process of its own was killed at its event ``number``; the events' names go to a file."""
+    """Whether a save in a process of its own was killed at its event ``number``; the events' names
+    go to a file.
+    """
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -44,7 +48,9 @@ def killed_at(number: int, folder: Path, step: int) -> bool:
 
 
 def look(folder: Path, step: int) -> None:
-    """Whatever is left, there is a newest checkpoint, both pointers lead to one, and the next save clears up."""
+    """Whatever is left, there is a newest checkpoint, both pointers lead to one, and the next save
+    clears up.
+    """
     found = checkpoint.newest(folder)
     assert found is not None and found[0].step in (30, step) and not found[2], found
     assert found[1]["w"][0] == found[0].step

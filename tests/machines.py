@@ -23,12 +23,14 @@ def own(num_workers: int) -> FeedSettings:
 
 @dataclass
 class Machine:
-    """``cores`` processors, on which a sample takes ``wall_s``, ``cpu_s`` of them busy, and a step ``1 / demand`` an image.
+    """``cores`` processors, on which a sample takes ``wall_s``, ``cpu_s`` of them busy, and a step
+    ``1 / demand`` an image.
 
-    ``receive_s`` is what the trainer's processor takes to receive an image. ``ceiling`` is the most that the storage gives,
-    ``handing`` the most that the trainer takes; ``noise`` the relative standard deviation of a measurement; a setting in
-    ``broken`` is refused. ``form_speed`` makes a form so much faster, ``form_ceiling`` is the most that it gives with any
-    number of workers, ``form_slows`` what it leaves of the step's speed.
+    ``receive_s`` is what the trainer's processor takes to receive an image. ``ceiling`` is the most
+    that the storage gives, ``handing`` the most that the trainer takes; ``noise`` the relative
+    standard deviation of a measurement; a setting in ``broken`` is refused. ``form_speed`` makes a
+    form so much faster, ``form_ceiling`` is the most that it gives with any number of workers,
+    ``form_slows`` what it leaves of the step's speed.
     """
 
     wall_s: float

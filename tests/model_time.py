@@ -1,4 +1,6 @@
-"""Machines whose time passes when told, and loops on them: every figure of theirs is known exactly."""
+"""Machines whose time passes when told, and loops on them: every
+figure of theirs is known exactly.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def one_step(
 
 
 class Gpu:
-    """A host's clock, a compute stream and a copy stream; work is queued and done in order on each."""
+    """A host's clock, a compute stream and a copy stream; work is
+    queued and done in order on each.
+    """
 
     def __init__(self) -> None:
         self.host = 0.0

@@ -1,4 +1,6 @@
-"""What may lie where a file of this project should: for tests that nobody believes it, waits for it or breaks on it."""
+"""What may lie where a file of this project should: for tests that nobody believes it, waits for it
+or breaks on it.
+"""
 
 from __future__ import annotations
 

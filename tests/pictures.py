@@ -1,4 +1,6 @@
-"""Small batches that look a little like photographs, and what tells augmentation which ones they are."""
+"""Small batches that look a little like photographs, and what tells augmentation which ones they
+are.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Bottlenecks planted into real runs: loading, engine and report are the project's own, the device is often emulated.
+"""Bottlenecks planted into real runs: loading, engine and report are the project's own, the device
+is often emulated.
 
     python tests/planted.py --runs 3 --write
 
-plants each of them so many times, in sizes drawn anew, and writes what the runs said to docs/benchmarks/planted.md.
+plants each of them so many times, in sizes drawn anew, and writes what the runs said to
+docs/benchmarks/planted.md.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
 
 
 def here(plant: Plant, size: float, job: Job) -> None:
-    """A run in this process; other programs on this machine go unseen, but for those that are planted."""
+    """A run in this process; other programs on this machine go unseen, but for those that are
+    planted.
+    """
     seen = (
         contextlib.nullcontext()
         if plant.bottleneck == "neighbours"
@@ -66,7 +70,9 @@ def in_ranks(plant: Plant, size: float, job: Job) -> None:
 
 
 def in_group(plant: Plant, size: float, job: Job) -> None:
-    """A run in a new process in a control group of its own; skips the test where none may be made."""
+    """A run in a new process in a control group of its own; skips
+    the test where none may be made.
+    """
     with plant.group(size) as group:
         command = [
             sys.executable,
@@ -196,7 +202,8 @@ PLANTS = (
     Plant("collections", "host", "garbage collection", acts.collections, 200, 800, "thousand objects", (FEW,)),
     Plant("slow logging", "host", "logging", acts.slow_logging, 100, 300, "ms a window", (FEW, "watch.window_steps=2")),
     Plant("slow callback", "host", "unnamed work", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
-    Plant("tiny memory", "memory", "Short of memory", acts.tiny_memory, 0.2, 0.4, "of the files in memory", SMALL, in_group,
+    Plant("tiny memory", "memory", "Short of memory", acts.tiny_memory, 0.2, 0.4, "of the files in "
+                                                                                  "memory", SMALL, in_group,
           lambda size: group_of("memory")),
     Plant("neighbours", "neighbours", "Other programs take", acts.neighbours, 1.4, 1.6, "cores of 2"),
     Plant("nothing", "balanced", "Balanced", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
@@ -225,13 +232,18 @@ def main(argv: list[str] | None = None) -> None:
     for plant in chosen:
         rows.append(row(plant, [a.size or plant.draw(rng) for _ in range(a.runs)]))
         print(f"{' | '.join(rows[-1].values())}", flush=True)
-    text = f"# Planted bottlenecks\n\n{machine_line(machine())}\n\n{a.runs} runs of each, sizes drawn with seed {a.seed}.\n\n"
+    text = (
+        f"# Planted bottlenecks\n\n{machine_line(machine())}\n\n{a.runs} runs of each, sizes "
+        f"drawn with seed {a.seed}.\n\n"
+    )
     if a.write:
         write(ROOT / "docs" / "benchmarks" / "planted.md", f"{text}{markdown(rows)}\n")
 
 
 def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
-    """A line of the table: how many runs of these sizes said what they should, and the last one's sentence."""
+    """A line of the table: how many runs of these sizes said what they should, and the last one's
+    sentence.
+    """
     said: list[dict[str, Any]] = []
     skipped = ""
     for size in sizes:

@@ -1,4 +1,6 @@
-"""What plants a bottleneck into the run that is started in its block, in a size: data, steps or Python that take their time."""
+"""What plants a bottleneck into the run that is started in its block, in a size: data, steps or
+Python that take their time.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ GROUP = "PLANTED_GROUP"  # the environment variable that names a run's control g
 
 @contextmanager
 def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[None]:
-    """Let every step of a run be ``act``, on a device that normalises its batches itself, and train on ``data``."""
+    """Let every step of a run be ``act``, on a device that normalises its batches itself, and train
+    on ``data``.
+    """
 
     def step(
         self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1
@@ -94,7 +98,9 @@ def sleeping(step_s: float, data: Splits | None = None) -> AbstractContextManage
 def asynchronous(
     act: Callable[[EmulatedStream], object], data: Splits | None = None
 ) -> Iterator[None]:
-    """Steps on a device that runs beside the host, by its own clock: ``act`` gives it its orders."""
+    """Steps on a device that runs beside the host, by its own
+    clock: ``act`` gives it its orders.
+    """
     device, idle, read = EmulatedStream("device"), EmulatedStream("idle"), Step.read
     clock = StepClock("cpu", events=Events(EmulatedEvent, lambda: device, idle, device.sleep))
 
@@ -122,7 +128,9 @@ def async_slow_disk(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def files(megabytes: float, count: int, cold: bool) -> Iterator[Splits]:
-    """``count`` files that are small images in so many megabytes each, on the disk that temporary files are on."""
+    """``count`` files that are small images in so many megabytes each, on the disk that temporary
+    files are on.
+    """
     with tempfile.TemporaryDirectory() as folder:
         small = Encoded(64).data
         for i in range(count):
@@ -221,7 +229,9 @@ def pageable_copies(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def tiny_memory(size: float) -> Iterator[None]:
-    """Files of which the page cache holds a share of ``size`` while the run trains, in a control group of its own."""
+    """Files of which the page cache holds a share of ``size`` while the run trains, in a control
+    group of its own.
+    """
     join()
     one_step, group = Engine._one_step, Path(os.environ[GROUP])
 
@@ -256,7 +266,9 @@ def quota(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def burning(cores: float) -> Iterator[None]:
-    """Other programs that use so many cores, for five minutes at most; they are no children of this process."""
+    """Other programs that use so many cores, for five minutes at most; they are no children of this
+    process.
+    """
     count = math.ceil(cores)
     with ExitStack() as stack:
         for _ in range(count):

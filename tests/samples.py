@@ -25,7 +25,9 @@ from harness.watch.stages import Lap
 
 
 class Noise:
-    """Sample ``index`` of an epoch: 3 x 4 x 4 pixels drawn for (epoch, index), with the label ``index % 10``."""
+    """Sample ``index`` of an epoch: 3 x 4 x 4 pixels drawn for (epoch, index), with the label
+    ``index % 10``.
+    """
 
     image_size = 4
 
@@ -170,7 +172,9 @@ def settings(
 
 
 def start_server() -> None:
-    """Start the fork server with what workers under pytest import, so that each takes a moment and not seconds."""
+    """Start the fork server with what workers under pytest import, so that each takes a moment and
+    not seconds.
+    """
     workers.start_server(["pytest", "harness.feed.processes", "harness.data.datasets"])
 
 

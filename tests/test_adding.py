@@ -1,4 +1,6 @@
-"""Parts of a user's own: the examples of docs/adding.md run as they stand, and what a run promises holds with them too."""
+"""Parts of a user's own: the examples of docs/adding.md run as they stand, and what a run promises
+holds with them too.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_every_example_trains(composed: Composed, tmp_path: Path, command: str) 
 
 @pytest.mark.usefixtures("examples")
 def test_a_run_goes_on_and_is_evaluated(composed: Composed, tmp_path: Path) -> None:
-    """With a network and a data set of the user's: evaluation asks for their names, and takes all else from the checkpoint."""
+    """With a network and a data set of the user's: evaluation asks for their names, and takes all
+    else from the checkpoint.
+    """
     typed = (
         *DATASET,
         *FEW[:2],
@@ -131,7 +135,9 @@ def test_no_setting_changes_what_is_trained_on(composed: Composed, tmp_path: Pat
 def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
     composed: Composed, tmp_path: Path, write_module: Write, file: str
 ) -> None:
-    """A run with the same files is the same to the tuner's memory; after a change in either it is another."""
+    """A run with the same files is the same to the tuner's memory; after a change in either it is
+    another.
+    """
     config = composed(*DATASET, "model.name=my_model:build")
     limits = Limits(cores=2.0, memory_bytes=2**30, shm_bytes=2**30, open_files=1024)
 

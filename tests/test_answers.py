@@ -22,12 +22,14 @@ from harness.runtime.errors import CheckpointError, described
 ROOT = Path(__file__).parents[1]
 Composed = Callable[..., Config]
 
-# The table of guesses in a new user's first day: what was typed, and what the answer must begin with.
+# The table of guesses in a new user's first day: what was typed, and what the answer must begin
+# with.
 GUESSES = [
     ("--lr 0.1", "--lr: settings are written without dashes: optim.lr=0.1"),
     ("--lr=0.1", "--lr: settings are written without dashes: optim.lr=0.1"),
     ("--batch-size 32", "--batch-size: settings are written without dashes: loader.batch_size=32"),
-    ("--pretrained", "--pretrained: settings are written NAME=VALUE, without dashes; write model.weights=DEFAULT"),
+    ("--pretrained", ("--pretrained: settings are written NAME=VALUE, without dashes; write "
+                      "model.weights=DEFAULT")),
     ("--nonsense", "--nonsense: settings are written NAME=VALUE, without dashes; see --help"),
     ("-j 4", "-j: settings are written without dashes: loader.num_workers=4"),
     ("lr=0.1", "lr: unknown setting; did you mean optim.lr?"),
@@ -39,31 +41,49 @@ GUESSES = [
     ("model=vit_b_61", "model=vit_b_61: no such choice; there are "),
     ("model.name=resnet51", "model.name=resnet51: unknown; did you mean resnet50, resnet18"),
     ("optim=adam", "optim=adam: no such choice; there are: adamw, sgd; did you mean adamw?"),
-    ("optim.name=adam", "optim.name: Invalid value 'adam', expected one of [sgd, adamw]; did you mean adamw?"),
-    ("optim.name=adamw", "optim.nesterov=true: has an effect with sgd alone; write optim=adamw, which brings its own"),
-    ("loader.num_workers=auto", "loader.num_workers: Value 'auto' of type 'str' could not be converted to Integer; to have it"),
-    ("data=mnist", "data=mnist: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, imagenet, own, "),
-    ("data=ImageFolder", "data=ImageFolder: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, "
-     "imagenet, own, shapes; for your own images write data=imagefolder data.root=FOLDER; did you mean imagefolder, imagenet?"),
-    ("data.name=cifar-10", "data.name=cifar-10: no such data set; choose from cifar10, cifar100, digits, fake, imagefolder, "
+    ("optim.name=adam", ("optim.name: Invalid value 'adam', expected one of [sgd, adamw]; did you "
+                         "mean adamw?")),
+    ("optim.name=adamw", ("optim.nesterov=true: has an effect with sgd alone; write optim=adamw, "
+                          "which brings its own")),
+    ("loader.num_workers=auto", ("loader.num_workers: Value 'auto' of type 'str' could not be "
+                                 "converted to Integer; to have it")),
+    ("data=mnist", ("data=mnist: no such choice; there are: cifar10, cifar100, digits, fake, "
+                    "imagefolder, imagenet, own, ")),
+    ("data=ImageFolder", "data=ImageFolder: no such choice; there are: cifar10, cifar100, digits, "
+                         "fake, imagefolder, "
+     "imagenet, own, shapes; for your own images write data=imagefolder data.root=FOLDER; did you "
+     "mean imagefolder, imagenet?"),
+    ("data.name=cifar-10", "data.name=cifar-10: no such data set; choose from cifar10, cifar100, "
+                           "digits, fake, imagefolder, "
      "imagenet, shapes; did you mean cifar10"),
-    ("wandb=true", "wandb: unknown setting; there is no such logger; a run writes TensorBoard's event file"),
-    ("logger=wandb", "logger: unknown setting; there is no such logger; a run writes TensorBoard's event file"),
+    ("wandb=true", ("wandb: unknown setting; there is no such logger; a run writes TensorBoard's "
+                    "event file")),
+    ("logger=wandb", ("logger: unknown setting; there is no such logger; a run writes "
+                      "TensorBoard's event file")),
     ("pretrained=true", "pretrained: unknown setting; write model.weights=DEFAULT"),
     ("model.pretrained=true", "model.pretrained: unknown setting; write model.weights=DEFAULT"),
-    ("num_classes=4", "num_classes: unknown setting; leave it out; the number of classes is taken from the data"),
-    ("model.num_classes=4", "model.num_classes: unknown setting; leave it out; the number of classes is taken from the data"),
-    ("data.num_classes=4", "data.num_classes: unknown setting; leave it out; the number of classes is taken from the data"),
+    ("num_classes=4", ("num_classes: unknown setting; leave it out; the number of classes is taken "
+                       "from the data")),
+    ("model.num_classes=4", ("model.num_classes: unknown setting; leave it out; the number of "
+                             "classes is taken from the data")),
+    ("data.num_classes=4", ("data.num_classes: unknown setting; leave it out; the number of "
+                            "classes is taken from the data")),
     ("optimizer=adamw", "optimizer: unknown setting; write optim=adamw or optim=sgd"),
     ("data.path=/x", "data.path: unknown setting; did you mean data.root?"),
     ("data.dir=/x", "data.dir: unknown setting; did you mean data.root?"),
-    ("trainer.amp=true", "trainer.amp: unknown setting; write trainer.precision=bf16 or trainer.precision=fp16"),
-    ("loader=auto", "loader=auto: no such choice; there are: default; to have the loader's settings found, write loader.auto"),
-    ("output_dir=/x", "output_dir: unknown setting; write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER"),
-    ("run.dir=/x", "run.dir: unknown setting; write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER"),
-    ("mode=eval", "mode: Invalid value 'eval', expected one of [train, evaluate, diagnose]; did you mean evaluate?"),
+    ("trainer.amp=true", ("trainer.amp: unknown setting; write trainer.precision=bf16 or "
+                          "trainer.precision=fp16")),
+    ("loader=auto", ("loader=auto: no such choice; there are: default; to have the loader's "
+                     "settings found, write loader.auto")),
+    ("output_dir=/x", ("output_dir: unknown setting; write run.name=NAME for the folder "
+                       "outputs/NAME, or hydra.run.dir=FOLDER")),
+    ("run.dir=/x", ("run.dir: unknown setting; write run.name=NAME for the folder outputs/NAME, or "
+                    "hydra.run.dir=FOLDER")),
+    ("mode=eval", ("mode: Invalid value 'eval', expected one of [train, evaluate, diagnose]; did "
+                   "you mean evaluate?")),
     ("hydra/launcher=nope", "hydra/launcher=nope: no such choice; there are: basic"),
-    ("data.root=a=b", "data.root=a=b: the value cannot be read; quote it twice: \"data.root='a=b'\""),
+    ("data.root=a=b", ("data.root=a=b: the value cannot be read; quote it twice: "
+                       "\"data.root='a=b'\"")),
     ("lr", "lr: settings are written NAME=VALUE; did you mean optim.lr?"),
 ]  # fmt: skip
 
@@ -92,7 +112,8 @@ def test_of_many_choices_the_nearest_are_named() -> None:
     said = answers._no_choice("model", "net_19", options)
     assert (
         said
-        == "model=net_19: no such choice; there are 20, such as net0, net1, net2; did you mean net19, net9, net1?"
+        == "model=net_19: no such choice; there are 20, such as net0, net1, net2; did you mean "
+        "net19, net9, net1?"
     )
 
 
@@ -113,7 +134,9 @@ def test_every_data_set_has_its_values_in_conf() -> None:
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell leaves the tilde after an equals sign alone; a deletion of Hydra's is left alone here."""
+    """A shell leaves the tilde after an equals sign alone; a deletion of Hydra's is left alone
+    here.
+    """
     monkeypatch.setenv("HOME", "/home/me")
     assert schema.prepared(["data.root=~/x,~/y", "resume=~", "~experiment", "a=b~c", "run.name=~"]) == [
         "data.root=/home/me/x,/home/me/y", "resume=/home/me", "~experiment", "a=b~c", "run.name=~",
@@ -196,7 +219,10 @@ def test_a_wrong_name_costs_neither_torch_nor_a_folder(tmp_path: Path, typed: st
 def test_version_is_the_projects_own(tmp_path: Path) -> None:
     """--version says wellfed's, torch's and Python's version, and imports no torch."""
     done = ran(tmp_path, "--version")
-    versions = f"wellfed {metadata.version('wellfed')}, torch {metadata.version('torch')}, Python {platform.python_version()}"
+    versions = (
+        f"wellfed {metadata.version('wellfed')}, torch {metadata.version('torch')}, Python "
+        f"{platform.python_version()}"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{versions}\n", "")
 
 
@@ -211,13 +237,16 @@ def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
-    """--help has the composed values, those of the data set that is named, and each group's choices."""
+    """--help has the composed values, those of the data set that is named, and each group's
+    choices.
+    """
     plain, cifar = ran(tmp_path, "--help"), ran(tmp_path, "data=cifar10", "--help")
     assert (plain.returncode, plain.stderr) == (cifar.returncode, cifar.stderr) == (0, "")
     for text in (
         "  trainer.epochs=5\n", "  optim.weight_decay=0.0005\n", "  optim.nesterov=true\n", "  augment.scale=[0.5,1.0]\n",
         "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes\n",
-        "  model= resnet18, resnet50, small, any classifier of torchvision, or model.name=my_module:build\n",
+        ("  model= resnet18, resnet50, small, any classifier of torchvision, or "
+         "model.name=my_module:build\n"),
         "A run leaves its files in outputs/ in the folder where it is started.\n",
     ):  # fmt: skip
         assert text in plain.stdout

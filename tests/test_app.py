@@ -1,4 +1,6 @@
-"""The front door: the module ``wellfed`` and the command, in a checkout, an editable installation and a wheel."""
+"""The front door: the module ``wellfed`` and the command, in a checkout, an editable installation
+and a wheel.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_front_door_is_light() -> None:
-    """Importing it imports no torch; a name is imported when it is asked for, and an unknown one is an error."""
+    """Importing it imports no torch; a name is imported when it is asked for, and an unknown one is
+    an error.
+    """
     code = (
         "import sys; from harness import wellfed; assert 'torch' not in sys.modules\n"
         "from harness.wellfed import DataPrefetcher, StepClock, tune\n"
@@ -128,7 +132,10 @@ def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path: Path) -> None:
     found = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
-    said = "error: model.name=mine:build: failed with ZeroDivisionError: division by zero (mine.py:2)\n"
+    said = (
+        "error: model.name=mine:build: failed with ZeroDivisionError: division by zero "
+        "(mine.py:2)\n"
+    )
     assert (found.returncode, found.stderr) == (2, said)
 
 
@@ -148,7 +155,10 @@ class TestInstalled:
         target = installed(tmp_path / "site", "--editable", ROOT)
         (paths,) = target.glob("*.pth")
         here = {"PYTHONPATH": f"{target}:{paths.read_text().strip()}"}
-        code = "from wellfed import StepClock; import harness; print(harness.__file__, StepClock.__module__)"
+        code = (
+            "from wellfed import StepClock; import harness; print(harness.__file__, "
+            "StepClock.__module__)"
+        )
         shown = done(tmp_path, sys.executable, "-c", code, **here).stdout
         assert shown == f"{ROOT}/harness/__init__.py harness.watch.clock\n"
         assert not (target / "harness").exists()
@@ -158,7 +168,9 @@ class TestInstalled:
         )
 
     def test_the_wheel_is_all_that_a_user_needs(self, wheel: Path, tmp_path: Path) -> None:
-        """Version, help, a run, its settings again, a sweep, a page and a comparison, with nothing of the checkout."""
+        """Version, help, a run, its settings again, a sweep, a page and a comparison, with nothing
+        of the checkout.
+        """
         command, here = wheel / "bin" / "wellfed", {"PYTHONPATH": str(wheel)}
         assert done(tmp_path, command, "--version", **here).stdout.startswith(
             f"wellfed {__version__}, torch "

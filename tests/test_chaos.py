@@ -1,4 +1,6 @@
-"""The script that stops runs in many ways: that its checks can fail, and, where there is time, that its parts pass."""
+"""The script that stops runs in many ways: that its checks can fail, and, where there is time, that
+its parts pass.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def made(length: int, batch: int) -> Updates:
 
 
 def test_samples_that_are_missing_or_doubled_are_found() -> None:
-    """An epoch of its own samples passes; one with a sample twice, with too few, or without a step does not."""
+    """An epoch of its own samples passes; one with a sample twice, with too few, or without a step
+    does not.
+    """
     assert wrong_samples(made(20, 4), 20, 4) == []
     twice, short, gap = made(20, 4), made(20, 4), made(20, 4)
     twice[2][1][0][0] = twice[1][1][0][0]
@@ -42,7 +46,9 @@ def test_a_step_made_again_must_have_the_same_samples(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["none", "torn", "doubled", "apart"])
 def test_lines_and_events_that_differ_are_found(tmp_path: Path, damage: str) -> None:
-    """A whole log passes; one with a torn event file, a step twice, or a line that TensorBoard lacks does not."""
+    """A whole log passes; one with a torn event file, a step twice, or a line that TensorBoard
+    lacks does not.
+    """
     with Board(tmp_path, tensorboard=True) as board:
         for step in (1, 1 if damage == "doubled" else 2):
             board.scalars(step, {"train/lr": 0.1})

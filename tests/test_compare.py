@@ -1,4 +1,6 @@
-"""Comparing runs: what the table and the JSON hold, what is not compared, and what the exit code tells a pipeline."""
+"""Comparing runs: what the table and the JSON hold, what is not compared, and what the exit code
+tells a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ SETTINGS = {
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """Makes a run's folder under ``outputs``, with changes to its report and its settings by dotted name."""
+    """Makes a run's folder under ``outputs``, with changes to its report and its settings by dotted
+    name.
+    """
 
     def make(name: str, settings: dict[str, Any] | None = None, **report: Any) -> Path:
         folder = tmp_path / "outputs" / name
@@ -95,7 +99,9 @@ def cells(said: str) -> list[dict[str, str]]:
 def test_runs_are_set_against_the_first_one(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Figures with ratios or differences, the verdict's class, and the one setting that differs, but not the runs' names."""
+    """Figures with ratios or differences, the verdict's class, and the one setting that differs,
+    but not the runs' names.
+    """
     before = make_run("before")
     after = make_run(
         "after", {"loader.num_workers": 2}, images_per_s=300.0, step_ms__median=240.0, stall_fraction=0.02,
@@ -128,7 +134,9 @@ def test_what_the_loader_used_is_told_once(
 def test_a_diagnosis_among_runs_is_passed_over(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What mode=diagnose left is a note, first or not; where there is nothing else, that is an error."""
+    """What mode=diagnose left is a note, first or not; where there is nothing else, that is an
+    error.
+    """
     runs = [make_run(name) for name in "bc"]
     diagnosis = runs[0].parent / "a"
     (diagnosis / ".hydra").mkdir(parents=True)
@@ -188,7 +196,9 @@ def test_many_settings_have_a_table_of_their_own(
 def test_a_run_that_did_not_complete_is_not_compared(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], status: str
 ) -> None:
-    """It is listed with its status, its error and its figures, without any ratio; a limit cannot be judged."""
+    """It is listed with its status, its error and its figures, without any ratio; a limit cannot be
+    judged.
+    """
     whole, broken = (
         make_run("whole"),
         make_run("broken", status=status, error="the disk is full", images_per_s=20.0),
@@ -207,7 +217,9 @@ def test_a_run_that_did_not_complete_is_not_compared(
 
 
 def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """A figure that a run lacks is a dash and no ratio, in JSON no key; a limit on it is an error that says which run."""
+    """A figure that a run lacks is a dash and no ratio, in JSON no key; a limit on it is an error
+    that says which run.
+    """
     full, bare = make_run("full"), make_run("bare", goodput=None, top1=None)
     rows = cells(compare(capsys, bare, full)[1])
     assert (rows[0]["goodput"], rows[1]["goodput"]) == ("-", "80.0%")
@@ -216,7 +228,10 @@ def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFix
     code, _, errors = compare(capsys, full, bare, "--fail-beyond", "top1=-0.01")
     assert code == 2
     assert errors == [
-        "error: bare: top1=-0.01 cannot be judged: the report of bare has no top1; leave the limit out"
+        (
+            "error: bare: top1=-0.01 cannot be judged: the report of bare has no top1; leave the "
+            "limit out"
+        )
     ]
 
 
@@ -251,18 +266,25 @@ def test_other_machines_and_versions_are_noted(
 @pytest.mark.parametrize(
     ("limit", "report", "text"),
     [
-        pytest.param("speed=0.95", {"images_per_s": 189.0}, "images/s 189 against 200 of main: 0.945x, where speed=0.95 allows "
+        pytest.param("speed=0.95", {"images_per_s": 189.0}, "images/s 189 against 200 of main: "
+                                                            "0.945x, where speed=0.95 allows "
                      "0.95x at least", id="slower"),
-        pytest.param("step=1.05", {"step_ms__median": 340.0}, "step ms 340 against 320 of main: 1.06x, where step=1.05 allows "
+        pytest.param("step=1.05", {"step_ms__median": 340.0}, "step ms 340 against 320 of main: "
+                                                              "1.06x, where step=1.05 allows "
                      "1.05x at most", id="longer_steps"),
-        pytest.param("p95=1.1", {"step_ms__p95": 400.0}, "p95 ms 400 against 350 of main: 1.14x", id="longer_tail"),
-        pytest.param("stall=+0.05", {"stall_fraction": 0.16}, "stall 16.0% against 10.0% of main: +6.0 points, where "
+        pytest.param("p95=1.1", {"step_ms__p95": 400.0}, "p95 ms 400 against 350 of main: "
+                                                         "1.14x", id="longer_tail"),
+        pytest.param("stall=+0.05", {"stall_fraction": 0.16}, "stall 16.0% against 10.0% of main: "
+                                                              "+6.0 points, where "
                      "stall=+0.05 allows +5.0 points at most", id="more_stall"),
-        pytest.param("goodput=-0.1", {"goodput__fraction": 0.6}, "goodput 60.0% against 80.0% of main: -20.0 points",
+        pytest.param("goodput=-0.1", {"goodput__fraction": 0.6}, "goodput 60.0% against 80.0% of "
+                                                                 "main: -20.0 points",
                      id="less_goodput"),
-        pytest.param("top1=-0.01", {"top1": 0.89}, "top-1 89.0% against 91.0% of main: -2.0 points, where top1=-0.01 allows "
+        pytest.param("top1=-0.01", {"top1": 0.89}, "top-1 89.0% against 91.0% of main: -2.0 "
+                                                   "points, where top1=-0.01 allows "
                      "-1.0 points at least", id="less_accurate"),
-        pytest.param("speed=1.1", {"images_per_s": 210.0}, "1.05x, where speed=1.1 allows 1.1x at least", id="too_little_gain"),
+        pytest.param("speed=1.1", {"images_per_s": 210.0}, "1.05x, where speed=1.1 allows 1.1x at "
+                                                           "least", id="too_little_gain"),
     ],
 )  # fmt: skip
 def test_a_regression_fails(
@@ -272,7 +294,9 @@ def test_a_regression_fails(
     report: dict[str, float],
     text: str,
 ) -> None:
-    """Exit code 1, and a line that names run, figure, both values and the limit; on the other side of the limit all is well."""
+    """Exit code 1, and a line that names run, figure, both values and the limit; on the other side
+    of the limit all is well.
+    """
     main, change = make_run("main"), make_run("change", **report)
     code, said, errors = compare(capsys, main, change, "--fail-beyond", limit)
     assert code == 1 and "change" in said
@@ -292,7 +316,9 @@ def test_on_the_limit_is_within(make_run: MakeRun, capsys: pytest.CaptureFixture
 def test_every_run_and_every_limit_is_judged(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A regression is told beside what could not be judged, and wins the exit code; limits may come in several options."""
+    """A regression is told beside what could not be judged, and wins the exit code; limits may come
+    in several options.
+    """
     runs = (
         make_run("a"),
         make_run("b", images_per_s=100.0),
@@ -313,14 +339,19 @@ def test_every_run_and_every_limit_is_judged(
     ("limit", "text"),
     [
         pytest.param("speed", "speed: write the allowed ratio", id="no_value"),
-        pytest.param("fps=0.9", "fps=0.9: not a limit; write NAME=LIMIT, where the names are speed, step", id="unknown"),
-        pytest.param("speed=95", "speed=95: write the allowed ratio to the first run, such as speed=0.95", id="percent"),
+        pytest.param("fps=0.9", "fps=0.9: not a limit; write NAME=LIMIT, where the names are "
+                                "speed, step", id="unknown"),
+        pytest.param("speed=95", "speed=95: write the allowed ratio to the first run, such as "
+                                 "speed=0.95", id="percent"),
         pytest.param("speed=-0.05", "speed=-0.05: write the allowed ratio", id="difference_of_no_fraction"),
-        pytest.param("top1=0.9", "top1=0.9: write the allowed difference of two fractions, signed, such as top1=-0.05",
+        pytest.param("top1=0.9", "top1=0.9: write the allowed difference of two fractions, signed, "
+                                 "such as top1=-0.05",
                      id="absolute"),
-        pytest.param("stall=+5", "stall=+5: write the allowed difference of two fractions, signed, such as stall=+0.05",
+        pytest.param("stall=+5", "stall=+5: write the allowed difference of two fractions, signed, "
+                                 "such as stall=+0.05",
                      id="points"),
-        pytest.param("step=nan", "step=nan: write the allowed ratio to the first run, such as step=1.05", id="nan"),
+        pytest.param("step=nan", "step=nan: write the allowed ratio to the first run, such as "
+                                 "step=1.05", id="nan"),
     ],
 )  # fmt: skip
 def test_a_limit_that_cannot_be_meant_is_refused(
@@ -420,7 +451,9 @@ def test_odd_reports_are_no_reason_to_break(
 def test_a_name_cannot_drive_the_terminal(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control characters of a folder's name are printed as escapes, and a bar does not end a cell."""
+    """Control characters of a folder's name are printed as escapes, and a
+    bar does not end a cell.
+    """
     said = compare(capsys, make_run("a\x1b[2J|b"))[1]
     assert "a\\x1b[2J/b" in said
 
@@ -448,7 +481,9 @@ def test_a_folder_without_runs_is_refused(
 def test_json_holds_what_programs_need(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Figures under names with their units, changes, the whole verdict, values of settings as they are, and the judgement."""
+    """Figures under names with their units, changes, the whole verdict, values of settings as they
+    are, and the judgement.
+    """
     pair = (
         make_run("a"),
         make_run("b", {"loader.num_workers": 4, "optim.lr": 0.2}, images_per_s=150.0),
@@ -529,7 +564,9 @@ def test_two_real_runs_are_compared(tmp_path: Path) -> None:
 def test_an_odd_file_is_an_error_beside_the_others(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], file: str, plant: Plant
 ) -> None:
-    """Nothing is waited for and no link out of the folder is shown; the other run is there all the same."""
+    """Nothing is waited for and no link out of the folder is shown; the other run is there all the
+    same.
+    """
     good, bad = make_run("good"), make_run("bad")
     oddities.put(plant, bad / file)
     code, said, errors = compare(capsys, good, bad)

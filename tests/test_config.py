@@ -140,7 +140,10 @@ BAD = [
     ),
     (
         "mode=evaluate",
-        "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or resume=PATH",
+        (
+            "mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or "
+            "resume=PATH"
+        ),
     ),
     (
         "mode=evaluate resume=x loader.autotune=true",
@@ -164,7 +167,11 @@ BAD = [
     ("augment.pad=2", "augment.pad=2: has an effect with augment.crop=pad alone"),
     (
         "data=cifar11",
-        "data=cifar11: no such choice; there are: cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes",
+        (
+            "data=cifar11: no such choice; there are: cifar10, cifar100, digits, fake, "
+            "imagefolder, "
+            "imagenet, own, shapes"
+        ),
     ),
     ("data.mean=[0.5,0.5]", "data.mean=[0.5,0.5]: takes exactly 3 numbers"),
     ("data.mean=[0.5,0.5,nan]", "data.mean=[0.5,0.5,nan]: must be a finite number"),
@@ -249,7 +256,9 @@ def test_config_error_is_a_value_error() -> None:
 
 
 def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
-    """Overrides as they were, and before them the flags without which they would mean something else."""
+    """Overrides as they were, and before them the flags without which they would mean something
+    else.
+    """
 
     def chosen(main: str, name: str, **more: str) -> Any:
         sources = [
@@ -284,7 +293,9 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
 def test_imagenet_s_rate_is_the_same_for_each_image(
     composed: Callable[..., Config], gpus: int, more: tuple[str, ...]
 ) -> None:
-    """What the experiment's first lines say to type keeps 0.1 for 256 images, and large batches warm up."""
+    """What the experiment's first lines say to type keeps 0.1 for 256 images, and large batches
+    warm up.
+    """
     said = (ROOT / "conf/experiment/imagenet_resnet50.yaml").read_text()
     assert " ".join(more) in said
     config = composed("experiment=imagenet_resnet50", "data.root=x", *more)

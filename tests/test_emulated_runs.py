@@ -1,4 +1,6 @@
-"""Whole runs of train.py on an emulated GPU, by the wall clock: real workers, feeds, steps and reports; made-up kernels."""
+"""Whole runs of train.py on an emulated GPU, by the wall clock: real workers, feeds, steps and
+reports; made-up kernels.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def log(folder: Path) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_with_a_fast_loader_is_the_devices(run: Run, tmp_path: Path, form: str) -> None:
-    """The device's own rate, its clock, its memory, the page, and a verdict that the network sets the pace."""
+    """The device's own rate, its clock, its memory, the page, and a verdict that the network sets
+    the pace.
+    """
     report = run(*FORMS[form])
     assert (report["stall_basis"], report["verdict"]["bottleneck"]) == ("device", "compute")
     assert sum(report["shares"].values()) == pytest.approx(1, abs=1e-6)
@@ -141,7 +145,9 @@ def test_copies_that_take_longer_than_steps_are_a_stall(run: Run, backend: str) 
 def test_a_loader_that_is_too_slow_is_a_stall(
     run: Run, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Of two workers that read half as fast as the device trains: what the device lost, by its own rate, is the stall."""
+    """Of two workers that read half as fast as the device trains: what the device lost, by its own
+    rate, is the stall.
+    """
     read_s = 2 * 2 / TAKES
     monkeypatch.setattr(
         datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s))
@@ -164,7 +170,9 @@ def test_a_loader_that_is_too_slow_is_a_stall(
 def test_a_tuned_run_ends_with_an_answer_that_holds(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_s: float
 ) -> None:
-    """A search that its budget ends says so; with images at hand the device then waits as little as was predicted."""
+    """A search that its budget ends says so; with images at hand the device then waits as little as
+    was predicted.
+    """
     follows: list[Follow] = []
     monkeypatch.setattr(
         "harness.tuning.stage.Follow", lambda *given: follows.append(Follow(*given)) or follows[-1]
@@ -194,7 +202,9 @@ def test_a_tuned_run_ends_with_an_answer_that_holds(
 def test_threads_follow_the_devices_stall(
     run: Run, monkeypatch: pytest.MonkeyPatch, read_s: float, follows: bool
 ) -> None:
-    """More threads where the device waits for late files, and no change where the host waits for the device."""
+    """More threads where the device waits for late files, and no change where the host waits for
+    the device.
+    """
     if read_s:
         monkeypatch.setattr(
             datasets, "load", lambda *_: planted_data.images(planted_data.SlowDisk(read_s))

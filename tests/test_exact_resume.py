@@ -56,7 +56,9 @@ def run(config: Config, folder: Path) -> None:
 def test_stops_within_epochs_change_nothing(
     composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]
 ) -> None:
-    """Stopped twice in one epoch, at its end and in the next, under other forms each time: one hash, the same figures."""
+    """Stopped twice in one epoch, at its end and in the next, under other forms each time: one
+    hash, the same figures.
+    """
     config = composed(*COMMON, "trainer.epochs=3", "loader.num_workers=0")
     run(config, tmp_path / "whole")
     ways = {
@@ -100,7 +102,9 @@ def test_threads_that_come_and_go_change_nothing(
     crop: str,
     seeds: range,
 ) -> None:
-    """Random numbers of threads after random steps, epochs' first and last among them, and a stop amid them: one hash."""
+    """Random numbers of threads after random steps, epochs' first and last among them, and a stop
+    amid them: one hash.
+    """
     common = (
         *COMMON,
         f"augment.crop={crop}",
@@ -135,7 +139,9 @@ def test_threads_that_come_and_go_change_nothing(
 def test_a_run_without_a_checkpoint_begins_its_lines_again(
     composed: Composed, tmp_path: Path
 ) -> None:
-    """What was logged before a kill that no checkpoint came before gives way, in TensorBoard too."""
+    """What was logged before a kill that no checkpoint came
+    before gives way, in TensorBoard too.
+    """
     config = (*COMMON, "loader.num_workers=0", "trainer.max_steps=20")
     run(composed(*config, "checkpoint.enabled=false"), tmp_path)
     whole = logged(tmp_path)
@@ -146,7 +152,9 @@ def test_a_run_without_a_checkpoint_begins_its_lines_again(
 
 @pytest.mark.usefixtures("kept_globals")
 def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> None:
-    """trainer.max_steps may end a run anywhere, with updates of several batches and a short one at an epoch's end."""
+    """trainer.max_steps may end a run anywhere, with updates of several batches and a short one at
+    an epoch's end.
+    """
     common = (
         *COMMON,
         "trainer.epochs=2",
@@ -167,7 +175,9 @@ def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> 
 def test_an_evaluation_that_was_stopped_is_made_again(
     composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal in an evaluation leaves the epoch's weights; the next run evaluates first, and logs it once."""
+    """A signal in an evaluation leaves the epoch's weights; the next run evaluates first, and logs
+    it once.
+    """
     config = composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0")
     with monkeypatch.context() as patched:
         patched.setattr("harness.training.evaluate.signals", SimpleNamespace(received=lambda: 15))
@@ -187,7 +197,9 @@ def test_an_evaluation_that_was_stopped_is_made_again(
 def test_a_disk_that_is_full_ends_the_run(
     composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that cannot be written in the background ends the run within a step, and one more is tried."""
+    """A checkpoint that cannot be written in the background ends the run within a step, and one
+    more is tried.
+    """
     calls: list[int] = []
 
     def full(folder: Path, state: dict[str, Any], *, step: int, **facts: Any) -> None:
@@ -206,7 +218,9 @@ def test_a_disk_that_is_full_ends_the_run(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_kill_at_any_call_to_the_disk_loses_nothing(tmp_path: Path) -> None:
-    """Killed before and after each call of a run, then of the run that goes on, it ends as the one that never was."""
+    """Killed before and after each call of a run, then of the run that goes on, it ends as the one
+    that never was.
+    """
     here = Path(__file__)
     path = os.pathsep.join([str(here.parent), str(here.parents[1])])
     command = [sys.executable, here.with_name("killed_runs.py"), tmp_path]

@@ -1,6 +1,8 @@
-"""Sweeps by Hydra's launchers and sweepers: each job trains, or the command fails and says which one and why.
+"""Sweeps by Hydra's launchers and sweepers: each job trains, or the command fails and says which
+one and why.
 
-The plugins are a group of their own: ``uv run --group launchers pytest -m 'slow or not slow' tests/test_launchers.py``.
+The plugins are a group of their own: ``uv run --group launchers pytest -m 'slow or not slow'
+tests/test_launchers.py``.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ def test_every_job_trains(way: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_a_job_that_fails_is_named(way: tuple[str, ...], tmp_path: Path) -> None:
-    """The exit code is the job's, the line has its folder and its reason, and the others trained all the same."""
+    """The exit code is the job's, the line has its folder and its reason, and the others trained
+    all the same.
+    """
     values = (
         "loader.batch_size=choice(100000,200000)"
         if OPTUNA[0] in way

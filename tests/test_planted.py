@@ -36,7 +36,9 @@ def marked(plant: Plant) -> object:
 def test_the_report_names_what_was_planted(
     plant: Plant, tmp_path: Path, kept_globals: None
 ) -> None:
-    """The class is right, the sentence holds the figure or the word that matters, and the evidence comes with it."""
+    """The class is right, the sentence holds the figure or the word that matters, and the evidence
+    comes with it.
+    """
     size = plant.draw(random.Random(f"{SEED} {plant.name}"))
     report = plant.run(size, tmp_path)
     verdict, drawn = report["verdict"], f"seed {SEED}: {size:.4g} {plant.unit}: {report['verdict']}"
@@ -54,7 +56,9 @@ def test_tuning_and_diagnosis_warn_of_a_neighbour(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One line says how many cores other programs took; no answer of then is remembered, and a diagnosis names them."""
+    """One line says how many cores other programs took; no answer of then is remembered, and a
+    diagnosis names them.
+    """
     monkeypatch.setattr(Neighbours, "look", LOOK)
     kept: list[object] = []
     monkeypatch.setattr(Memory, "keep", lambda self, answer: kept.append(answer))

@@ -85,7 +85,9 @@ def weights_digest(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of a tuned run of two epochs on the digits, started as a user does."""
+    """The folder and the output of a tuned run of two epochs on
+    the digits, started as a user does.
+    """
     cwd = tmp_path_factory.mktemp("finished")
     done = subprocess.run(
         command("data=digits", "loader.autotune=true", "tuner.budget_s=6", "trainer.epochs=2", "run.name=first"),
@@ -97,7 +99,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def test_the_console_tells_what_the_user_came_for(finished: tuple[Path, str]) -> None:
-    """Before and after, the way to get it again, accuracy, speed, data wait, verdict, run folder, TensorBoard's command."""
+    """Before and after, the way to get it again, accuracy, speed, data wait, verdict, run folder,
+    TensorBoard's command.
+    """
     for text in (
         "run folder: outputs/first", "tuner=auto: ", "\nbefore  ", "\nafter   ", "the same without tuning: loader.",
         "top-1 ", "images/s while training",
@@ -216,7 +220,9 @@ def test_tuning_that_made_steps_needs_no_other(
     reused: bool,
     expected: list[str],
 ) -> None:
-    """A remembered choice was made without a step in this run: one comes before the images, as where nothing is tuned."""
+    """A remembered choice was made without a step in this run: one comes before the images, as
+    where nothing is tuned.
+    """
     made: list[str] = []
     monkeypatch.setattr(StepTrials, "demand", lambda *_: made.append("steps"))
     monkeypatch.setattr(
@@ -256,7 +262,9 @@ def test_the_peaks_of_a_gpus_memory_are_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the windows, the report, its page and the last words: training's and evaluation's apart, of what the GPU has."""
+    """In the windows, the report, its page and the last words: training's and evaluation's apart,
+    of what the GPU has.
+    """
     monkeypatch.setattr(Gpu, "has_streams", False)
     with accelerator.emulate(Gpu(21 * GB, 22 * GB, 25 * GB)):
         report = run_here(
@@ -279,7 +287,10 @@ def test_the_peaks_of_a_gpus_memory_are_told(
     }
     assert report["gpu_memory"] == peaks
     assert json.dumps(peaks, separators=(",", ":")) in (tmp_path / "run/report.html").read_text()
-    line = "\nmemory         peak 25.0 GB allocated (25.0 GB in evaluation), 30.0 GB reserved, of 80.0 GB\n"
+    line = (
+        "\nmemory         peak 25.0 GB allocated (25.0 GB in evaluation), 30.0 GB reserved, of "
+        "80.0 GB\n"
+    )
     assert line in capsys.readouterr().out
 
 
@@ -291,7 +302,9 @@ def test_the_peaks_of_a_gpus_memory_are_told(
 def test_only_whole_batches_of_training_are_compiled(
     composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int, steps: int
 ) -> None:
-    """Over two epochs with short batches and evaluations there is one graph, made by the first step and kept to the end."""
+    """Over two epochs with short batches and evaluations there is one graph, made by the first step
+    and kept to the end.
+    """
     graphs, ran, compile_ = [], [], nn.Module.compile
 
     def counted(graph: Any, inputs: Any) -> Any:
@@ -312,7 +325,9 @@ def test_only_whole_batches_of_training_are_compiled(
 
 @pytest.mark.usefixtures("kept_globals")
 def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Path) -> None:
-    """Workers, prefetching, tuning and the prefetcher's thread leave the weights after two epochs bitwise the same."""
+    """Workers, prefetching, tuning and the prefetcher's thread leave the weights after two epochs
+    bitwise the same.
+    """
     common = (
         "data=digits",
         "trainer.epochs=2",
@@ -341,7 +356,9 @@ def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Pat
 
 @pytest.mark.usefixtures("kept_globals")
 def test_resuming_gives_the_uninterrupted_run(composed: Composed, tmp_path: Path) -> None:
-    """Two epochs and two more after a resume end in the weights, optimizer and loss of four in one go."""
+    """Two epochs and two more after a resume end in the weights, optimizer and loss of four in one
+    go.
+    """
     common = (
         "data=digits",
         "trainer.num_threads=1",
@@ -409,7 +426,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
 def test_evaluation_alone_repeats_the_runs_result(
     composed: Composed, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """mode=evaluate gives the accuracy that the run ended with, from a checkpoint or from its weights."""
+    """mode=evaluate gives the accuracy that the run ended with, from a checkpoint or from its
+    weights.
+    """
     before = json.loads((finished[0] / "report.json").read_text())
     for name in ("resume", "model.weights"):
         report = run_here(
@@ -422,7 +441,9 @@ def test_evaluation_alone_repeats_the_runs_result(
 def test_a_resume_keeps_this_runs_rate_and_layout(
     composed: Composed, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """Learning rate and weight decay are those of this command line, and another memory layout changes no update."""
+    """Learning rate and weight decay are those of this command line, and another memory layout
+    changes no update.
+    """
     common = (
         "data=digits",
         f"resume={finished[0]}",
@@ -492,7 +513,9 @@ def test_torchrun_without_its_setting_is_refused(
 
 @pytest.mark.usefixtures("kept_globals")
 def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Path) -> None:
-    """A learning rate that destroys the network ends in a non-finite error that names the ways out."""
+    """A learning rate that destroys the network ends in a non-finite
+    error that names the ways out.
+    """
     config = composed(
         "data=digits",
         "optim.lr=1e30",
@@ -507,7 +530,9 @@ def test_losses_that_stay_nonfinite_end_the_run(composed: Composed, tmp_path: Pa
 
 @pytest.mark.usefixtures("kept_globals")
 def test_a_bad_image_is_named(composed: Composed, tmp_path: Path) -> None:
-    """A broken file in a tree ends the run with its path and what is wrong with it, from a worker too."""
+    """A broken file in a tree ends the run with its path and what is wrong with it, from a worker
+    too.
+    """
     for split in ("train", "val"):
         for name in ("a", "b"):
             (tmp_path / "tree" / split / name).mkdir(parents=True)
@@ -547,7 +572,9 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]
 def test_cifar10_is_fetched_tuned_and_trained(
     composed: Composed, cifar: tuple[str, str], tmp_path: Path
 ) -> None:
-    """An archive in the published format comes through the real download, check and reader into a tuned run."""
+    """An archive in the published format comes through the real download, check and reader into a
+    tuned run.
+    """
     mirror, md5 = cifar
     config = composed(
         "data=cifar10", f"data.mirror={mirror}", f"data.md5={md5}", f"data.root={tmp_path / 'data'}", "loader.autotune=true",
@@ -600,7 +627,8 @@ def imagenet_overrides(folder: Path) -> tuple[str, ...]:
 @pytest.mark.usefixtures("kept_globals")
 @pytest.mark.parametrize("way", ["spawn", "torchrun"])
 def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -> None:
-    """Two gloo ranks leave one folder, one event file and exact evaluation counts on a set that they cannot halve.
+    """Two gloo ranks leave one folder, one event file and exact evaluation counts on a set that
+    they cannot halve.
 
     One of the ways is tuned first, by both ranks together.
     """
@@ -659,7 +687,9 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
 
 
 def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
-    """A sweeper is given the highest of all evaluations, and None of a run that had none or, as a diagnosis, logged nothing."""
+    """A sweeper is given the highest of all evaluations, and None of a run that had none or, as a
+    diagnosis, logged nothing.
+    """
     assert app._best_top1(tmp_path) is None
     logged = (
         {"step": 1, "val/top1": 0.5},
@@ -674,7 +704,9 @@ def test_a_job_returns_its_best_top1(tmp_path: Path) -> None:
 
 
 def test_a_sweep_loses_no_job(tmp_path: Path) -> None:
-    """A failing job leaves the others whole; each has its folder and a row of its own with the same columns."""
+    """A failing job leaves the others whole; each has its folder and a row of its own with the same
+    columns.
+    """
     done = subprocess.run(
         command("-m", "data=digits", "trainer.epochs=1", "loader.num_workers=0,1", "optim.lr=-1,0.1", "run.name=sweep"),
         cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
@@ -723,7 +755,9 @@ def gone(processes: list[psutil.Process], within_s: float) -> bool:
     ids=lambda s: s.name,
 )
 def test_a_signal_ends_the_run_in_order(tmp_path: Path, how: signal.Signals) -> None:
-    """Sent to the whole group in training, the run ends with 128 + n; files are whole, no worker is left."""
+    """Sent to the whole group in training, the run ends with 128 + n; files are whole, no worker is
+    left.
+    """
     process = started(
         tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=1", "run.name=x"
     )
@@ -765,7 +799,9 @@ def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
 
 
 def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> None:
-    """A SIGKILL of the trainer alone leaves no worker; the next run goes on where it was and gets better."""
+    """A SIGKILL of the trainer alone leaves no worker; the next run goes on where it was and gets
+    better.
+    """
     arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=4")
     process = started(tmp_path, *arguments)
     folder = tmp_path / "outputs/x"
@@ -796,7 +832,9 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
-    """A second run with the same name exits with 9 and names the owner; the first one is not disturbed."""
+    """A second run with the same name exits with 9 and names the owner; the first one is not
+    disturbed.
+    """
     process = started(
         tmp_path, "data=digits", "trainer.epochs=500", "loader.num_workers=0", "run.name=x"
     )
@@ -833,5 +871,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_the_fork_server_starts_early_where_processes_will_load(
     composed: Composed, typed: tuple[str, ...], expected: bool
 ) -> None:
-    """Elsewhere its imports would take a processor from what is measured: threads looked half as fast."""
+    """Elsewhere its imports would take a processor from what is measured: threads looked half as
+    fast.
+    """
     assert job._needs_processes(composed(*typed)) is expected

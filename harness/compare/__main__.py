@@ -1,13 +1,15 @@
-"""Compare runs by what they left in their folders: speed, stall, goodput, accuracy, and the settings that differ.
+"""Compare runs by what they left in their folders: speed, stall, goodput, accuracy, and the
+settings that differ.
 
-The first run is the reference. A sweep's folder stands for its jobs, and any other folder for the runs in it. A run that was
-interrupted or failed is listed and not compared.
+The first run is the reference. A sweep's folder stands for its jobs, and any other folder for the
+runs in it. A run that was interrupted or failed is listed and not compared.
 
     wellfed compare outputs/before outputs/after
     wellfed compare multirun/2026-05-04/10-20-30 --json
     wellfed compare outputs/main outputs/change --fail-beyond speed=0.95 stall=+0.05 top1=-0.01
 
-Exit codes: 0; 1 where a run lies beyond a limit; 2 where a folder or a figure is missing or damaged.
+Exit codes: 0; 1 where a run lies beyond a limit; 2 where a folder or a figure is missing or
+damaged.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Limit:
 
     @classmethod
     def parse(cls, text: str) -> Limit:
-        """The limit that ``text`` writes: a ratio as in ``speed=0.95``, a difference of fractions as in ``stall=+0.05``."""
+        """The limit that ``text`` writes: a ratio as in ``speed=0.95``, a difference of fractions
+        as in ``stall=+0.05``.
+        """
         name, _, value = text.partition("=")
         figure = next((figure for figure in FIGURES if figure.name == name), None)
         if figure is None:
@@ -92,7 +96,8 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
         incomplete = next((one for one in (first, run) if one.status != "completed"), None)
         if incomplete is not None:
             untold.append(
-                f"{run.name}: not judged, because {incomplete.name} is {incomplete.status}; compare completed runs"
+                f"{run.name}: not judged, because {incomplete.name} is {incomplete.status}; "
+                "compare completed runs"
             )
             continue
         changes = dict(run.changes(first))
@@ -110,7 +115,8 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
                 allowed = figure.shown_change(limit.bound)
                 beyond.append(
                     f"{run.name}: {figure.title} {value} against {reference} of {first.name}: "
-                    f"{figure.shown_change(changes[figure])}, where {limit} allows {allowed} at {at}"
+                    f"{figure.shown_change(changes[figure])}, where {limit} allows {allowed} at "
+                    f"{at}"
                 )
     return beyond, untold
 
@@ -201,9 +207,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; the exit code."""
     parser = argparse.ArgumentParser(
         prog="wellfed compare",
-        description="Compare runs by what they left in their folders. The first one is the reference.",
-        epilog="Figures that --fail-beyond knows: " + ", ".join(f"{figure.name} ({figure.title})" for figure in FIGURES)
-        + ". Exit codes: 0; 1 where a run lies beyond a limit; 2 where a folder or a figure is missing or damaged.",
+        description="Compare runs by what they left in their folders. The first one is the "
+                    "reference.",
+        epilog="Figures that --fail-beyond knows: " + ", ".join(f"{figure.name} "
+                                                                f"({figure.title})" for figure in FIGURES)
+        + ". Exit codes: 0; 1 where a run lies beyond a limit; 2 where a folder or a figure is "
+          "missing or damaged.",
     )  # fmt: skip
     parser.add_argument(
         "folders",
@@ -215,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument(
         "--fail-beyond", nargs="+", action="extend", default=[], type=Limit.parse, metavar="NAME=LIMIT",
-        help="how far a run may be from the first one: a ratio, as in speed=0.95 and step=1.05, or a difference of "
+        help="how far a run may be from the first one: a ratio, as in speed=0.95 and step=1.05, or "
+             "a difference of "
         "fractions, as in stall=+0.05 and top1=-0.01",
     )  # fmt: skip
     options = parser.parse_args(argv)

@@ -32,7 +32,8 @@ class Figure:
         path: where ``report.json`` holds it.
         higher_is_better: otherwise lower is.
         is_fraction: 0..1 and compared by difference; other figures are compared by ratio.
-        is_clocked: rests on the clock that ``stall_basis`` names, and is compared with figures of the same clock alone.
+        is_clocked: rests on the clock that ``stall_basis`` names, and is compared with figures of
+            the same clock alone.
     """
 
     name: str
@@ -96,7 +97,8 @@ class Run:
 
     Attributes:
         name: the folder, as short as tells it from the others.
-        status: completed, interrupted or failed, as the report has it; unreadable where there is no report.
+        status: completed, interrupted or failed, as the report has it; unreadable where there is no
+            report.
         error: why it did not complete, where that is known.
         report: ``report.json``.
         settings: the run's settings by dotted name, and ``used.*``, what its loader ran with.
@@ -109,7 +111,9 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def changes(self, first: Run) -> Iterator[tuple[Figure, float]]:
-        """Each figure that this run and ``first`` can be compared by, with the change; none unless both completed."""
+        """Each figure that this run and ``first`` can be compared by, with the change; none unless
+        both completed.
+        """
         if self.status == first.status == "completed":
             same_clock = self.report.get("stall_basis") == first.report.get("stall_basis")
             for figure in FIGURES:
@@ -125,7 +129,8 @@ class Run:
 
 
 def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs in ``folders``, in the order given, those of one folder by name; and a note for each folder that is passed over.
+    """The runs in ``folders``, in the order given, those of one folder by name; and a note for each
+    folder that is passed over.
 
     Raises:
         Unusable: a folder is not there or holds no run.
@@ -151,7 +156,8 @@ def _expanded(folder: Path) -> list[Path]:
     jobs = sorted((place for place in folder.iterdir() if _is_run(place)), key=_natural)
     if not jobs:
         raise Unusable(
-            f"{folder}: holds no run, nor does a folder in it; name a folder with a report.json, or one above it"
+            f"{folder}: holds no run, nor does a folder in it; name a folder with a report.json, "
+            "or one above it"
         )
     return jobs
 
@@ -181,7 +187,8 @@ def _read(folder: Path, name: str) -> Run:
         return Run(
             name,
             "unreadable",
-            f"{os.path.relpath(path)}: not there; wait for the run's end, or look into its train.log",
+            f"{os.path.relpath(path)}: not there; wait for the run's end, or look into its "
+            "train.log",
         )
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
@@ -212,7 +219,9 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def differing(trees: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Each key that tells some of the named ``trees`` from others, with its value in each as text; ``-`` where it is not."""
+    """Each key that tells some of the named ``trees`` from others, with its value in each as text;
+    ``-`` where it is not.
+    """
     keys = dict.fromkeys(key for tree in trees.values() for key in tree)
     values = {key: {name: text(tree, key) for name, tree in trees.items()} for key in keys}
     return {key: by_name for key, by_name in values.items() if len(set(by_name.values())) > 1}
@@ -225,7 +234,9 @@ def text(tree: Mapping[str, Any], key: str) -> str:
 
 
 def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
-    """Each setting that tells some of ``runs`` from others, by run; ``used.*`` only where it says more than ``loader.*``."""
+    """Each setting that tells some of ``runs`` from others, by run; ``used.*`` only where it says
+    more than ``loader.*``.
+    """
     found = differing({run.name: run.settings for run in runs if run.report})
     asked = {
         key.replace("loader.", "used.", 1): values
@@ -236,7 +247,9 @@ def settings_that_differ(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What a reader must know of the figures: runs that did not complete; other machines, versions and clocks."""
+    """What a reader must know of the figures: runs that did not complete; other machines, versions
+    and clocks.
+    """
     found = [
         f"{run.name}: {run.status}{f': {run.error}' if run.error else ''}"
         for run in runs

@@ -1,7 +1,8 @@
-"""Colour and shape of uint8 batches ``[N, 3, H, W]``, each image by a parameter of its own, on any device.
+"""Colour and shape of uint8 batches ``[N, 3, H, W]``, each image by a parameter of its own, on any
+device.
 
-The pixels are those of torchvision's functions on tensors, which take one parameter for a whole batch. Parameters come from
-the host as float64 ``[N]``; the host never waits for the device.
+The pixels are those of torchvision's functions on tensors, which take one parameter for a whole
+batch. Parameters come from the host as float64 ``[N]``; the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
-    """``images`` with another brightness, contrast or saturation, as ``kinds`` says; a factor of 1 changes nothing.
+    """``images`` with another brightness, contrast or saturation, as ``kinds`` says; a factor of 1
+    changes nothing.
 
     Each of the three is a blend with a grey: with black, with the luma's mean, with the luma.
     """
@@ -43,7 +45,8 @@ def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
 def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
     """``images`` with hues turned by ``turns``, 1 being the whole circle.
 
-    The colour's place on the circle in sixths, then each channel from it (Smith 1978, "Color gamut transform pairs").
+    The colour's place on the circle in sixths, then each channel from it (Smith 1978, "Color gamut
+    transform pairs").
     """
     pixels = images.float()
     red, green, blue = pixels.split(1, dim=1)
@@ -61,7 +64,9 @@ def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
 
 
 def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
-    """``images`` blended with their blurred selves: 1 changes nothing, 0 blurs; the border of one pixel stays as it is."""
+    """``images`` blended with their blurred selves: 1 changes nothing, 0 blurs; the border of one
+    pixel stays as it is.
+    """
     pixels = images.float()
     around = pixels[:, :, :-2] + pixels[:, :, 1:-1] + pixels[:, :, 2:]
     around = around[..., :-2] + around[..., 1:-1] + around[..., 2:]
@@ -73,10 +78,11 @@ def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
 
 
 def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
-    """Each pixel from the nearest one to where ``matrices``, float32 ``[N, 2, 3]``, send it; from outside comes black.
+    """Each pixel from the nearest one to where ``matrices``, float32 ``[N, 2, 3]``, send it; from
+    outside comes black.
 
-    They act on pixel coordinates (x, y, 1) whose origin is the image's centre. The arithmetic is torchvision's to the last
-    bit, or pixels half-way between two would come from the other one.
+    They act on pixel coordinates (x, y, 1) whose origin is the image's centre. The arithmetic is
+    torchvision's to the last bit, or pixels half-way between two would come from the other one.
     """
     count, _, height, width = images.shape
     places = torch.ones(height, width, 3, device=images.device)

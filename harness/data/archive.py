@@ -22,11 +22,13 @@ class _Suspect(Exception):
 
 
 def read_members(archive: Path, wanted: Mapping[str, int]) -> dict[str, bytes]:
-    """The bytes of the ``wanted`` members of a ``.tar.gz`` by name; ``wanted`` says how many bytes each may have at most.
+    """The bytes of the ``wanted`` members of a ``.tar.gz`` by name; ``wanted`` says how many bytes
+    each may have at most.
 
-    tarfile's extract methods stay unused, also with ``filter="data"``: a chain of links longer than PATH_MAX leads that
-    filter out of its folder (CVE-2025-4517). Here a member's name is only compared, never used as a path, and a link, a
-    device or a name that leads out refuses the whole archive.
+    tarfile's extract methods stay unused, also with ``filter="data"``: a chain of links longer than
+    PATH_MAX leads that filter out of its folder (CVE-2025-4517). Here a member's name is only
+    compared, never used as a path, and a link, a device or a name that leads out refuses the whole
+    archive.
 
     Raises:
         DataError: the archive is damaged, lacks a member, or holds what an honest one does not.
@@ -80,7 +82,8 @@ def _read_wanted(tar: tarfile.TarFile, wanted: Mapping[str, int]) -> dict[str, b
             continue
         if member.name in found or member.type not in _PLAIN or member.size > most_bytes:
             raise _Suspect(
-                f"member {member.name} is there twice, is a folder, or has more than {most_bytes} bytes"
+                f"member {member.name} is there twice, is a folder, or has more than {most_bytes} "
+                "bytes"
             )
         content = tar.extractfile(member)
         assert content is not None

@@ -1,4 +1,6 @@
-"""What is done to the colours of a batch: torchvision's ColorJitter and RandAugment, on whichever device the batch is."""
+"""What is done to the colours of a batch: torchvision's ColorJitter and RandAugment, on whichever
+device the batch is.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,16 @@ class Part(Protocol):
     draws: int
 
     def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        """New uint8 ``[N, 3, H, W]``; ``draws``, float64 ``[N, draws]`` in [0, 1), hold each image's random numbers."""
+        """New uint8 ``[N, 3, H, W]``; ``draws``, float64 ``[N, draws]`` in [0, 1), hold each
+        image's random numbers.
+        """
         ...
 
 
 class BatchAugment:
-    """The ``parts``, one after the other; what becomes of an image is a function of (seed, epoch, index) and its pixels."""
+    """The ``parts``, one after the other; what becomes of an image is a function of (seed, epoch,
+    index) and its pixels.
+    """
 
     def __init__(self, parts: Sequence[Part], seed: int) -> None:
         self._parts = parts
@@ -54,7 +60,9 @@ class BatchAugment:
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, seed: int) -> BatchAugment | None:
-        """RandAugment and then colour jitter, as ``augment`` wants them; None where it wants neither."""
+        """RandAugment and then colour jitter, as ``augment`` wants them; None where it wants
+        neither.
+        """
         parts: list[Part] = []
         if augment.rand_augment:
             # torchvision's transforms take a while to import
@@ -66,7 +74,9 @@ class BatchAugment:
         return cls(parts, seed) if parts else None
 
     def __call__(self, images: Tensor, batch: Numbered) -> Tensor:
-        """``images``, uint8 ``[N, 3, H, W]``, augmented in new memory on the same device; ``batch`` is theirs."""
+        """``images``, uint8 ``[N, 3, H, W]``, augmented in new memory on the same device; ``batch``
+        is theirs.
+        """
         count = sum(part.draws for part in self._parts)
         draws = uniforms(self._seed, batch.epoch, batch.indices.numpy(), count, stream=BATCH)
         most = len(images)
@@ -85,10 +95,12 @@ class BatchAugment:
 
 
 class ColorJitter:
-    """Brightness, contrast, saturation and hue in an order drawn for each image, as torchvision's ``v2.ColorJitter``.
+    """Brightness, contrast, saturation and hue in an order drawn for each image, as torchvision's
+    ``v2.ColorJitter``.
 
     Args:
-        brightness: most change of the factor, which lies within ``[max(0, 1 - brightness), 1 + brightness]``; 0: none.
+        brightness: most change of the factor, which lies within ``[max(0, 1 - brightness), 1 +
+            brightness]``; 0: none.
         contrast: the same for contrast.
         saturation: the same for saturation.
         hue: most turn of the hue to either side, 1 being the whole circle; 0: none.
@@ -105,7 +117,9 @@ class ColorJitter:
         self.draws = 2 * len(self._kinds)
 
     def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        """``images`` with other colours; the first half of the ``draws`` is for the order, the second for the factors."""
+        """``images`` with other colours; the first half of the ``draws`` is for the order, the
+        second for the factors.
+        """
         count = len(self._kinds)
         order = draws[:, :count].argsort(axis=1)
         factors = np.take_along_axis(
@@ -117,7 +131,9 @@ class ColorJitter:
 
 
 def _adjusted(images: Tensor, kinds: np.ndarray, amounts: np.ndarray) -> Tensor:
-    """Each image with the one property that ``kinds`` names changed: all blends at once, then the hues."""
+    """Each image with the one property that ``kinds`` names changed: all blends at once, then the
+    hues.
+    """
     hues = np.flatnonzero(kinds == HUE)
     images = blend(
         images, np.where(kinds == HUE, BRIGHTNESS, kinds), np.where(kinds == HUE, 1.0, amounts)

@@ -1,11 +1,14 @@
-"""Decoded pixels, kept for the next epoch: one file, in memory or on disk, mapped by all workers, threads and local ranks.
+"""Decoded pixels, kept for the next epoch: one file, in memory or on disk, mapped by all workers,
+threads and local ranks.
 
-The file has a head, a table with a column for each image, and room for pixels, which is given out once and never again: a
-view of an image's pixels stays what it is, whatever happens. An image's place, one word of 64 bits, is written last, so
-that a process may be killed at any time. Whoever first reads an image of an earlier run, or of another one, looks at its
-source file and at the checksum of its pixels. That finds files that have changed, and pages that a power failure took away.
-What a process of this run has written needs neither: its source was looked at as it was written, and until the machine stops
-all see the same pages of it. A page that the disk fails to read ends the process, as it does with any mapped file.
+The file has a head, a table with a column for each image, and room for pixels, which is given out
+once and never again: a view of an image's pixels stays what it is, whatever happens. An image's
+place, one word of 64 bits, is written last, so that a process may be killed at any time. Whoever
+first reads an image of an earlier run, or of another one, looks at its source file and at the
+checksum of its pixels. That finds files that have changed, and pages that a power failure took
+away. What a process of this run has written needs neither: its source was looked at as it was
+written, and until the machine stops all see the same pages of it. A page that the disk fails to
+read ends the process, as it does with any mapped file.
 """
 
 from __future__ import annotations
@@ -38,11 +41,13 @@ _RACY_S = 2.0
 
 
 class PixelCache:
-    """The decoded images of ``source``: rows ``first`` onwards of ``file``, which may hold those of several sources.
+    """The decoded images of ``source``: rows ``first`` onwards of ``file``, which may hold those of
+    several sources.
 
     Args:
         file: as ``make_blank`` makes it; read-only where another run fills it.
-        checked: a byte for each row, zero until a process of this run has written the row, or found it to be right.
+        checked: a byte for each row, zero until a process of this run has written the row, or found
+            it to be right.
         first: the row of the source's first image.
         source: a folder's files, or a part of them.
         max_side: of the longer side of an image in pixels, larger ones are shrunk; None: none is.
@@ -74,7 +79,9 @@ class PixelCache:
         return PixelCache, self._args
 
     def get(self, i: int) -> np.ndarray | None:
-        """The pixels of image ``i``, uint8 ``[H, W, 3]``, a read-only view that stays valid; None: not here."""
+        """The pixels of image ``i``, uint8 ``[H, W, 3]``, a read-only view that stays valid; None:
+        not here.
+        """
         # in this order: the image may just now be given another place
         checked = self._checked[i]
         place = int(self._places[i])
@@ -83,7 +90,9 @@ class PixelCache:
         return self._view(place)
 
     def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
-        """What to go on with: ``pixels``, uint8 ``[H, W, 3]``, shrunk if they are too large; kept if there is room."""
+        """What to go on with: ``pixels``, uint8 ``[H, W, 3]``, shrunk if they are too large; kept
+        if there is room.
+        """
         if self._max_side is not None:
             pixels = shrunk(pixels, self._max_side)
         if self._file.writable and not self._places[i]:
@@ -98,7 +107,9 @@ class PixelCache:
         )
 
     def stats(self) -> dict[str, int]:
-        """How many ``images`` of all ``samples`` are kept, and how many ``bytes`` of ``limit`` they take."""
+        """How many ``images`` of all ``samples`` are kept, and how many ``bytes`` of ``limit`` they
+        take.
+        """
         head = self._head[0]
         places = self._table[0]
         images = int(np.count_nonzero(places))
@@ -120,7 +131,10 @@ class PixelCache:
         # where a part may be of files that have changed since
         if full and self._is_on_disk():
             path = os.readlink(f"/proc/self/fd/{self._file.fd}")
-            end += f"; if files of the data set were replaced, delete {printable(path)} to keep the new ones"
+            end += (
+                f"; if files of the data set were replaced, delete {printable(path)} to keep "
+                "the new ones"
+            )
         sizes = f"{s['bytes'] / 1e9:.1f} of at most {s['limit'] / 1e9:.1f} GB"
         return f"{s['images']} of {s['samples']} images, {sizes}{end}"
 
@@ -174,7 +188,9 @@ class PixelCache:
         self._checked[i] = 1
 
     def _written(self, pixels: np.ndarray) -> int | None:
-        """Where ``pixels`` begin, which have bytes of their own now; None where so many are not left."""
+        """Where ``pixels`` begin, which have bytes of their own now; None where so many are not
+        left.
+        """
         head = self._head[0]
         size = _rounded(pixels.nbytes)
         # so it is most often once it is full
@@ -186,7 +202,8 @@ class PixelCache:
                 return None
             head["used"] = start + size
         try:
-            # Not through the map: that costs a fault for each page, and on a full disk it would end the process (SIGBUS).
+            # Not through the map: that costs a fault for each page, and on a full disk it would end
+            # the process (SIGBUS).
             if os.pwrite(self._file.fd, pixels.data, start) == pixels.nbytes:
                 return start
         except OSError:
@@ -208,7 +225,8 @@ def shrunk(pixels: np.ndarray, max_side: int) -> np.ndarray:
 
 
 def make_blank(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
-    """Make of the empty file ``fd`` one with so many ``rows``, none of them filled, that takes ``budget_bytes`` at most.
+    """Make of the empty file ``fd`` one with so many ``rows``, none of them filled, that takes
+    ``budget_bytes`` at most.
 
     Args:
         fd: open for writing.
@@ -225,7 +243,8 @@ def make_blank(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
 
 
 def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
-    """How much of the file ``fd`` is given out, and how much of that is in use: images of files that have changed are not.
+    """How much of the file ``fd`` is given out, and how much of that is in use: images of files
+    that have changed are not.
 
     None where it has other facts, or is none of these files.
     """
@@ -235,7 +254,8 @@ def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
         return None
     places = np.frombuffer(os.pread(fd, 8 * rows, _TABLE_START), np.int64)
     images = (places >> _SIDE_BITS & _SIDE_MASK) * (places & _SIDE_MASK) * 3
-    # A power failure may leave a head that is older than the table: what lies in a place must not be given out again.
+    # A power failure may leave a head that is older than the table: what lies in a place must not
+    # be given out again.
     ends = np.append((places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images, head["used"])
     start = _pixels_start(rows)
     in_use = start + int((-(-images // _UNIT_BYTES)).sum(where=ends[:-1] <= size)) * _UNIT_BYTES
@@ -243,7 +263,9 @@ def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
 
 
 def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
-    """Let the file ``fd`` of an earlier run take ``budget_bytes`` in all, or what it has if that is more."""
+    """Let the file ``fd`` of an earlier run take ``budget_bytes`` in all, or what it has if that is
+    more.
+    """
     with _alone_with(fd):
         taken = taken_bytes(fd, facts, rows)
         assert taken is not None
@@ -266,8 +288,11 @@ def _rounded(size: int) -> int:
 
 @contextmanager
 def _alone_with(fd: int) -> Iterator[None]:
-    """Inside the block no other thread or process is in such a block of the same file; a killed one leaves it."""
-    # The lock belongs to one opening of a file, which a thread shares with the others, and a process with those it forks.
+    """Inside the block no other thread or process is in such a block of the same file; a killed one
+    leaves it.
+    """
+    # The lock belongs to one opening of a file, which a thread shares with the others, and a
+    # process with those it forks.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(own, fcntl.LOCK_EX)

@@ -1,4 +1,6 @@
-"""Where the decoded cache of a run lies, how large it may be, and which process of a machine opens it for the others."""
+"""Where the decoded cache of a run lies, how large it may be, and which process of a machine opens
+it for the others.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,15 @@ _log = logging.getLogger(LOGGER)
 def open_caches(
     sources: tuple[Source, Source], data: DataConfig, options: DecodeOptions, gathered: Gathered
 ) -> tuple[PixelCache, PixelCache] | None:
-    """The caches of two sources in one file, as ``data`` asks for; every rank calls this. None where another run has it.
+    """The caches of two sources in one file, as ``data`` asks for; every rank calls this.
+
+    None where another run has it.
 
     One rank of each machine opens the file, and the others map the same.
 
     Raises:
-        ConfigError: there are no files to decode, the cache cannot be written, or it would be larger than there is room for.
+        ConfigError: there are no files to decode, the cache cannot be written, or it would be
+            larger than there is room for.
     """
     rows = sum(map(len, sources))
     facts = hashlib.sha256(_software(options, data.cache_max_side))
@@ -69,7 +74,8 @@ def open_caches(
     first = PixelCache(file, checked, 0, train, data.cache_max_side)
     second = PixelCache(file, checked, len(train), val, data.cache_max_side)
     say(
-        f"decoded cache: {first.summary()} ({'in memory' if data.cache is DataCache.ram else cache_root() / 'decoded'})"
+        f"decoded cache: {first.summary()} "
+        f"({'in memory' if data.cache is DataCache.ram else cache_root() / 'decoded'})"
     )
     return first, second
 
@@ -90,12 +96,15 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
     if isinstance(source, FolderSource):
         return source.root, source.index.digest()
     raise ConfigError(
-        f"data.cache={data.cache.name}: has no effect with data={data.name}, whose pixels need no decoding"
+        f"data.cache={data.cache.name}: has no effect with data={data.name}, whose pixels need no "
+        "decoding"
     )
 
 
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
-    """What ``make`` gives in one process of those that see each other, in all of them; or, on every rank, what it raises."""
+    """What ``make`` gives in one process of those that see each other, in all of them; or, on every
+    rank, what it raises.
+    """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         # containers on one machine do not see each other
         machine = file.read() + os.readlink("/proc/self/ns/pid")
@@ -144,13 +153,16 @@ def _budget(data: DataConfig, free_bytes: int, of_what: str) -> int:
         return free_bytes // 2
     if data.cache_gb * 1e9 > free_bytes:
         raise ConfigError(
-            f"data.cache_gb={data.cache_gb:g}: only {free_bytes / 1e9:.1f} GB are free ({of_what}); lower it"
+            f"data.cache_gb={data.cache_gb:g}: only {free_bytes / 1e9:.1f} GB are free "
+            f"({of_what}); lower it"
         )
     return int(data.cache_gb * 1e9)
 
 
 def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile | None:
-    """The file at ``place``: to be filled by the first of several runs at a time, to be read by the others."""
+    """The file at ``place``: to be filled by the first of several runs at a time, to be read by the
+    others.
+    """
     try:
         # Who comes while another makes the file waits until it is there.
         with exclusive(place.with_name("opening"), _WAIT_S), ExitStack() as held:
@@ -171,11 +183,15 @@ def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile
     found = _to_read(place, facts, rows)
     if found is None and failure is not None:
         raise ConfigError(
-            f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use data.cache=ram"
+            f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use "
+            "data.cache=ram"
         )
     # its images would be larger than with a cache: other pixels
     if found is None and data.cache_max_side is not None:
-        advice = "wait until it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
+        advice = (
+            "wait until it ends, set WELLFED_CACHE to another folder, or leave "
+            "data.cache_max_side out"
+        )
         raise ConfigError(
             f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; {advice}"
         )
@@ -203,7 +219,10 @@ def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
     used, in_use = taken or (0, 0)
     if fd is not None and used and used <= 2 * in_use:
         if data.cache_gb is not None and used > budget_bytes:
-            text = f"{printable(str(place))} has {used / 1e9:.1f} GB already; raise it, or delete that file"
+            text = (
+                f"{printable(str(place))} has {used / 1e9:.1f} GB already; raise it, or delete "
+                "that file"
+            )
             raise ConfigError(f"data.cache_gb={data.cache_gb:g}: {text}")
         cache.set_budget(fd, facts, rows, budget_bytes)
         return fd
@@ -240,7 +259,8 @@ def _to_read(place: Path, facts: str, rows: int) -> MappedFile | None:
 
 
 def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
-    """Returns how far images change that are shrunk to ``max_side``, in grey levels a pixel; None: none is larger.
+    """Returns how far images change that are shrunk to ``max_side``, in grey levels a pixel; None:
+    none is larger.
 
     Measured on the crops of some images.
     """

@@ -1,4 +1,6 @@
-"""CIFAR-10 and CIFAR-100: the published archive, fetched and checked once, then kept as plain arrays beside it."""
+"""CIFAR-10 and CIFAR-100: the published archive, fetched and checked once, then kept as plain
+arrays beside it.
+"""
 
 from __future__ import annotations
 
@@ -91,10 +93,12 @@ _CIFAR100 = _Published(
 
 
 def _open(published: _Published, data: DataConfig) -> tuple[ArraySource, ArraySource]:
-    """The training and the test set, pixels mapped from the disk; CIFAR-100 has its 100 fine labels.
+    """The training and the test set, pixels mapped from the disk; CIFAR-100 has its 100 fine
+    labels.
 
-    The archive is looked for in ``data.root``, or fetched to there, and stays; its arrays lie beside it, and are made
-    anew if they are damaged. With the arrays there, neither the archive nor leave to write is needed.
+    The archive is looked for in ``data.root``, or fetched to there, and stays; its arrays lie
+    beside it, and are made anew if they are damaged. With the arrays there, neither the archive nor
+    leave to write is needed.
 
     Raises:
         DataError: the archive cannot be had, or is not what the publisher describes.
@@ -130,7 +134,10 @@ def _obtain(published: _Published, archive: Path, md5: str, data: DataConfig) ->
     where = printable(str(archive))
     if not archive.is_file():
         root = printable(str(archive.parent))
-        way_out = f"put {published.archive} into {root}, or take data=shapes, data=digits or data=fake: they need no network"
+        way_out = (
+            f"put {published.archive} into {root}, or take data=shapes, data=digits or "
+            "data=fake: they need no network"
+        )
         if not data.download:
             raise DataError(f"{where}: not there, and data.download=false; {way_out}")
         try:
@@ -147,13 +154,16 @@ def _obtain(published: _Published, archive: Path, md5: str, data: DataConfig) ->
         ) from error
     if digest != md5:
         raise DataError(
-            f"{where}: the md5 digest differs: expected {printable(md5)}, got {digest}; delete the file and get it anew, "
+            f"{where}: the md5 digest differs: expected {printable(md5)}, got {digest}; delete the "
+            "file and get it anew, "
             f"or set data.md5={digest} if this archive is meant"
         )
 
 
 def _open_arrays(folder: Path, md5: str, classes: int) -> Arrays | None:
-    """The arrays in ``folder``, mapped; None unless they are whole and were made from the archive with this digest."""
+    """The arrays in ``folder``, mapped; None unless they are whole and were made from the archive
+    with this digest.
+    """
     try:
         if read_json(folder / _MARKER) != _marker(folder, md5):
             return None
@@ -209,7 +219,10 @@ def _read_archive(published: _Published, archive: Path) -> Arrays:
             )
     except Exception as error:
         # a damaged pickle may raise anything
-        reason = f"is not as published: {printable(str(error) or type(error).__name__)}; get the archive from its publisher"
+        reason = (
+            f"is not as published: {printable(str(error) or type(error).__name__)}; get the "
+            "archive from its publisher"
+        )
         raise DataError(f"{printable(str(archive))}: member {name} {reason}") from error
     return arrays
 
@@ -234,7 +247,8 @@ def _images_and_labels(
     labels = batch.get(f"{published.prefix}labels")
     if not isinstance(labels, list) or len(labels) != len(pixels):
         raise ValueError(
-            f"{published.prefix}labels is not a list of {len(pixels)} labels, one for each row of data"
+            f"{published.prefix}labels is not a list of {len(pixels)} labels, one for each row of "
+            "data"
         )
     if not all(type(label) is int and 0 <= label < len(published.classes) for label in labels):
         raise ValueError(f"a label is not a whole number from 0 to {len(published.classes) - 1}")
@@ -245,10 +259,12 @@ def _images_and_labels(
 
 
 class _StandIn:
-    """What a name of numpy stands for while a pickle is read: it keeps what it is given, and does nothing.
+    """What a name of numpy stands for while a pickle is read: it keeps what it is given, and does
+    nothing.
 
-    To allow numpy's own functions would not be safe: a pickled dtype sets its own flags, and an array of objects whose
-    flags deny that it holds any takes bytes of the file for addresses in memory.
+    To allow numpy's own functions would not be safe: a pickled dtype sets its own flags, and an
+    array of objects whose flags deny that it holds any takes bytes of the file for addresses in
+    memory.
     """
 
     state: Any = None
@@ -262,7 +278,9 @@ class _StandIn:
 
 
 def _pixels(value: object) -> NDArray[np.uint8]:
-    """The array uint8 ``[N, 3072]`` that ``value`` stands for, as numpy pickles it up to protocol 4 or from 5 on."""
+    """The array uint8 ``[N, 3072]`` that ``value`` stands for, as numpy pickles it up to protocol 4
+    or from 5 on.
+    """
     match value:
         case _StandIn(
             name="_reconstruct",
@@ -293,7 +311,9 @@ _NUMPY = {"numpy.ndarray", "numpy.dtype"} | {
 
 
 def _flat(load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``load`` with a limit: hashing a million tuples inside each other overflows the stack and ends the process."""
+    """``load`` with a limit: hashing a million tuples inside each other overflows the stack and
+    ends the process.
+    """
 
     def checked(reader: Any) -> None:
         load(reader)
@@ -311,7 +331,8 @@ def _flat(load: Callable[[Any], None]) -> Callable[[Any], None]:
 class _Reader(pickle._Unpickler):
     """The unpickler, with nothing that a pickle could call.
 
-    It is the one written in Python: the one in C takes as much memory as a number in the pickle says (a memo's index).
+    It is the one written in Python: the one in C takes as much memory as a number in the pickle
+    says (a memo's index).
     """
 
     dispatch = pickle._Unpickler.dispatch | {

@@ -1,7 +1,7 @@
 """From a name in the config to a training and a validation set.
 
-A new data set is a function from ``DataConfig`` to two sources, a line in ``DATASETS``, a file in ``conf/data/`` and
-a test; or a function of the user's, which ``harness.data.own`` opens.
+A new data set is a function from ``DataConfig`` to two sources, a line in ``DATASETS``, a file in
+``conf/data/`` and a test; or a function of the user's, which ``harness.data.own`` opens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from harness.watch.console import say
 
 Opener = Callable[[DataConfig], tuple[Source, Source]]
 
-_SPLIT_SEED = 0  # not the run's: another seed must not move images that a network was trained on into its validation set
+# not the run's: another seed must not move images that a network was trained on into its validation
+# set
+_SPLIT_SEED = 0
 _DIGITS_SPLIT = 0.2
 
 
@@ -62,12 +64,15 @@ class Splits:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory that the cache of decoded images may still take, of all ranks of this machine together."""
+        """Memory that the cache of decoded images may still take, of all ranks of this machine
+        together.
+        """
         return self.cache.reserved_bytes if self.cache is not None else 0
 
 
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
-    """scikit-learn's 1797 handwritten digits of 8x8 grey pixels, four fifths of each class for training.
+    """scikit-learn's 1797 handwritten digits of 8x8 grey pixels, four fifths of each class for
+    training.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -125,9 +130,11 @@ _EFFECTIVE = {
 def load(
     data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered = lambda value: [value]
 ) -> Splits:
-    """The data set that ``data`` names, its training images changed as ``augment`` and ``seed`` say.
+    """The data set that ``data`` names, its training images changed as ``augment`` and ``seed``
+    say.
 
-    Every rank calls this, with ``gathered``, which gives every rank's value in their order, for a cache that they share.
+    Every rank calls this, with ``gathered``, which gives every rank's value in their order, for a
+    cache that they share.
 
     Raises:
         ConfigError: an unknown name, a setting without effect, or one that is missing.
@@ -168,7 +175,8 @@ def load(
             else f"larger images change by {error:.2f} grey levels a pixel"
         )
         say(
-            f"data.cache_max_side={data.cache_max_side}: of some training images looked at, {change}"
+            f"data.cache_max_side={data.cache_max_side}: of some training images looked at, "
+            f"{change}"
         )
     return Splits(train, val, train.classes, data.name, data.root or "")
 
@@ -189,5 +197,8 @@ def _check(data: DataConfig) -> None:
                 f"data.{setting}={value} has no effect with data={data.name}; leave it out"
             )
     if data.eval_resize is not None and data.eval_resize < data.image_size:
-        reason = f"is smaller than data.image_size={data.image_size}; the centre crop would reach over the edge"
+        reason = (
+            f"is smaller than data.image_size={data.image_size}; the centre crop would reach "
+            "over the edge"
+        )
         raise ConfigError(f"data.eval_resize={data.eval_resize} {reason}")

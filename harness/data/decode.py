@@ -1,7 +1,8 @@
 """Encoded bytes to pixels: eight-bit RGB from every format and mode that the data sets may hold.
 
-The bytes decide what an image is, never the name of its file. Whatever is wrong with them ends as ``Undecodable``. JPEGs
-are decoded by libjpeg-turbo itself, without Pillow in between: the same pixels in three quarters of the time.
+The bytes decide what an image is, never the name of its file. Whatever is wrong with them ends as
+``Undecodable``. JPEGs are decoded by libjpeg-turbo itself, without Pillow in between: the same
+pixels in three quarters of the time.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ _JPEG = b"\xff\xd8\xff"
 _APP1 = b"\xff\xe1"
 # what libjpeg-turbo turns into RGB as Pillow has it turned
 _COLOURS = frozenset({"Gray", "YCbCr", "RGB"})
-# each goes through all pixels, even one of ten bytes; libjpeg writes 10 of three colours, 18 of four inks
+# each goes through all pixels, even one of ten bytes; libjpeg writes 10 of three colours, 18 of
+# four inks
 _SCANS = 32
-# What libjpeg-turbo paints over in grey. Bytes too many are harmless in a header and at the image's end: all pixels are there.
-# Before a restart, a table or a scan they may hide more damage, for the decoder keeps its first warning alone.
+# What libjpeg-turbo paints over in grey. Bytes too many are harmless in a header and at the image's
+# end: all pixels are there. Before a restart, a table or a scan they may hide more damage, for the
+# decoder keeps its first warning alone.
 _LOSS = re.compile(
     r"premature end|bad \w+ code|of RST|progression|marker 0x(c4|d[0-8a])", re.IGNORECASE
 )
@@ -52,7 +55,8 @@ _NAMES = (
 )
 _TURNS = {orientation: Image.Transpose[name] for orientation, name in enumerate(_NAMES, start=2)}
 
-# By the kind of the first chunk: the first bit of width and height, their mask, and what is to be added.
+# By the kind of the first chunk: the first bit of width and height, their mask, and what is to be
+# added.
 _WEBP_SIDES = {
     b"WEBPVP8 ": (208, 224, 0x3FFF, 0),
     b"WEBPVP8L": (168, 182, 0x3FFF, 1),
@@ -61,7 +65,9 @@ _WEBP_SIDES = {
 
 
 class _Jpeg(JpegImageFile):
-    """Pillow's reader without its look for a resolution in the EXIF block: it takes time, and damaged blocks warn."""
+    """Pillow's reader without its look for a resolution in the EXIF block: it takes time, and
+    damaged blocks warn.
+    """
 
     def _read_dpi_from_exif(self) -> None:
         pass
@@ -95,7 +101,9 @@ class DecodeOptions:
 
 
 def reader(head: bytes) -> type[ImageFile] | None:
-    """Pillow's reader for a file that starts with ``head`` (``HEAD_BYTES`` are enough); None: no supported format."""
+    """Pillow's reader for a file that starts with ``head`` (``HEAD_BYTES`` are enough); None: no
+    supported format.
+    """
     webp = WebPImageFile if head[:4] == b"RIFF" and head[8:12] == b"WEBP" else None
     return next((plugin for start, plugin in _READERS if head.startswith(start)), webp)
 
@@ -104,7 +112,8 @@ def decode(data: bytes, options: DecodeOptions) -> np.ndarray:
     """Returns the first image in ``data``, an encoded file: all of it, uint8 ``[H, W, 3]``.
 
     Raises:
-        Undecodable: not an image of a supported format, damaged, or more pixels than ``options.max_pixels``.
+        Undecodable: not an image of a supported format, damaged, or more pixels than
+            ``options.max_pixels``.
     """
     pixels = decode_jpeg(data, options.max_pixels) if data.startswith(_JPEG) else None
     if pixels is not None and not (options.exif_orientation and _APP1 in data):
@@ -113,11 +122,13 @@ def decode(data: bytes, options: DecodeOptions) -> np.ndarray:
 
 
 def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
-    """Returns the image in ``data``, uint8 ``[H, W, 3]``; None where anything is unusual: Pillow is then to be asked.
+    """Returns the image in ``data``, uint8 ``[H, W, 3]``; None where anything is unusual: Pillow is
+    then to be asked.
 
-    That is an image of four inks, of more than ``max_pixels``, or what libjpeg-turbo cannot read, or warns of although all
-    pixels are there. The interpreter lock is released meanwhile, and any number of threads may decode. The memory is new each
-    time: the allocator hands out what the image before gave back, and a buffer kept for each thread was no faster.
+    That is an image of four inks, of more than ``max_pixels``, or what libjpeg-turbo cannot read,
+    or warns of although all pixels are there. The interpreter lock is released meanwhile, and any
+    number of threads may decode. The memory is new each time: the allocator hands out what the
+    image before gave back, and a buffer kept for each thread was no faster.
 
     Raises:
         Undecodable: libjpeg-turbo warned of missing or corrupt data, or there are too many scans.
@@ -127,7 +138,8 @@ def decode_jpeg(data: bytes, max_pixels: int) -> np.ndarray | None:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if width * height > max_pixels:
             return None
-        # Counting takes time. Of fewer pixels and bytes, no number of scans takes more than seconds.
+        # Counting takes time. Of fewer pixels and bytes, no number of scans takes more than
+        # seconds.
         many = width * height * len(data) > 2**35 and _count_scans(data) > _SCANS
         pixels: np.ndarray = np.empty(0) if many else simplejpeg.decode_jpeg(data)
     except (ValueError, KeyError, RuntimeError) as error:
@@ -154,13 +166,15 @@ def _by_pillow(data: bytes, options: DecodeOptions, pixels: np.ndarray | None) -
     plugin = reader(data[:HEAD_BYTES])
     if plugin is None:
         raise Undecodable(_why_no_image(data))
-    # Pillow's own limit is one for the process and warns before it refuses: it must not be lower than the user's.
+    # Pillow's own limit is one for the process and warns before it refuses: it must not be lower
+    # than the user's.
     if Image.MAX_IMAGE_PIXELS is not None and options.max_pixels > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = options.max_pixels
     try:
         # Pillow's reader of WebP takes memory for the whole canvas as it is made.
         _check_size(_webp_canvas(data), options)
-        # Not Image.open: it tries other formats as well, and warns of a large image that the next line refuses anyway.
+        # Not Image.open: it tries other formats as well, and warns of a large image that the next
+        # line refuses anyway.
         image = plugin(io.BytesIO(data))
         _check_size(image.size, options)
         if isinstance(image, TiffImageFile):
@@ -181,7 +195,10 @@ def _why_no_image(data: bytes) -> str:
     if not data:
         return "empty file"
     if data.startswith(_LFS_POINTER):
-        return "a Git LFS pointer, not the image itself; run `git lfs pull` in the data set's repository"
+        return (
+            "a Git LFS pointer, not the image itself; run `git lfs pull` in the data set's "
+            "repository"
+        )
     return f"not an image of a supported format ({FORMATS})"
 
 
@@ -228,7 +245,8 @@ def _to_rgb(image: ImageFile, background: tuple[int, int, int]) -> Image.Image:
 
 
 def _eight_bit(image: ImageFile) -> Image.Image:
-    """Grey of 16 bits (modes I;16 and I) or of fractions 0..1 (mode F), scaled; Pillow's own conversion saturates.
+    """Grey of 16 bits (modes I;16 and I) or of fractions 0..1 (mode F), scaled; Pillow's own
+    conversion saturates.
 
     Raises:
         ValueError: a value lies outside the range, so that nothing says what is white.

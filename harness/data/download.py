@@ -1,6 +1,8 @@
-"""From an address on the web to a whole, checked file; and files and folders that only one process makes.
+"""From an address on the web to a whole, checked file; and files and folders that only one process
+makes.
 
-A digest protects from rot and from a cut-off, not from an attacker: what passes it is still read as a stranger's.
+A digest protects from rot and from a cut-off, not from an attacker: what passes it is still read as
+a stranger's.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ _log = logging.getLogger(LOGGER)
 
 
 class _Fault(Exception):
-    """Why an attempt failed; ``again``: another one may succeed, ``anew``: but not with the bytes that are there."""
+    """Why an attempt failed; ``again``: another one may succeed, ``anew``: but not with the bytes
+    that are there.
+    """
 
     def __init__(self, reason: str, *, again: bool = False, anew: bool = False) -> None:
         super().__init__(reason)
@@ -62,11 +66,13 @@ def fetch(
     stall_s: float = 30.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Put what the http or https address ``url`` gives, up to 1 GiB, at ``target``: whole and with ``md5``, or not at all.
+    """Put what the http or https address ``url`` gives, up to 1 GiB, at ``target``: whole and with
+    ``md5``, or not at all.
 
-    The bytes go to ``<target>.part``, which is also the lock: a second process waits, then finds ``target`` there.
-    After a network fault, or ``stall_s`` seconds in which fewer than 64 KiB arrive, the next attempt goes on where the part
-    ends if the server can, in this run (``sleep`` waits for so many seconds between two attempts) or in a later one.
+    The bytes go to ``<target>.part``, which is also the lock: a second process waits, then finds
+    ``target`` there. After a network fault, or ``stall_s`` seconds in which fewer than 64 KiB
+    arrive, the next attempt goes on where the part ends if the server can, in this run (``sleep``
+    waits for so many seconds between two attempts) or in a later one.
 
     Raises:
         DataError: the server cannot be reached, refuses, or sends something else.
@@ -84,7 +90,8 @@ def fetch(
 def make_once(
     folder: Path, is_made: Callable[[], bool], write: Callable[[Path], None], advice: str = _ADVICE
 ) -> None:
-    """Make ``folder``: ``write`` fills one of another name, which gets its own once it is whole; one process does so.
+    """Make ``folder``: ``write`` fills one of another name, which gets its own once it is whole;
+    one process does so.
 
     Raises:
         DiskError: it cannot be written; the message ends with ``advice``.
@@ -99,7 +106,8 @@ def make_once(
             remove(part)
             part.mkdir()
             write(part)
-            # No fsync: it takes longer than the writing, and what a power failure cut off is refused when it is read.
+            # No fsync: it takes longer than the writing, and what a power failure cut off is
+            # refused when it is read.
             os.replace(part, folder)
         finally:
             remove(part)
@@ -123,10 +131,11 @@ def _writing(path: Path, advice: str) -> Iterator[None]:
 
 @contextmanager
 def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
-    """``path``, opened for reading and writing while no other process has it so; left empty, it is removed at the end.
+    """``path``, opened for reading and writing while no other process has it so; left empty, it is
+    removed at the end.
 
-    The lock is the kernel's (``flock``) and goes with the process: a killed owner leaves none behind. What lies there and is
-    no regular file gives way.
+    The lock is the kernel's (``flock``) and goes with the process: a killed owner leaves none
+    behind. What lies there and is no regular file gives way.
 
     Raises:
         TimeoutError: another process has had it for ``wait_s`` seconds.
@@ -159,7 +168,8 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
 
 
 def _owns(file: BufferedRandom, path: Path) -> bool:
-    # Held by another process, or renamed or removed by its owner after it was opened here: both mean "not yet".
+    # Held by another process, or renamed or removed by its owner after it was opened here: both
+    # mean "not yet".
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
@@ -178,7 +188,8 @@ def _check_address(url: str) -> None:
     # The address is not repeated here: it holds a secret.
     if "@" in parts.netloc:
         raise DataError(
-            "data.mirror: a user name or a password in the address would end in the logs; leave it out"
+            "data.mirror: a user name or a password in the address would end in the logs; leave it "
+            "out"
         )
 
 
@@ -200,7 +211,10 @@ def _fetch_into(
             digest = md5_of(part)
             if md5 is None or digest == md5.lower():
                 return
-            reason = f"the md5 digest differs: expected {md5}, got {digest} (set data.md5 if another archive is meant)"
+            reason = (
+                f"the md5 digest differs: expected {md5}, got {digest} (set data.md5 if "
+                "another archive is meant)"
+            )
             # only a part may have come from elsewhere
             raise _Fault(reason, again=resumed, anew=True)
         except _Fault as fault:
@@ -248,7 +262,8 @@ def _extent(reply: HTTPResponse, asked: int) -> tuple[int, int]:
     length = reply.headers.get("Content-Length", "")
     if not re.fullmatch(r"[0-9]+", length) or start + int(length) == 0:
         raise _Fault(
-            "the server does not give the file's size (Content-Length), so that a cut-off could not be told"
+            "the server does not give the file's size (Content-Length), so that a cut-off could "
+            "not be told"
         )
     if start + int(length) > _MAX_BYTES:
         raise _Fault(f"the server offers {length} bytes, more than any archive that is known here")
@@ -258,8 +273,8 @@ def _extent(reply: HTTPResponse, asked: int) -> tuple[int, int]:
 def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | bytes]:
     """The reply, then its body as it comes.
 
-    A thread makes the blocking calls, so that a signal is seen in time, and so is a server that sends one byte now and
-    then, be it of its headers or of the body.
+    A thread makes the blocking calls, so that a signal is seen in time, and so is a server that
+    sends one byte now and then, be it of its headers or of the body.
     """
     arrived: queue.Queue[HTTPResponse | bytes | Exception] = queue.Queue(maxsize=8)
 
@@ -298,7 +313,9 @@ def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | b
 
 
 def _opener() -> web.OpenerDirector:
-    """What ``urlopen`` uses, without the handlers of file and ftp: a redirect may lead to http and https only."""
+    """What ``urlopen`` uses, without the handlers of file and ftp: a redirect may lead to http and
+    https only.
+    """
     opener = web.OpenerDirector()
     ways = (web.ProxyHandler, web.UnknownHandler, web.HTTPHandler, web.HTTPSHandler)
     for handler in (

@@ -1,9 +1,10 @@
 """Pictures of shapes with the statistics of photographs; pure functions of numpy and Pillow.
 
-Photographs have a power spectrum near 1/f^2, channels that are mostly one luminance, and objects that cover each other
-(Field 1987, https://doi.org/10.1364/JOSAA.4.002379; Ruderman 1997, https://doi.org/10.1016/S0042-6989(97)00008-4). So
-does a picture here: two materials of coloured 1/f noise, blobs and bars in front, one textured shape with shade and
-shadow, something small in front of it, slanted light, sensor noise. Pixels are float32 ``[3, height, width]``, 0..1.
+Photographs have a power spectrum near 1/f^2, channels that are mostly one luminance, and objects
+that cover each other (Field 1987, https://doi.org/10.1364/JOSAA.4.002379; Ruderman 1997,
+https://doi.org/10.1016/S0042-6989(97)00008-4). So does a picture here: two materials of coloured
+1/f noise, blobs and bars in front, one textured shape with shade and shadow, something small in
+front of it, slanted light, sensor noise. Pixels are float32 ``[3, height, width]``, 0..1.
 """
 
 from __future__ import annotations
@@ -83,13 +84,16 @@ HUES = (
     "yellow",
     "azure",
 )
-# What tells classes apart, in this order: only as many of them as the number of classes needs; the rest is chance.
+# What tells classes apart, in this order: only as many of them as the number of classes needs; the
+# rest is chance.
 _TRAITS = (tuple(FIGURES), tuple(FILLS), HUES, tuple(f"{hue}-rim" for hue in HUES))
 MAX_CLASSES = math.prod(len(trait) for trait in _TRAITS)
 
 
 class Look(NamedTuple):
-    """What a class fixes about its shape, as indices into ``FIGURES``, ``FILLS`` and ``HUES``; None is left to chance."""
+    """What a class fixes about its shape, as indices into ``FIGURES``, ``FILLS`` and ``HUES``; None
+    is left to chance.
+    """
 
     figure: int
     fill: int | None = None
@@ -103,7 +107,9 @@ class Look(NamedTuple):
 
 
 def look(label: int, classes: int) -> Look:
-    """The look of class ``label`` out of ``classes``: first figures alone, then with fills, hues and rims."""
+    """The look of class ``label`` out of ``classes``: first figures alone, then with fills, hues
+    and rims.
+    """
     assert 0 <= label < classes <= MAX_CLASSES
     traits, kinds = [], 1
     for trait in _TRAITS:
@@ -160,7 +166,9 @@ def _log_frequency(width: int, height: int) -> Plane:
 def _pink(
     width: int, height: int, steepness: float, rng: np.random.Generator
 ) -> tuple[Plane, Plane]:
-    """Two independent planes of noise with amplitude 1 / f^steepness, mean 0 and standard deviation 1."""
+    """Two independent planes of noise with amplitude 1 / f^steepness, mean 0 and standard deviation
+    1.
+    """
     amplitude = np.exp(-steepness * _log_frequency(width, height))
     field = np.fft.ifft2(
         rng.standard_normal((height, width, 2), np.float32).view(np.complex64)[..., 0] * amplitude
@@ -198,7 +206,9 @@ def _backdrop(
 def _patch(
     canvas: Plane, x: float, y: float, size: float, turn: float, stretch: float = 1.0
 ) -> tuple[slice, slice, Plane, Plane]:
-    """The rows and columns around a figure of radius ``size`` pixels, and its own coordinates u and v of their pixels."""
+    """The rows and columns around a figure of radius ``size`` pixels, and its own coordinates u and
+    v of their pixels.
+    """
     reach = 1.3 * size * max(stretch, 1 / stretch)
     _, height, width = canvas.shape
     rows = slice(max(0, int(y - reach)), max(0, min(height, int(y + reach) + 2)))
@@ -265,7 +275,9 @@ def _shape(
 
 
 def _paints(what: Look, around: float, rng: np.random.Generator) -> tuple[Plane, Plane, Plane]:
-    """Colours of the shape, its pattern and its rim, such that it stands out from the luminance ``around``."""
+    """Colours of the shape, its pattern and its rim, such that it stands out from the luminance
+    ``around``.
+    """
     apart = rng.uniform(0.25, 0.5)
     brighter = around + apart < 0.95 and (around - apart < 0.05 or rng.random() < 0.5)
     luma = around + apart if brighter else around - apart

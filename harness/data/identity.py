@@ -21,8 +21,9 @@ _READ = 16
 def identity(splits: Splits) -> dict[str, Any]:
     """The training set's name, place, size, and a digest of a sample of it, as plain values.
 
-    It changes when an image comes or goes, and when a file of the sample is written anew, which for a small set is any file; in
-    a tree also when one image of a sampled class folder takes the place of another.
+    It changes when an image comes or goes, and when a file of the sample is written anew, which for
+    a small set is any file; in a tree also when one image of a sampled class folder takes the place
+    of another.
     """
     train = splits.train
     root = os.path.abspath(os.path.expanduser(splits.root)) if splits.root else ""
@@ -58,7 +59,9 @@ def _digest(source: Source) -> str:
 
 
 def _spread(length: int, most: int) -> list[int]:
-    """At most ``most`` of the places 0 to ``length`` - 1, evenly spread, the first and the last among them."""
+    """At most ``most`` of the places 0 to ``length`` - 1, evenly spread, the first and the last
+    among them.
+    """
     places: list[int] = np.unique(
         np.linspace(0, length - 1, min(length, most)).astype(np.int64)
     ).tolist()

@@ -14,7 +14,9 @@ from harness.watch.stages import Lap
 
 
 class ImageDataset:
-    """A source, decoded and transformed to ``image_size`` pixels; a sample depends on (seed, epoch, index) alone."""
+    """A source, decoded and transformed to ``image_size`` pixels; a sample depends on (seed, epoch,
+    index) alone.
+    """
 
     def __init__(
         self,
@@ -44,7 +46,9 @@ class ImageDataset:
 
     @property
     def labels(self) -> np.ndarray:
-        """As in ``Source``, which may hold them in memory that workers share: they are not sent to each of them."""
+        """As in ``Source``, which may hold them in memory that workers share: they are not sent to
+        each of them.
+        """
         return self.source.labels
 
     def where(self, i: int) -> str:
@@ -52,9 +56,11 @@ class ImageDataset:
         return self.source.where(i)
 
     def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
-        """Write sample ``index`` as of ``epoch`` into ``out``, uint8 ``[3, image_size, image_size]``; returns its label.
+        """Write sample ``index`` as of ``epoch`` into ``out``, uint8 ``[3, image_size,
+        image_size]``; returns its label.
 
-        ``lap`` is called at the end of each of the ``stages``, with its name. Several threads may call at once.
+        ``lap`` is called at the end of each of the ``stages``, with its name. Several threads may
+        call at once.
 
         Raises:
             BadSample: the sample cannot be read, whatever the reason.
@@ -62,7 +68,8 @@ class ImageDataset:
         assert 0 <= index < len(self.source.labels)
         assert out.dtype == np.uint8 and out.shape == (3, self.image_size, self.image_size)
         try:
-            # looking into the cache is part of the first stage, and what the cache has is not decoded
+            # looking into the cache is part of the first stage, and what the cache has is not
+            # decoded
             pixels = self.cache.get(index) if self.cache is not None else None
             image = self.source.read(index)[0] if pixels is None else pixels
             if lap is not None:

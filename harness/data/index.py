@@ -1,4 +1,5 @@
-"""What a tree of class folders holds, as packed arrays in one mapped file, remembered while no folder of it changes.
+"""What a tree of class folders holds, as packed arrays in one mapped file, remembered while no
+folder of it changes.
 
 Links, devices and strangers are never followed: they are left out, and counted.
 """
@@ -27,7 +28,8 @@ from harness.runtime.errors import DataError, printable
 from harness.runtime.files import open_regular, parsed, set_aside, write_whole
 from harness.runtime.folder import LOGGER
 
-# of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises it
+# of the file, and of the rules by which a scan chooses and is trusted: whoever changes any raises
+# it
 _FORMAT = 3
 # a folder changed so shortly before its scan may change again without another time of change
 _RACY_NS = 2_000_000_000
@@ -47,7 +49,8 @@ _log = logging.getLogger(LOGGER)
 
 
 class Index:
-    """The images of a data set, in the order of their names; pickled, it is the file that holds it, mapped by all.
+    """The images of a data set, in the order of their names; pickled, it is the file that holds it,
+    mapped by all.
 
     Lists of strings would grow every worker's memory, page by page, as reference counts change.
 
@@ -118,10 +121,12 @@ class Index:
 def open_index(root: bytes, limit: bytes, kept: Path) -> Index:
     """The index of the class folders in ``root``, whose links may not leave ``limit``, a real path.
 
-    A later run finds it in the folder ``kept``, and only asks every folder of the tree for its times of change. They show what
-    comes, goes or is renamed. They do not show a file that is written in place or loses its permissions, which its reader
-    reports, nor a link to an image that goes by another link, elsewhere, which now leads to another place. Where a link leads
-    nowhere, nothing shows when its target comes, as it does with ``git annex get``: such a tree is scanned each time.
+    A later run finds it in the folder ``kept``, and only asks every folder of the tree for its
+    times of change. They show what comes, goes or is renamed. They do not show a file that is
+    written in place or loses its permissions, which its reader reports, nor a link to an image that
+    goes by another link, elsewhere, which now leads to another place. Where a link leads nowhere,
+    nothing shows when its target comes, as it does with ``git annex get``: such a tree is scanned
+    each time.
 
     Raises:
         DataError: something cannot be read.
@@ -201,11 +206,13 @@ def _remembered(place: Path, root: bytes) -> Index | None:
 
 
 class _Scan:
-    """One pass over the class folders in ``root``: ``folders``, the ``images`` below each, how many were ``skipped`` and why.
+    """One pass over the class folders in ``root``: ``folders``, the ``images`` below each, how many
+    were ``skipped`` and why.
 
-    Folders' names and images are sorted, the images' paths relative to their folder. Links may not leave ``limit``, a real
-    path. ``watched`` has the folders by whose ``_folder_state``, as it was before they were read, a change would show: those
-    of the tree by their path in ``root``, and those that links to images lead to by their whole one.
+    Folders' names and images are sorted, the images' paths relative to their folder. Links may not
+    leave ``limit``, a real path. ``watched`` has the folders by whose ``_folder_state``, as it was
+    before they were read, a change would show: those of the tree by their path in ``root``, and
+    those that links to images lead to by their whole one.
 
     Raises:
         DataError: something cannot be read.
@@ -311,7 +318,8 @@ class _Scan:
 
 
 def _folder_state(status: os.stat_result) -> _State:
-    """What changes when an entry comes, goes or is renamed: the folder's number, and its times of change in nanoseconds.
+    """What changes when an entry comes, goes or is renamed: the folder's number, and its times of
+    change in nanoseconds.
 
     The second of the times cannot be set by a program, as ``rsync -a`` and ``tar`` set the first.
     """

@@ -11,11 +11,13 @@ import xxhash
 
 
 class MappedFile:
-    """All bytes of an open file, shared by every process that is handed this object; ``fd`` is closed with it.
+    """All bytes of an open file, shared by every process that is handed this object; ``fd`` is
+    closed with it.
 
-    Pickled, it is where this process holds the file: another opens it as ``/proc/<process>/fd/<number>``, which needs no
-    name and finds no newer file of the same name. So whoever pickles it holds it until the other has it. It ends when
-    the last process that maps it does; nothing is left behind.
+    Pickled, it is where this process holds the file: another opens it as
+    ``/proc/<process>/fd/<number>``, which needs no name and finds no newer file of the same name.
+    So whoever pickles it holds it until the other has it. It ends when the last process that maps
+    it does; nothing is left behind.
 
     Attributes:
         fd: the file's descriptor in this process.
@@ -60,7 +62,8 @@ def in_memory(name: str, content: bytes) -> MappedFile:
 
 
 def memory(name: str, size: int) -> int:
-    """The descriptor of ``size`` zero bytes of memory, which take none until they are written; ``/proc`` shows ``name``.
+    """The descriptor of ``size`` zero bytes of memory, which take none until they are written;
+    ``/proc`` shows ``name``.
 
     Unlike files in /dev/shm it has no limit of its own, and no name that could be left behind.
     """
@@ -70,7 +73,9 @@ def memory(name: str, size: int) -> int:
 
 
 def checksum(content: np.ndarray) -> int:
-    """Returns 63 bits that follow from each byte of ``content`` (C-contiguous), its place and the shape."""
+    """Returns 63 bits that follow from each byte of ``content`` (C-contiguous), its place and the
+    shape.
+    """
     digest = xxhash.xxh3_64(repr(content.shape).encode())
     digest.update(content.data)
     return digest.intdigest() >> 1

@@ -1,4 +1,6 @@
-"""What is done to normalised batches: random erasing, then mixup or CutMix, on whichever device the batch is."""
+"""What is done to normalised batches: random erasing, then mixup or CutMix, on whichever device the
+batch is.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,12 @@ _ASPECT = (0.3, 3.3)
 
 
 class Mix:
-    """Random erasing of each image, then mixup or CutMix of each with the one before it; torchvision's v2 transforms.
+    """Random erasing of each image, then mixup or CutMix of each with the one before it;
+    torchvision's v2 transforms.
 
-    An erased rectangle is 0 after normalisation: the mean colour. It is a function of (seed, epoch, index); how images are
-    mixed, of (seed, epoch) and the batch's first index. With both mixup and CutMix, each batch gets one or the other.
+    An erased rectangle is 0 after normalisation: the mean colour. It is a function of (seed, epoch,
+    index); how images are mixed, of (seed, epoch) and the batch's first index. With both mixup and
+    CutMix, each batch gets one or the other.
 
     Args:
         erasing: probability that an image loses a rectangle.
@@ -49,7 +53,9 @@ class Mix:
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, classes: int | None, seed: int) -> Mix | None:
-        """As ``augment`` wants it, None where it wants nothing of it; ``classes`` may be None where nothing is mixed."""
+        """As ``augment`` wants it, None where it wants nothing of it; ``classes`` may be None where
+        nothing is mixed.
+        """
         wanted = augment.random_erasing, augment.mixup, augment.cutmix
         assert classes is not None or not any(wanted[1:]), (
             "mixed labels have a place for each class"
@@ -57,7 +63,8 @@ class Mix:
         return cls(*wanted, classes or 0, seed) if any(wanted) else None
 
     def __call__(self, images: Tensor, labels: Tensor, batch: Numbered) -> tuple[Tensor, Tensor]:
-        """The batch's images, and its labels, float32 ``[N, classes]`` where they were mixed, in new memory.
+        """The batch's images, and its labels, float32 ``[N, classes]`` where they were mixed, in
+        new memory.
 
         Args:
             images: normalised, float ``[N, 3, H, W]``.
@@ -81,7 +88,8 @@ class Mix:
 def erased_boxes(draws: np.ndarray, height: int, width: int) -> np.ndarray:
     """Top, left, bottom and right of random rectangles, int64 ``[N, 4]``; all 0 where no try fits.
 
-    The distribution of torchvision's ``v2.RandomErasing``, with four of the ``draws``, ``[N, 4 * tries]``, for each try.
+    The distribution of torchvision's ``v2.RandomErasing``, with four of the ``draws``, ``[N, 4 *
+    tries]``, for each try.
     """
     area, aspect, down, across = np.moveaxis(draws.reshape(len(draws), -1, 4), 2, 0)
     area = height * width * (_AREA[0] + (_AREA[1] - _AREA[0]) * area)
@@ -107,7 +115,9 @@ def _mixup(images: Tensor, share: float, rng: np.random.Generator) -> tuple[Tens
 
 
 def _cutmix(images: Tensor, share: float, rng: np.random.Generator) -> tuple[Tensor, float]:
-    """Each image with a rectangle of the one before it, whose area is about 1 - ``share``; and what is left of its own."""
+    """Each image with a rectangle of the one before it, whose area is about 1 - ``share``; and what
+    is left of its own.
+    """
     height, width = images.shape[2:]
     half = 0.5 * math.sqrt(1.0 - share)
     x = int(rng.integers(width))

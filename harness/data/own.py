@@ -1,4 +1,5 @@
-"""A data set of the user's: ``data.name=my_module:open_splits`` gives one to train on and one to validate.
+"""A data set of the user's: ``data.name=my_module:open_splits`` gives one to train on and one to
+validate.
 
 Each is a source (``harness.data.storage.Source``), decoded and augmented as ours are, or a
 ``torch.utils.data.Dataset`` of (image, label) with transforms of its own. ``docs/adding.md`` has an

@@ -1,4 +1,7 @@
-"""RandAugment (Cubuk et al. 2019, arXiv:1909.13719) on whole batches, each image by operations of its own."""
+"""RandAugment (Cubuk et al.
+
+2019, arXiv:1909.13719) on whole batches, each image by operations of its own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ _BINS = 31
 # in torchvision's order, in which those that are done together are neighbours
 Op = IntEnum(
     "Op",
-    "Identity ShearX ShearY TranslateX TranslateY Rotate Brightness Color Contrast Sharpness Posterize Solarize "
+    "Identity ShearX ShearY TranslateX TranslateY Rotate Brightness Color Contrast Sharpness "
+    "Posterize Solarize "
     "AutoContrast Equalize",
     start=0,
 )
@@ -33,12 +37,13 @@ _BLENDS = np.array([BRIGHTNESS, SATURATION, CONTRAST])
 
 
 class RandAugment:
-    """As many random operations of torchvision's ``v2.RandAugment`` on each image as ``operations`` says.
+    """As many random operations of torchvision's ``v2.RandAugment`` on each image as ``operations``
+    says.
 
     Its defaults hold: a moved pixel comes from the nearest one, and black from outside.
 
-    The images are sorted by their operation, so that it works on all of them at once; shears, shifts and rotations are one
-    operation with different matrices.
+    The images are sorted by their operation, so that it works on all of them at once; shears,
+    shifts and rotations are one operation with different matrices.
 
     Args:
         operations: how many, one after the other.
@@ -52,7 +57,9 @@ class RandAugment:
         self._threshold = 255 * self._level(0.0, start=1.0)
 
     def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        """``images`` after their operations; each takes two of the ``draws``, for what and for which direction."""
+        """``images`` after their operations; each takes two of the ``draws``, for what and for
+        which direction.
+        """
         ops = (len(Op) * draws[:, ::2]).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1.0, 1.0)
         # which image each row holds
@@ -93,7 +100,9 @@ class RandAugment:
                 images[at] = act(images[at], at)
 
     def _matrices(self, height: int, width: int) -> np.ndarray:
-        """Where a pixel of the result is found: float32 ``[5, 2, 2, 3]``, by operation from ShearX on and by sign."""
+        """Where a pixel of the result is found: float32 ``[5, 2, 2, 3]``, by operation from ShearX
+        on and by sign.
+        """
         made = []
         shear = self._level(0.3)
         angle = math.radians(self._level(30.0))

@@ -1,7 +1,8 @@
 """The generated data set: an ImageNet-layout tree of JPEG files, made once and shared by every run.
 
-A file's bytes follow from the settings and its index alone, so that the number of processes and the order in which they
-write change nothing. Other versions of numpy or Pillow may round or compress differently.
+A file's bytes follow from the settings and its index alone, so that the number of processes and the
+order in which they write change nothing. Other versions of numpy or Pillow may round or compress
+differently.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _log = logging.getLogger(LOGGER)
 def open_shapes(data: DataConfig) -> tuple[Source, Source]:
     """The training and the validation set, made first where they are not there yet.
 
-    They lie in ``data.root``, or in a folder of the user's cache whose name follows from ``data.generate``.
+    They lie in ``data.root``, or in a folder of the user's cache whose name follows from
+    ``data.generate``.
 
     Raises:
         ConfigError: fewer images than classes.
@@ -83,7 +85,8 @@ def open_shapes(data: DataConfig) -> tuple[Source, Source]:
         if len(source) != _count(generate, split):
             counts = f"{len(source)} images in place of {_count(generate, split)}"
             raise DataError(
-                f"{printable(str(tree / split))}: {counts}; delete the folder above it and it is made anew"
+                f"{printable(str(tree / split))}: {counts}; delete the folder above it and it is "
+                "made anew"
             )
     return sources
 
@@ -123,7 +126,10 @@ def _is_made(tree: Path, wanted: dict[str, int]) -> bool:
 def _make(tree: Path, generate: GenerateConfig) -> None:
     shown = printable(str(tree))
     needed_bytes = _estimate_bytes(generate)
-    advice = f"about {needed_bytes / 1e6:.0f} MB are needed; free space, or set data.root to a folder on another disk"
+    advice = (
+        f"about {needed_bytes / 1e6:.0f} MB are needed; free space, or set data.root to a "
+        "folder on another disk"
+    )
 
     def write(part: Path) -> None:
         free_bytes = shutil.disk_usage(part).free
@@ -173,7 +179,9 @@ def _write_tree(part: Path, generate: GenerateConfig) -> None:
 
 
 def _processes(generate: GenerateConfig, chunks: int) -> int:
-    """How many processes draw; not threads, for the interpreter takes half the time of a picture of 80x80 pixels."""
+    """How many processes draw; not threads, for the interpreter takes half the time of a picture of
+    80x80 pixels.
+    """
     pixels = generate.width * generate.height * (generate.train_images + generate.val_images)
     return 1 if pixels < _ALONE_PIXELS else max(1, min(int(limits.measure().cores), chunks))
 

@@ -1,4 +1,6 @@
-"""Where samples lie: folders of files, arrays, parts of either; ``read(i)`` gives encoded bytes or pixels and a label."""
+"""Where samples lie: folders of files, arrays, parts of either; ``read(i)`` gives encoded bytes or
+pixels and a label.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,25 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """Encoded bytes, or uint8 pixels ``[H, W, 3]``, and the label of sample ``i``, or BadSample."""
+        """Encoded bytes, or uint8 pixels ``[H, W, 3]``, and the label of sample ``i``, or
+        BadSample.
+        """
 
     def where(self, i: int) -> str:
         """Where sample ``i`` lies, for messages."""
 
 
 class FolderSource:
-    """The images below ``root`` with one folder for each class: ``root/class/**/file``, in the order of their names.
+    """The images below ``root`` with one folder for each class: ``root/class/**/file``, in the
+    order of their names.
 
-    Hidden entries, everything that is not a regular file, folders named like images, links to folders and links that leave
-    ``within`` (None: ``root``) are left out and counted by reason in ``skipped``. The list of names is remembered (``Index``).
+    Hidden entries, everything that is not a regular file, folders named like images, links to
+    folders and links that leave ``within`` (None: ``root``) are left out and counted by reason in
+    ``skipped``. The list of names is remembered (``Index``).
 
     Raises:
-        DataError: ``root`` is missing, has no images, a class without images, or something that may not be read.
+        DataError: ``root`` is missing, has no images, a class without images, or something that may
+            not be read.
     """
 
     def __init__(
@@ -60,7 +67,10 @@ class FolderSource:
         empty = [name for name, count in zip(self.classes, images, strict=True) if not count]
         if empty or not self.classes:
             what = f"no images in {listed(empty)}" if empty else "no class folders"
-            advice = f"(left out: {left_out or 'nothing'}); a data set has one folder for each class, with its images"
+            advice = (
+                f"(left out: {left_out or 'nothing'}); a data set has one folder for each "
+                "class, with its images"
+            )
             raise DataError(f"{printable(self.root)}: {what} {advice}")
 
     def _show(self, index: Index) -> None:
@@ -111,7 +121,9 @@ def _check_folder(path: str) -> None:
 
 
 class ArraySource:
-    """Pixels in memory, ``images`` uint8 ``[N, H, W, 3]`` with integer ``labels`` ``[N]``; messages call them ``name``."""
+    """Pixels in memory, ``images`` uint8 ``[N, H, W, 3]`` with integer ``labels`` ``[N]``; messages
+    call them ``name``.
+    """
 
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str
@@ -155,7 +167,9 @@ class ArraySource:
 
 
 class Subset:
-    """The samples of ``source`` at ``indices``, int64 ``[N]``, in that order; workers map the numbers, as they do an index."""
+    """The samples of ``source`` at ``indices``, int64 ``[N]``, in that order; workers map the
+    numbers, as they do an index.
+    """
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
         self._show(
@@ -192,7 +206,8 @@ class Subset:
 
 
 def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
-    """``source`` in two disjoint parts, the second with ``fraction`` of every class; the same for the same ``seed``.
+    """``source`` in two disjoint parts, the second with ``fraction`` of every class; the same for
+    the same ``seed``.
 
     Raises:
         DataError: a class has a single image, which cannot be in both.
@@ -206,7 +221,8 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
     for name, members in zip(source.classes, by_class, strict=True):
         if len(members) < 2:
             raise DataError(
-                f"class {printable(name)} has {len(members)} images: too few to split for validation"
+                f"class {printable(name)} has {len(members)} images: too few to split for "
+                "validation"
             )
         count = min(max(1, round(len(members) * fraction)), len(members) - 1)
         chosen[members[rng.sample(range(len(members)), count)]] = True
@@ -218,11 +234,13 @@ def open_folder_splits(
 ) -> tuple[Source, Source]:
     """The training and the validation set below ``root``.
 
-    Either ``root/train`` with one of ``root/val``, ``valid`` or ``validation`` (``test`` where there is none of these),
-    or one tree of class folders, of which ``split_fraction`` (0..1) is kept for validation, as ``seed`` chooses.
+    Either ``root/train`` with one of ``root/val``, ``valid`` or ``validation`` (``test`` where
+    there is none of these), or one tree of class folders, of which ``split_fraction`` (0..1) is
+    kept for validation, as ``seed`` chooses.
 
     Raises:
-        DataError: a folder is missing, ambiguous or not as ``FolderSource`` needs it, or the classes differ.
+        DataError: a folder is missing, ambiguous or not as ``FolderSource`` needs it, or the
+            classes differ.
         ConfigError: ``split_fraction`` where ``root`` has both folders.
     """
     base = Path(root).expanduser().absolute()
@@ -238,11 +256,15 @@ def open_folder_splits(
     if not (base / "train").is_dir():
         if split_fraction is None:
             raise DataError(
-                f"{shown}: no train folder in it; for one tree of class folders set data.split_fraction=0.1"
+                f"{shown}: no train folder in it; for one tree of class folders set "
+                "data.split_fraction=0.1"
             )
         return split(FolderSource(base), split_fraction, seed)
     if not present:
-        advice = f"add it, or keep a part of train for it: data.root={shown}/train data.split_fraction=0.1"
+        advice = (
+            f"add it, or keep a part of train for it: data.root={shown}/train "
+            "data.split_fraction=0.1"
+        )
         raise DataError(f"{shown}: no val folder beside train; {advice}")
     if split_fraction is not None:
         reason = f"has no effect: {shown} has train and {present[0]}; set it to null"
@@ -261,14 +283,18 @@ def open_folder_splits(
 
 
 def _limit(base: Path, name: str) -> str:
-    """Where links below ``base/name`` may lead: all of ``base``, or its own folder where that is a link elsewhere."""
+    """Where links below ``base/name`` may lead: all of ``base``, or its own folder where that is a
+    link elsewhere.
+    """
     real_base = os.path.realpath(base)
     real = os.path.realpath(base / name)
     return real_base if os.path.commonpath((real_base, real)) == real_base else real
 
 
 def cache_root() -> Path:
-    """The folder for data that the program makes or fetches: $WELLFED_CACHE, else a user cache folder."""
+    """The folder for data that the program makes or fetches: $WELLFED_CACHE, else a user cache
+    folder.
+    """
     if own := os.environ.get("WELLFED_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wellfed"

@@ -2,10 +2,11 @@
 
 What is cut out is what torchvision's transforms cut; the random numbers come from the caller.
 
-There is one resize: bilinear and antialiased as Pillow's, from a part of an image into a batch. It is the kernel of torch's
-``interpolate``, given its result's memory: the private name saves a copy, the public one serves where it is missing. On
-``[H, W, 3]`` in order the kernel runs in the thread that calls it and without the interpreter lock. All other copies are
-numpy's, for torch would begin a team of threads for each thread that decodes.
+There is one resize: bilinear and antialiased as Pillow's, from a part of an image into a batch. It
+is the kernel of torch's ``interpolate``, given its result's memory: the private name saves a copy,
+the public one serves where it is missing. On ``[H, W, 3]`` in order the kernel runs in the thread
+that calls it and without the interpreter lock. All other copies are numpy's, for torch would begin
+a team of threads for each thread that decodes.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class Transform(Protocol):
     def __call__(
         self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
     ) -> None:
-        """Write the result into ``out``, uint8 ``[3, S, S]`` of any strides; everything random comes from ``rng``.
+        """Write the result into ``out``, uint8 ``[3, S, S]`` of any strides; everything random
+        comes from ``rng``.
 
-        ``lap`` is to be called at the end of each stage, with its name; one that is left out takes no time. ``image`` is not
-        to be changed. Several threads may call at once.
+        ``lap`` is to be called at the end of each stage, with its name; one that is left out takes
+        no time. ``image`` is not to be changed. Several threads may call at once.
         """
         ...
 
@@ -60,9 +62,9 @@ def random_crop_box(
 ) -> Box:
     """The left, top, width and height of a random part of an image, in pixels.
 
-    The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within ``scale`` of the image's, width
-    over height log-uniform within ``ratio``, ten tries, then the largest central part whose ratio is allowed (Szegedy et
-    al. 2014, arXiv:1409.4842, section 6).
+    The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within
+    ``scale`` of the image's, width over height log-uniform within ``ratio``, ten tries, then the
+    largest central part whose ratio is allowed (Szegedy et al. 2014, arXiv:1409.4842, section 6).
     """
     log_ratio = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(_TRIES):
@@ -82,7 +84,9 @@ def random_crop_box(
 
 @dataclass(frozen=True, slots=True)
 class EvalTransform:
-    """Resize the shorter side to ``resize`` pixels, then cut out the centre, as torchvision's ``Resize`` and ``CenterCrop``."""
+    """Resize the shorter side to ``resize`` pixels, then cut out the centre, as torchvision's
+    ``Resize`` and ``CenterCrop``.
+    """
 
     # side of the result in pixels
     size: int
@@ -114,14 +118,17 @@ class EvalTransform:
         long = int(short * max(width, height) / min(width, height))
         if long > _MAX_SIDE:
             raise ValueError(
-                f"{width}x{height} pixels are too narrow: resized, the longer side would have {long}"
+                f"{width}x{height} pixels are too narrow: resized, the longer side would have "
+                f"{long}"
             )
         return (short, long) if width <= height else (long, short)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainTransform:
-    """Crop at random, resize and mirror; the fields are those of ``AugmentConfig``, and two of ``EvalTransform``."""
+    """Crop at random, resize and mirror; the fields are those of ``AugmentConfig``, and two of
+    ``EvalTransform``.
+    """
 
     size: int
     crop: str = "random_resized"
@@ -136,7 +143,9 @@ class TrainTransform:
     def from_config(
         cls, augment: AugmentConfig, size: int, resize: int | None = None
     ) -> TrainTransform:
-        """The transform that ``augment`` describes; ``size`` and ``resize`` as in ``EvalTransform``."""
+        """The transform that ``augment`` describes; ``size`` and ``resize`` as in
+        ``EvalTransform``.
+        """
         low, high = augment.scale
         narrow, wide = augment.ratio
         return cls(
@@ -151,7 +160,9 @@ class TrainTransform:
     def __call__(
         self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
     ) -> None:
-        """Write the result into ``out``, uint8 ``[3, size, size]``; of ``rng`` the crop comes first, then the flip."""
+        """Write the result into ``out``, uint8 ``[3, size, size]``; of ``rng`` the crop comes
+        first, then the flip.
+        """
         if self.crop == "pad":
             self._pad_crop(image, rng, out, lap)
             return
@@ -185,16 +196,19 @@ def resize_into(
     flip: bool = False,
     size: tuple[int, int] | None = None,
 ) -> None:
-    """Write part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``, uint8 ``[3, S, S]`` of any strides.
+    """Write part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``, uint8 ``[3, S,
+    S]`` of any strides.
 
-    The filter does not reach over the edge of the box. Strides as of a row of a channels_last batch are the quickest.
+    The filter does not reach over the edge of the box. Strides as of a row of a channels_last batch
+    are the quickest.
 
     Args:
         pixels: the image.
         box: the part of it.
         out: where the result goes.
         flip: mirror it, left and right.
-        size: width and height to give the box, at least S each, of which ``out`` gets the centre; None: S each.
+        size: width and height to give the box, at least S each, of which ``out`` gets the centre;
+            None: S each.
     """
     left, top, width, height = box
     part = pixels[top : top + height, left : left + width]
@@ -219,14 +233,18 @@ def resize_into(
 
 
 def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
-    """Write ``pixels``, uint8 ``[..., H, W, 3]``, mirrored left and right into ``out``, other memory of that shape."""
+    """Write ``pixels``, uint8 ``[..., H, W, 3]``, mirrored left and right into ``out``, other
+    memory of that shape.
+    """
     # in a quarter of the time of all three at once
     for channel in range(3):
         out[..., channel] = pixels[..., ::-1, channel]
 
 
 def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """``pixels``, uint8 ``[H, W, 3]``, as ``[height, width, 3]``; what has that size already is returned as it is."""
+    """``pixels``, uint8 ``[H, W, 3]``, as ``[height, width, 3]``; what has that size already is
+    returned as it is.
+    """
     if pixels.shape == (height, width, 3):
         return pixels
     result = np.empty((height, width, 3), np.uint8)
@@ -235,7 +253,9 @@ def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def _plain(pixels: np.ndarray) -> np.ndarray:
-    """Contiguous, for the kernel knows no strides, and writable, for torch warns of memory that is not."""
+    """Contiguous, for the kernel knows no strides, and writable, for torch warns of memory that is
+    not.
+    """
     return pixels if pixels.flags.c_contiguous and pixels.flags.writeable else pixels.copy()
 
 
@@ -255,7 +275,9 @@ def _resize_public(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def _select_kernel() -> _Kernel:
-    """Returns torch's in-place kernel if it exists and agrees with ``F.interpolate``, else a wrapper of the latter."""
+    """Returns torch's in-place kernel if it exists and agrees with ``F.interpolate``, else a
+    wrapper of the latter.
+    """
     source = np.arange(75, dtype=np.uint8).reshape(5, 5, 3)
     targets = np.zeros((2, 3, 3, 3), np.uint8)
     _resize_public(source, targets[0])

@@ -1,1 +1,3 @@
-"""What bounds training, found by running its parts one without the other: nothing is trained, a minute at most."""
+"""What bounds training, found by running its parts one without the other: nothing is trained, a
+minute at most.
+"""

@@ -1,4 +1,6 @@
-"""How fast storage gives files that are not in the page cache, as far as a process without privileges can tell."""
+"""How fast storage gives files that are not in the page cache, as far as a process without
+privileges can tell.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Fetch:
 
 
 def files_of(source: Source) -> Iterator[str]:
-    """Up to 20,000 of the files that hold the samples, in random order; none where samples lie in memory or one large file."""
+    """Up to 20,000 of the files that hold the samples, in random order; none where samples lie in
+    memory or one large file.
+    """
     whole = source
     while isinstance(whole, Subset):
         whole = whole.source
@@ -74,7 +78,9 @@ def files_of(source: Source) -> Iterator[str]:
 
 
 def image_sizes(source: Source, now: Clock = time.perf_counter) -> tuple[tuple[int, int], ...]:
-    """Width and height in pixels of some encoded samples, by their headers: at most 24, and as many as a second allows."""
+    """Width and height in pixels of some encoded samples, by their headers: at most 24, and as many
+    as a second allows.
+    """
     found: list[tuple[int, int]] = []
     end = now() + _LOOK_S
     for i in random.Random(0).sample(range(len(source)), min(len(source), _LOOKED_AT)):
@@ -93,7 +99,8 @@ def image_sizes(source: Source, now: Clock = time.perf_counter) -> tuple[tuple[i
 
 
 def from_storage_bytes() -> int:
-    """Bytes that this process has had from storage so far, without those that lay in the page cache.
+    """Bytes that this process has had from storage so far, without those that lay in the page
+    cache.
 
     Raises:
         UnmeasuredError: this system does not say.
@@ -119,9 +126,11 @@ def cold_fetch(
     came_bytes: Callable[[], int] = from_storage_bytes,
     now: Clock = time.perf_counter,
 ) -> Fetch:
-    """Drop files from the page cache, then read them, so many at a time, for about ``limit_s`` seconds.
+    """Drop files from the page cache, then read them, so many at a time, for about ``limit_s``
+    seconds.
 
-    Other caches stay as they are: those of a disk, of its controller, of a virtual machine's host or of a file server.
+    Other caches stay as they are: those of a disk, of its controller, of a virtual machine's host
+    or of a file server.
 
     Args:
         paths: the files.
@@ -131,7 +140,8 @@ def cold_fetch(
         now: the clock.
 
     Raises:
-        UnmeasuredError: there are no files, a file cannot be read, or the bytes came from the page cache all the same.
+        UnmeasuredError: there are no files, a file cannot be read, or the bytes came from the page
+            cache all the same.
     """
     left = deque(paths)
     end = now() + limit_s
@@ -188,7 +198,9 @@ def _drop(path: str) -> int:
 
 
 def _read(chunk: deque[str], readers: int, end: float, now: Clock) -> list[int]:
-    """The sizes in bytes of the files of ``chunk`` that were read before ``end``, by threads: reading holds no lock."""
+    """The sizes in bytes of the files of ``chunk`` that were read before ``end``, by threads:
+    reading holds no lock.
+    """
     sizes: list[int] = []
     failed: list[OSError] = []
 

@@ -1,4 +1,6 @@
-"""What a diagnosis tells: the runs, the stages, what changes would give, one sentence, and one line to paste."""
+"""What a diagnosis tells: the runs, the stages, what changes would give, one sentence, and one line
+to paste.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Diagnosis:
 
     Attributes:
         bottleneck: the class, as in a run's verdict.
-        ceiling: speed-up if loading were free; None where the rates are too uneven, or other programs' too.
+        ceiling: speed-up if loading were free; None where the rates are too uneven, or other
+            programs' too.
         measured: whether the ceiling rests on real steps; else what they get is reckoned.
         sentence: the outcome in words.
         command: what to type next.
@@ -55,7 +58,9 @@ class Diagnosis:
     seconds: float
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
-        """Print it; write ``diagnosis.json`` into ``folder`` and a text to ``board``, where there are such."""
+        """Print it; write ``diagnosis.json`` into ``folder`` and a text to ``board``, where there
+        are such.
+        """
         lines = self.lines()
         for line in lines:
             say(line)
@@ -106,7 +111,9 @@ class Diagnosis:
 
 
 def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
-    """Each stage as ``report.json`` has it: name, group, and milliseconds a sample by the wall clock and on a processor."""
+    """Each stage as ``report.json`` has it: name, group, and milliseconds a sample by the wall
+    clock and on a processor.
+    """
     return [
         {
             "name": name,
@@ -123,7 +130,10 @@ def sentence(facts: Facts, found: Bound) -> str:
     if found.bottleneck in NO_CEILING:
         gets = f" and gets {facts.delivered}" if facts.delivered else ""
         rates = f"The step could take {facts.demand} images/s{gets}."
-        return f"{headline(found.bottleneck, None, 0.0)} {found.words}. {rates} Try again when the machine is quiet."
+        return (
+            f"{headline(found.bottleneck, None, 0.0)} {found.words}. {rates} Try again when "
+            "the machine is quiet."
+        )
     takes = rate_in_words(facts.demand.images_per_s)
     gets = rate_in_words(facts.got)
     how = "gets" if facts.is_measured else "would get by arithmetic"
@@ -135,7 +145,8 @@ def sentence(facts: Facts, found: Bound) -> str:
     ]
     if facts.fetch_per_s is not None and facts.fetch_per_s < facts.got:
         parts.append(
-            f"Files that come cold from storage arrive at {rate_in_words(facts.fetch_per_s)} a second."
+            f"Files that come cold from storage arrive at {rate_in_words(facts.fetch_per_s)} a "
+            "second."
         )
     return " ".join(parts)
 
@@ -143,7 +154,9 @@ def sentence(facts: Facts, found: Bound) -> str:
 def command(
     config: Config, overridden: Sequence[str], bottleneck: Bottleneck, device: str, ranks: int
 ) -> str:
-    """What to type next: the user's own overrides, flags such as ``--config-name=x`` among them, and what would help most."""
+    """What to type next: the user's own overrides, flags such as ``--config-name=x`` among them,
+    and what would help most.
+    """
     trainer = config.trainer
     more: list[str] = []
     if bottleneck in NO_CEILING:
@@ -160,5 +173,7 @@ def command(
 
 
 def _setting(override: str) -> str:
-    """What an override sets, without Hydra's signs for adding and deleting; a flag such as ``--config-name=x`` sets nothing."""
+    """What an override sets, without Hydra's signs for adding and deleting; a flag such as
+    ``--config-name=x`` sets nothing.
+    """
     return override.partition("=")[0].lstrip("+~")

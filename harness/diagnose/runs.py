@@ -1,7 +1,8 @@
-"""The differential runs: the step without loading (G), loading without the step (P), both (A), and cold files (F).
+"""The differential runs: the step without loading (G), loading without the step (P), both (A), and
+cold files (F).
 
-The method is DS-Analyzer's (Mohan, Phanishayee, Raniwala and Chidambaram, VLDB 2021) on the user's own data set, network and
-loader. What does not fit into the time is left out, and said.
+The method is DS-Analyzer's (Mohan, Phanishayee, Raniwala and Chidambaram, VLDB 2021) on the user's
+own data set, network and loader. What does not fit into the time is left out, and said.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ Clock = Callable[[], float]
 
 
 class FirstReads:
-    """The probes of ``feeds``, on samples that none has asked for unless told ``again``; while ``warm``, all are again.
+    """The probes of ``feeds``, on samples that none has asked for unless told ``again``; while
+    ``warm``, all are again.
 
     Attributes:
         warm: go round the samples of the last probe that were seen.
@@ -96,7 +98,8 @@ class Runs:
         delivered: A, images/s of real steps; without workers on samples that were read before.
         wait_fraction: share of their time in which these waited for data.
         fetch: F, reading cold files.
-        copy_per_s: images/s that copies to a CUDA device give, from the memory that the settings ask for; None without one.
+        copy_per_s: images/s that copies to a CUDA device give, from the memory that the settings
+            ask for; None without one.
         notes: what was left out, and why, a sentence each.
     """
 
@@ -123,7 +126,10 @@ class _Round:
 
 @dataclass(slots=True)
 class Session:
-    """One diagnosis: the runs in turn, for as long as there is time. Every rank makes the same calls."""
+    """One diagnosis: the runs in turn, for as long as there is time.
+
+    Every rank makes the same calls.
+    """
 
     lab: Lab
     probes: FirstReads
@@ -184,7 +190,9 @@ class Session:
         return trial, totals if totals and totals.samples else None
 
     def _rounds(self, own: FeedSettings, loading: Trial) -> list[_Round]:
-        """G and A in turn, so that both have the same neighbours: up to three rounds, at least the first G."""
+        """G and A in turn, so that both have the same neighbours: up to three rounds, at least the
+        first G.
+        """
         rounds: list[_Round] = []
         begin = self.now()
         took_s = 0.0
@@ -220,9 +228,11 @@ class Session:
         return rounds
 
     def _steps(self, own: FeedSettings, loading: Trial, demand: Rate) -> Trial | None:
-        """Real steps; None, and a note, where they fail or the first few would take longer than there is time.
+        """Real steps; None, and a note, where they fail or the first few would take longer than
+        there is time.
 
-        Without workers this process reads itself, and could not give up a file that does not come: it reads what came before.
+        Without workers this process reads itself, and could not give up a file that does not come:
+        it reads what came before.
         """
         need_s = _steps_need_s(own, loading, demand)
         left_s = self._left_s()
@@ -302,7 +312,9 @@ class Session:
 
 
 def _steps_need_s(own: FeedSettings, loading: Trial, demand: Rate) -> float:
-    """Seconds that the shortest run of real steps takes: the first batch, some that are not counted, two that are."""
+    """Seconds that the shortest run of real steps takes: the first batch, some that are not
+    counted, two that are.
+    """
     assert loading.cost is not None
     step_s = own.batch_size / demand.images_per_s
     batch_s = own.batch_size * loading.cost.wall_s
@@ -311,7 +323,9 @@ def _steps_need_s(own: FeedSettings, loading: Trial, demand: Rate) -> float:
 
 
 def _middle(rates: list[Rate]) -> Rate:
-    """The median of several rates with what their order says of its interval; a single one with its own."""
+    """The median of several rates with what their order says of its interval; a single one with its
+    own.
+    """
     return (
         rates[0]
         if len(rates) == 1

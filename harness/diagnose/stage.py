@@ -1,4 +1,6 @@
-"""``mode=diagnose``: what bounds training, found on the user's own settings in a minute, without training."""
+"""``mode=diagnose``: what bounds training, found on the user's own settings in a minute, without
+training.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,11 @@ def diagnose(
     folder: Path,
     board: Board | None,
 ) -> Diagnosis:
-    """What bounds training, measured in a minute at most; printed and written into ``folder`` by the first rank.
+    """What bounds training, measured in a minute at most; printed and written into ``folder`` by
+    the first rank.
 
-    No trace stays: what steps change is put back, random states are as before. What torch.compile takes comes on top.
+    No trace stays: what steps change is put back, random states are as before. What torch.compile
+    takes comes on top.
 
     Args:
         feeds: makes the feeds to be measured.
@@ -65,7 +69,8 @@ def diagnose(
     train = feeds.splits.train
     if not isinstance(train, ImageDataset):
         raise ConfigError(
-            "mode=diagnose: cannot look into a Dataset of your own; open sources, or train with mode=train"
+            "mode=diagnose: cannot look into a Dataset of your own; open sources, or train with "
+            "mode=train"
         )
     neighbours = Neighbours(limits.cores if world.size == 1 else None)
     with (
@@ -111,7 +116,9 @@ def diagnose(
 
 
 def _batch_size(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
-    """Images in a batch: the user's, or fewer where a step would take long, as on a CPU, and then a note that says so."""
+    """Images in a batch: the user's, or fewer where a step would take long, as on a CPU, and then a
+    note that says so.
+    """
     size = feeds.config.loader.batch_size
     if accelerator.of(trainee.device).kind == "cuda" or size <= _FEW:
         return size, []

@@ -1,7 +1,9 @@
-"""What bounds training by the figures of the runs, and what changes would give: arithmetic, no clock and no process.
+"""What bounds training by the figures of the runs, and what changes would give: arithmetic, no
+clock and no process.
 
-The rates are those of ``harness.tuning.model``. A change is reckoned by that model with and without it; what real steps got is
-scaled by the ratio, so that what the model leaves out is left out on both sides.
+The rates are those of ``harness.tuning.model``. A change is reckoned by that model with and without
+it; what real steps got is scaled by the ratio, so that what the model leaves out is left out on
+both sides.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Facts:
         step_cpu_s: processor seconds of the step per image.
         cost: of one sample in a worker that has a processor to itself, with the files as they are.
         stages: what the workers spent that on.
-        delivered: A, images/s of real steps, without workers on samples that were read before; None where not measured.
+        delivered: A, images/s of real steps, without workers on samples that were read before; None
+            where not measured.
         wait_fraction: share of their time in which they waited for data; None likewise.
         fetch_per_s: F, files/s from storage; None where that was not measured.
         copy_per_s: images/s that copies to the device give; None where there are none to make.
@@ -85,7 +88,9 @@ class Facts:
 
     @property
     def got(self) -> float:
-        """Images/s that steps get: as measured, else as the model says, and no more than a first reading allows."""
+        """Images/s that steps get: as measured, else as the model says, and no more than a first
+        reading allows.
+        """
         if self.delivered is None:
             return self.reckoned
         got = self.delivered.images_per_s
@@ -111,7 +116,9 @@ class Facts:
 
     @property
     def lost(self) -> float:
-        """The share of the time that loading costs: steps wait for data, and are faster without loading."""
+        """The share of the time that loading costs: steps wait for data, and are faster without
+        loading.
+        """
         lost = 1 - 1 / self.ceiling
         return (
             min(lost, self.wait_fraction)
@@ -155,7 +162,9 @@ def model_of(facts: Facts, cost: SampleCost) -> Model:
 
 
 def reachable(facts: Facts) -> tuple[float, int]:
-    """The most images/s that workers can give to the steps, and how many do: no more than fit, and than are worth a try."""
+    """The most images/s that workers can give to the steps, and how many do: no more than fit, and
+    than are worth a try.
+    """
     own = facts.settings
     model = model_of(facts, facts.cost)
     if not with_workers(own, 1).num_workers:
@@ -203,14 +212,21 @@ def _own_bound(facts: Facts, supply: Supply) -> Bound:
             memory = "page-locked" if facts.settings.pin_memory else "pageable"
             return Bound(
                 "copy",
-                f"Copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at most",
+                f"Copies from {memory} memory give {rate_in_words(facts.copy_per_s)} images/s at "
+                "most",
             )
         return Bound("transport", "Batches are made in time, but reach the step late")
-    share = f"{DOING[supply.kind].capitalize()} takes {supply.kind_s * 1e3:.3g} of the {supply.wall_s * 1e3:.3g} ms of a sample"
+    share = (
+        f"{DOING[supply.kind].capitalize()} takes {supply.kind_s * 1e3:.3g} of the "
+        f"{supply.wall_s * 1e3:.3g} ms of a sample"
+    )
     if supply.kind == "storage" and supply.waits:
         return Bound("storage", f"{share}, mostly waiting")
     if facts.reckoned < _MORE * most and workers > facts.settings.num_workers:
-        have = f"num_workers={facts.settings.num_workers} can give {rate_in_words(facts.reckoned)} images/s"
+        have = (
+            f"num_workers={facts.settings.num_workers} can give "
+            f"{rate_in_words(facts.reckoned)} images/s"
+        )
         return Bound("workers", f"{have}, num_workers={workers} {rate_in_words(most)}. {share}")
     return _processors(facts, supply, share, crowded)
 
@@ -287,7 +303,9 @@ def _changes(facts: Facts) -> Iterator[tuple[str, Facts, FeedSettings, SampleCos
 
 
 def kept_pixels(sizes: Sequence[tuple[int, int]], short: float) -> float:
-    """The share of their pixels that images of ``sizes`` keep when short sides over ``short`` pixels become that; 1 of none."""
+    """The share of their pixels that images of ``sizes`` keep when short sides over ``short``
+    pixels become that; 1 of none.
+    """
     pixels = sum(width * height for width, height in sizes)
     kept = sum(
         width * height * min(1.0, short / min(width, height)) ** 2 for width, height in sizes
@@ -296,7 +314,9 @@ def kept_pixels(sizes: Sequence[tuple[int, int]], short: float) -> float:
 
 
 def _share(totals: StageTotals, stages: Sequence[str]) -> StageCost:
-    """The shares of a sample's wall and of its processor time that ``stages`` take together, as far as there are such."""
+    """The shares of a sample's wall and of its processor time that ``stages`` take together, as far
+    as there are such.
+    """
     parts = [totals.stages[stage] for stage in stages if stage in totals.stages]
     whole = totals.stages.values()
     wall_s = sum(cost.wall_s for cost in whole)
@@ -308,7 +328,9 @@ def _share(totals: StageTotals, stages: Sequence[str]) -> StageCost:
 
 
 def _waiting(facts: Facts) -> float:
-    """The share of a sample's wall time in which reading waits, and not for a processor, as the other stages do."""
+    """The share of a sample's wall time in which reading waits, and not for a processor, as the
+    other stages do.
+    """
     stages = facts.stages.stages
     read = stages.get("read", StageCost(0.0, 0.0))
     others = [cost for name, cost in stages.items() if name != "read"]
@@ -327,7 +349,9 @@ def _cheaper(cost: SampleCost, gone: StageCost) -> SampleCost:
 
 
 def _with_cores(facts: Facts, more: int) -> Facts:
-    """The facts with so many more cores; a step that runs on them too is faster in proportion, at best."""
+    """The facts with so many more cores; a step that runs on them too is faster in proportion, at
+    best.
+    """
     cores = facts.cores + more
     if not facts.on_cpu:
         return dataclasses.replace(facts, cores=cores)

@@ -1,4 +1,6 @@
-"""The feed's ``arrays`` backend: images that all lie in memory, cropped and mirrored without workers."""
+"""The feed's ``arrays`` backend: images that all lie in memory, cropped and mirrored without
+workers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _GATHER = "gather"
 
 
 def in_form(settings: FeedSettings, form: str) -> FeedSettings:
-    """Returns ``settings`` for another backend; arrays need no workers: nothing is ahead and nothing is kept."""
+    """Returns ``settings`` for another backend; arrays need no workers: nothing is ahead and
+    nothing is kept.
+    """
     if form != ARRAYS:
         return dataclasses.replace(settings, backend=form)
     return dataclasses.replace(
@@ -39,8 +43,8 @@ def in_form(settings: FeedSettings, form: str) -> FeedSettings:
 class ArrayFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` backend.
 
-    Files are read and decoded once, by threads, for the first batch that asks for them. With ``InMemoryImages`` on a GPU
-    the batches are there too, and nothing is copied.
+    Files are read and decoded once, by threads, for the first batch that asks for them. With
+    ``InMemoryImages`` on a GPU the batches are there too, and nothing is copied.
 
     Args:
         dataset: one whose images have one form before crop and mirror.
@@ -125,7 +129,8 @@ class ArrayFeed(Feed):
 
 
 class _Pass:
-    """One pass over images of which some are in memory; threads read the others, a few batches ahead.
+    """One pass over images of which some are in memory; threads read the others, a few batches
+    ahead.
 
     Args:
         batches: the indices of each batch.
@@ -161,13 +166,15 @@ class _Pass:
         return bool(self._due)
 
     def batches(self, poll_s: float) -> Iterator[tuple[np.ndarray, int] | None]:
-        """Yields the indices of each batch once its images are there, and how many of them were read just now.
+        """Yields the indices of each batch once its images are there, and how many of them were
+        read just now.
 
         None stands for a wait of ``poll_s`` seconds that was in vain.
 
         Raises:
             BadSample: an image cannot be read.
-            LoaderError: a batch was not read within ``settings.timeout_s``, or this was closed meanwhile.
+            LoaderError: a batch was not read within ``settings.timeout_s``, or this was closed
+                meanwhile.
             MemoryError: there is not enough.
         """
         while self.look_ahead():

@@ -13,11 +13,12 @@ from torch import Tensor
 class BufferPool:
     """A pool of buffers for batches.
 
-    There is no release call: a buffer is free again when the last tensor or array that views it is gone. Code that reads
-    a buffer asynchronously, such as a copy on its way to the device, must hold such a tensor until it is done.
+    There is no release call: a buffer is free again when the last tensor or array that views it is
+    gone. Code that reads a buffer asynchronously, such as a copy on its way to the device, must
+    hold such a tensor until it is done.
 
-    Beyond ``slots`` buffers each one has memory of its own, which goes with it: a consumer that keeps batches takes
-    memory, and nothing ever waits for it.
+    Beyond ``slots`` buffers each one has memory of its own, which goes with it: a consumer that
+    keeps batches takes memory, and nothing ever waits for it.
 
     Args:
         slots: batches that there is memory for.
@@ -35,7 +36,8 @@ class BufferPool:
         self._free = deque(self._allocate() for _ in range(slots))
 
     def acquire(self, count: int) -> Tensor:
-        """Returns ``count`` bytes, uint8 ``[count]``: of the free buffers the most recently used one.
+        """Returns ``count`` bytes, uint8 ``[count]``: of the free buffers the most recently used
+        one.
 
         Raises:
             MemoryError: no buffer is free, and there is no memory for another.
@@ -44,7 +46,8 @@ class BufferPool:
             slot = self._free.pop()
         except IndexError:
             return torch.from_numpy(self._allocate()[:count])
-        # the storage of the tensor holds this array, and with it the buffer, for as long as there is the storage
+        # the storage of the tensor holds this array, and with it the buffer, for as long as there
+        # is the storage
         view = slot[:count]
         weakref.finalize(view, _take_back, weakref.ref(self), slot).atexit = False
         return torch.from_numpy(view)

@@ -1,4 +1,6 @@
-"""What one worker does, be it a process, a thread or the trainer itself: fill samples, time them, keep their errors."""
+"""What one worker does, be it a process, a thread or the trainer itself: fill samples, time them,
+keep their errors.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ Errors = list[tuple[str, str]]
 
 
 class Filler:
-    """Fills the samples of one worker: for each chunk ``begin``, ``share`` if its memory is shared, then ``fill``.
+    """Fills the samples of one worker: for each chunk ``begin``, ``share`` if its memory is shared,
+    then ``fill``.
 
     Args:
         dataset: whose samples.
         slot: the worker's row of ``meter`` and ``gauge``.
-        meter: is told what each chunk took, and how that divides among the stages; None: chunks are timed all the same.
+        meter: is told what each chunk took, and how that divides among the stages; None: chunks are
+            timed all the same.
         gauge: is told what each sample took that could be read.
     """
 
@@ -40,7 +44,9 @@ class Filler:
         self._timers: Sequence[Laps | None] | None = None
 
     def begin(self, samples: int) -> None:
-        """Begin a chunk of so many samples; what happens until ``fill`` is the batch's, not a sample's."""
+        """Begin a chunk of so many samples; what happens until ``fill`` is the batch's, not a
+        sample's.
+        """
         self._timers = self._timer.begin(samples)
 
     def share(self) -> None:
@@ -55,7 +61,8 @@ class Filler:
         labels: np.ndarray,
         batches: int = 1,
     ) -> tuple[Errors, Stamps]:
-        """Write the samples ``indices`` of ``epoch``; returns what went wrong, and when the chunk began and was made.
+        """Write the samples ``indices`` of ``epoch``; returns what went wrong, and when the chunk
+        began and was made.
 
         Args:
             epoch: of the samples.

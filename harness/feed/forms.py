@@ -62,7 +62,9 @@ class Feeds:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The names of the forms to choose from: the one that the user named, else all that can serve the data set."""
+        """The names of the forms to choose from: the one that the user named, else all that can
+        serve the data set.
+        """
         named = self.config.loader.backend
         if named not in (None, Backend.auto):
             return (named.name,)
@@ -76,9 +78,10 @@ class Feeds:
     def default_form(self) -> str:
         """The name of the form before any tuning.
 
-        Where nothing is said about form and workers, images are decoded by threads: they start at once, hand nothing over, and
-        decoding leaves the interpreter to others. A data set that is not ours may keep it, and gets processes, as does who asks
-        for workers: these are torch's settings.
+        Where nothing is said about form and workers, images are decoded by threads: they start at
+        once, hand nothing over, and decoding leaves the interpreter to others. A data set that is
+        not ours may keep it, and gets processes, as does who asks for workers: these are torch's
+        settings.
         """
         loader = self.config.loader
         if asked := form_asked_for(loader):
@@ -108,7 +111,8 @@ class Feeds:
         settings = in_form(derived, self.default_form)
         if isinstance(self.splits.train, OwnDataset) and settings.backend != PROCESSES:
             raise ConfigError(
-                f"loader.backend={settings.backend}: {self.splits.name} gives a Dataset, whose random numbers threads would "
+                f"loader.backend={settings.backend}: {self.splits.name} gives a Dataset, whose "
+                "random numbers threads would "
                 "share; use loader.backend=processes, or give a source"
             )
         if settings.backend == ARRAYS:
@@ -120,7 +124,9 @@ class Feeds:
         return math.ceil(len(self._train_order()) / self.config.trainer.accumulate_steps)
 
     def train(self, settings: FeedSettings, rest: Rest | None = None) -> Feed:
-        """The training feed, of one epoch only the ``rest``; what probes hold in memory for another form of it goes."""
+        """The training feed, of one epoch only the ``rest``; what probes hold in memory for another
+        form of it goes.
+        """
         if settings.backend != ARRAYS:
             self._pixels.clear()
         return self._make(
@@ -132,7 +138,9 @@ class Feeds:
         return in_form(val_settings(self.config.loader, train), train.backend)
 
     def val(self, settings: FeedSettings) -> Feed:
-        """The validation feed, with ``settings`` of its own: every sample once, on one of the ranks."""
+        """The validation feed, with ``settings`` of its own: every sample once, on one of the
+        ranks.
+        """
         order = Order(
             len(self.splits.val),
             settings.batch_size,
@@ -145,11 +153,13 @@ class Feeds:
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> Feed:
-        """A feed like the training feed, but without an end or short batches, over samples that no probe has asked for before.
+        """A feed like the training feed, but without an end or short batches, over samples that no
+        probe has asked for before.
 
         Args:
             settings: how its batches are made.
-            gauge: is told what its workers do; nothing is where the batches are on the device already.
+            gauge: is told what its workers do; nothing is where the batches are on the device
+                already.
             again: round the samples of the last ``saw``, which can be read.
         """
         if not again:
@@ -171,7 +181,9 @@ class Feeds:
         return settings.batch_size * (3 * self.splits.train.image_size**2 + 8 + 8)
 
     def noise(self, count: int) -> HostBatch:
-        """A batch of ``count`` images that nobody had to load: a step takes as long, and as much memory, on any pixels."""
+        """A batch of ``count`` images that nobody had to load: a step takes as long, and as much
+        memory, on any pixels.
+        """
         generator = torch.Generator().manual_seed(0)
         side = self.splits.train.image_size
         images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
@@ -183,7 +195,9 @@ class Feeds:
         return settings.backend == ARRAYS and accelerator.of(self.world.device).has_streams
 
     def held_bytes(self, settings: FeedSettings) -> int:
-        """Bytes that feeds of ``settings`` hold besides their batches: of arrays all images of both sets, else none."""
+        """Bytes that feeds of ``settings`` hold besides their batches: of arrays all images of both
+        sets, else none.
+        """
         held = (self.splits.train, self.splits.val) if settings.backend == ARRAYS else ()
         return sum(pixel_bytes(dataset) for dataset in held if isinstance(dataset, ImageDataset))
 
@@ -193,15 +207,18 @@ class Feeds:
         free = limits.memory_bytes
         if isinstance(train, ImageDataset) and (reason := why_not_in_memory(train)):
             raise ConfigError(
-                f"loader.backend=arrays: {reason} (augment.crop=random_resized); choose augment.crop=pad or center, or "
+                f"loader.backend=arrays: {reason} (augment.crop=random_resized); choose "
+                "augment.crop=pad or center, or "
                 "loader.backend=threads"
             )
         if held > _SHARE * free:
             count = len(train) + len(self.splits.val)
             side = train.image_size
             raise ConfigError(
-                f"loader.backend=arrays: {count} images of {side}x{side} pixels take {held / 1e9:.1f} GB of memory, of which "
-                f"{free / 1e9:.1f} GB are free (a fifth is kept back); lower data.image_size or use loader.backend=threads"
+                f"loader.backend=arrays: {count} images of {side}x{side} pixels take "
+                f"{held / 1e9:.1f} GB of memory, of which "
+                f"{free / 1e9:.1f} GB are free (a fifth is kept back); lower data.image_size or "
+                "use loader.backend=threads"
             )
 
     def _probe_order(self) -> Order:
@@ -224,8 +241,10 @@ class Feeds:
         )
         if len(order) == 0:
             raise ConfigError(
-                f"loader.batch_size={loader.batch_size}: the {self.world.size * order.parts} of an update are more than the "
-                f"{length} training images; lower it{' or trainer.accumulate_steps' if order.parts > 1 else ''}"
+                f"loader.batch_size={loader.batch_size}: the {self.world.size * order.parts} of an "
+                "update are more than the "
+                f"{length} training images; lower "
+                f"it{' or trainer.accumulate_steps' if order.parts > 1 else ''}"
                 + (" or set loader.drop_last=false" if self.world.size == 1 else "")
             )
         return order

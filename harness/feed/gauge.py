@@ -1,4 +1,6 @@
-"""What a feed's workers do, counted where they do it: not at the consumer, whose queue was filled before it looked."""
+"""What a feed's workers do, counted where they do it: not at the consumer, whose queue was filled
+before it looked.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,14 @@ class Work:
 
 
 class Gauge:
-    """What the workers of one feed have done so far, in shared memory: one row of float64 per worker.
+    """What the workers of one feed have done so far, in shared memory: one row of float64 per
+    worker.
 
     The figures of the sample that is just being added may disagree, by that one sample per worker.
 
     Args:
-        slots: workers (processes or threads) that will write; slot 0 is the process itself where there are none.
+        slots: workers (processes or threads) that will write; slot 0 is the process itself where
+            there are none.
 
     Attributes:
         slots: how many may write.

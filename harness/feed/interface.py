@@ -48,7 +48,9 @@ class HostBatch(NamedTuple):
     stamps: Stamps | None = None
 
     def pin_memory(self) -> HostBatch:
-        """The same with what goes to the device in page-locked memory; torch's own loader asks for that."""
+        """The same with what goes to the device in page-locked memory; torch's own loader asks for
+        that.
+        """
         images = self.images.pin_memory()
         labels = self.labels.pin_memory()
         return self._replace(
@@ -60,7 +62,8 @@ class HostBatch(NamedTuple):
 class FeedSettings:
     """The settings of a feed with nothing left to derive; the names are torch's.
 
-    ``prefetch_factor`` is None and ``persistent_workers`` False where ``num_workers`` is 0; ``backend`` names the feed's form.
+    ``prefetch_factor`` is None and ``persistent_workers`` False where ``num_workers`` is 0;
+    ``backend`` names the feed's form.
     """
 
     batch_size: int
@@ -81,7 +84,8 @@ class FeedSettings:
 class Feed(ABC):
     """An iterable over one epoch's batches at a time; its length is that of the chosen epoch.
 
-    A new pass ends the one before it, and no batch of a pass may be lost. A form says where they come from.
+    A new pass ends the one before it, and no batch of a pass may be lost. A form says where they
+    come from.
 
     Attributes:
         order: which samples make which batch.
@@ -115,9 +119,11 @@ class Feed(ABC):
         self._epoch = epoch
 
     def prime(self, epoch: int) -> None:
-        """Begin the pass of ``epoch`` in the background, so that the next ``iter()``, if it is of that epoch, finds batches.
+        """Begin the pass of ``epoch`` in the background, so that the next ``iter()``, if it is of
+        that epoch, finds batches.
 
-        It never blocks, and an error in it surfaces from ``next()``. It does nothing while another pass runs.
+        It never blocks, and an error in it surfaces from ``next()``. It does nothing while another
+        pass runs.
         """
         if self._running is None and self._primed is None:
             self._begin(epoch)
@@ -129,7 +135,9 @@ class Feed(ABC):
             yield from filter(None, batches)
 
     def polled(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
-        """One pass that gives None whenever ``poll_s`` seconds, at most 0.5 to 2, went by without a batch."""
+        """One pass that gives None whenever ``poll_s`` seconds, at most 0.5 to 2, went by without a
+        batch.
+        """
         if self._running is not None or self._primed not in (None, self._epoch):
             self.close()
         primed = self._primed is not None
@@ -165,7 +173,9 @@ class Feed(ABC):
 
     @abstractmethod
     def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
-        """The batches of ``epoch``, and None for each wait of ``poll_s``; where it is not ``primed``, begins with it."""
+        """The batches of ``epoch``, and None for each wait of ``poll_s``; where it is not
+        ``primed``, begins with it.
+        """
 
     def _begin(self, epoch: int) -> object:  # noqa: B027  # a form that makes nothing ahead has nothing to begin
         """Begin the pass of ``epoch`` without waiting for it."""
@@ -175,7 +185,8 @@ class Feed(ABC):
 
 
 class FillableDataset(Protocol):
-    """What a feed needs of a data set; one that is a ``StagedDataset`` as well can tell what takes its time.
+    """What a feed needs of a data set; one that is a ``StagedDataset`` as well can tell what takes
+    its time.
 
     Attributes:
         image_size: side of an image in pixels.
@@ -186,7 +197,9 @@ class FillableDataset(Protocol):
     def __len__(self) -> int: ...
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-        """Write sample ``index`` of ``epoch`` into ``out`` (uint8 ``[3, S, S]``) and return its label."""
+        """Write sample ``index`` of ``epoch`` into ``out`` (uint8 ``[3, S, S]``) and return its
+        label.
+        """
         ...
 
 
@@ -201,14 +214,17 @@ class StagedDataset(FillableDataset, Protocol):
     stages: tuple[str, ...]
 
     def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
-        """As in ``FillableDataset``; where there is a ``lap``, it is called at the end of each stage, with the stage's name."""
+        """As in ``FillableDataset``; where there is a ``lap``, it is called at the end of each
+        stage, with the stage's name.
+        """
         ...
 
 
 def too_slow(settings: FeedSettings) -> LoaderError:
     """The error for a batch that was waited for in vain."""
     return LoaderError(
-        f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage does; raise the time, "
+        f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage "
+        "does; raise the time, "
         f"or find the sample with {alone(settings)}"
     )
 
@@ -242,7 +258,9 @@ def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> Feed
 
 
 def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
-    """The validation feed's settings: of the training feed's form, with workers that live for one evaluation only."""
+    """The validation feed's settings: of the training feed's form, with workers that live for one
+    evaluation only.
+    """
     val = loader.val
     settings = _settings(
         loader,

@@ -22,8 +22,8 @@ _END: Any = object()
 class Ready(NamedTuple):
     """A batch on its way.
 
-    ``done`` is recorded behind the last write to the tensors; ``copy`` is the event before and that after the copy, and it;
-    ``there_s`` is when the batch was there.
+    ``done`` is recorded behind the last write to the tensors; ``copy`` is the event before and that
+    after the copy, and it; ``there_s`` is when the batch was there.
     """
 
     images: Tensor
@@ -37,7 +37,8 @@ class Ready(NamedTuple):
 class Mover:
     """Moves batches to the device and makes them ready there, on ``stream`` if there is one.
 
-    It holds what the loader gave until its copy is done: the loader may use memory again that nobody holds.
+    It holds what the loader gave until its copy is done: the loader may use memory again that
+    nobody holds.
 
     Args:
         own: the device.
@@ -71,9 +72,11 @@ class Mover:
         self._copying: deque[tuple[Any, Any]] = deque()
 
     def pulled(self, batches: Iterator[Any], plain: bool) -> Ready | None:
-        """The next of ``batches`` on the device, issued on the side stream if there is one; None at the end.
+        """The next of ``batches`` on the device, issued on the side stream if there is one; None at
+        the end.
 
-        A ``plain`` loop has its batch as soon as the loader has given it; one with a thread when all of this is issued.
+        A ``plain`` loop has its batch as soon as the loader has given it; one with a thread when
+        all of this is issued.
         """
         there_s: float | None
         if not self.own.has_streams:
@@ -153,7 +156,9 @@ class Mover:
         return event
 
     def let_go(self, most: int | None) -> None:
-        """Drop the batches that are copied, and wait until at most ``most`` copies are under way; None: for none of them."""
+        """Drop the batches that are copied, and wait until at most ``most`` copies are under way;
+        None: for none of them.
+        """
         while self._copying and (
             self._copying[0][0].query() or (most is not None and len(self._copying) > most)
         ):
@@ -170,6 +175,7 @@ def _pair(batch: Any) -> Sequence[Tensor]:
     if len(parts) != 2 or not all(hasattr(part, "to") for part in parts):
         raise TypeError(
             "DataPrefetcher: batches must be (images, labels), two tensors; this loader gives "
-            f"{', '.join(type(part).__name__ for part in parts)}: let its collate_fn return these two"
+            f"{', '.join(type(part).__name__ for part in parts)}: let its collate_fn return these "
+            "two"
         )
     return parts

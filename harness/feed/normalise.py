@@ -45,7 +45,8 @@ class Normalise:
     ) -> None:
         if len({None if values is None else len(values) for values in (mean, std)}) > 1:
             raise ValueError(
-                f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value for each channel"
+                f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value "
+                "for each channel"
             )
         self._plain = mean is None
         self._dtype = dtype
@@ -67,8 +68,10 @@ class Normalise:
         channels = len(self._means)
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
             raise ValueError(
-                f"DataPrefetcher: images are {images.dtype} {list(images.shape)}; mean and std of {channels} values are "
-                f"for torch.uint8 [N, {channels}, H, W], 0..255: load uint8 (torchvision.transforms.v2.PILToTensor), give "
+                f"DataPrefetcher: images are {images.dtype} {list(images.shape)}; mean and std of "
+                f"{channels} values are "
+                f"for torch.uint8 [N, {channels}, H, W], 0..255: load uint8 "
+                "(torchvision.transforms.v2.PILToTensor), give "
                 "one value for each channel, or leave mean and std out"
             )
         images = images.contiguous(memory_format=self._format)
@@ -78,9 +81,11 @@ class Normalise:
         return result if self._dtype is torch.float32 else result.to(self._dtype)
 
     def _by_rows(self, images: Tensor) -> Tensor:
-        """The values of torch's expression in float32, in rows that are long enough for vector instructions.
+        """The values of torch's expression in float32, in rows that are long enough for vector
+        instructions.
 
-        By NumPy, in this thread alone: torch would wait in each operation for threads whose cores the loader has.
+        By NumPy, in this thread alone: torch would wait in each operation for threads whose cores
+        the loader has.
         """
         result = self._memory(images)
         count, channels, height, width = images.shape

@@ -29,13 +29,14 @@ class Rest:
 class Order:
     """The batches of one rank.
 
-    A global batch is a run of ``batch_size * world_size`` places in the epoch's order; each rank takes its own stretch of
-    it. So the global batches are the same for any number of ranks at an equal global batch size, and without ``drop_last``
-    every sample is seen once by one rank: nothing is padded.
+    A global batch is a run of ``batch_size * world_size`` places in the epoch's order; each rank
+    takes its own stretch of it. So the global batches are the same for any number of ranks at an
+    equal global batch size, and without ``drop_last`` every sample is seen once by one rank:
+    nothing is padded.
 
-    A rest begins with a whole global batch, wherever it starts, and all ranks have the same number of batches of it: the
-    last, short global batch is divided evenly. Where that has fewer samples than there are ranks, it and the one before
-    it become two of about half the size each.
+    A rest begins with a whole global batch, wherever it starts, and all ranks have the same number
+    of batches of it: the last, short global batch is divided evenly. Where that has fewer samples
+    than there are ranks, it and the one before it become two of about half the size each.
 
     Attributes:
         length: samples in the data set.
@@ -66,8 +67,10 @@ class Order:
         shared = rest.stop - rest.start >= self.count(rest.epoch) * self.world_size
         if rest.start < 0 or rest.stop > self.length or not shared:
             raise ValueError(
-                f"epoch {rest.epoch}: {self.world_size} ranks cannot share samples {rest.start} to {rest.stop} of "
-                f"{self.length} evenly in batches of at most {self.batch_size}; use fewer ranks or raise loader.batch_size"
+                f"epoch {rest.epoch}: {self.world_size} ranks cannot share samples {rest.start} to "
+                f"{rest.stop} of "
+                f"{self.length} evenly in batches of at most {self.batch_size}; use fewer ranks or "
+                "raise loader.batch_size"
             )
 
     def __len__(self) -> int:
@@ -86,7 +89,9 @@ class Order:
         return self._left(epoch).stop
 
     def taken(self, epoch: int, batches: int) -> int:
-        """Samples of the order of ``epoch`` that are behind all ranks once each has had ``batches`` of it."""
+        """Samples of the order of ``epoch`` that are behind all ranks once each has had ``batches``
+        of it.
+        """
         left = self._left(epoch)
         taken = min(left.start + batches * self._step, left.stop)
         short = left.stop - taken
@@ -147,9 +152,11 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
-    """Batches of ``order`` without an end, from epochs that training will never see; asking for one moves ``cursor``.
+    """Batches of ``order`` without an end, from epochs that training will never see; asking for one
+    moves ``cursor``.
 
-    Probes that share a cursor never ask for the same sample before the whole set has been asked for.
+    Probes that share a cursor never ask for the same sample before the whole set has been asked
+    for.
 
     Attributes:
         again: go round what the cursor has seen, and leave it alone.

@@ -1,7 +1,8 @@
-"""The images of a data set in one array, as they are before crop and mirror: a crop is a window into it.
+"""The images of a data set in one array, as they are before crop and mirror: a crop is a window
+into it.
 
-That one form of each image is made once: of arrays at once, of files by whoever reads them first. On a GPU the array and the
-work on it lie there, by the same integers.
+That one form of each image is made once: of arrays at once, of files by whoever reads them first.
+On a GPU the array and the work on it lie there, by the same integers.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def pixel_bytes(dataset: ImageDataset) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where pixels lie: before each row are ``pad`` zeros, before each image as many rows of them, at the end both.
+    """Where pixels lie: before each row are ``pad`` zeros, before each image as many rows of them,
+    at the end both.
 
     Beyond the end of a row or an image are the zeros of the next: neighbours share them.
     """
@@ -75,26 +77,33 @@ class _Layout:
         return (self.count * self.pitch + self.pad) * self.pitch + self.pad
 
     def images(self, memory: Tensor) -> Tensor:
-        """``memory``, uint8 ``[3 * pixels]``, as the images without their zeros, uint8 ``[count, size, size, 3]``."""
+        """``memory``, uint8 ``[3 * pixels]``, as the images without their zeros, uint8 ``[count,
+        size, size, 3]``.
+        """
         whole = memory[: 3 * self.count * self.pitch**2].view(self.count, self.pitch, self.pitch, 3)
         return whole[:, self.pad :, self.pad :]
 
     def windows(self, memory: Tensor) -> Tensor:
-        """Windows of an image's size by the place of their first pixel: rows of bytes, uint8 ``[places, size, 3 * size]``."""
+        """Windows of an image's size by the place of their first pixel: rows of bytes, uint8
+        ``[places, size, 3 * size]``.
+        """
         places = self.pixels - (self.size - 1) * self.pitch - self.size + 1
         return memory.as_strided((places, self.size, 3 * self.size), (3, 3 * self.pitch, 1))
 
 
 class InMemoryImages:
-    """The images of a data set in one array, for all feeds over it; ``why_not_in_memory`` has nothing against it.
+    """The images of a data set in one array, for all feeds over it; ``why_not_in_memory`` has
+    nothing against it.
 
     Args:
         dataset: whose images.
-        device: whose memory is to hold them, taken at once; None, or one without twice the memory free: the host's does.
+        device: whose memory is to hold them, taken at once; None, or one without twice the memory
+            free: the host's does.
 
     Attributes:
         on_device: whether they lie in the device's memory.
-        untransformed: a data set that makes what ``keep`` takes: the images as they are before crop and mirror.
+        untransformed: a data set that makes what ``keep`` takes: the images as they are before crop
+            and mirror.
     """
 
     def __init__(self, dataset: ImageDataset, device: torch.device | None = None) -> None:
@@ -116,7 +125,9 @@ class InMemoryImages:
             self.untransformed.transform = dataclasses.replace(dataset.transform, pad=0, hflip=0.0)
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
-        """Those of ``indices`` whose images somebody has to make and to give to ``keep`` before ``batch`` can serve them."""
+        """Those of ``indices`` whose images somebody has to make and to give to ``keep`` before
+        ``batch`` can serve them.
+        """
         return indices[:0] if self._source is not None else indices[~self._there[indices]]
 
     def keep(self, made: HostBatch) -> None:
@@ -139,12 +150,15 @@ class InMemoryImages:
         self._there[indices] = True
 
     def batch(self, epoch: int, indices: np.ndarray, pin_memory: bool) -> tuple[Tensor, Tensor]:
-        """Images, uint8 ``[N, 3, S, S]`` in channels_last memory, and labels, int64 ``[N]``: ``indices`` as of ``epoch``."""
+        """Images, uint8 ``[N, 3, S, S]`` in channels_last memory, and labels, int64 ``[N]``:
+        ``indices`` as of ``epoch``.
+        """
         self._fetch(indices)
         begin, mirrored = self._drawn(epoch, indices)
         if self.on_device:
             return self._gathered(indices, begin, mirrored)
-        # by numpy: torch's team of threads would wait for processors that the step has, for longer than all the rest takes
+        # by numpy: torch's team of threads would wait for processors that the step has, for longer
+        # than all the rest takes
         cut = self._layout.windows(self._array()).numpy()[begin]
         flipped = np.flatnonzero(mirrored)
         rows = cut.reshape(len(indices), self._layout.size, -1, 3)
@@ -172,7 +186,9 @@ class InMemoryImages:
         return _as_images(cut.index_select(0, back)), self._labels.index_select(0, rows)
 
     def _drawn(self, epoch: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The place where each sample's crop begins, and whether it is mirrored, by the sample's own random numbers."""
+        """The place where each sample's crop begins, and whether it is mirrored, by the sample's
+        own random numbers.
+        """
         transform = self._dataset.transform
         pitch = self._layout.pitch
         begin = indices * pitch**2
@@ -188,7 +204,8 @@ class InMemoryImages:
         if self._memory is None:
             size = 3 * self._layout.pixels
             try:
-                # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly all
+                # zeros page by page: of numpy's, in huge pages, the first batch would touch nearly
+                # all
                 pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
                 raise MemoryError(
@@ -203,7 +220,9 @@ class InMemoryImages:
 
 
 def _rows_of(dataset: ImageDataset) -> tuple[np.ndarray, np.ndarray] | None:
-    """The array that holds the images as they are before crop and mirror, and which rows of it; None where none does."""
+    """The array that holds the images as they are before crop and mirror, and which rows of it;
+    None where none does.
+    """
     transform = dataset.transform
     side = dataset.image_size
     source: Source = dataset.source
@@ -226,12 +245,16 @@ def _pads(transform: Transform) -> TypeGuard[TrainTransform]:
 
 
 def _as_images(rows: Tensor) -> Tensor:
-    """Rows of bytes, uint8 ``[N, S, 3 * S]``, as the images that they are, uint8 ``[N, 3, S, S]`` in channels_last memory."""
+    """Rows of bytes, uint8 ``[N, S, 3 * S]``, as the images that they are, uint8 ``[N, 3, S, S]``
+    in channels_last memory.
+    """
     return rows.view(*rows.shape[:2], -1, 3).permute(0, 3, 1, 2)
 
 
 def _taken(own: accelerator.Accelerator, count: int) -> Tensor | None:
-    """So many zero bytes of the device's memory; None, and a line in the log, where it has no room for them."""
+    """So many zero bytes of the device's memory; None, and a line in the log, where it has no room
+    for them.
+    """
     # what torch has reserved and not allocated does not count: the network's next step takes that
     free = memory.free if (memory := own.memory()) else 0
     if count <= _DEVICE_SHARE * free:

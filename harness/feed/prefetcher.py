@@ -1,8 +1,9 @@
 """Host batches to device batches, one ahead, normalised there.
 
-After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. The host never waits for the next batch
-before it hands out one that is ready: a thread of the prefetcher's own waits. One side stream serves the whole life (a
-stream per epoch makes the allocator reserve memory anew, timm #2781). Errors and early exits are those of a plain loop.
+After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. The host never
+waits for the next batch before it hands out one that is ready: a thread of the prefetcher's own
+waits. One side stream serves the whole life (a stream per epoch makes the allocator reserve memory
+anew, timm #2781). Errors and early exits are those of a plain loop.
 """
 
 from __future__ import annotations
@@ -28,25 +29,30 @@ Batches = Generator[tuple[Tensor, Tensor], None, None]
 class DataPrefetcher:
     """An iterator over device batches ``(images, labels)``.
 
-    On CUDA, a thread takes batches from ``loader`` and issues their copy and normalisation on a side stream while the step
-    runs; it is one batch ahead of what was asked for. ``next()`` first sleeps until the device has at most one step left of
-    those that it was given, so that the host is never more than two steps ahead, nor their batches' memory. Elsewhere, and
-    with ``ahead=False``, each batch is moved when it is asked for. Each ``iter()`` is a new pass and ends the one before it.
+    On CUDA, a thread takes batches from ``loader`` and issues their copy and normalisation on a
+    side stream while the step runs; it is one batch ahead of what was asked for. ``next()`` first
+    sleeps until the device has at most one step left of those that it was given, so that the host
+    is never more than two steps ahead, nor their batches' memory. Elsewhere, and with
+    ``ahead=False``, each batch is moved when it is asked for. Each ``iter()`` is a new pass and
+    ends the one before it.
 
     Args:
-        loader: gives batches ``(images, labels)``, two tensors ``[N, C, H, W]`` and ``[N]``, or is a feed of this project.
+        loader: gives batches ``(images, labels)``, two tensors ``[N, C, H, W]`` and ``[N]``, or is
+            a feed of this project.
         device: where batches go.
-        mean: each channel's mean as fractions of 255, for uint8 images. None leaves values as they are (but cast to
-            ``dtype``): floats that are normalised already, or 0..255 of uint8.
+        mean: each channel's mean as fractions of 255, for uint8 images. None leaves values as they
+            are (but cast to ``dtype``): floats that are normalised already, or 0..255 of uint8.
         std: each channel's standard deviation as fractions of 255.
         dtype: the images' type on the device (float32, bfloat16 or float16).
         channels_last: lay images out as NHWC.
         clock: is told the two events around each copy, and when each batch was made, if given.
         ahead: None for what the device wants; False to do without the thread and the side stream.
-        augment: called with the images on the device, as the loader has them, and its batch; gives others in their place.
-        mix: called with the normalised images, the labels on the device and the loader's batch; gives both anew.
-        reuse: on a CPU, normalise into memory of earlier batches that no tensor and no array holds any more; up to three
-            batches of memory then stay with the prefetcher.
+        augment: called with the images on the device, as the loader has them, and its batch; gives
+            others in their place.
+        mix: called with the normalised images, the labels on the device and the loader's batch;
+            gives both anew.
+        reuse: on a CPU, normalise into memory of earlier batches that no tensor and no array holds
+            any more; up to three batches of memory then stay with the prefetcher.
 
     Attributes:
         first_wait_s: seconds that the first ``next()`` of the latest pass took; None before it.
@@ -202,9 +208,11 @@ def _tell(clock: StepClock | None, ready: Ready) -> None:
 
 
 class _Pull:
-    """The thread of one pass: takes a batch from the loader, moves it, and stops until that one is taken.
+    """The thread of one pass: takes a batch from the loader, moves it, and stops until that one is
+    taken.
 
-    The permit keeps it exactly one ahead: it is given back when a batch is handed out, before the step is launched.
+    The permit keeps it exactly one ahead: it is given back when a batch is handed out, before the
+    step is launched.
     """
 
     def __init__(self, loader: Iterable[Any], move: Mover) -> None:
@@ -222,7 +230,8 @@ class _Pull:
             try:
                 raise item
             finally:
-                # or its traceback would keep this frame, and this frame the error, and both the loader's iterator
+                # or its traceback would keep this frame, and this frame the error, and both the
+                # loader's iterator
                 del item
         self._permit.put(True)
         return item

@@ -1,4 +1,6 @@
-"""The feed's ``processes`` backend: torch's ``DataLoader`` with workers that fill whole uint8 batches."""
+"""The feed's ``processes`` backend: torch's ``DataLoader`` with workers that fill whole uint8
+batches.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,14 @@ Key = tuple[int, np.ndarray]
 class ProcessFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``.
 
-    Every sample is a function of (seed, epoch, index), errors come back as text in the batch, and the workers' base seed is
-    drawn from a generator of the feed's own: no setting changes what the model sees, and iterating leaves the global
-    generators alone.
+    Every sample is a function of (seed, epoch, index), errors come back as text in the batch, and
+    the workers' base seed is drawn from a generator of the feed's own: no setting changes what the
+    model sees, and iterating leaves the global generators alone.
 
     Raises:
         BadSample: from ``next()``, for a sample that cannot be read.
-        LoaderError: from ``next()``, for a worker that died or did not answer within ``settings.timeout_s``.
+        LoaderError: from ``next()``, for a worker that died or did not answer within
+            ``settings.timeout_s``.
         ConfigError: from ``next()``, for a data set that cannot be pickled.
     """
 
@@ -89,7 +92,8 @@ class ProcessFeed(Feed):
     def prime(self, epoch: int) -> None:
         """As in ``Feed``, in the background; nothing happens without workers.
 
-        Nor are workers forked: a lock that the step holds at that moment would be held in them for ever.
+        Nor are workers forked: a lock that the step holds at that moment would be held in them for
+        ever.
         """
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
@@ -140,7 +144,8 @@ class ProcessFeed(Feed):
     def _begin(self, epoch: int) -> None:
         """Start the workers, or wake persistent ones, for ``epoch`` in the background."""
         own = torch.accelerator
-        # a new thread is on the first device, and torch's pinning thread takes over the device of the one that starts it
+        # a new thread is on the first device, and torch's pinning thread takes over the device of
+        # the one that starts it
         device = (
             (own.set_device_index, (own.current_device_index(),))
             if self.settings.pin_memory
@@ -182,7 +187,8 @@ class ProcessFeed(Feed):
             return self._start(epoch, poll_s)
         except (PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"num_workers={s.num_workers}: the data set cannot be sent to worker processes ({error}); define its functions "
+                f"num_workers={s.num_workers}: the data set cannot be sent to worker processes "
+                f"({error}); define its functions "
                 "and classes at the top of a module, or use num_workers=0"
             ) from error
         finally:
@@ -212,16 +218,21 @@ class ProcessFeed(Feed):
         self._end_workers()
 
     def _end_workers(self) -> None:
-        """Kill the workers, then drop torch's iterator: in the other order it waits up to 5 s for each that is busy."""
+        """Kill the workers, then drop torch's iterator: in the other order it waits up to 5 s for
+        each that is busy.
+        """
         if self._workers:
             _stop_pinning(self._pass)
             _kill(self._workers)
-            # torch sets this event when it is dropped; a worker that was killed in a look at it took its lock along
+            # torch sets this event when it is dropped; a worker that was killed in a look at it
+            # took its lock along
             self._pass._workers_done_event = threading.Event()  # type: ignore[union-attr]
         self._pass = self._loader = None
 
     def _parts(self) -> dict[str, Any]:
-        """What torch's loader is made of: ``__getitems__`` of the data set gives a whole batch for a key."""
+        """What torch's loader is made of: ``__getitems__`` of the data set gives a whole batch for
+        a key.
+        """
         return {
             "dataset": self._data,
             "batch_sampler": self._keys,
@@ -231,7 +242,9 @@ class ProcessFeed(Feed):
 
 
 class Loader(DataLoader[HostBatch]):
-    """Torch's, without its warning of many workers: so many were asked for, and threads must not filter warnings."""
+    """Torch's, without its warning of many workers: so many were asked for, and threads must not
+    filter warnings.
+    """
 
     def check_worker_number_rationality(self) -> None:
         """Says nothing."""
@@ -302,7 +315,9 @@ def _enter_feed(worker: int) -> None:
 
 
 def _stop_pinning(batches: object) -> None:
-    """End torch's thread that pins batches, while the workers that it reads from are alive: it cannot bear their death."""
+    """End torch's thread that pins batches, while the workers that it reads from are alive: it
+    cannot bear their death.
+    """
     done, thread = (
         getattr(batches, f"_pin_memory_thread{name}", None) for name in ("_done_event", "")
     )
@@ -335,6 +350,7 @@ def _loader_error(error: Exception) -> LoaderError:
     # a worker's own error comes behind its traceback
     text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")
     return LoaderError(
-        f"{text}: a worker died, or its batch could not be handed over (out of memory, full /dev/shm, too many open files); "
+        f"{text}: a worker died, or its batch could not be handed over (out of memory, full "
+        "/dev/shm, too many open files); "
         "lower loader.num_workers or loader.batch_size"
     )

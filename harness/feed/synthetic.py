@@ -1,4 +1,6 @@
-"""Batches that are made on the device once: the step without any loading, as pytorch/examples' ``--dummy`` wants it."""
+"""Batches that are made on the device once: the step without any loading, as pytorch/examples'
+``--dummy`` wants it.
+"""
 
 from __future__ import annotations
 

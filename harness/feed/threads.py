@@ -1,7 +1,8 @@
-"""The feed's ``threads`` backend: threads of the trainer fill batches together, in memory that is used again.
+"""The feed's ``threads`` backend: threads of the trainer fill batches together, in memory that is
+used again.
 
-Decoders release the interpreter lock while they work. Nothing is copied or handed over. ``prefetch_factor`` alone says how
-many batches there are in memory, however many threads there are.
+Decoders release the interpreter lock while they work. Nothing is copied or handed over.
+``prefetch_factor`` alone says how many batches there are in memory, however many threads there are.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ _log = logging.getLogger(LOGGER)
 _POLL_S = 0.5  # how soon a signal to the trainer ends a wait
 _IDLE_S = 5.0  # wake-up interval of an idle thread, in case a notification was missed
 _JOIN_S = 1.0  # how long ``close`` waits for threads that are busy
-_CHUNK = 8  # most samples that a thread takes at a time: between two chunks it looks whether it is still needed
+# most samples that a thread takes at a time: between two chunks it looks whether it is still needed
+_CHUNK = 8
 _CHUNKS = (
     4  # chunks per thread and batch, if the batch is large enough: the threads then finish together
 )
-_HELD = 2  # batches that a consumer holds: one in use or on its way to the device, and one that it is given
+# batches that a consumer holds: one in use or on its way to the device, and one that it is given
+_HELD = 2
 
 
 class ThreadFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``, bitwise those of the ``processes`` backend.
 
-    ``settings.num_workers`` is the number of threads (0: samples are filled when the batch is asked for). Ahead of the
-    consumer are ``prefetch_factor`` batches and the one in the making. The images' memory is reused: see ``BufferPool``.
+    ``settings.num_workers`` is the number of threads (0: samples are filled when the batch is asked
+    for). Ahead of the consumer are ``prefetch_factor`` batches and the one in the making. The
+    images' memory is reused: see ``BufferPool``.
 
     Raises:
         BadSample: from ``next()``, for a sample that cannot be read.
@@ -81,16 +85,19 @@ class ThreadFeed(Feed):
         self._threads: BatchThreads | None = None
 
     def resize(self, threads: int) -> None:
-        """Have so many threads from now on, also within a pass; surplus threads leave after their chunk of samples.
+        """Have so many threads from now on, also within a pass; surplus threads leave after their
+        chunk of samples.
 
-        Where the system starts no more, a warning says so, and ``settings`` have as many as there are.
+        Where the system starts no more, a warning says so, and ``settings`` have as many as there
+        are.
 
         Raises:
             ValueError: there are none to add to, or the rows of the gauge or the meter are fewer.
         """
         if not (self.settings.num_workers and 1 <= threads <= self.most_threads):
             raise ValueError(
-                f"resize({threads}) of a feed with num_workers={self.settings.num_workers}: choose 1 to "
+                f"resize({threads}) of a feed with num_workers={self.settings.num_workers}: choose "
+                "1 to "
                 f"{self.most_threads} threads, for a feed that has any"
             )
         started = threads if self._threads is None else self._threads.resize(threads)
@@ -151,7 +158,8 @@ class _PendingBatch:
 class BatchThreads:
     """The threads of one feed; with ``num_workers=0`` whoever takes a batch fills it.
 
-    A thread that returns late from a read finds this closed; it has written to the memory of its own batch only.
+    A thread that returns late from a read finds this closed; it has written to the memory of its
+    own batch only.
 
     Attributes:
         close: ends the threads, once, at the latest when ``owner`` goes.
@@ -243,7 +251,9 @@ class BatchThreads:
             del batch
 
     def take(self, wait_s: float) -> HostBatch | None:
-        """Returns the next batch; None if it is not there within ``wait_s`` seconds, or there is none."""
+        """Returns the next batch; None if it is not there within ``wait_s`` seconds, or there is
+        none.
+        """
         with self._lock:
             while self._own is not None and not self._settled():
                 if (chunk := self._hand_out()) is not None:
@@ -256,7 +266,8 @@ class BatchThreads:
             if error is not None:
                 try:
                     raise error
-                finally:  # or its traceback would keep this frame and the batch, and these the error
+                finally:
+                    # or its traceback would keep this frame and the batch, and these the error
                     self._failure = None
                     if first is not None:
                         first.failure = None

@@ -11,7 +11,9 @@ from harness.page.report import write_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and say where it is; the exit code: 0, or 2 where there is no run or no room for it."""
+    """Write the page and say where it is; the exit code: 0, or 2 where there is no run or no room
+    for it.
+    """
     parser = argparse.ArgumentParser(
         prog="wellfed page", description="Write report.html of a run or a sweep."
     )

@@ -1,4 +1,6 @@
-"""The course of a run from its ``metrics.jsonl``: as many points as a chart can show, with no spike lost."""
+"""The course of a run from its ``metrics.jsonl``: as many points as a chart can show, with no spike
+lost.
+"""
 
 from __future__ import annotations
 
@@ -83,11 +85,13 @@ def read_windows(path: Path) -> Windows:
 
 
 def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
-    """The windows in at most ``buckets`` groups of neighbours, as JSON can hold them; None where there are none.
+    """The windows in at most ``buckets`` groups of neighbours, as JSON can hold them; None where
+    there are none.
 
-    ``columns`` gives for every tag the ``mean`` of each group, and its ``low`` and ``high`` where a group is more than one
-    window; ``spikes`` are single steps that stand out, the longest of each group, the longest first, each with the group it
-    is ``at``; ``spike_count`` is the number of windows that hold one.
+    ``columns`` gives for every tag the ``mean`` of each group, and its ``low`` and ``high`` where a
+    group is more than one window; ``spikes`` are single steps that stand out, the longest of each
+    group, the longest first, each with the group it is ``at``; ``spike_count`` is the number of
+    windows that hold one.
     """
     count = len(windows.steps)
     if not count:
@@ -114,7 +118,9 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
 
 
 def latest(windows: Windows) -> dict[str, Any]:
-    """The last window in the words of a report, with None for what it does not say: for a run that has no report yet."""
+    """The last window in the words of a report, with None for what it does not say: for a run that
+    has no report yet.
+    """
     if not windows.steps:
         return {}
     last = {tag: figures[-1] for tag, figures in windows.figures.items()}
@@ -132,7 +138,9 @@ def latest(windows: Windows) -> dict[str, Any]:
 
 
 def declared() -> dict[str, Any]:
-    """Returns what the page shows of the figures: the charts of their courses, and a row for each of the steps."""
+    """Returns what the page shows of the figures: the charts of their courses, and a row for each
+    of the steps.
+    """
     charts: dict[str, list[Figure]] = {}
     for figure in CHARTED:
         charts.setdefault(figure.chart, []).append(figure)
@@ -174,7 +182,9 @@ def spikes(windows: Windows) -> list[int]:
 
 
 def _told(windows: Windows, index: int) -> dict[str, Any]:
-    """One spike: between which steps, how long, and the part of a step that made up most of it, if one did."""
+    """One spike: between which steps, how long, and the part of a step that made up most of it, if
+    one did.
+    """
     ms = windows.figures["time/step_ms/max"][index] or 0.0
     parts = {part: windows.figures[f"time/{part}_ms/max"][index] or 0.0 for part in PARTS}
     cause = max(parts, key=lambda part: parts[part])

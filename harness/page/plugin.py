@@ -1,7 +1,7 @@
 """The tab "Data stalls" in TensorBoard, as TensorBoard finds it.
 
-TensorBoard imports this file when it starts and would not start if that failed. So it needs next to nothing, and whatever
-goes wrong later is told in the tab.
+TensorBoard imports this file when it starts and would not start if that failed. So it needs next to
+nothing, and whatever goes wrong later is told in the tab.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 
-_RECALL_S = 60.0  # that there is no run; TensorBoard asks whenever somebody looks at it, and waits for the answer
+# that there is no run; TensorBoard asks whenever somebody looks at it, and waits for the answer
+_RECALL_S = 60.0
 
 
 class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     """Serves the page's scripts, and what the run folders below the logdir hold.
 
-    It reads the folders' own files and no events, so that it works with either of TensorBoard's loaders.
+    It reads the folders' own files and no events, so that it works with either of TensorBoard's
+    loaders.
     """
 
     plugin_name = "data_stalls"
@@ -64,7 +66,9 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
 def _confession(text: str) -> Any:
     """A script for the tab that shows ``text`` and nothing else."""
-    body = f"export async function render() {{ document.body.textContent = {json.dumps(text)}; }}".encode()
+    body = (
+        f"export async function render() {{ document.body.textContent = {json.dumps(text)}; }}"
+    ).encode()
     kind = [
         ("Content-Type", "text/javascript; charset=utf-8"),
         ("X-Content-Type-Options", "nosniff"),

@@ -29,7 +29,9 @@ _log = logging.getLogger(
 
 
 def write_report(folder: Path) -> None:
-    """Write ``report.html`` of the run in ``folder``, whole or not at all; a page that cannot be made costs a warning alone."""
+    """Write ``report.html`` of the run in ``folder``, whole or not at all; a page that cannot be
+    made costs a warning alone.
+    """
     try:
         name = run_name(folder)
         write_page(folder / "report.html", [run_json(folder, name)], (), name)
@@ -40,7 +42,8 @@ def write_report(folder: Path) -> None:
 
 
 def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
-    """Write ``report.html`` of all runs at and below ``root``; the file, of how many runs it is, and what is not in it.
+    """Write ``report.html`` of all runs at and below ``root``; the file, of how many runs it is,
+    and what is not in it.
 
     Raises:
         FileNotFoundError: there is no run.
@@ -50,7 +53,8 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
     folders = find_runs(root, notes)
     if not folders:
         raise FileNotFoundError(
-            f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or a sweep"
+            f"{root}: no run below it (a folder with report.json or metrics.jsonl); give a run or "
+            "a sweep"
         )
     buckets = max(
         _FEWEST_BUCKETS, min(BUCKETS, 3 * BUCKETS // len(folders))
@@ -62,14 +66,17 @@ def write_sweep(root: Path) -> tuple[Path, int, list[str]]:
 
 
 def run_name(folder: Path) -> str:
-    """Returns the name of a run as ``tensorboard --logdir outputs`` shows it, such as ``2026-11-22/05-51-05``."""
+    """Returns the name of a run as ``tensorboard --logdir outputs`` shows it, such as
+    ``2026-11-22/05-51-05``.
+    """
     parts = folder.resolve().parts
     roots = [place for place, part in enumerate(parts[:-1]) if part in ("outputs", "multirun")]
     return "/".join(parts[roots[-1] + 1 :]) if roots else parts[-1]
 
 
 def write_page(path: Path, runs: Sequence[str], notes: Sequence[str], name: str) -> None:
-    """Writes the page of ``runs``, as ``run_json`` gives them, with ``notes`` on top, whole or not at all.
+    """Writes the page of ``runs``, as ``run_json`` gives them, with ``notes`` on top, whole or not
+    at all.
 
     Raises:
         OSError: it cannot be written.
@@ -94,13 +101,17 @@ def page(runs: Sequence[str], notes: Sequence[str], title: str) -> str:
 
 
 def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
-    """The JSON that the page starts from: ``runs``, as ``run_json`` gives them, and ``notes`` on all of them."""
+    """The JSON that the page starts from: ``runs``, as ``run_json`` gives them, and ``notes`` on
+    all of them.
+    """
     head = json.dumps({"notes": [*notes], "declared": declared()})
     return f'{head[:-1]}, "runs": [{",".join(runs)}]}}'
 
 
 def bundle() -> str:
-    """All scripts as one, each in a scope of its own; in TensorBoard they are served as the modules that they are."""
+    """All scripts as one, each in a scope of its own; in TensorBoard they are served as the modules
+    that they are.
+    """
     return f"const modules = {{}};\n{''.join(map(_scoped, SCRIPTS))}"
 
 

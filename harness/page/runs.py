@@ -1,4 +1,6 @@
-"""Run folders, and what the page shows of one: its files, read as they are, with what is missing said in words."""
+"""Run folders, and what the page shows of one: its files, read as they are, with what is missing
+said in words.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ _OF_A_RUN = ("checkpoints", "trace")  # folders in which there are no runs
 
 
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
-    """The run folders at and below ``root`` by name, which is the path from there, in natural order.
+    """The run folders at and below ``root`` by name, which is the path from there, in natural
+    order.
 
     They are the 1,000 that were written to last, and ``notes`` is told where there are more.
     """
@@ -52,7 +55,8 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
     for count, (path, folders, files) in enumerate(os.walk(root)):
         if count == most:
             notes.append(
-                f"{root}: more than {most:,} folders; the rest, from {path} on, is not looked into: name one below it"
+                f"{root}: more than {most:,} folders; the rest, from {path} on, is not looked "
+                "into: name one below it"
             )
             return
         is_run = REPORT_JSON in files or METRICS_JSONL in files
@@ -67,7 +71,9 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Returns what changes when a file does: nanoseconds of the wall clock and bytes; zeros if it cannot be looked at."""
+    """Returns what changes when a file does: nanoseconds of the wall clock and bytes; zeros if it
+    cannot be looked at.
+    """
     try:
         found = path.stat()
     except OSError:
@@ -76,7 +82,9 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 def changed_s(folder: Path) -> float:
-    """Returns when the run in ``folder`` last wrote what it did, in seconds of the wall clock; 0 if it has not."""
+    """Returns when the run in ``folder`` last wrote what it did, in seconds of the wall clock; 0 if
+    it has not.
+    """
     return max(stamp(folder / name)[0] for name in (REPORT_JSON, METRICS_JSONL)) / 1e9
 
 
@@ -116,11 +124,13 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
     report = fitted(_json(folder / REPORT_JSON, notes), REPORT)
     if report is None and not os.path.exists(folder / REPORT_JSON):
         notes.append(
-            f"{REPORT_JSON} is missing: the run has not ended or was killed; what is shown is what it wrote so far"
+            f"{REPORT_JSON} is missing: the run has not ended or was killed; what is shown is what "
+            "it wrote so far"
         )
     if report and windows.steps and windows.steps[-1] > report.get("steps", math.inf):
         notes.append(
-            f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step {windows.steps[-1]}"
+            f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step "
+            f"{windows.steps[-1]}"
         )
     tuned = os.path.exists(folder / TUNING_JSON)  # Path.exists would raise where it may not look
     tuning = fitted(_json(folder / TUNING_JSON, notes), TUNING) if tuned else None
@@ -140,7 +150,8 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
 
 @contextmanager
 def _noting(name: str, notes: list[str], missing: str = "") -> Iterator[None]:
-    """A block that reads the file ``name``; where that fails it ends early, and ``notes`` are told why.
+    """A block that reads the file ``name``; where that fails it ends early, and ``notes`` are told
+    why.
 
     A file that is not there is worth a note only where ``missing`` says what that costs.
     """
@@ -156,7 +167,9 @@ def _noting(name: str, notes: list[str], missing: str = "") -> Iterator[None]:
 
 
 def _json(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
-    """Returns the object in a file; None, with a note unless it is just not there, if there is none."""
+    """Returns the object in a file; None, with a note unless it is just not there, if there is
+    none.
+    """
     with _noting(path.name, notes):
         value = read_json(path)
         if isinstance(value, dict):

@@ -23,7 +23,9 @@ Query = Mapping[str, list[str]]
 
 
 def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
-    """Folders by label from ``--logdir``, whose label is empty, or else from ``--logdir_spec=label:path,label:path``."""
+    """Folders by label from ``--logdir``, whose label is empty, or else from
+    ``--logdir_spec=label:path,label:path``.
+    """
     if logdir:
         return {"": _expanded(str(logdir))}
     found: dict[str, str] = {}
@@ -41,7 +43,9 @@ def _expanded(path: str) -> str:
 
 
 def has_run(folders: Mapping[str, str]) -> bool:
-    """Whether there is a run in one of ``folders``, or may be one: so many folders that a glance cannot tell."""
+    """Whether there is a run in one of ``folders``, or may be one: so many folders that a glance
+    cannot tell.
+    """
     unseen: list[str] = []
     return any(
         next(each_run(Path(path), unseen, _GLANCED_AT), None) or unseen
@@ -50,7 +54,9 @@ def has_run(folders: Mapping[str, str]) -> bool:
 
 
 def apps(folders: Mapping[str, str]) -> dict[str, App]:
-    """What is served, by path: the page's files, ``/runs`` with few points of each, and ``/run?name=`` with as many as fit."""
+    """What is served, by path: the page's files, ``/runs`` with few points of each, and
+    ``/run?name=`` with as many as fit.
+    """
     files = {f"/{name}": _file(ASSETS / name) for name in ("tab.js", STYLE, *SCRIPTS)}
     return {
         **files,
@@ -106,7 +112,9 @@ def _file(path: Path) -> App:
 
 
 def _answer(make: Callable[[Query], str]) -> App:
-    """Serves the JSON that ``make`` gives for a query; what goes wrong is told in the tab and stops nothing else."""
+    """Serves the JSON that ``make`` gives for a query; what goes wrong is told in the tab and stops
+    nothing else.
+    """
 
     def app(environ: Mapping[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         try:

@@ -1,4 +1,6 @@
-"""What a run's files must look like to be shown; whatever does not is left out, so that the page need not ask."""
+"""What a run's files must look like to be shown; whatever does not is left out, so that the page
+need not ask.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,9 @@ TUNING: Mapping[Any, Any] = {
 def fitted(value: Any, shape: Any) -> Any:
     """What of ``value`` fits ``shape``; None where nothing does.
 
-    A shape is a type; a list of one shape; or an object whose keys are names, those with a question mark optional, or
-    ``str`` for any name. An object without a name that it must have does not fit; items that do not fit are left out.
+    A shape is a type; a list of one shape; or an object whose keys are names, those with a question
+    mark optional, or ``str`` for any name. An object without a name that it must have does not fit;
+    items that do not fit are left out.
     """
     if isinstance(shape, Mapping):
         return _object(value, shape) if isinstance(value, Mapping) else None

@@ -1,7 +1,9 @@
-"""What differs among the devices that a network may run on: the one place that knows ``torch.cuda``.
+"""What differs among the devices that a network may run on: the one place that knows
+``torch.cuda``.
 
-On CUDA the host runs ahead: work is queued on streams, and events tell when the device has done it. Elsewhere nothing is
-queued that we could time, and the methods for streams do nothing. Tests put an emulated device in place with ``emulate``.
+On CUDA the host runs ahead: work is queued on streams, and events tell when the device has done it.
+Elsewhere nothing is queued that we could time, and the methods for streams do nothing. Tests put an
+emulated device in place with ``emulate``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _CYCLES_PER_S = 1.8e9
 class Memory(NamedTuple):
     """Bytes of a device's memory: this process's by torch's allocator, and the whole device's.
 
-    ``peak_*`` are the largest since the last ``reset_peaks``. ``reserved`` is what the allocator took from the driver.
+    ``peak_*`` are the largest since the last ``reset_peaks``. ``reserved`` is what the allocator
+    took from the driver.
     """
 
     allocated: int
@@ -42,7 +45,8 @@ class Accelerator:
 
     Attributes:
         kind: cpu, cuda or mps.
-        has_streams: whether the host runs ahead, copies run beside the network, and events time both.
+        has_streams: whether the host runs ahead, copies run beside the network, and events time
+            both.
         collective: the process group's backend.
         device: what tensors are put on.
         place: the device that process groups and DDP are told of; None: the host.
@@ -80,17 +84,24 @@ class Accelerator:
         return thread
 
     def synchronize(self) -> None:
-        """Wait until the device has done what the current stream was given. The host sleeps meanwhile."""
+        """Wait until the device has done what the current stream was given.
+
+        The host sleeps meanwhile.
+        """
 
     def event(self, *, timed: bool = False) -> Any:
-        """Makes an event, on which the host sleeps and does not spin; ``timed`` ones can be told apart in milliseconds."""
+        """Makes an event, on which the host sleeps and does not spin; ``timed`` ones can be told
+        apart in milliseconds.
+        """
         raise AssertionError(f"{self.kind} has no events")
 
     def stream(self) -> Any:
         """The stream that work of the calling thread goes to."""
 
     def side_stream(self) -> Any:
-        """The stream for copies, one for the life of the process: memory of one stream is not used again on another."""
+        """The stream for copies, one for the life of the process: memory of one stream is not used
+        again on another.
+        """
 
     def idle_stream(self) -> Any:
         """A stream that nothing runs on, so that the device passes its events at once."""
@@ -111,11 +122,15 @@ class Accelerator:
         return tensor.to(self.device)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """``tensor`` in page-locked memory, where that makes copies to the device faster; else itself."""
+        """``tensor`` in page-locked memory, where that makes copies to the device faster; else
+        itself.
+        """
         return tensor
 
     def keep_for(self, stream: Any, tensor: Tensor) -> None:
-        """Keep the memory of ``tensor`` until ``stream`` has done the work that it was given so far."""
+        """Keep the memory of ``tensor`` until ``stream`` has done the work that it was given so
+        far.
+        """
 
     def memory(self) -> Memory | None:
         """The device's memory; None: it has none of its own."""

@@ -22,7 +22,8 @@ from harness.runtime.launch import run_processes
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """What ranks do together; where it fails after a signal, that is why: another rank is gone already.
+    """What ranks do together; where it fails after a signal, that is why: another rank is gone
+    already.
 
     Raises:
         Interrupted: it failed, and a signal has come.
@@ -60,7 +61,9 @@ class World:
 
     @_together()
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of ``values`` over all ranks, on every rank; a new tensor where there are several."""
+        """The sum of ``values`` over all ranks, on every rank; a new tensor where there are
+        several.
+        """
         if self.size == 1:
             return values
         summed = values.clone()
@@ -87,7 +90,9 @@ class World:
 
     @_together()
     def largest(self, *values: float) -> list[float]:
-        """The largest of each of ``values`` over all ranks, on every rank: whether any of them saw a signal, say."""
+        """The largest of each of ``values`` over all ranks, on every rank: whether any of them saw
+        a signal, say.
+        """
         if self.size == 1:
             return list(values)
         box = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -114,7 +119,9 @@ class World:
 
 
 def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
-    """Run ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for, and wait."""
+    """Run ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for, and
+    wait.
+    """
     if config.dist.name is DistName.spawn:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         os.environ["MASTER_PORT"] = str(_free_port())
@@ -129,7 +136,8 @@ def spawn_size(config: Config) -> int:
     nprocs = config.dist.nprocs or gpus
     if nprocs == 0:
         raise ConfigError(
-            "dist.nprocs=null: there is no GPU to count; say how many processes, such as dist.nprocs=2"
+            "dist.nprocs=null: there is no GPU to count; say how many processes, such as "
+            "dist.nprocs=2"
         )
     if gpus and nprocs > gpus:
         raise ConfigError(
@@ -143,13 +151,15 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     """This rank's ``World``; the process group lives as long as the block.
 
     Raises:
-        ConfigError: the device or the backend cannot be had, or ``dist=torchrun`` runs without torchrun.
+        ConfigError: the device or the backend cannot be had, or ``dist=torchrun`` runs without
+            torchrun.
     """
     kind = config.dist.name
     if kind is DistName.torchrun:
         if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:
             raise ConfigError(
-                "dist=torchrun: not started by torchrun; use `torchrun --nproc-per-node N train.py ...`"
+                "dist=torchrun: not started by torchrun; use `torchrun --nproc-per-node N train.py "
+                "...`"
             )
         size = int(os.environ["WORLD_SIZE"])
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -157,7 +167,8 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
     else:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                f"dist={kind.name}: started by torchrun, whose processes would not meet; add dist=torchrun"
+                f"dist={kind.name}: started by torchrun, whose processes would not meet; add "
+                "dist=torchrun"
             )
         size = local_size = spawn_size(config) if kind is DistName.spawn else 1
         rank = local_rank
@@ -217,7 +228,8 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
 def _refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
     """Stop every rank where two of them have the same GPU; ``uuid`` is this rank's, None on a CPU.
 
-    The ranks tell each other by ``store``: NCCL's own refusal, as it is joined, names neither rank nor GPU.
+    The ranks tell each other by ``store``: NCCL's own refusal, as it is joined, names neither rank
+    nor GPU.
 
     Raises:
         ConfigError: names the ranks, the GPU and the way out.
@@ -240,12 +252,15 @@ def _refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> 
             # the store may live in this process
             store.wait([f"told/{other}" for other in range(size)])
         raise ConfigError(
-            f"device: {told}; start one rank for each GPU that a node has, or show each rank another GPU"
+            f"device: {told}; start one rank for each GPU that a node has, or show each rank "
+            "another GPU"
         )
 
 
 def _set_threads(config: Config, local_size: int) -> None:
-    """Fix torch's threads for the whole run: results are bitwise equal only at one number of threads."""
+    """Fix torch's threads for the whole run: results are bitwise equal only at one number of
+    threads.
+    """
     wanted = config.trainer.num_threads
     if wanted is None and "OMP_NUM_THREADS" not in os.environ:
         wanted = max(1, int(limits.measure(local_size).cores))
@@ -258,7 +273,8 @@ def _backend(wanted: DistBackend, own: accelerator.Accelerator) -> str:
         return own.collective
     if wanted is DistBackend.nccl and own.collective != "nccl":
         raise ConfigError(
-            f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto or gloo"
+            f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto or "
+            "gloo"
         )
     return wanted.name
 

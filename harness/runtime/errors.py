@@ -1,4 +1,6 @@
-"""The ways a run may end badly, each with its exit code; ``described`` maps every error to one line and one code."""
+"""The ways a run may end badly, each with its exit code; ``described`` maps every error to one line
+and one code.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from harness.config import ConfigError, explain
 
 
 class RunError(Exception):
-    """An end of the run that has a known cause; the text is one line that says what, where, why and the way out."""
+    """An end of the run that has a known cause; the text is one line that says what, where, why and
+    the way out.
+    """
 
     exit_code = 1
 
@@ -87,7 +91,9 @@ class Interrupted(RunError):
 
 
 def described(error: BaseException) -> tuple[str, int] | None:
-    """The line that a user sees and the exit code, or None for an error that is nobody's known fault."""
+    """The line that a user sees and the exit code, or None for an error that is nobody's known
+    fault.
+    """
     cause: BaseException | None = error
     # libraries wrap what a callback of ours raised
     while cause is not None:
@@ -103,7 +109,10 @@ def described(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         first = str(error).split(". ")[0] or "the host has no memory left"
         return (
-            f"{first}; lower loader.batch_size, or set trainer.precision=bf16 or trainer.accumulate_steps",
+            (
+                f"{first}; lower loader.batch_size, or set trainer.precision=bf16 or "
+                "trainer.accumulate_steps"
+            ),
             8,
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -112,7 +121,9 @@ def described(error: BaseException) -> tuple[str, int] | None:
 
 
 def told(error: BaseException) -> tuple[str, int]:
-    """The line that a user sees and the exit code; prints the traceback where the cause is not known."""
+    """The line that a user sees and the exit code; prints the traceback where the cause is not
+    known.
+    """
     known = described(error)
     if known is None:
         traceback.print_exception(error)

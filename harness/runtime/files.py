@@ -1,4 +1,6 @@
-"""Files that this project writes and reads again: written whole, and not believed when they come back."""
+"""Files that this project writes and reads again: written whole, and not believed when they come
+back.
+"""
 
 from __future__ import annotations
 
@@ -98,9 +100,11 @@ def parsed(text: bytes) -> Any:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """``value``, as JSON has it, as a ``kind``: dataclasses and tuples are made again, all else must be one already.
+    """``value``, as JSON has it, as a ``kind``: dataclasses and tuples are made again, all else
+    must be one already.
 
-    Where a dataclass has a float, null leaves its default. Texts are printable, numbers finite and not negative.
+    Where a dataclass has a float, null leaves its default. Texts are printable, numbers finite and
+    not negative.
 
     Raises:
         ValueError: it is something else.
@@ -162,7 +166,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Where the block fails, the file is removed and ``path`` stays as it was.
     """
-    # Not named by the process alone: those of two machines may have the same number, and share the folder.
+    # Not named by the process alone: those of two machines may have the same number, and share the
+    # folder.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         yield temporary

@@ -34,10 +34,11 @@ def is_first_rank() -> bool:
 
 
 def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.train) -> str:
-    """The folder of a single run, owned by this process before Hydra writes into it; the same for all ranks under torchrun.
+    """The folder of a single run, owned by this process before Hydra writes into it; the same for
+    all ranks under torchrun.
 
-    A run without a name goes on in the folder that ``resume`` names, and with ``resume=auto`` in the one that it had before
-    torchrun restarted it.
+    A run without a name goes on in the folder that ``resume`` names, and with ``resume=auto`` in
+    the one that it had before torchrun restarted it.
 
     Raises:
         ConfigError: a folder of that name holds a run, and this one does not go on with it.
@@ -61,10 +62,12 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
 
 
 def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
-    """What ``make`` returned in the first rank, in every rank of torchrun; without torchrun, what it returns here.
+    """What ``make`` returned in the first rank, in every rank of torchrun; without torchrun, what
+    it returns here.
 
-    It goes through the store that torchrun itself keeps, under a name of its own for each restart of the workers. Where it is
-    ``lasting``, ``make`` is given what it returned before the restart, else None.
+    It goes through the store that torchrun itself keeps, under a name of its own for each restart
+    of the workers. Where it is ``lasting``, ``make`` is given what it returned before the restart,
+    else None.
 
     Raises:
         ConfigError: the first rank could not make it, or torchrun keeps no store.
@@ -105,7 +108,9 @@ def sweep_folder(name: str | None) -> str:
 
 
 def new_folder(base: Path, now: datetime | None = None) -> Path:
-    """A folder ``base/<date>/<time>`` that no other run has, with a suffix where two start in one second."""
+    """A folder ``base/<date>/<time>`` that no other run has, with a suffix where two start in one
+    second.
+    """
     stamp = (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
     try:
         (base / stamp).parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +127,8 @@ def new_folder(base: Path, now: datetime | None = None) -> Path:
 def own(folder: Path) -> Path:
     """Make ``folder`` if need be and own it until this process ends; ``folder`` itself.
 
-    The lock is the kernel's (``flock``): it goes with the process, also after SIGKILL, so that no stale lock can stay.
+    The lock is the kernel's (``flock``): it goes with the process, also after SIGKILL, so that no
+    stale lock can stay.
 
     Raises:
         LockedError: another live run owns the folder.
@@ -154,7 +160,8 @@ def own(folder: Path) -> Path:
 def _locked(path: Path, handle: TextIO, held: ExitStack) -> bool:
     """Whether the lock at ``path`` could be had; it goes when ``held`` is closed.
 
-    Where the file system has no ``flock``, a socket's name is the lock: the kernel keeps and frees the name likewise.
+    Where the file system has no ``flock``, a socket's name is the lock: the kernel keeps and frees
+    the name likewise.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +190,8 @@ def refuse_used(folder: Path) -> None:
     """
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists():
         raise ConfigError(
-            f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another run.name"
+            f"{os.path.relpath(folder)}: holds a run; go on with resume=auto, or set another "
+            "run.name"
         )
 
 
@@ -196,7 +204,9 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
 
 @contextmanager
 def logging_failure(folder: Path) -> Iterator[None]:
-    """Write the error that ends the block into the log in ``folder``, with its traceback where its cause is not known."""
+    """Write the error that ends the block into the log in ``folder``, with its traceback where its
+    cause is not known.
+    """
     try:
         yield
     except BaseException as error:
@@ -219,7 +229,9 @@ def _file(folder: Path, rank: int) -> logging.FileHandler:
 
 @contextmanager
 def logging_to(folder: Path, rank: int = 0) -> Iterator[logging.Logger]:
-    """Send the project's log to ``train.log`` in ``folder`` inside the block; other ranks have a file each."""
+    """Send the project's log to ``train.log`` in ``folder`` inside the block; other ranks have a
+    file each.
+    """
     logger = logging.getLogger(LOGGER)
     handler = _file(folder, rank)
     former = logger.level, logger.propagate

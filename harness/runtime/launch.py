@@ -39,7 +39,9 @@ class ProcessError(RunError):
 
 
 def began_s(stat: Path = Path("/proc/self/stat")) -> float:
-    """When this process started, on ``time.perf_counter``, to a hundredth of a second; now, where the system does not say."""
+    """When this process started, on ``time.perf_counter``, to a hundredth of a second; now, where
+    the system does not say.
+    """
     try:
         fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -49,7 +51,9 @@ def began_s(stat: Path = Path("/proc/self/stat")) -> float:
 
 
 def command(ranks: str | None = None) -> list[str]:
-    """The words by which such a run is started again: the script's or the command's; ``ranks``, torchrun's, is its option."""
+    """The words by which such a run is started again: the script's or the command's; ``ranks``,
+    torchrun's, is its option.
+    """
     called = Path(sys.argv[0])
     installed = called.name == "wellfed" or called.parts[-2:] == ("harness", "__main__.py")
     if ranks is not None:
@@ -64,12 +68,13 @@ def run_processes(
 ) -> None:
     """Run ``work(i, job)`` in ``count`` fresh processes, i = 0 .. count - 1, and wait for all.
 
-    A signal to this process is passed on, and all then have ``grace_s`` seconds. When one process fails by itself, the others
-    have five, or ``grace_s`` where they may be saving; then they are ended.
+    A signal to this process is passed on, and all then have ``grace_s`` seconds. When one process
+    fails by itself, the others have five, or ``grace_s`` where they may be saving; then they are
+    ended.
 
     Raises:
-        ProcessError: with the text and the exit code of the first process that failed; after a signal, of the first that
-            failed otherwise than by it.
+        ProcessError: with the text and the exit code of the first process that failed; after a
+            signal, of the first that failed otherwise than by it.
     """
     if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
         # joblib's own, which a new process is told to use and does not know
@@ -80,7 +85,8 @@ def run_processes(
         for i in range(count):
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_enter, args=(work, i, job, there), name=f"rank{i}")
-            # until it can hear a signal to the whole group without a traceback; SIGTERM ends it at once
+            # until it can hear a signal to the whole group without a traceback; SIGTERM ends it at
+            # once
             with signals.unheard(signal.SIGTERM):
                 process.start()
             there.close()
@@ -108,7 +114,9 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
 
 
 def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> ProcessError | None:
-    """Wait until all have ended, or one has failed and the others had their grace; the first failure."""
+    """Wait until all have ended, or one has failed and the others had their grace; the first
+    failure.
+    """
     failure: ProcessError | None = None
     passed_on = False
     deadline = float("inf")

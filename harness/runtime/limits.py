@@ -25,9 +25,12 @@ class Limits:
     """What one rank may use.
 
     Attributes:
-        cores: processors' worth of time, by affinity, cgroup quota and Slurm, divided over the ranks that share it.
-        memory_bytes: memory that can still be taken before something is killed, divided over the ranks of this node.
-        shm_bytes: free shared memory, divided over the ranks of this node; None where there is no /dev/shm.
+        cores: processors' worth of time, by affinity, cgroup quota and Slurm, divided over the
+            ranks that share it.
+        memory_bytes: memory that can still be taken before something is killed, divided over the
+            ranks of this node.
+        shm_bytes: free shared memory, divided over the ranks of this node; None where there is no
+            /dev/shm.
         open_files: file descriptors that one process may hold.
         files_open: file descriptors that this process holds already; 0 where it may not be asked.
         sources: by name of the figures above, where each was read, in words.
@@ -42,14 +45,16 @@ class Limits:
 
 
 def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 0) -> Limits:
-    """The limits of one of ``local_ranks`` equal ranks, read under ``root`` (the file system's, or a test's).
+    """The limits of one of ``local_ranks`` equal ranks, read under ``root`` (the file system's, or
+    a test's).
 
     ``reserved_bytes`` of the memory that is free are promised to something that all ranks share.
     """
     groups = control_groups(root)
     shm = root / "dev/shm"
-    # srun binds each of its tasks to cores of its own: where the ranks are its tasks, affinity is one rank's already. Under a
-    # launcher that is one task, or in a batch script, which is no step of srun, all ranks share what this process sees.
+    # srun binds each of its tasks to cores of its own: where the ranks are its tasks, affinity is
+    # one rank's already. Under a launcher that is one task, or in a batch script, which is no step
+    # of srun, all ranks share what this process sees.
     tasks = _slurm("STEP_TASKS_PER_NODE") or 1
     together = math.ceil(local_ranks / tasks)
     ranks = together * tasks
@@ -79,7 +84,9 @@ def _over(ranks: int, figure: _Figure) -> _Figure:
 
 
 def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
-    """What one rank has of each bound on cores: its task's, shared by ``together`` ranks, and the node's, by ``ranks``."""
+    """What one rank has of each bound on cores: its task's, shared by ``together`` ranks, and the
+    node's, by ``ranks``.
+    """
     affinity = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -94,7 +101,9 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
 
 
 def _slurm_memory(ranks: int) -> Iterator[_Figure]:
-    """What the job may take on this node less what ``ranks`` like this one have; Slurm may count without a control group."""
+    """What the job may take on this node less what ``ranks`` like this one have; Slurm may count
+    without a control group.
+    """
     granted: list[_Figure] = []
     if node := _slurm("MEM_PER_NODE"):
         granted.append((node * 2**20, "SLURM_MEM_PER_NODE"))
@@ -105,15 +114,19 @@ def _slurm_memory(ranks: int) -> Iterator[_Figure]:
 
 
 def _slurm(name: str) -> int | None:
-    """The number in ``SLURM_<name>``, such as 8, or 4 in ``4(x2)``; None where it is absent, zero or not one number."""
+    """The number in ``SLURM_<name>``, such as 8, or 4 in ``4(x2)``; None where it is absent, zero
+    or not one number.
+    """
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(f"SLURM_{name}", ""))
     return int(match[1]) or None if match else None
 
 
 def control_groups(root: Path = Path("/")) -> list[Path]:
-    """The folders of this process's control groups and all their ancestors, of version 1 and 2, each group before its parent.
+    """The folders of this process's control groups and all their ancestors, of version 1 and 2,
+    each group before its parent.
 
-    In a container the groups' names may be the host's and lie nowhere below the mount; its own group is then the mount itself.
+    In a container the groups' names may be the host's and lie nowhere below the mount; its own
+    group is then the mount itself.
     """
     try:
         # a name is any bytes

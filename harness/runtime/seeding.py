@@ -1,7 +1,8 @@
 """Randomness that depends on what is computed, never on who computes it or when.
 
-Everything random about a sample comes from ``SampleRng(seed, epoch, index)``, so that workers, order of arrival and
-tuning cannot change what the model sees. Torch's global generators serve the network alone (initialisation, dropout).
+Everything random about a sample comes from ``SampleRng(seed, epoch, index)``, so that workers,
+order of arrival and tuning cannot change what the model sees. Torch's global generators serve the
+network alone (initialisation, dropout).
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _SECOND = 0x94D049BB133111EB
 
 
 class SampleRng:
-    """The random numbers of one sample in one epoch: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from a keyed start.
+    """The random numbers of one sample in one epoch: SplitMix64 (Steele, Lea and Flood, OOPSLA
+    2014) from a keyed start.
 
-    A draw is a few operations on integers, so that ``uniforms`` gives the same numbers for a whole batch at once; seeding
-    ``random.Random`` takes longer than moving a small image.
+    A draw is a few operations on integers, so that ``uniforms`` gives the same numbers for a whole
+    batch at once; seeding ``random.Random`` takes longer than moving a small image.
     """
 
     __slots__ = ("_state",)
@@ -59,7 +61,9 @@ class SampleRng:
 def uniforms(
     seed: int, epoch: int, indices: np.ndarray, draws: int, stream: int = SAMPLE
 ) -> np.ndarray:
-    """The first ``draws`` numbers of each sample's ``SampleRng``: float64 ``[len(indices), draws]`` in [0, 1)."""
+    """The first ``draws`` numbers of each sample's ``SampleRng``: float64 ``[len(indices), draws]``
+    in [0, 1).
+    """
     with np.errstate(over="ignore"):
         states = _mixed_array(np.uint64(_start(seed, epoch, stream)) + indices.astype(np.uint64))
         steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GAMMA)
@@ -96,7 +100,8 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
     Args:
         seed: the run's seed.
-        deterministic: let torch use deterministic kernels only; else cuDNN may choose its kernels by trying them.
+        deterministic: let torch use deterministic kernels only; else cuDNN may choose its kernels
+            by trying them.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -110,9 +115,11 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
 @contextmanager
 def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """A block in which the host's global random states follow from a sample's key alone; then they are as before.
+    """A block in which the host's global random states follow from a sample's key alone; then they
+    are as before.
 
-    For code that draws from them, as torchvision's transforms do. No other thread may draw meanwhile.
+    For code that draws from them, as torchvision's transforms do. No other thread may draw
+    meanwhile.
     """
     former = random_state()
     key = SampleRng(seed, epoch, index).randrange(2**32)
@@ -127,9 +134,11 @@ def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 
 def random_state(device: torch.device | None = None) -> dict[str, Any]:
-    """All global random states as plain containers and tensors, which ``torch.load(weights_only=True)`` accepts.
+    """All global random states as plain containers and tensors, which
+    ``torch.load(weights_only=True)`` accepts.
 
-    Of the GPUs it holds ``device`` alone. Ranks start from one seed and draw alike, so the first rank's state serves all.
+    Of the GPUs it holds ``device`` alone. Ranks start from one seed and draw alike, so the first
+    rank's state serves all.
     """
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -147,7 +156,9 @@ def random_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Set all global random states, and that of ``device`` if it is a GPU, to what ``random_state`` returned."""
+    """Set all global random states, and that of ``device`` if it is a GPU, to what ``random_state``
+    returned.
+    """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy_state = state["numpy"]

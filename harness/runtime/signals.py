@@ -1,7 +1,9 @@
-"""A signal asks the run to end: a flag is set, every long loop looks at it, and what was trained is saved.
+"""A signal asks the run to end: a flag is set, every long loop looks at it, and what was trained is
+saved.
 
-A second signal ends the process at once, wherever it is, and so does the end of the first one's grace. Terminals, torchrun
-and schedulers signal whole groups, parents among them that pass it on: what comes within a second of the first is the same one.
+A second signal ends the process at once, wherever it is, and so does the end of the first one's
+grace. Terminals, torchrun and schedulers signal whole groups, parents among them that pass it on:
+what comes within a second of the first is the same one.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def check() -> None:
 
 
 def check_wait() -> None:
-    """The same in a wait for a batch, which may last for half of the grace: if the batch comes, the step can be finished."""
+    """The same in a wait for a batch, which may last for half of the grace: if the batch comes, the
+    step can be finished.
+    """
     if late():
         raise interrupted()
 
@@ -71,9 +75,11 @@ def set_grace(seconds: float) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as Python does, but for taking down the interpreter: torch's threads for gloo may still want it.
+    """End this process as Python does, but for taking down the interpreter: torch's threads for
+    gloo may still want it.
 
-    They abort a process that has done all its work, rarely (pytorch#190489). A signal changes nothing any more.
+    They abort a process that has done all its work, rarely (pytorch#190489). A signal changes
+    nothing any more.
     """
     global _at_once
     _at_once = False
@@ -91,8 +97,9 @@ def leave(code: int) -> NoReturn:
 def caught(grace_s: float = 25.0) -> Iterator[None]:
     """Turn signals into a flag inside the block; the former handlers come back at its end.
 
-    A handler that is there already, as a launcher's own, stays. ``grace_s`` is as in ``set_grace``. A process that ends
-    after the block ends in it, lest a second signal of the same second cut short what it clears up.
+    A handler that is there already, as a launcher's own, stays. ``grace_s`` is as in ``set_grace``.
+    A process that ends after the block ends in it, lest a second signal of the same second cut
+    short what it clears up.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -118,7 +125,9 @@ def caught(grace_s: float = 25.0) -> Iterator[None]:
 
 @contextmanager
 def unheard(*but: signal.Signals) -> Iterator[None]:
-    """A block in which no signal but those in ``but`` comes in, neither here nor in processes that are started in it."""
+    """A block in which no signal but those in ``but`` comes in, neither here nor in processes that
+    are started in it.
+    """
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {*_HANDLED} - {*but})
     try:
         yield
@@ -129,7 +138,8 @@ def unheard(*but: signal.Signals) -> Iterator[None]:
 def ignored_in_worker() -> None:
     """Make a worker deaf to the signals that end a run: the trainer decides when its workers go.
 
-    A scheduler sends SIGTERM to the whole process group; workers that died of it would take the last batches with them.
+    A scheduler sends SIGTERM to the whole process group; workers that died of it would take the
+    last batches with them.
     """
     signal.set_wakeup_fd(-1)
     for number in _HANDLED:

@@ -17,11 +17,13 @@ from harness.runtime.seeding import random_state, restore_random_state
 class Snapshot:
     """The state of ``parts`` between two updates, and all random states.
 
-    ``restore`` writes values into the tensors that held them: DDP's buckets and compiled graphs know these by their address.
-    The copy is the host's alone, so that what just fits on the device still does.
+    ``restore`` writes values into the tensors that held them: DDP's buckets and compiled graphs
+    know these by their address. The copy is the host's alone, so that what just fits on the device
+    still does.
 
     Args:
-        parts: networks, optimizers, gradient scalers, and other objects with ``state_dict`` and ``load_state_dict``.
+        parts: networks, optimizers, gradient scalers, and other objects with ``state_dict`` and
+            ``load_state_dict``.
         device: whose random state is kept beside the host's.
 
     Raises:
@@ -72,7 +74,8 @@ class Snapshot:
             self._others.append((part, copy.deepcopy(part.state_dict())))
         else:
             raise TypeError(
-                f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be put back"
+                f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be put "
+                "back"
             )
 
     @torch.no_grad()

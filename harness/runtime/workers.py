@@ -22,10 +22,11 @@ _planned = False  # whether a fork server of ours is to serve
 
 
 def plan_server(preload: Sequence[str]) -> None:
-    """Have the fork server import ``preload`` when it starts: with the first worker, or by ``start_server``.
+    """Have the fork server import ``preload`` when it starts: with the first worker, or by
+    ``start_server``.
 
-    A worker is then a fork of a process that has these modules and no threads: 0.1 s for the first batch instead of
-    seconds, and none of the locks that a forked trainer's threads may hold.
+    A worker is then a fork of a process that has these modules and no threads: 0.1 s for the first
+    batch instead of seconds, and none of the locks that a forked trainer's threads may hold.
     """
     global _planned
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
@@ -33,16 +34,18 @@ def plan_server(preload: Sequence[str]) -> None:
 
 
 def start_server(preload: Sequence[str] | None = None) -> None:
-    """Start the fork server, if one is planned or ``preload`` is given: it imports beside what the trainer does.
+    """Start the fork server, if one is planned or ``preload`` is given: it imports beside what the
+    trainer does.
 
-    Importing takes a processor for some seconds. That is for nothing where no worker follows, and spoils what is measured
-    meanwhile.
+    Importing takes a processor for some seconds. That is for nothing where no worker follows, and
+    spoils what is measured meanwhile.
     """
     if preload is not None:
         plan_server(preload)
     if not _planned:
         return
-    # it lives as long as the trainer, whatever its process group is sent, and so does Python's tracker of shared memory
+    # it lives as long as the trainer, whatever its process group is sent, and so does Python's
+    # tracker of shared memory
     with signals.unheard():
         resource_tracker.ensure_running()
     # again, for starting the tracker ends by letting in SIGINT and SIGTERM
@@ -51,16 +54,20 @@ def start_server(preload: Sequence[str] | None = None) -> None:
 
 
 def enter_worker() -> None:
-    """Prepare this process as a worker: deaf to the trainer's signals, gone as soon as the trainer is."""
+    """Prepare this process as a worker: deaf to the trainer's signals, gone as soon as the trainer
+    is.
+    """
     signals.ignored_in_worker()
     leave_with_parent()
 
 
 def give_way() -> None:
-    """Lower the calling thread's priority, for good: the training step goes first where processors are short.
+    """Lower the calling thread's priority, for good: the training step goes first where processors
+    are short.
 
-    A step that is torn from its processor makes its other threads spin for it (OpenMP), so that loading beside it costs more
-    than the time it takes. What the step leaves is enough: it waits when there is no batch, and then leaves all.
+    A step that is torn from its processor makes its other threads spin for it (OpenMP), so that
+    loading beside it costs more than the time it takes. What the step leaves is enough: it waits
+    when there is no batch, and then leaves all.
     """
     with suppress(OSError):
         # of one thread, in Linux
@@ -82,9 +89,11 @@ def _leave_with(sentinel: int) -> None:
 
 
 class Watchdog:
-    """Calls ``free`` while one wait for workers lasts over ``limit_s`` seconds, or a signal's grace is half gone.
+    """Calls ``free`` while one wait for workers lasts over ``limit_s`` seconds, or a signal's grace
+    is half gone.
 
-    It is for waits that have no limit of their own: ``free`` kills the workers, and the wait ends with an error.
+    It is for waits that have no limit of their own: ``free`` kills the workers, and the wait ends
+    with an error.
 
     Args:
         limit_s: 0 for no limit.
@@ -111,7 +120,8 @@ class Watchdog:
 
     def _look(self) -> None:
         look_s = min(_LOOK_S, self._limit_s)
-        # counted by looks: a trainer that was stopped itself, as by a scheduler, has not waited in that time
+        # counted by looks: a trainer that was stopped itself, as by a scheduler, has not waited in
+        # that time
         seen = None
         waited_s = 0.0
         while not self._over.wait(look_s):

@@ -1,8 +1,9 @@
 """How a checkpoint comes back from disk: never damaged in silence.
 
-``step-N.json`` is the commit record of ``step-N.pt`` and holds its digest: a checkpoint without a record does not exist.
-Further saves of the same step are ``step-N.2.pt``, ``step-N.3.pt`` and so on. The digests (SHA-256) protect from rot, not
-from an attacker; what is loaded is limited to tensors and plain containers (``weights_only=True``).
+``step-N.json`` is the commit record of ``step-N.pt`` and holds its digest: a checkpoint without a
+record does not exist. Further saves of the same step are ``step-N.2.pt``, ``step-N.3.pt`` and so
+on. The digests (SHA-256) protect from rot, not from an attacker; what is loaded is limited to
+tensors and plain containers (``weights_only=True``).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Record:
 
 
 def records(folder: Path) -> list[Record]:
-    """The committed checkpoints of ``folder``, oldest first; a record that cannot be read counts as none."""
+    """The committed checkpoints of ``folder``, oldest first; a record that cannot be read counts as
+    none.
+    """
     found = []
     for manifest in folder.glob("step-*.json"):
         try:
@@ -70,7 +73,9 @@ def records(folder: Path) -> list[Record]:
 
 
 def order(path: Path) -> tuple[int, int]:
-    """The step and the serial number in the name of a checkpoint's file; ``UNNAMED``: it has another name."""
+    """The step and the serial number in the name of a checkpoint's file; ``UNNAMED``: it has
+    another name.
+    """
     match = re.fullmatch(r"step-(\d{1,18})(?:\.(\d{1,9}))?", path.stem)
     return (int(match[1]), int(match[2] or 1)) if match else UNNAMED
 
@@ -84,18 +89,21 @@ def sealed(facts: dict[str, Any]) -> bytes:
 
 
 class _PassingError(CheckpointError):
-    """A checkpoint that cannot be read now, and may be whole: an older one in its place would end it."""
+    """A checkpoint that cannot be read now, and may be whole: an older one in its place would end
+    it.
+    """
 
 
 def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
-    """The newest checkpoint of ``folder`` that passes its digest, its state, and what was wrong with newer ones.
+    """The newest checkpoint of ``folder`` that passes its digest, its state, and what was wrong
+    with newer ones.
 
     Returns:
         None where there is no checkpoint at all.
 
     Raises:
-        CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be read now: training never
-            starts from nothing by itself.
+        CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be
+            read now: training never starts from nothing by itself.
     """
     warnings: list[str] = []
     manifests = sorted(folder.glob("step-*.json"), key=order, reverse=True)
@@ -109,7 +117,8 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
             warnings.append(str(error))
     if manifests:
         raise CheckpointError(
-            f"{folder}: every checkpoint is damaged: {warnings[0]}; resume=null in another run folder starts anew"
+            f"{folder}: every checkpoint is damaged: {warnings[0]}; resume=null in another run "
+            "folder starts anew"
         )
     # One may be of a first save that was killed.
     if len(list(folder.glob("step-*.pt"))) > 1:
@@ -122,7 +131,8 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
 def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
     """The checkpoint at ``path``, its state, and what was wrong with newer ones.
 
-    ``path`` is a ``.pt`` file beside its record, or a run's folder, whose newest checkpoint is meant.
+    ``path`` is a ``.pt`` file beside its record, or a run's folder, whose newest checkpoint is
+    meant.
 
     Raises:
         CheckpointError: missing, damaged, without a record or not a checkpoint.
@@ -220,7 +230,9 @@ def _record(manifest: Path) -> Record:
 
 
 def _target(path: Path) -> Path:
-    """The file that ``path`` leads to, by a link or by a text with a name where links cannot be made."""
+    """The file that ``path`` leads to, by a link or by a text with a name where links cannot be
+    made.
+    """
     target = path.resolve()
     # Where it is no such text, it is the file itself.
     with suppress(OSError, ValueError):
@@ -234,7 +246,8 @@ def _target(path: Path) -> Path:
 def _unread(name: str, error: OSError) -> CheckpointError:
     if error.errno in _PASSING:
         return _PassingError(
-            f"{name}: cannot be read now: {error.strerror}; try again, or name an older one with resume=PATH"
+            f"{name}: cannot be read now: {error.strerror}; try again, or name an older one with "
+            "resume=PATH"
         )
     return CheckpointError(f"{name}: cannot be read: {error.strerror or error}")
 

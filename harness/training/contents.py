@@ -1,4 +1,6 @@
-"""Whether what a checkpoint holds can be used: its digest says only that nobody has changed it since."""
+"""Whether what a checkpoint holds can be used: its digest says only that nobody has changed it
+since.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
     Args:
         saved: what a file holds.
         where: names the file.
-        state: the ``TrainState`` that is to take over all of them, and stays as it is; None: the network alone is used.
+        state: the ``TrainState`` that is to take over all of them, and stays as it is; None: the
+            network alone is used.
 
     Raises:
         CheckpointError: names the part. What another network or optimizer has saved passes.
@@ -71,7 +74,9 @@ def _random(saved: Any, state: Any) -> None:
 
 
 def _numbers(saved: Any, own: Any) -> None:
-    """Raise where ``saved`` has not what ``own`` has; names with ``_`` come and go with torch's versions."""
+    """Raise where ``saved`` has not what ``own`` has; names with ``_`` come and go with torch's
+    versions.
+    """
     if isinstance(own, dict):
         for key in own:
             if key in saved or not key.startswith("_"):

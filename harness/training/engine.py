@@ -46,7 +46,8 @@ class Outcome:
         status: completed, idle (there was nothing left to train), interrupted or failed.
         evaluation: the last one, if there was one.
         skipped: updates left out for a non-finite gradient.
-        turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for that epoch's.
+        turns_ms: for each evaluation with an epoch after it, the waits for its first batch and for
+            that epoch's.
         ranks: every rank's figures at the end of a completed run of several.
     """
 
@@ -110,7 +111,9 @@ class Engine:
         )
 
     def fit(self) -> Outcome:
-        """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error ends the run."""
+        """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error
+        ends the run.
+        """
         config, state = self.config, self.state
         with self._ending():
             evaluation = None
@@ -120,7 +123,8 @@ class Engine:
             done = self._is_done()
             if done and evaluation is None:
                 say(
-                    f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; raise trainer.epochs"
+                    f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; "
+                    "raise trainer.epochs"
                 )
                 self.outcome.status = "idle"
                 return self.outcome
@@ -159,7 +163,8 @@ class Engine:
             self.feed.prime(following)
         name = f"epoch {epoch + 1}" if self.config.mode is Mode.train else "evaluation"
         bar = progress(f"{name}: evaluating", len(self.val_feed), "batches")
-        # a graph of its own would be compiled while training waits, for longer than a pass without gradients lasts
+        # a graph of its own would be compiled while training waits, for longer than a pass without
+        # gradients lasts
         with self._aside("evaluate"), self._eagerly(), bar as shown:
             self.world.copy_from_first(
                 self.state.network.buffers()
@@ -202,7 +207,9 @@ class Engine:
             yield
 
     def _eagerly(self) -> AbstractContextManager[None]:
-        """A block in which the network runs without torch.compile, whose graph is kept for whole batches of training."""
+        """A block in which the network runs without torch.compile, whose graph is kept for whole
+        batches of training.
+        """
         return (
             torch.compiler.set_stance("force_eager")
             if self.config.trainer.compile
@@ -249,7 +256,8 @@ class Engine:
         self._epoch = Shown()
         if self._starting:
             say(
-                f"training: {steps_left} steps in epoch {epoch + 1}, {whole * accumulate} images each; first step ..."
+                f"training: {steps_left} steps in epoch {epoch + 1}, {whole * accumulate} images "
+                "each; first step ..."
             )
         with progress(
             f"epoch {epoch + 1}/{self.config.trainer.epochs}", steps_left, "steps"
@@ -273,7 +281,8 @@ class Engine:
         return due
 
     def _between_steps(self, epoch: int, last: bool) -> bool:
-        """Log and save what is due after a step, which may be the ``last`` one before an evaluation saves; whether it was due.
+        """Log and save what is due after a step, which may be the ``last`` one before an evaluation
+        saves; whether it was due.
 
         Raises:
             Interrupted: any rank heard a signal.
@@ -310,7 +319,10 @@ class Engine:
         self._starting = False
 
     def _close_window(self, epoch: int) -> None:
-        """Log the window. Here, and where a checkpoint is made, a training step waits for the device."""
+        """Log the window.
+
+        Here, and where a checkpoint is made, a training step waits for the device.
+        """
         steps, self._logged_step = self.state.step - self._logged_step, self.state.step
         self.watch.clock.settle()
         figures, lr = self.step.read(), float(self.state.schedule.get_last_lr()[0])
@@ -335,8 +347,10 @@ class Engine:
             )
         if figures.worst_streak > self.config.trainer.max_nonfinite_steps:
             raise NonFiniteError(
-                f"step {self.state.step}: {figures.worst_streak} updates in a row had a non-finite loss or gradient "
-                f"(trainer.max_nonfinite_steps={self.config.trainer.max_nonfinite_steps}); lower optim.lr, set "
+                f"step {self.state.step}: {figures.worst_streak} updates in a row had a non-finite "
+                "loss or gradient "
+                f"(trainer.max_nonfinite_steps={self.config.trainer.max_nonfinite_steps}); lower "
+                "optim.lr, set "
                 "optim.clip_norm=1 or use trainer.precision=fp32"
             )
 

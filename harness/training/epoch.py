@@ -12,9 +12,11 @@ _LEAD_S = 1.5  # workers that start now have batches ready by then
 
 
 class Lead:
-    """Tells, once, when an epoch of ``steps`` steps is about to end: ``_LEAD_S`` seconds before, or before its last step.
+    """Tells, once, when an epoch of ``steps`` steps is about to end: ``_LEAD_S`` seconds before, or
+    before its last step.
 
-    The steps that are left are taken to last as long as those so far did on average, the first one left out.
+    The steps that are left are taken to last as long as those so far did on average, the first one
+    left out.
     """
 
     def __init__(self, steps: int, now: Callable[[], float] = time.perf_counter) -> None:
@@ -23,7 +25,9 @@ class Lead:
         self._told = False
 
     def due(self, left: int) -> bool:
-        """Whether it is time; to be asked before each step, with the number of steps ``left``, that one included."""
+        """Whether it is time; to be asked before each step, with the number of steps ``left``, that
+        one included.
+        """
         timed = self._steps - left - 1
         if timed <= 0:
             self._begin = self._now()
@@ -55,7 +59,9 @@ class Shown:
     def add(
         self, steps: int, loss: float | None, lr: float, window: Window | None, ranks: int
     ) -> None:
-        """Add a window of ``steps`` steps of each of ``ranks`` ranks; the figures of ``window`` are of one."""
+        """Add a window of ``steps`` steps of each of ``ranks`` ranks; the figures of ``window`` are
+        of one.
+        """
         self.lr = lr
         if loss is not None:
             self.steps += steps

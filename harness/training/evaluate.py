@@ -35,15 +35,16 @@ def evaluate(
 ) -> Evaluation:
     """The network's accuracy over the ``batches`` of all ranks.
 
-    Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The sums stay on the device until
-    the end.
+    Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The
+    sums stay on the device until the end.
 
     Raises:
         Interrupted: any rank heard a signal; on every rank, once each has stopped.
     """
     was_training = network.training
     network.eval()
-    # counts of images, top-1 and top-5, and the loss: exact up to 2**53 in float64, which Apple's GPUs do not have
+    # counts of images, top-1 and top-5, and the loss: exact up to 2**53 in float64, which Apple's
+    # GPUs do not have
     sums = torch.zeros(
         4,
         device=world.device,

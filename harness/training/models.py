@@ -21,13 +21,15 @@ from harness.watch.console import say
 def build(
     config: ModelConfig, num_classes: int, *, image_size: int, filled: bool = False
 ) -> nn.Module:
-    """The network that ``config`` names, for images of ``image_size`` pixels a side, with a head for ``num_classes``.
+    """The network that ``config`` names, for images of ``image_size`` pixels a side, with a head
+    for ``num_classes``.
 
-    With ``weights=DEFAULT`` or a path, the head's weights are taken over where its shape fits, else they stay random. No
-    weights are read where the caller fills the network (``filled``).
+    With ``weights=DEFAULT`` or a path, the head's weights are taken over where its shape fits, else
+    they stay random. No weights are read where the caller fills the network (``filled``).
 
     Raises:
-        ConfigError: the name is unknown, the published weights cannot be had, or the network cannot take the image size.
+        ConfigError: the name is unknown, the published weights cannot be had, or the network cannot
+            take the image size.
         CheckpointError: the file is missing, damaged or of another network.
     """
     check(config, image_size)
@@ -63,7 +65,8 @@ def names() -> list[str]:
 
 
 def check(config: ModelConfig, image_size: int) -> None:
-    """Refuses a network that cannot be built, or that cannot take images of ``image_size`` pixels a side.
+    """Refuses a network that cannot be built, or that cannot take images of ``image_size`` pixels a
+    side.
 
     Raises:
         ConfigError: names the setting and the way out.
@@ -75,19 +78,22 @@ def check(config: ModelConfig, image_size: int) -> None:
     patch = int(name.rpartition("_")[2])
     if image_size % patch:
         raise ConfigError(
-            f"data.image_size={image_size}: {name} cuts images into squares of {patch}; use a multiple of that"
+            f"data.image_size={image_size}: {name} cuts images into squares of {patch}; use a "
+            "multiple of that"
         )
     if config.weights == "DEFAULT":
         published = zoo.get_model_weights(name).DEFAULT.meta["min_size"][0]
         if image_size != published:
             raise ConfigError(
-                f"data.image_size={image_size}: the published weights of {name} are for {published}; use that, or "
+                f"data.image_size={image_size}: the published weights of {name} are for "
+                f"{published}; use that, or "
                 "model.weights=null"
             )
 
 
 def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
-    """The network that the user's function returns; two images have been through it, by which lazy layers know their sizes.
+    """The network that the user's function returns; two images have been through it, by which lazy
+    layers know their sizes.
 
     Raises:
         ConfigError: it is none, failed, or gives anything but a number for each class.
@@ -110,7 +116,8 @@ def _own(name: str, num_classes: int, image_size: int) -> nn.Module:
     found = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
     if found != [2, num_classes]:
         raise ConfigError(
-            f"{where}: the network gives {found} for 2 images; it must give [2, {num_classes}], one a class"
+            f"{where}: the network gives {found} for 2 images; it must give [2, {num_classes}], "
+            "one a class"
         )
     return network.train()
 
@@ -134,7 +141,8 @@ def _random(config: ModelConfig, num_classes: int, image_size: int) -> nn.Module
 
 
 def published(name: str) -> dict[str, torch.Tensor]:
-    """The published weights under today's keys: only torchvision's builder renames those of the densenets.
+    """The published weights under today's keys: only torchvision's builder renames those of the
+    densenets.
 
     Raises:
         ConfigError: they cannot be fetched.
@@ -144,7 +152,8 @@ def published(name: str) -> dict[str, torch.Tensor]:
     except (OSError, RuntimeError) as error:
         why = str(error).partition("\n")[0]  # torch lists every key that does not fit after it
         raise ConfigError(
-            f"model.weights=DEFAULT: the weights of {name} cannot be fetched ({why}); use model.weights=null, or put "
+            f"model.weights=DEFAULT: the weights of {name} cannot be fetched ({why}); use "
+            "model.weights=null, or put "
             f"{zoo.get_model_weights(name).DEFAULT.url} into {torch.hub.get_dir()}/checkpoints"
         ) from error
     return {key: value for key, value in weights.items() if not key.startswith("AuxLogits.")}
@@ -156,12 +165,14 @@ def take_over(
     text: str,
     may_differ: Collection[str] = (),
 ) -> bool:
-    """Loads ``weights`` into ``network``; returns whether the keys ``may_differ`` were left as they are.
+    """Loads ``weights`` into ``network``; returns whether the keys ``may_differ`` were left as they
+    are.
 
     They are left where any of them is missing from ``weights`` or has another shape.
 
     Raises:
-        CheckpointError: another key differs; ``text`` and the first differences. The network is unchanged.
+        CheckpointError: another key differs; ``text`` and the first differences. The network is
+            unchanged.
     """
     own = network.state_dict()
     left = any(key not in weights or weights[key].shape != own[key].shape for key in may_differ)

@@ -17,7 +17,8 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     """The optimizer over ``network``'s parameters.
 
     Norms and biases (every parameter with fewer than two dimensions) have no weight decay unless
-    ``optim.decay_norm_and_bias`` says so. The fused form is used everywhere: it can skip an update on the device.
+    ``optim.decay_norm_and_bias`` says so. The fused form is used everywhere: it can skip an update
+    on the device.
     """
     parameters = [p for p in network.parameters() if p.requires_grad]
     if config.decay_norm_and_bias:
@@ -44,7 +45,8 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
         weight_decay=config.weight_decay,
         fused=True,
     )
-    # torch makes the buffers unfilled at the first update, and leaves them so if that one is skipped
+    # torch makes the buffers unfilled at the first update, and leaves them so if that one is
+    # skipped
     if config.momentum:
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -76,8 +78,9 @@ def make_schedule(
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
     """The share of ``optim.lr`` that update number ``step`` (from 0) uses.
 
-    Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR`` stepped once per epoch;
-    ``cosine`` falls from the end of the warm-up to ``final_fraction`` at the last update (SGDR, arXiv 1608.03983).
+    Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR``
+    stepped once per epoch; ``cosine`` falls from the end of the warm-up to ``final_fraction`` at
+    the last update (SGDR, arXiv 1608.03983).
     """
     warmup = config.warmup_epochs * steps_per_epoch
     if step < warmup:

@@ -25,11 +25,12 @@ _log = logging.getLogger(LOGGER)
 
 
 class Trace:
-    """Records the steps that ``profile.steps`` names into ``trace/`` of the run's folder, with the names of ``watch.spans``.
+    """Records the steps that ``profile.steps`` names into ``trace/`` of the run's folder, with the
+    names of ``watch.spans``.
 
-    What the run does between two of these steps is recorded too. Every Python thread is, so that what a prefetcher's thread
-    does can be seen beside the step. The file is named after the steps that are in it: a run may begin or end among those
-    asked for.
+    What the run does between two of these steps is recorded too. Every Python thread is, so that
+    what a prefetcher's thread does can be seen beside the step. The file is named after the steps
+    that are in it: a run may begin or end among those asked for.
 
     Args:
         steps: first and last step, counted from 1, such as ``10-20``; None records nothing.
@@ -100,7 +101,9 @@ class Trace:
             spans.record(record_function)
 
     def _write(self, profiler: profile) -> None:
-        """End and write the trace, whole or not at all; a full disk, or a profiler that fails, costs it and not the run."""
+        """End and write the trace, whole or not at all; a full disk, or a profiler that fails,
+        costs it and not the run.
+        """
         path = self._folder / f"steps-{self._began}-{self._ended}.json"
         try:
             profiler.stop()
@@ -116,5 +119,6 @@ class Trace:
             _log.warning("profile.steps: no trace in %s: %s", os.path.relpath(path), error)
         else:
             say(
-                f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in https://ui.perfetto.dev"
+                f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in "
+                "https://ui.perfetto.dev"
             )

@@ -35,7 +35,9 @@ _HPARAMS = (
 
 
 class Page(NamedTuple):
-    """The page of a run: its address while the run goes on, for whoever starts TensorBoard, and what writes it at the end."""
+    """The page of a run: its address while the run goes on, for whoever starts TensorBoard, and
+    what writes it at the end.
+    """
 
     link: str
     write: Callable[[Path], object]
@@ -47,8 +49,10 @@ class Reporter:
 
     Attributes:
         config: the run's settings.
-        overridden: what the command line set, such as ``loader.num_workers=2``: each is a column of the HParams page.
-        tuning: called with the run's figures, gives what tuning did, as plain values; None where nothing was tuned.
+        overridden: what the command line set, such as ``loader.num_workers=2``: each is a column of
+            the HParams page.
+        tuning: called with the run's figures, gives what tuning did, as plain values; None where
+            nothing was tuned.
         cores: what this rank may use.
         page: is written once ``report.json`` is.
         cache: where decoded images are kept, if they are.
@@ -85,7 +89,9 @@ class Reporter:
         assert board is not None
         try:
             report = self.figures(engine)
-        except Exception as fault:  # a device that has failed answers nothing more; how the run ended is not up to its report
+        except Exception as fault:
+            # a device that has failed answers nothing more; how the run ended is not up to its
+            # report
             _log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
             report = {
                 "status": outcome.status,
@@ -202,7 +208,8 @@ class Reporter:
             say(f"top-1          {report['top1']:.4f} on {report['val_images']} validation images")
         if "step_ms" in report:
             say(
-                f"speed          {report['images_per_s']:.0f} images/s while training, {_spread(report['step_ms'])} a step"
+                f"speed          {report['images_per_s']:.0f} images/s while training, "
+                f"{_spread(report['step_ms'])} a step"
             )
             say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
         if "goodput" in report:
@@ -231,7 +238,8 @@ class Reporter:
             else ""
         )
         say(
-            f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} epochs{amid}"
+            f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} "
+            f"epochs{amid}"
         )
         if saved := engine.saves.last:
             say(f"saved          {os.path.relpath(saved)}")
@@ -272,13 +280,17 @@ def _spread(spread: Spread) -> str:
 
 
 def _goodput(goodput: Goodput) -> str:
-    """The share of the wall time that went to training steps, and the three largest parts of the rest."""
+    """The share of the wall time that went to training steps, and the three largest parts of the
+    rest.
+    """
     rest = ", ".join(f"{part.name.replace('_', ' ')} {part.s:.1f} s" for part in goodput.rest[:3])
     return f"{goodput.fraction:.0%} of {goodput.wall_s:.1f} s in training steps; {rest}"
 
 
 def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
-    """What the training feed's workers did in the whole run, by stage, in so many seconds of them together."""
+    """What the training feed's workers did in the whole run, by stage, in so many seconds of them
+    together.
+    """
     each = [
         {
             "name": name,

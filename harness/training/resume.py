@@ -1,4 +1,6 @@
-"""What a run takes over from a checkpoint: the whole state to go on training, the network to evaluate."""
+"""What a run takes over from a checkpoint: the whole state to go on training, the network to
+evaluate.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Saved(NamedTuple):
 
 
 def find(config: Config, folder: Path) -> Saved | None:
-    """Returns what ``resume`` names, or in evaluation ``model.weights``; None: training starts from nothing.
+    """Returns what ``resume`` names, or in evaluation ``model.weights``; None: training starts from
+    nothing.
 
     Raises:
         CheckpointError: it is missing or damaged.
@@ -82,9 +85,11 @@ def find(config: Config, folder: Path) -> Saved | None:
 
 
 def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Config:
-    """Returns ``config``; in evaluation, with what decides pixels, labels and the network from the checkpoint.
+    """Returns ``config``; in evaluation, with what decides pixels, labels and the network from the
+    checkpoint.
 
-    What the command line set (``typed``, such as ``data.image_size=48``) stays. Every difference is printed.
+    What the command line set (``typed``, such as ``data.image_size=48``) stays. Every difference is
+    printed.
 
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
@@ -93,7 +98,8 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
     if saved is None or "settings" not in saved.state:
         if saved is not None and evaluating:
             say(
-                f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are those of this command"
+                f"{saved.where}: holds no settings; data.*, model.name and trainer.precision are "
+                "those of this command"
             )
         return config
     try:
@@ -130,13 +136,16 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
 def rest(
     config: Config, saved: Saved | None, world: World, length: int
 ) -> tuple[Config, Rest | None]:
-    """Returns the settings with the checkpoint's global batch, and what is left of the epoch that it was saved in.
+    """Returns the settings with the checkpoint's global batch, and what is left of the epoch that
+    it was saved in.
 
-    Another number of ranks changes ``trainer.accumulate_steps`` or ``loader.batch_size`` where both are as they were, so that
-    an update still has as many images. ``length`` is the number of training images.
+    Another number of ranks changes ``trainer.accumulate_steps`` or ``loader.batch_size`` where both
+    are as they were, so that an update still has as many images. ``length`` is the number of
+    training images.
 
     Raises:
-        CheckpointError: the epoch cannot be continued: other images, another order, or too few samples for the ranks.
+        CheckpointError: the epoch cannot be continued: other images, another order, or too few
+            samples for the ranks.
     """
     if saved is None or config.mode is not Mode.train or "ranks" not in saved.state:
         return config, None
@@ -152,8 +161,10 @@ def rest(
     ):
         if then != now:
             raise CheckpointError(
-                f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's {now}: the rest of the epoch "
-                "would be of other samples; go on with the same, or from a checkpoint of an epoch's end"
+                f"{saved.where}: was saved within an epoch; its {name} is {then}, this run's "
+                f"{now}: the rest of the epoch "
+                "would be of other samples; go on with the same, or from a checkpoint of an "
+                "epoch's end"
             )
     left = Rest(state["epoch"], state["samples"], state["stop"])
     try:
@@ -164,12 +175,16 @@ def rest(
 
 
 def _trained(state: dict[str, Any]) -> Config:
-    """The settings of the run that saved ``state``; its ``resume=auto`` may be one that only its launcher could take."""
+    """The settings of the run that saved ``state``; its ``resume=auto`` may be one that only its
+    launcher could take.
+    """
     return from_plain({**state["settings"], "resume": None})
 
 
 def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Config:
-    """``config`` for ``size`` ranks, with as many images in an update as ``trained`` had on so many ``ranks``."""
+    """``config`` for ``size`` ranks, with as many images in an update as ``trained`` had on so many
+    ``ranks``.
+    """
     batch = config.loader.batch_size
     parts = config.trainer.accumulate_steps
     if ranks == size or (batch, parts) != (
@@ -185,12 +200,17 @@ def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Conf
         same.loader.batch_size = images // (parts * size)
     else:
         say(
-            f"checkpoint: {ranks} ranks, now {size}: they cannot share {images} images; an update has {batch * parts * size}"
+            f"checkpoint: {ranks} ranks, now {size}: they cannot share {images} images; an update "
+            f"has {batch * parts * size}"
         )
         return config
-    used = f"loader.batch_size={same.loader.batch_size} trainer.accumulate_steps={same.trainer.accumulate_steps}"
+    used = (
+        f"loader.batch_size={same.loader.batch_size} "
+        f"trainer.accumulate_steps={same.trainer.accumulate_steps}"
+    )
     say(
-        f"checkpoint: {ranks} ranks, now {size}: {used}, so that an update still has {images} images"
+        f"checkpoint: {ranks} ranks, now {size}: {used}, so that an update still has {images} "
+        "images"
     )
     return same
 
@@ -210,17 +230,20 @@ def _kept(config: Config, trained: Config, typed: tuple[str, ...]) -> set[str]:
 def take_over(
     state: TrainState, saved: Saved | None, config: Config, world: World, classes: tuple[str, ...]
 ) -> int | None:
-    """Puts what ``saved`` holds into ``state``; returns the step to go on from, None for a run that begins.
+    """Puts what ``saved`` holds into ``state``; returns the step to go on from, None for a run that
+    begins.
 
     Raises:
-        CheckpointError: it does not fit, or the ranks do not see the same. Training never starts anew in its place.
+        CheckpointError: it does not fit, or the ranks do not see the same. Training never starts
+            anew in its place.
     """
     if saved is not None:
         contents.check(saved.state, saved.where)
         trained = tuple(saved.state.get("classes", classes))
         if trained != classes:
             raise CheckpointError(
-                f"{saved.where}: its classes are not this data set's: {_listed(trained)}, not {_listed(classes)}; "
+                f"{saved.where}: its classes are not this data set's: {_listed(trained)}, not "
+                f"{_listed(classes)}; "
                 "choose its data set with data= and data.root="
             )
         if config.mode is Mode.evaluate:

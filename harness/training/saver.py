@@ -1,8 +1,8 @@
 """How a checkpoint gets to disk: whole or not at all, while training goes on.
 
-``step-N.pt`` is written to a temporary file in the same folder, synced and renamed; its record ``step-N.json`` follows in
-the same way. What was committed before is deleted only then. Both were synced, so the disk has them; reading them back
-would show the page cache, not the disk.
+``step-N.pt`` is written to a temporary file in the same folder, synced and renamed; its record
+``step-N.json`` follows in the same way. What was committed before is deleted only then. Both were
+synced, so the disk has them; reading them back would show the page cache, not the disk.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _RESTS = 4.0
 
 
 class Saver:
-    """Saves the checkpoints of a run in a thread of its own, one at a time, and rests often until somebody waits for it.
+    """Saves the checkpoints of a run in a thread of its own, one at a time, and rests often until
+    somebody waits for it.
 
-    It first finishes what a killed save has left to do. An error of a save is raised once: by the next ``save``, ``wait``
-    or ``close``.
+    It first finishes what a killed save has left to do. An error of a save is raised once: by the
+    next ``save``, ``wait`` or ``close``.
 
     Args:
         folder: where the checkpoints go; made if need be.
@@ -84,7 +85,9 @@ class Saver:
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def wait(self) -> Record | None:
-        """The last checkpoint, once it is committed; None: nothing was saved, or the error was raised before."""
+        """The last checkpoint, once it is committed; None: nothing was saved, or the error was
+        raised before.
+        """
         self._awaited.set()
         try:
             return self._last.result() if self._last is not None else None
@@ -102,8 +105,9 @@ class Saver:
 class _Host:
     """Copies states into host memory of its own, each over the one before.
 
-    New memory for each copy would take longer to get than to fill. Taken from malloc's heap and given back, it also changes
-    whether the training step's own memory stays there: without a byte written, steps took 1.7 times as long.
+    New memory for each copy would take longer to get than to fill. Taken from malloc's heap and
+    given back, it also changes whether the training step's own memory stays there: without a byte
+    written, steps took 1.7 times as long.
     """
 
     def __init__(self) -> None:
@@ -113,7 +117,9 @@ class _Host:
         self._copied: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with its tensors in host memory, shared where they were shared; the copy before is no longer valid."""
+        """``state`` with its tensors in host memory, shared where they were shared; the copy before
+        is no longer valid.
+        """
         self._chunk = self._used = 0
         self._copied.clear()
         copied: dict[str, Any] = self._copy(state)
@@ -140,7 +146,8 @@ class _Host:
 
     def _room(self, nbytes: int) -> torch.UntypedStorage:
         if nbytes == 0:
-            # A slice would have the address of the next one, and torch refuses one address under two types.
+            # A slice would have the address of the next one, and torch refuses one address under
+            # two types.
             return torch.UntypedStorage(0)
         while (
             self._chunk < len(self._chunks)
@@ -166,10 +173,11 @@ def save(
     keep_last: int,
     rest: Callable[[float], object] | None = None,
 ) -> Record:
-    """Commit ``state`` under a free name in ``folder``, point ``last.pt`` and ``best.pt`` at their files, drop old ones.
+    """Commit ``state`` under a free name in ``folder``, point ``last.pt`` and ``best.pt`` at their
+    files, drop old ones.
 
-    ``best.pt`` has the highest finite top-1; ties keep the earlier. ``rest`` is called with the seconds for which the thread
-    should leave its processor to training.
+    ``best.pt`` has the highest finite top-1; ties keep the earlier. ``rest`` is called with the
+    seconds for which the thread should leave its processor to training.
 
     Raises:
         DiskError: a file could not be written; what was there before stays whole.
@@ -192,7 +200,8 @@ def save(
         _retain(folder, record, keep_last)
     except OSError as error:
         raise DiskError(
-            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; earlier ones are whole: "
+            f"{error.filename or path}: cannot save the checkpoint: {error.strerror or error}; "
+            "earlier ones are whole: "
             "make room or mend the disk, then go on with resume=auto"
         ) from error
     finally:
@@ -203,7 +212,9 @@ def save(
 
 
 def _retain(folder: Path, newest: Record, keep_last: int) -> None:
-    """Point at the ``newest`` and at the best checkpoint, and delete the others but the last ``keep_last``."""
+    """Point at the ``newest`` and at the best checkpoint, and delete the others but the last
+    ``keep_last``.
+    """
     committed = records(folder)
     # Those of later steps belong to a past that a resume has left.
     past = [old for old in committed if order(old.path) <= order(newest.path)]
@@ -220,7 +231,8 @@ def _retain(folder: Path, newest: Record, keep_last: int) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Delete what belongs to no checkpoint: temporary files, and files whose record was not written or is deleted.
+    """Delete what belongs to no checkpoint: temporary files, and files whose record was not written
+    or is deleted.
 
     Only one run owns the folder, so no save of another can be under way.
     """
@@ -235,7 +247,9 @@ def _clear(folder: Path) -> None:
 def _write(
     path: Path, fill: Callable[[_Hashing], object], rest: Callable[[float], object] | None = None
 ) -> str:
-    """Write ``path`` whole or not at all, and to the disk before its name shows; the SHA-256 of its bytes."""
+    """Write ``path`` whole or not at all, and to the disk before its name shows; the SHA-256 of its
+    bytes.
+    """
     with replacing(path) as temporary, _Hashing(FileIO(temporary, "xb"), rest) as file:
         try:
             fill(file)

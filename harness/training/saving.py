@@ -31,7 +31,9 @@ class Place:
 
 
 class Boundary:
-    """What all ranks agree on between two steps: whether a signal ends the run there, whether it is time to save."""
+    """What all ranks agree on between two steps: whether a signal ends the run there, whether it is
+    time to save.
+    """
 
     def __init__(
         self, config: Config, world: World, step: int, now: Callable[[], float] = time.monotonic
@@ -48,7 +50,8 @@ class Boundary:
         self._saved_s = now()
 
     def ask(self, step: int) -> tuple[int, bool]:
-        """The number of a signal, or 0, and whether to save, after ``step`` updates; every rank must ask after each.
+        """The number of a signal, or 0, and whether to save, after ``step`` updates; every rank
+        must ask after each.
 
         Several ranks tell each other once a window, and once a second where steps are slow.
         """
@@ -94,9 +97,11 @@ class Saves:
         self._saved: tuple[int, bool] | None = self._mark()
 
     def save(self, top1: float | None = None, *, at_once: bool = False) -> None:
-        """Begin to write the state as it is between two updates; ``top1`` is of its evaluation, 0..1.
+        """Begin to write the state as it is between two updates; ``top1`` is of its evaluation,
+        0..1.
 
-        At the end of a run it is written ``at_once``: nothing goes on for which the thread that writes should give way.
+        At the end of a run it is written ``at_once``: nothing goes on for which the thread that
+        writes should give way.
 
         Raises:
             DiskError: the save before could not be written.

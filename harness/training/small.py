@@ -14,9 +14,10 @@ _WIDTHS = (16, 32, 64, 128)
 def small(num_classes: int) -> nn.Module:
     """A network from float ``[N, 3, H, W]`` to logits ``[N, num_classes]``; H and W of at least 16.
 
-    0.4 million parameters, 20 million multiply-adds for 64x64 pixels. A convolution of stride 2, three that each end in a
-    pooling by 2, a residual block (He et al. 2015, https://arxiv.org/abs/1512.03385), the mean over what is left. Channels
-    are few where pixels are many, for that is where a CPU's time goes; pooling comes before the norm (as in Jordan 2024,
+    0.4 million parameters, 20 million multiply-adds for 64x64 pixels. A convolution of stride 2,
+    three that each end in a pooling by 2, a residual block (He et al. 2015,
+    https://arxiv.org/abs/1512.03385), the mean over what is left. Channels are few where pixels are
+    many, for that is where a CPU's time goes; pooling comes before the norm (as in Jordan 2024,
     https://arxiv.org/abs/2404.00498), which then has a quarter of the work.
     """
     stages = itertools.chain(

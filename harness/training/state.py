@@ -25,7 +25,8 @@ class TrainState:
 
     Attributes:
         network: the bare network, not its DDP wrapper.
-        scaler: scales fp16 losses; in the other precisions its scale is 1 and it only finds non-finite gradients.
+        scaler: scales fp16 losses; in the other precisions its scale is 1 and it only finds
+            non-finite gradients.
         epoch: epochs done.
         step: optimizer updates done.
         samples: of the epoch that was begun, taken by all ranks together.
@@ -66,10 +67,12 @@ class TrainState:
     def load_dict(self, saved: dict[str, Any], where: str, precision: Precision) -> None:
         """Take over what ``to_dict`` gave; all of it or, on an error, nothing.
 
-        Learning rate, weight decay and the like stay this run's own, and the loss scale starts anew in another precision.
+        Learning rate, weight decay and the like stay this run's own, and the loss scale starts anew
+        in another precision.
 
         Raises:
-            CheckpointError: the checkpoint is of another network or optimizer; names the first differences.
+            CheckpointError: the checkpoint is of another network or optimizer; names the first
+                differences.
         """
         needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
         if missing := needed - saved.keys():
@@ -129,7 +132,8 @@ class TrainState:
 def make_state(
     config: Config, num_classes: int, world: World, steps_per_epoch: int, *, filled: bool = False
 ) -> TrainState:
-    """A fresh network on this rank's device, and what trains it; no weights are read if the caller fills it (``filled``).
+    """A fresh network on this rank's device, and what trains it; no weights are read if the caller
+    fills it (``filled``).
 
     Raises:
         ConfigError: the network's name or its published weights.
@@ -150,7 +154,8 @@ def make_state(
 
 
 class FiniteCheck(GradScaler):
-    """Leaves out non-finite updates on the device, as a scaler whose scale is 1 does, and multiplies nothing by that 1.
+    """Leaves out non-finite updates on the device, as a scaler whose scale is 1 does, and
+    multiplies nothing by that 1.
 
     For an optimizer that takes ``found_inf``, as torch's fused ones do.
     """

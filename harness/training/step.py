@@ -113,11 +113,16 @@ class Step:
 
     @property
     def forward_ms(self) -> float | None:
-        """Mean time per update of the network's own forward passes, where several ranks train on CPUs; else None."""
+        """Mean time per update of the network's own forward passes, where several ranks train on
+        CPUs; else None.
+        """
         return None if self._forward is None else self._forward.mean_ms()
 
     def read(self) -> StepFigures:
-        """The figures since the last call. The host waits here for the device: call it once a window, not once a step."""
+        """The figures since the last call.
+
+        The host waits here for the device: call it once a window, not once a step.
+        """
         noted = [*self._losses, *self._found_inf]
         count = len(self._losses)
         # a host's values are there; a device's are fetched at once
@@ -171,9 +176,11 @@ class Step:
 
 
 class _ForwardTimer:
-    """Times ``network`` inside DDP: without what the ranks wait for each other, so that a slow one stands out.
+    """Times ``network`` inside DDP: without what the ranks wait for each other, so that a slow one
+    stands out.
 
-    The first pass, in which memory is taken and kernels are chosen, does not count; an update has ``parts`` passes.
+    The first pass, in which memory is taken and kernels are chosen, does not count; an update has
+    ``parts`` passes.
     """
 
     def __init__(self, network: nn.Module, parts: int) -> None:
@@ -210,7 +217,8 @@ def device_batches(
 ) -> DataPrefetcher:
     """The batches of ``feed`` on ``device``, normalised; ``clock`` is told of their copies.
 
-    Evaluation takes them so; for training, ``augment`` is done to them before they are normalised, and ``mix`` after it.
+    Evaluation takes them so; for training, ``augment`` is done to them before they are normalised,
+    and ``mix`` after it.
     """
     return DataPrefetcher(
         feed,
@@ -230,7 +238,9 @@ def device_batches(
 def autocast_of(
     device: torch.device, precision: Precision
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns what makes the autocast context of a precision for one block; a plain context in fp32."""
+    """Returns what makes the autocast context of a precision for one block; a plain context in
+    fp32.
+    """
     if precision is Precision.fp32:
         return lambda: _AS_IT_IS
     return functools.partial(torch.autocast, device.type, DTYPES[precision])

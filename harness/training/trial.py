@@ -34,7 +34,9 @@ _Done = tuple[int, float]
 
 
 class StepTrials:
-    """The training step as tuning measures it. Every rank makes the same calls in the same order, inside ``kept()``.
+    """The training step as tuning measures it.
+
+    Every rank makes the same calls in the same order, inside ``kept()``.
 
     Args:
         step: the run's own step.
@@ -68,8 +70,9 @@ class StepTrials:
     def kept(self) -> Iterator[None]:
         """A block of training mode at whose end all that steps change is as before.
 
-        Learning rates are 0 inside it: many steps on one batch must not make NaNs of the network, for the time of those is
-        not the real one, and an update costs the same at any rate. The copy of the state is the host's alone.
+        Learning rates are 0 inside it: many steps on one batch must not make NaNs of the network,
+        for the time of those is not the real one, and an update costs the same at any rate. The
+        copy of the state is the host's alone.
         """
         state = self._step.state
         step = state.step
@@ -92,9 +95,9 @@ class StepTrials:
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         """Some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
 
-        Its bytes are on the device; each step takes them augmented and normalised as in training, for that is the step's
-        work, not the loader's. ``steps_of_group`` says how many steps a group has. ``limit_s`` counts from the end of the
-        first step, which may compile.
+        Its bytes are on the device; each step takes them augmented and normalised as in training,
+        for that is the step's work, not the loader's. ``steps_of_group`` says how many steps a
+        group has. ``limit_s`` counts from the end of the first step, which may compile.
         """
         own = accelerator.of(self.device)
         placed = batch._replace(images=own.copy(batch.images), labels=own.copy(batch.labels))
@@ -136,9 +139,10 @@ class StepTrials:
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
         """Steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
 
-        Left out before them are the first batch, which holds the workers' start, and then ``skip`` batches, or as many as
-        come in a third of ``limit_s``. Their seconds are the device's, where it has a clock. Where another rank's feed fails,
-        it is the steps until then, maybe none. The feed stays open.
+        Left out before them are the first batch, which holds the workers' start, and then ``skip``
+        batches, or as many as come in a third of ``limit_s``. Their seconds are the device's, where
+        it has a clock. Where another rank's feed fails, it is the steps until then, maybe none. The
+        feed stays open.
 
         Raises:
             Whatever this rank's ``feed`` raises; with several ranks once all have stopped.
@@ -163,7 +167,8 @@ class StepTrials:
     def _stretch(
         self, source: _Source, clock: StepClock, least: int, most: float, limit_s: float
     ) -> list[_Done]:
-        """Up to ``most`` steps while ``limit_s`` is not over, but ``least``; fewer once any rank's feed has failed.
+        """Up to ``most`` steps while ``limit_s`` is not over, but ``least``; fewer once any rank's
+        feed has failed.
 
         The host waits for the device only where it is two steps ahead, or ranks agree.
         """
@@ -202,7 +207,9 @@ class StepTrials:
     def _group(
         self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False
     ) -> tuple[float, float]:
-        """The seconds of so many steps, and the host's of the first; each makes an update while warming up."""
+        """The seconds of so many steps, and the host's of the first; each makes an update while
+        warming up.
+        """
         launch_s = 0.0
         begin = self._now()
         for _ in range(steps):
@@ -235,7 +242,8 @@ class StepTrials:
 
 
 class _Source:
-    """The batches of a feed; once it has failed, a stand-in, for the other ranks wait for this one in their updates.
+    """The batches of a feed; once it has failed, a stand-in, for the other ranks wait for this one
+    in their updates.
 
     Without a ``make_stand_in`` the error is raised at once.
     """

@@ -10,9 +10,11 @@ from harness.runtime.limits import Limits
 
 _SHARE = 0.8  # of what is free: the rest is for what the reckoning leaves out
 _WAITING = 2  # batches beside those that the workers have in hand: one handed over, one in use
-_LENT = 3  # batches of threads beside those that are ready: one in the making, one handed over, one in use
-# page-locked batches beside those in flight or ready: one on its way to the device, one in use or about to follow it there,
-# and one whose memory torch lends again when the copy after its own is done
+# batches of threads beside those that are ready: one in the making, one handed over, one in use
+_LENT = 3
+# page-locked batches beside those in flight or ready: one on its way to the device, one in use or
+# about to follow it there, and one whose memory torch lends again when the copy after its own is
+# done
 _PINNED = 3
 _FILES_PER_BATCH = 2 * 3  # two for each of images, labels and indices
 _FILES_PER_WORKER = 10  # pipes and queues
@@ -41,11 +43,13 @@ NONE = Needs()
 def needs(
     settings: FeedSettings, batch_bytes: int | None, worker_bytes: int, held_bytes: int = 0
 ) -> Needs:
-    """What a feed of ``settings`` takes before a consumer that stands still: all batches in flight are page-locked.
+    """What a feed of ``settings`` takes before a consumer that stands still: all batches in flight
+    are page-locked.
 
     Args:
         settings: the feed's.
-        batch_bytes: of a batch's images, int64 labels and indices; None where that is not known, and batches are left out.
+        batch_bytes: of a batch's images, int64 labels and indices; None where that is not known,
+            and batches are left out.
         worker_bytes: private memory of one worker process, without its batches.
         held_bytes: what the feed holds besides its batches.
     """
@@ -80,14 +84,20 @@ def refusal(
     if limits.shm_bytes is not None and (
         sums := _over(shm, beside.shm_bytes, _SHARE * limits.shm_bytes)
     ):
-        return f"{sums} of shared memory, of which {shown(limits.shm_bytes)} are free ({fifth}): not tried"
+        return (
+            f"{sums} of shared memory, of which {shown(limits.shm_bytes)} are free ({fifth}): "
+            "not tried"
+        )
     if sums := _over(memory, beside.memory_bytes, _SHARE * limits.memory_bytes):
         return (
             f"{sums} of memory, of which {shown(limits.memory_bytes)} are free ({fifth}): not tried"
         )
     free = limits.open_files - limits.files_open
     if sums := _over(files, beside.open_files, free - _FILES_KEPT, str):
-        return f"{sums} open files, of which {free} are free ({_FILES_KEPT} are kept back; ulimit -n raises them): not tried"
+        return (
+            f"{sums} open files, of which {free} are free ({_FILES_KEPT} are kept back; ulimit "
+            "-n raises them): not tried"
+        )
     return None
 
 
@@ -99,7 +109,8 @@ def beside(
     worker_bytes: int,
     limits: Limits,
 ) -> FeedSettings:
-    """``val`` with fewer batches in flight, then fewer workers, down to none, until it fits beside ``train``.
+    """``val`` with fewer batches in flight, then fewer workers, down to none, until it fits beside
+    ``train``.
 
     Args:
         train: the training feed's settings; its workers stay while the other feed runs.
@@ -160,7 +171,10 @@ def _terms(
         ],
         [
             (
-                f"num_workers={workers} x ({_FILES_PER_BATCH} x prefetch_factor={prefetch} + {_FILES_PER_WORKER})",
+                (
+                    f"num_workers={workers} x ({_FILES_PER_BATCH} x prefetch_factor={prefetch} + "
+                    f"{_FILES_PER_WORKER})"
+                ),
                 workers * each,
             )
         ],
@@ -179,7 +193,9 @@ def _pinned_bytes(settings: FeedSettings, size: int) -> int:
 def _over(
     terms: _Terms, taken: int, allowed: float, show: Callable[[int], str] = shown
 ) -> str | None:
-    """The sum of ``terms`` in words where, with what is ``taken``, it is more than ``allowed``; of nothing, nothing is."""
+    """The sum of ``terms`` in words where, with what is ``taken``, it is more than ``allowed``; of
+    nothing, nothing is.
+    """
     own = sum(amount for _, amount in terms)
     if own == 0 or own + taken <= allowed:
         return None

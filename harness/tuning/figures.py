@@ -32,7 +32,8 @@ _T95 = (
     2.14,
     2.13,
 )  # Student's t, from 1 degree
-# two rates off by so much look alike from no waiting to waiting half of the time: (1 - 0.3) / (1 + 0.3) = 0.54
+# two rates off by so much look alike from no waiting to waiting half of the time: (1 - 0.3) / (1 +
+# 0.3) = 0.54
 _UNEVEN = 0.3
 MOSTLY = 0.9  # of the time: steps that wait longer are too short besides to tell their own speed
 
@@ -47,9 +48,11 @@ class Rate:
 
     @classmethod
     def of(cls, images: Sequence[float], seconds: Sequence[float]) -> Rate:
-        """The rate of blocks that each gave so many images in so many seconds; its interval is open above with one block.
+        """The rate of blocks that each gave so many images in so many seconds; its interval is open
+        above with one block.
 
-        The mean is total over total; the interval is Student's over the blocks' residuals (a ratio estimator's).
+        The mean is total over total; the interval is Student's over the blocks' residuals (a ratio
+        estimator's).
         """
         count = np.asarray(images, float)
         spent = np.asarray(seconds, float)
@@ -70,7 +73,9 @@ class Rate:
 
     @classmethod
     def typical(cls, images: Sequence[float], seconds: Sequence[float]) -> Rate:
-        """The median block's rate, and the interval that order statistics give it: a few slow blocks change nothing."""
+        """The median block's rate, and the interval that order statistics give it: a few slow
+        blocks change nothing.
+        """
         rates = np.sort(np.asarray(images, float) / np.asarray(seconds, float))
         n = len(rates)
         beyond = max(
@@ -107,7 +112,8 @@ class SampleCost:
         wall_s: seconds inside a worker, or inside this process where there are none.
         cpu_s: of these, seconds on a processor.
         variation: standard deviation of ``wall_s`` over its mean.
-        receive_s: processor seconds of the process that takes the batches, less what making samples in it took.
+        receive_s: processor seconds of the process that takes the batches, less what making samples
+            in it took.
     """
 
     wall_s: float
@@ -121,7 +127,8 @@ class Trial:
     """What became of one setting.
 
     Attributes:
-        kind: "supply": the loader with nothing consuming; "steps": what it delivered to real training steps.
+        kind: "supply": the loader with nothing consuming; "steps": what it delivered to real
+            training steps.
         rate: images/s of one rank, the slowest; None where it was refused.
         images: how many images the rate rests on.
         seconds: what the trial cost, the workers' start and end included.
@@ -165,15 +172,21 @@ class Trainee(Protocol):
         ...
 
     def kept(self) -> AbstractContextManager[None]:
-        """A block at whose end all that steps change is as before: weights, buffers, optimizer, counters, random states."""
+        """A block at whose end all that steps change is as before: weights, buffers, optimizer,
+        counters, random states.
+        """
         ...
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Steps on one batch whose bytes stay on the device, warmed up, for about ``limit_s`` seconds, and at least two."""
+        """Steps on one batch whose bytes stay on the device, warmed up, for about ``limit_s``
+        seconds, and at least two.
+        """
         ...
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
-        """Steps on ``feed`` for about ``limit_s`` seconds and at least two, after ``skip`` batches or a third of that time."""
+        """Steps on ``feed`` for about ``limit_s`` seconds and at least two, after ``skip`` batches
+        or a third of that time.
+        """
         ...
 
 
@@ -216,11 +229,15 @@ class Probes(Protocol):
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> Feed:
-        """An endless feed over samples that no probe has asked for, or ``again`` round those of the last ``saw``."""
+        """An endless feed over samples that no probe has asked for, or ``again`` round those of the
+        last ``saw``.
+        """
         ...
 
     def saw(self, batches: int) -> None:
-        """Note that the last probe that was made has given so many batches: their samples can be read."""
+        """Note that the last probe that was made has given so many batches: their samples can be
+        read.
+        """
         ...
 
     def probed(self) -> float:

@@ -21,7 +21,8 @@ _log = logging.getLogger(LOGGER)
 
 @dataclass(slots=True)
 class Follow:
-    """Looks at the clock until it has seen a hundred steps, and then once tells whether the prediction held.
+    """Looks at the clock until it has seen a hundred steps, and then once tells whether the
+    prediction held.
 
     Attributes:
         report: holds the prediction.
@@ -69,6 +70,7 @@ def _cause(report: TuningReport, total: Window) -> str:
     if expected is None or got is None:
         return "The loader is slower. Try: tuner.fresh=true"
     return (
-        f"The feed delivers {got:.0f} images/s a rank and not {expected.images_per_s:.0f}. Other programs, slower storage or "
+        f"The feed delivers {got:.0f} images/s a rank and not {expected.images_per_s:.0f}. Other "
+        "programs, slower storage or "
         "costlier samples may be why: see host/cpu_fraction and host/disk_read_bytes_per_s"
     )

@@ -1,4 +1,6 @@
-"""Runs what a search asks for, on all ranks together, and turns whatever goes wrong into a refusal with its symptom."""
+"""Runs what a search asks for, on all ranks together, and turns whatever goes wrong into a refusal
+with its symptom.
+"""
 
 from __future__ import annotations
 
@@ -88,9 +90,11 @@ class Lab:
         limit_s: float,
         rate: Callable[[Sequence[float], Sequence[float]], Rate] = Rate.typical,
     ) -> tuple[Rate, float] | None:
-        """Images/s of the step on the slowest rank, and its processor seconds per image; None without any batch.
+        """Images/s of the step on the slowest rank, and its processor seconds per image; None
+        without any batch.
 
-        By default it is the median step's, which a busy machine's slow steps leave alone; ``Rate.of`` counts these as well.
+        By default it is the median step's, which a busy machine's slow steps leave alone;
+        ``Rate.of`` counts these as well.
         """
         if self.batch is None:
             return None
@@ -131,7 +135,9 @@ class Lab:
         return self.probes.batch_bytes(settings) or self._batch_bytes.get(settings.batch_size)
 
     def memory_bytes(self, settings: FeedSettings) -> int:
-        """What a feed of ``settings`` takes: its workers' private memory, its batches in flight, and images that it holds."""
+        """What a feed of ``settings`` takes: its workers' private memory, its batches in flight,
+        and images that it holds.
+        """
         held = self.probes.held_bytes(settings)
         needs = capacity.needs(settings, self.batch_bytes(settings), self.worker_bytes, held)
         return needs.memory_bytes
@@ -209,14 +215,18 @@ class Lab:
             self._batch_bytes[len(found.batch.labels)] = sum(tensor.nbytes for tensor in tensors)
 
     def _patient(self, settings: FeedSettings) -> FeedSettings:
-        """``settings`` that wait for a batch as long as workers took to start and three batches to be made, at the slowest."""
+        """``settings`` that wait for a batch as long as workers took to start and three batches to
+        be made, at the slowest.
+        """
         wait_s = 3 * settings.batch_size * self._sample_s if self._sample_s else 2 * probe.STUCK_S
         return dataclasses.replace(
             settings, timeout_s=self._starting_s(settings) + wait_s + probe.STUCK_S
         )
 
     def _starting_s(self, settings: FeedSettings) -> float:
-        """Seconds that the workers may take to start: as long as was seen, for each time that the cores have to start some."""
+        """Seconds that the workers may take to start: as long as was seen, for each time that the
+        cores have to start some.
+        """
         workers = settings.num_workers
         return max(probe.START_S * max(1, workers), self._start_s * self._turns(workers))
 
@@ -235,7 +245,9 @@ def _symptom(text: str) -> str:
 
 
 def _rate(run: StepRun, cycle: int) -> Rate:
-    """The rate of consecutive steps, in up to ten blocks of whole cycles of so many batches, which come in bursts."""
+    """The rate of consecutive steps, in up to ten blocks of whole cycles of so many batches, which
+    come in bursts.
+    """
     cycles = len(run.images) // cycle
     cycle = cycle if cycles > 1 else 1  # too few: by single steps
     skip = len(run.images) % cycle

@@ -54,17 +54,21 @@ def tune(
     start_method: str | None = None,
     config: TunerConfig | None = None,
 ) -> TuningReport:
-    """The settings with the fewest workers that feed ``step``, for ``DataLoader(dataset, **report.loader_arguments)``.
+    """The settings with the fewest workers that feed ``step``, for ``DataLoader(dataset,
+    **report.loader_arguments)``.
 
-    Takes some five seconds besides the first step, in one process, before training. Samples come in a random order. Whatever
-    ``state`` names is put back afterwards, and so are the global random states; while it measures, learning rates are 0.
+    Takes some five seconds besides the first step, in one process, before training. Samples come in
+    a random order. Whatever ``state`` names is put back afterwards, and so are the global random
+    states; while it measures, learning rates are 0.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__`` or ``__getitems__``.
         step: takes one batch as the loader gives it, and trains on it.
         batch_size: samples in a batch.
-        state: what ``step`` changes: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
-        device: where the step computes; None: where the first network or optimizer of ``state`` has its parameters, or the CPU.
+        state: what ``step`` changes: networks, optimizers, and other objects with ``state_dict``
+            and ``load_state_dict``.
+        device: where the step computes; None: where the first network or optimizer of ``state`` has
+            its parameters, or the CPU.
         collate_fn: as the loader's.
         worker_init_fn: as the loader's.
         num_workers: what the loop uses now: the choice is not slower than that.
@@ -79,7 +83,8 @@ def tune(
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"dataset: {type(dataset).__name__} is not map-style; tune() needs __len__ and __getitem__"
+            f"dataset: {type(dataset).__name__} is not map-style; tune() needs __len__ and "
+            "__getitem__"
         )
     if len(dataset) < batch_size:
         raise ValueError(f"batch_size={batch_size}: the data set has only {len(dataset)} samples")
@@ -89,7 +94,8 @@ def tune(
         and torch.distributed.get_world_size() > 1
     ):
         raise RuntimeError(
-            "tune() works in one process; call it in a run of its own, and give its answer to all ranks"
+            "tune() works in one process; call it in a run of its own, and give its answer to all "
+            "ranks"
         )
     method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
     own = FeedSettings(
@@ -116,7 +122,9 @@ def tune(
 
 
 class _Probes:
-    """Feeds over a data set of the caller's; ``last`` is the batch that came last, as its ``collate_fn`` made it."""
+    """Feeds over a data set of the caller's; ``last`` is the batch that came last, as its
+    ``collate_fn`` made it.
+    """
 
     forms = ("processes",)
 
@@ -160,7 +168,9 @@ class _Probes:
 
 
 class _Feed(ProcessFeed):
-    """The ``processes`` form with the caller's samples; gives the first tensor of each batch as its images."""
+    """The ``processes`` form with the caller's samples; gives the first tensor of each batch as its
+    images.
+    """
 
     def __init__(
         self, probes: _Probes, order: ProbeOrder, settings: FeedSettings, gauge: Gauge | None
@@ -209,7 +219,9 @@ class _Feed(ProcessFeed):
 
 
 class _Enter:
-    """What a worker does first: what keeps it from outliving this process, then what the caller wants."""
+    """What a worker does first: what keeps it from outliving this process, then what the caller
+    wants.
+    """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
@@ -356,7 +368,9 @@ def _device_of(state: Sequence[Any]) -> torch.device:
 
 
 def _copy(batch: Any, pin: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested containers and tensors, page-locked where that pays; everything else as it is."""
+    """A copy of nested containers and tensors, page-locked where that pays; everything else as it
+    is.
+    """
     if isinstance(batch, Tensor):
         return pin(batch.clone())
     if isinstance(batch, dict):

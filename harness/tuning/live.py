@@ -1,13 +1,17 @@
-"""Follows the run: how many threads load, by what the run's own meters say whenever windows of steps end.
+"""Follows the run: how many threads load, by what the run's own meters say whenever windows of
+steps end.
 
-A number of threads is changed in place, which changes no batch. Two rules, on the model of the look:
+A number of threads is changed in place, which changes no batch. Two rules, on the model of the
+look:
 
-1. Where steps wait for data, the threads are at work, and the run and the machine have processors left, as many threads are
-   tried as the model asks for.
-2. Where a sample takes less than half of what it took when the number was set, fewer are tried: as many as the model asks for,
-   or where that is no fewer, the fewest, for threads may wait for each other.
+1. Where steps wait for data, the threads are at work, and the run and the machine have processors
+   left, as many threads are tried as the model asks for.
+2. Where a sample takes less than half of what it took when the number was set, fewer are tried: as
+   many as the model asks for, or where that is no fewer, the fewest, for threads may wait for each
+   other.
 
-What a try does not gain is taken back, and nothing is tried for a while, unless samples come to cost half or twice as much.
+What a try does not gain is taken back, and nothing is tried for a while, unless samples come to
+cost half or twice as much.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ _LOSS = 0.97
 _AT_WORK = 0.8  # share of their time: threads that work for less are not what steps wait for
 _FULL = 0.85  # of the machine's processor time
 _OTHER = 2.0  # times as long, or as short: another kind of sample
-# periods without a try after the first that gained nothing, and how many times as many after the next
+# periods without a try after the first that gained nothing, and how many times as many after the
+# next
 _REST = 30
 _LONGER = 4
 
@@ -49,7 +54,8 @@ class Period:
         stall: share of the time in which the device had nothing to run for want of data.
         wall_s: of a sample in a thread.
         cpu_s: processor seconds of these.
-        step_cpu_s: processor seconds per image of everything else in this process; 0 where they are not known yet.
+        step_cpu_s: processor seconds per image of everything else in this process; 0 where they are
+            not known yet.
         busy: share of the machine's processor time that was used, by whatever program.
     """
 
@@ -112,7 +118,10 @@ class Policy:
                 period.images_per_s
                 < (_GAIN if threads < self.threads else _LOSS) * before.images_per_s
             ):
-                rates = f"{self.threads} gave {period.images_per_s:.0f} images/s, {threads} gave {before.images_per_s:.0f}"
+                rates = (
+                    f"{self.threads} gave {period.images_per_s:.0f} images/s, {threads} gave "
+                    f"{before.images_per_s:.0f}"
+                )
                 self._vain_s = before.wall_s
                 self._rest = self._next_rest
                 self._next_rest = _LONGER * self._next_rest
@@ -177,8 +186,8 @@ class Live:
 
     Attributes:
         changes: what was changed, in order.
-        gained_s: seconds that training took less than it would have at ``before`` images/s, or at those before the first
-            change, as long as samples cost what they did then.
+        gained_s: seconds that training took less than it would have at ``before`` images/s, or at
+            those before the first change, as long as samples cost what they did then.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
-"""``tuner=auto``: a short look, after which a feed that keeps the model busy is chosen, or the best that was seen.
+"""``tuner=auto``: a short look, after which a feed that keeps the model busy is chosen, or the best
+that was seen.
 
-The user's own setting comes first: what a sample costs in its workers, and what real steps get from it. Only where they wait
-for data is something else tried, by real steps too: as many workers as the model of throughput asks for, then another form.
+The user's own setting comes first: what a sample costs in its workers, and what real steps get from
+it. Only where they wait for data is something else tried, by real steps too: as many workers as the
+model of throughput asks for, then another form.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ class Look:
             )
 
     def _steps(self, settings: FeedSettings) -> Asking:
-        """Real steps on a feed of ``settings``, unless they do not fit, the time is over, or they are too slow to be slowed."""
+        """Real steps on a feed of ``settings``, unless they do not fit, the time is over, or they
+        are too slow to be slowed.
+        """
         if not self._steps_are_long():
             yield from self._measure(self._ask_steps(settings), _STEPS_TAKE_S)
 
@@ -126,7 +130,9 @@ class Look:
             yield from self._tried(more, beside=self.form == THREADS or bool(self._of("steps")))
 
     def _others(self) -> Asking:
-        """The other forms, while none feeds the model: arrays first, and processes only where processors are left over."""
+        """The other forms, while none feeds the model: arrays first, and processes only where
+        processors are left over.
+        """
         for form in sorted(self.problem.forms, key=lambda form: form != ARRAYS):
             if not self.complete:  # one that needs less time to be tried is not to win by that
                 return
@@ -141,7 +147,9 @@ class Look:
             )
 
     def _tried(self, settings: FeedSettings, *, beside: bool) -> Asking:
-        """What ``settings`` give alone, and ``beside`` real steps, which may be slower there, if they would be the best."""
+        """What ``settings`` give alone, and ``beside`` real steps, which may be slower there, if
+        they would be the best.
+        """
         if not self._has(_SUPPLY_TAKES_S + (_STEPS_TAKE_S if beside else 0.0)):
             self.complete = False
             return
@@ -150,7 +158,9 @@ class Look:
             yield from self._steps(settings)
 
     def _fewer(self, chosen: FeedSettings) -> Asking:
-        """Measure the fewest workers that give as much as ``chosen``, by the model of its form, if they are fewer."""
+        """Measure the fewest workers that give as much as ``chosen``, by the model of its form, if
+        they are fewer.
+        """
         model = self.models.get(chosen.backend)
         if model is None or model.is_crowded or chosen.num_workers < 2:
             return
@@ -159,7 +169,8 @@ class Look:
             yield from self._supply(with_workers(chosen, fewest))
 
     def _confirmed(self, chosen: FeedSettings) -> Generator[Ask, Trial, FeedSettings]:
-        """What is best once what there is was measured again: something else may have slowed it the first time.
+        """What is best once what there is was measured again: something else may have slowed it the
+        first time.
 
         Without the time for that it stays, unless ``chosen`` delivers half as much again.
         """
@@ -201,7 +212,9 @@ class Look:
         )
 
     def _base(self, form: str) -> FeedSettings:
-        """The user's settings in ``form``, pinned if that pays, with as many batches in flight as fit with one worker."""
+        """The user's settings in ``form``, pinned if that pays, with as many batches in flight as
+        fit with one worker.
+        """
         base = dataclasses.replace(
             in_form(self.problem.own, form), pin_memory=self.problem.pin_memory
         )
@@ -214,7 +227,9 @@ class Look:
         )
 
     def _first(self) -> FeedSettings:
-        """The user's own setting; where it does not work or fit, that of the probe, or as many workers of its as fit."""
+        """The user's own setting; where it does not work or fit, that of the probe, or as many
+        workers of its as fit.
+        """
         probed = self.problem.calibration[-1].settings
         fitting = with_workers(
             self._base(self.form), min(probed.num_workers, self._most(self.form))
@@ -261,7 +276,9 @@ class Look:
         return Rate.exactly(min([model.delivered(settings.num_workers), *supply, *pace, *more]))
 
     def _suffices(self, settings: FeedSettings) -> bool:
-        """Whether the loader alone gives what steps take; the processors may still be too few for both."""
+        """Whether the loader alone gives what steps take; the processors may still be too few for
+        both.
+        """
         supply = [trial.rate.images_per_s for trial in self._of("supply", settings) if trial.rate]
         return (
             max(supply, default=self._got(settings).images_per_s)
@@ -275,7 +292,9 @@ class Look:
         return self.problem.own.batch_size > _LONG_STEP_S * self.problem.demand.images_per_s
 
     def _samples_wait(self) -> bool:
-        """Whether a sample spends much of its time on no processor, so that it may take one worker alone less."""
+        """Whether a sample spends much of its time on no processor, so that it may take one worker
+        alone less.
+        """
         cost = self.models[self.form].cost
         return (
             cost.cpu_s < _WAITING * cost.wall_s
@@ -293,7 +312,9 @@ class Look:
         return deviation_s > max(_UNEVEN * size * cost.wall_s, _UNEVEN_S)
 
     def _deep(self) -> FeedSettings:
-        """Workers for demand with some to spare, and a queue that outlasts a slow sample, as deep as fits."""
+        """Workers for demand with some to spare, and a queue that outlasts a slow sample, as deep
+        as fits.
+        """
         model = self.models[self.form]
         base = self._base(self.form)
         enough = min(model.workers_for(_SPARE * model.reachable), self._most(self.form))
@@ -309,8 +330,8 @@ class Look:
     def _best(self, *, unseen: bool = False) -> FeedSettings:
         """The cheapest setting that delivers as much as the best, of those that were measured.
 
-        Those that cost more than what there is must deliver more. Threads and arrays in place of another form count where steps
-        were seen beside them, or are ``unseen`` too.
+        Those that cost more than what there is must deliver more. Threads and arrays in place of
+        another form count where steps were seen beside them, or are ``unseen`` too.
         """
         have = self.have
         demand = self.problem.demand.images_per_s
@@ -354,7 +375,10 @@ class Look:
         wall_s = model.cost.wall_s
         cpu_s = model.cost.cpu_s
         who = "the trainer" if chosen.backend == ARRAYS else "a worker"
-        each = f"A sample takes {who} {wall_s * 1e3:.2g} ms, {min(1.0, cpu_s / wall_s):.0%} of it on a processor"
+        each = (
+            f"A sample takes {who} {wall_s * 1e3:.2g} ms, {min(1.0, cpu_s / wall_s):.0%} of it "
+            "on a processor"
+        )
         if not self.complete:
             return (
                 f"{each}. The time was over before more could be tried (tuner.budget_s gives more)"

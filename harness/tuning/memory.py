@@ -60,9 +60,11 @@ class Memory:
         self._warned = False
 
     def recall(self, read: Callable[[Any], Any], now: Callable[[], float] = time.time) -> Any:
-        """What ``read`` makes of what was kept last; None where nothing was, or it is over 30 days old.
+        """What ``read`` makes of what was kept last; None where nothing was, or it is over 30 days
+        old.
 
-        What is damaged goes, and so does what ``read`` answers with a KeyError, TypeError or ValueError.
+        What is damaged goes, and so does what ``read`` answers with a KeyError, TypeError or
+        ValueError.
         """
         try:
             entry = read_json(self.path)
@@ -102,9 +104,11 @@ class Memory:
 
     @contextmanager
     def held(self, wait_s: float = 300.0) -> Iterator[None]:
-        """A block that one process at a time is in, so that of several alike one tunes and the others recall.
+        """A block that one process at a time is in, so that of several alike one tunes and the
+        others recall.
 
-        The kernel frees the lock of a process that died. Who has waited ``wait_s`` seconds goes on without it.
+        The kernel frees the lock of a process that died. Who has waited ``wait_s`` seconds goes on
+        without it.
 
         Raises:
             Interrupted: a signal came while waiting.
@@ -138,7 +142,8 @@ def fingerprint(
 ) -> dict[str, Any]:
     """All that decides which loader settings are best, as plain values.
 
-    Free memory is not in it, since it changes by the minute: whether an answer still fits is for who recalls it to reckon.
+    Free memory is not in it, since it changes by the minute: whether an answer still fits is for
+    who recalls it to reckon.
 
     Args:
         config: the run's settings; the loader's own, which are searched, do not count.

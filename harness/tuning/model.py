@@ -1,7 +1,9 @@
-"""One model of throughput for the tuner and the diagnosis: images/s by what a sample and a step cost.
+"""One model of throughput for the tuner and the diagnosis: images/s by what a sample and a step
+cost.
 
-The laws are operational (Denning and Buzen 1978): with w seconds of wall and c of processor time a sample, n workers give at
-most n / w images/s, and C processors C / (c + r + s), where receiving an image takes r and the step s of them.
+The laws are operational (Denning and Buzen 1978): with w seconds of wall and c of processor time a
+sample, n workers give at most n / w images/s, and C processors C / (c + r + s), where receiving an
+image takes r and the step s of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Model:
         cost: of one sample in a worker that has a processor to itself.
         cores: processors that one rank may use.
         step_cpu_s: processor seconds of the step per image.
-        alone_s: seconds per image that a process without workers spends on the step, and cannot load in.
+        alone_s: seconds per image that a process without workers spends on the step, and cannot
+            load in.
     """
 
     demand: float
@@ -60,7 +63,9 @@ class Model:
 
 
 def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
-    """``cost`` less what so many busy workers took from each other where there are fewer processors than workers."""
+    """``cost`` less what so many busy workers took from each other where there are fewer processors
+    than workers.
+    """
     if workers <= cores or workers * cost.cpu_s / cost.wall_s <= BUSY * cores:
         return cost
     return dataclasses.replace(cost, wall_s=max(cost.cpu_s, cost.wall_s * cores / workers))

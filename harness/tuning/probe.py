@@ -1,4 +1,6 @@
-"""Measures a loader: how many images it supplies with nothing consuming, and what a sample costs inside its workers."""
+"""Measures a loader: how many images it supplies with nothing consuming, and what a sample costs
+inside its workers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class Supply:
         worker_bytes: private memory of one worker; 0 without workers.
         batches: how many came.
         batch: the last of them, in memory of its own; None where none came.
-        first_s: seconds until the first sample was seen to be done: what the workers took to start, and it.
+        first_s: seconds until the first sample was seen to be done: what the workers took to start,
+            and it.
     """
 
     rate: Rate
@@ -58,9 +61,11 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """When a probe is over: after ``limit_s``, sooner where ``target`` is decided, not before a batch where one is needed.
+    """When a probe is over: after ``limit_s``, sooner where ``target`` is decided, not before a
+    batch where one is needed.
 
-    It begins after ``skip`` batches besides those that fill the queue. The workers are given ``start_s`` to start.
+    It begins after ``skip`` batches besides those that fill the queue. The workers are given
+    ``start_s`` to start.
     """
 
     limit_s: float
@@ -78,16 +83,19 @@ def measure_supply(
     now: Clock = time.perf_counter,
     cpu_now: Clock = time.process_time,
 ) -> Supply:
-    """Take batches from ``feed`` as fast as it gives them, and count samples in its workers; closes the feed.
+    """Take batches from ``feed`` as fast as it gives them, and count samples in its workers; closes
+    the feed.
 
-    A worker's batches may take seconds each, and come in bursts: counting batches here would say nothing in a short time.
-    The window opens when every worker has moved and the queue is full, after what is to be skipped. It closes at an interval
-    of 5 %, at one that lies on one side of the target, or after the limit, three of them if the interval is over 20 % (uneven
-    samples). The clock is read before any worker is ended. All ranks stop together.
+    A worker's batches may take seconds each, and come in bursts: counting batches here would say
+    nothing in a short time. The window opens when every worker has moved and the queue is full,
+    after what is to be skipped. It closes at an interval of 5 %, at one that lies on one side of
+    the target, or after the limit, three of them if the interval is over 20 % (uneven samples). The
+    clock is read before any worker is ended. All ranks stop together.
 
     Raises:
         BadSample: a sample cannot be read.
-        LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while longer at the start.
+        LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while
+            longer at the start.
     """
     failure: Exception | None = None
     batches = feed.polled(POLL_S)
@@ -110,7 +118,9 @@ def measure_supply(
             raise LoaderError("refused on another rank")
         return meter.supply(_worker_bytes(feed))
     finally:
-        failure = None  # or its traceback would keep this frame, and this frame the error, and both the feed's last batches
+        # or its traceback would keep this frame, and this frame the error, and both the feed's last
+        # batches
+        failure = None
         if hasattr(batches, "close"):
             batches.close()
         feed.close()
@@ -211,7 +221,9 @@ class _Meter:
         return known and (self.batches > 0 or not self.until.need_batch)
 
     def rate(self) -> Rate:
-        """Images/s over the window; the interval is that of ten blocks, and no less than what its ends cut in two."""
+        """Images/s over the window; the interval is that of ten blocks, and no less than what its
+        ends cut in two.
+        """
         times = [at for at, _ in self.points]
         samples = [work.samples for _, work in self.points]
         step = (times[-1] - times[0]) / min(_BLOCKS, len(times) - 1)
@@ -261,7 +273,9 @@ def _owned(batch: HostBatch | None) -> HostBatch | None:
 def measure_passes(
     feed_of: Callable[[], Feed], passes: int, batches: int, now: Clock = time.perf_counter
 ) -> tuple[int, float]:
-    """Images and seconds of ``passes`` passes over ``batches`` batches each, as the tutorial times them: start-up included."""
+    """Images and seconds of ``passes`` passes over ``batches`` batches each, as the tutorial times
+    them: start-up included.
+    """
     images = 0
     begin = now()
     for _ in range(passes):
@@ -281,10 +295,11 @@ def measure_passes(
 def measure_copies(
     images: torch.Tensor, device: torch.device, repeats: int = 10
 ) -> tuple[float, float]:
-    """Median seconds of a batch's copy to a CUDA device from pageable and from page-locked memory, in turn.
+    """Median seconds of a batch's copy to a CUDA device from pageable and from page-locked memory,
+    in turn.
 
-    Measured on the device, by events, as its own stream sees it: from pageable memory the driver first copies to a
-    page-locked buffer of its own, and the host waits for that.
+    Measured on the device, by events, as its own stream sees it: from pageable memory the driver
+    first copies to a page-locked buffer of its own, and the host waits for that.
 
     Raises:
         RuntimeError: there is no room for it.

@@ -29,7 +29,8 @@ class Side:
     """What one setting gives: a row of the table before and after.
 
     Attributes:
-        images_per_s: delivered to training steps; of the loader alone where a search does not run steps.
+        images_per_s: delivered to training steps; of the loader alone where a search does not run
+            steps.
         wait_fraction: share of the time in which the steps wait for data.
         memory_bytes: the workers' private memory and the batches in flight.
     """
@@ -59,7 +60,8 @@ class TuningReport:
         seconds: what tuning cost this run.
         complete: False where the budget ended the search.
         reused: whether the answer was remembered from an earlier run.
-        others_cores: those that other programs took while it was measured; None where they spoilt nothing.
+        others_cores: those that other programs took while it was measured; None where they spoilt
+            nothing.
     """
 
     search: str
@@ -117,14 +119,24 @@ class TuningReport:
 
     @property
     def dataloader(self) -> str:
-        """The line that gives the same in code: torch's loader, or this project's feed where torch has none of that form."""
+        """The line that gives the same in code: torch's loader, or this project's feed where torch
+        has none of that form.
+        """
         if (own := self.settings).backend != PROCESSES:
             made = FORMS[own.backend]
-            return f"{made.__name__}(dataset, Order(len(dataset), {own.batch_size}), {own!r})  # from {made.__module__}"
-        return f"DataLoader(dataset, shuffle=True, {', '.join(f'{k}={v!r}' for k, v in self.loader_arguments.items())})"
+            return (
+                f"{made.__name__}(dataset, Order(len(dataset), {own.batch_size}), {own!r})  # "
+                f"from {made.__module__}"
+            )
+        return (
+            "DataLoader(dataset, shuffle=True, "
+            f"{', '.join(f'{k}={v!r}' for k, v in self.loader_arguments.items())})"
+        )
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
-        """Print it; write ``tuning.json`` into ``folder`` and TensorBoard's Text page to ``board``, unless they are None."""
+        """Print it; write ``tuning.json`` into ``folder`` and TensorBoard's Text page to ``board``,
+        unless they are None.
+        """
         lines = self.lines()
         for line in lines:
             say(line)
@@ -180,7 +192,9 @@ class TuningReport:
         )
 
     def to_plain(self) -> dict[str, Any]:
-        """Everything as JSON can hold it, an open end of an interval as None; ``files.typed`` is the inverse."""
+        """Everything as JSON can hold it, an open end of an interval as None; ``files.typed`` is
+        the inverse.
+        """
         return dict(plain(dataclasses.asdict(self)))
 
     def _title(self) -> str:

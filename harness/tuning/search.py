@@ -1,7 +1,9 @@
-"""Which loader settings to try next, when to stop, and which to choose: policy without a clock or a process in it.
+"""Which loader settings to try next, when to stop, and which to choose: policy without a clock or a
+process in it.
 
-A search is a generator: it yields what to measure, is sent what came of it, and returns its choice. So the tutorial's grid
-and ``tuner=auto`` (in ``look.py``) run on the same measurements, and both can be tested on made-up machines.
+A search is a generator: it yields what to measure, is sent what came of it, and returns its choice.
+So the tutorial's grid and ``tuner=auto`` (in ``look.py``) run on the same measurements, and both
+can be tested on made-up machines.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Problem:
 
     Attributes:
         own: the user's own settings.
-        calibration: the probes so far: of ``own``, or of one worker where it has none or failed; the last succeeded.
+        calibration: the probes so far: of ``own``, or of one worker where it has none or failed;
+            the last succeeded.
         forms: the names of the feed's forms, ``own``'s among them.
         demand: images/s that the step takes with a batch at hand, on the slowest rank.
         step_cpu_s: processor seconds of the step per image, in this process.
@@ -31,7 +34,8 @@ class Problem:
         pin_memory: whether page-locked batches pay.
         fits: why a setting does not fit into memory, or None.
         budget_s: seconds left for the search.
-        alone_s: seconds per image that a process without workers spends on the step, and cannot load in.
+        alone_s: seconds per image that a process without workers spends on the step, and cannot
+            load in.
     """
 
     own: FeedSettings
@@ -52,8 +56,10 @@ class Ask:
     """One measurement that a search asks for.
 
     Attributes:
-        kind: "supply", "steps" (see ``Trial``) or "passes": as the tutorial times its loader, start-up included.
-        target: a supply probe may stop when its interval lies wholly on one side of this many images/s.
+        kind: "supply", "steps" (see ``Trial``) or "passes": as the tutorial times its loader,
+            start-up included.
+        target: a supply probe may stop when its interval lies wholly on one side of this many
+            images/s.
         limit_s: how long to measure.
     """
 
@@ -69,9 +75,11 @@ class Choice:
 
     Attributes:
         settings: the choice.
-        before: what the user's own setting delivers, measured or predicted; None where neither could be had.
+        before: what the user's own setting delivers, measured or predicted; None where neither
+            could be had.
         after: what the choice delivers.
-        demand: images/s that the step takes, as far as the search has learned; None where it did not look.
+        demand: images/s that the step takes, as far as the search has learned; None where it did
+            not look.
         waits: the share of the time that steps wait for data, before and after.
         reason: why this choice, in sentences without the last period.
         complete: False where the budget ended the search.
@@ -99,7 +107,9 @@ _CHEAPEST = (
 def with_workers(
     settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None
 ) -> FeedSettings:
-    """``settings`` with another number of workers, kept alive between epochs, and what goes with it; arrays never have any."""
+    """``settings`` with another number of workers, kept alive between epochs, and what goes with
+    it; arrays never have any.
+    """
     if settings.backend == ARRAYS:
         return in_form(settings, ARRAYS)
     return dataclasses.replace(
@@ -112,7 +122,9 @@ def with_workers(
 
 
 def in_flight(settings: FeedSettings) -> int:
-    """Batches that are made, or in the making, before one is taken: processes make their own, threads one together."""
+    """Batches that are made, or in the making, before one is taken: processes make their own,
+    threads one together.
+    """
     each = settings.prefetch_factor or 0
     if settings.backend == THREADS:
         return each + 1 if settings.num_workers else 0
@@ -120,7 +132,9 @@ def in_flight(settings: FeedSettings) -> int:
 
 
 def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
-    """What a setting costs the machine, for choosing the cheaper of two: workers, form, batches in flight, pinned memory."""
+    """What a setting costs the machine, for choosing the cheaper of two: workers, form, batches in
+    flight, pinned memory.
+    """
     form = _CHEAPEST.index(settings.backend) if settings.backend in _CHEAPEST else len(_CHEAPEST)
     return settings.num_workers, form, in_flight(settings), settings.pin_memory
 
@@ -128,11 +142,13 @@ def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
 def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: float) -> Search:
     """The well-known tutorial's search over num_workers x pin_memory, after the user's own setting.
 
-    For each pin_memory, num_workers goes 0, 4, 8, ... up to twice the cores until one is no faster than the best before it;
-    then the three values on each side of that best are tried, and the fastest of all is taken. Its faults stay in: it times
-    the workers' start and their primed queue with the loading, the page cache favours what runs later, it does not know how
-    fast the model is, and it has no statistics. It is the baseline for better searches. (As printed, the tutorial gives
-    ``num_workers`` to the loader on CUDA machines alone, and elsewhere compares one setting with itself.)
+    For each pin_memory, num_workers goes 0, 4, 8, ... up to twice the cores until one is no faster
+    than the best before it; then the three values on each side of that best are tried, and the
+    fastest of all is taken. Its faults stay in: it times the workers' start and their primed queue
+    with the loading, the page cache favours what runs later, it does not know how fast the model
+    is, and it has no statistics. It is the baseline for better searches. (As printed, the tutorial
+    gives ``num_workers`` to the loader on CUDA machines alone, and elsewhere compares one setting
+    with itself.)
     """
     trials: list[Trial] = []
 
@@ -167,7 +183,10 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
     chosen = min(
         usable, key=lambda t: (-t.rate.images_per_s if t.rate else 0.0, cost_of(t.settings))
     )
-    reason = "It is the fastest of those tried, start-up included. How fast the model is was not measured"
+    reason = (
+        "It is the fastest of those tried, start-up included. How fast the model is was not "
+        "measured"
+    )
     return Choice(
         chosen.settings, trials[0].rate, chosen.rate, reason=reason, complete=not enough()
     )

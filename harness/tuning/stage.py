@@ -1,4 +1,6 @@
-"""Tuning as a stage of a run: recalled where such a run was tuned before, measured where not, and checked while training."""
+"""Tuning as a stage of a run: recalled where such a run was tuned before, measured where not, and
+checked while training.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Tuned:
         return self.report.settings, self.report.val
 
     def follow(self, feed: Feed, val_feed: Feed, watch: Watch, step: int) -> None:
-        """Check while training what was predicted, and let threads follow the run; ``step`` updates of it are done."""
+        """Check while training what was predicted, and let threads follow the run; ``step`` updates
+        of it are done.
+        """
         follow = Follow(self.report, self.forget)
         before = self._before()
         if not (self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers):
@@ -100,7 +104,9 @@ class Tuned:
         return found
 
     def _before(self) -> float | None:
-        """Images/s that steps got with the user's own setting, where this run measured them and came to another one."""
+        """Images/s that steps got with the user's own setting, where this run measured them and
+        came to another one.
+        """
         report = self.report
         rate = self.report.before.images_per_s
         known = rate is not None and report.demand is not None and not report.reused
@@ -155,7 +161,10 @@ def tuned(
             )
             sound = report.complete and report.others_cores is None
             if memory and sound and report.after.images_per_s is not None:
-                when = f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
+                when = (
+                    f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true "
+                    "tunes again"
+                )
                 memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
     asked = config.tuner.live
     by_look = config.tuner.name is TunerName.auto
@@ -181,12 +190,14 @@ def _images_left(config: Config, feeds: Feeds, step: int) -> int:
 
 
 def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
-    """The remembered report as it holds for this run; None where there is none, or what it chose does not fit today.
+    """The remembered report as it holds for this run; None where there is none, or what it chose
+    does not fit today.
 
     What is never tuned comes from this run's settings, and so does all about the validation feed.
 
     Raises:
-        TypeError, ValueError: it is no report, or no search of this run could have come to its choice.
+        TypeError, ValueError: it is no report, or no search of this run could have come to its
+            choice.
     """
     report: TuningReport = typed(TuningReport, answer)
     settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
@@ -204,13 +215,18 @@ def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> T
     notes = report.notes
     if own != dataclasses.replace(report.before.settings, timeout_s=own.timeout_s):
         notes += (
-            f"before and the ceiling are that run's, which came with {report.before.settings}; yours is {own}",
+            (
+                f"before and the ceiling are that run's, which came with {report.before.settings}; "
+                f"yours is {own}"
+            ),
         )
     return dataclasses.replace(report, settings=settings, val=val, notes=notes, reused=True)
 
 
 def _may_be_chosen(found: FeedSettings, own: FeedSettings, feeds: Feeds, limits: Limits) -> bool:
-    """Whether a search of this run may come to ``found``: the rest of it is ``own``, and the numbers are such as are tried."""
+    """Whether a search of this run may come to ``found``: the rest of it is ``own``, and the
+    numbers are such as are tried.
+    """
     most = max(own.num_workers, most_workers(feeds.config.tuner, limits))
     deepest = max(*DEEP.values(), own.prefetch_factor or 0)
     made = with_workers(in_form(own, found.backend), found.num_workers, found.prefetch_factor)

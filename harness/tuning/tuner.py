@@ -52,16 +52,19 @@ def tune(
     ranks: Ranks,
     images_left: float = math.inf,
 ) -> TuningReport:
-    """The setting that delivers most training images/s, of those that do the one with the fewest workers.
+    """The setting that delivers most training images/s, of those that do the one with the fewest
+    workers.
 
-    Every rank tries the same settings at the same time, and one decision holds for all. No trace stays: what steps change is
-    put back, random states are as before, no worker, file or shared memory is left. A setting that does not fit is refused
-    before it runs, one that crashes or hangs is refused with its symptom.
+    Every rank tries the same settings at the same time, and one decision holds for all. No trace
+    stays: what steps change is put back, random states are as before, no worker, file or shared
+    memory is left. A setting that does not fit is refused before it runs, one that crashes or hangs
+    is refused with its symptom.
 
     Args:
         probes: makes the feeds to be measured.
         trainee: the training step.
-        own: the user's own settings: always a candidate, and what the choice may not be slower than.
+        own: the user's own settings: always a candidate, and what the choice may not be slower
+            than.
         config: which search, its budget, the most workers.
         limits: what this rank may use.
         ranks: the other ranks.
@@ -168,7 +171,9 @@ class _Session:
         return self.follow(Look(problem).run())
 
     def _allowed_s(self, own: FeedSettings, images_left: float) -> float:
-        """Seconds that a look may take, from its beginning; the first step's own come on top, for training pays them anyway."""
+        """Seconds that a look may take, from its beginning; the first step's own come on top, for
+        training pays them anyway.
+        """
         assert self.demand is not None and self.trials[-1].rate is not None, "both were measured"
         if self.config.budget_s is not None:
             return self.config.budget_s
@@ -205,9 +210,11 @@ class _Session:
         return Choice(with_workers(own, 0), None, None, reason="Not even one worker fits")
 
     def _calibrate(self, own: FeedSettings) -> bool:
-        """Probe the supply of the user's setting, or of one worker where there are none or they fail; whether one succeeded.
+        """Probe the supply of the user's setting, or of one worker where there are none or they
+        fail; whether one succeeded.
 
-        Other forms are tried where it does not fit; not where it ran and failed, for threads that hang cannot be ended.
+        Other forms are tried where it does not fit; not where it ran and failed, for threads that
+        hang cannot be ended.
         """
         modest = with_workers(own, 1, 1)
         first = own if own.num_workers else with_workers(own, 1)
@@ -261,17 +268,21 @@ class _Session:
     def _notes(self, val: FeedSettings, fitting: FeedSettings) -> tuple[str, ...]:
         read = self.lab.probes.probed()
         notes = [
-            f"probes asked for {read:.1%} of the training set, workers for no image twice (cold, unless it was cached before)"
+            f"probes asked for {read:.1%} of the training set, workers for no image twice (cold, "
+            "unless it was cached before)"
             if read <= 1
-            else f"probes asked for the training set {read:.1f} times: what fits in the page cache was warm"
+            else f"probes asked for the training set {read:.1f} times: what fits in the page cache "
+            "was warm"
         ]
         if (ranks := len(self.lab.ranks.gathered(None))) > 1:
             notes.append(
-                f"images/s are those of one rank, the slowest of {ranks} ranks that were measured together"
+                f"images/s are those of one rank, the slowest of {ranks} ranks that were measured "
+                "together"
             )
         if fitting != val:
             notes.append(
-                f"the validation feed gets {fitting} instead of {val}, to fit beside the training feed"
+                f"the validation feed gets {fitting} instead of {val}, to fit beside the training "
+                "feed"
             )
         return tuple(notes)
 

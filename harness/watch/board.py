@@ -1,4 +1,6 @@
-"""The one place that writes what a run leaves to be looked at: event file, ``metrics.jsonl``, ``report.json``."""
+"""The one place that writes what a run leaves to be looked at: event file, ``metrics.jsonl``,
+``report.json``.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ _log = logging.getLogger(LOGGER)
 class Board:
     """Writes a run's figures into its folder; a context manager.
 
-    A write that fails (a full disk) costs what it would have written and no more: one warning, ``dropped`` counts, files
-    keep whole records only, and once there is room writes succeed again. A killed process loses no record. Where the run
-    goes on from a checkpoint, what ``folder`` has of steps after ``resumed_step`` gives way, in TensorBoard too.
+    A write that fails (a full disk) costs what it would have written and no more: one warning,
+    ``dropped`` counts, files keep whole records only, and once there is room writes succeed again.
+    A killed process loses no record. Where the run goes on from a checkpoint, what ``folder`` has
+    of steps after ``resumed_step`` gives way, in TensorBoard too.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class Board:
     def scalars(self, step: int, figures: Mapping[str, Value], *, epoch: int | None = None) -> None:
         """Log figures by tag after ``step`` optimizer updates.
 
-        A ``Spread`` becomes ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max``, because TensorBoard keeps 1,000 random points of
-        a tag and would lose a lone slow step. None is left out; what is not finite is ``null`` in ``metrics.jsonl``.
+        A ``Spread`` becomes ``<tag>/median``, ``<tag>/p95`` and ``<tag>/max``, because TensorBoard
+        keeps 1,000 random points of a tag and would lose a lone slow step. None is left out; what
+        is not finite is ``null`` in ``metrics.jsonl``.
         """
         self._step = step
         flat: dict[str, float] = {}
@@ -87,16 +91,22 @@ class Board:
         self._event(lambda events: events.scalars(step, flat))
 
     def text(self, tag: str, lines: Sequence[str]) -> None:
-        """Put lines on TensorBoard's text page, as they are: Markdown shows what is indented as code."""
+        """Put lines on TensorBoard's text page, as they are: Markdown shows what is indented as
+        code.
+        """
         text = "\n".join(f"    {printable(line)}" for line in lines)
         self._event(lambda events: events.text(tag, text))
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
-        """Make the run a row of TensorBoard's HParams page; every run of a sweep must give the same names."""
+        """Make the run a row of TensorBoard's HParams page; every run of a sweep must give the same
+        names.
+        """
         self._event(lambda events: events.hparams(self._step, settings, metrics))
 
     def report(self, report: Mapping[str, Any]) -> None:
-        """Write ``report.json``, whole or not at all; dataclasses become objects without the fields that are None."""
+        """Write ``report.json``, whole or not at all; dataclasses become objects without the fields
+        that are None.
+        """
         path = self._folder / "report.json"
         text = json.dumps(plain(report), indent=2, allow_nan=False) + "\n"
         self._guarded(path, lambda: write_whole(path, text.encode()))
@@ -108,7 +118,9 @@ class Board:
             self._events.close()
 
     def _go_on(self, step: int | None) -> None:
-        """Take out the lines of steps after ``step``, and a last one that was cut off; begin behind the others."""
+        """Take out the lines of steps after ``step``, and a last one that was cut off; begin behind
+        the others.
+        """
         path = self._metrics.path
         kept = []
         make_way(path)
@@ -170,7 +182,8 @@ class _Records:
 class _EventFile(_Records):
     """TensorBoard's event file.
 
-    ``SummaryWriter`` would do, but for its thread: that dies of the first full disk and keeps minutes of figures in memory.
+    ``SummaryWriter`` would do, but for its thread: that dies of the first full disk and keeps
+    minutes of figures in memory.
     """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
@@ -207,7 +220,9 @@ class _EventFile(_Records):
         self.scalars(step, {tag: value for tag, value in metrics.items() if value is not None})
 
     def _head(self, tag: str) -> bytes:
-        """What stands before a figure: of messages behind one another, protobuf makes one that has the values of all."""
+        """What stands before a figure: of messages behind one another, protobuf makes one that has
+        the values of all.
+        """
         if tag not in self._heads:
             values = [{"tag": tag, "simple_value": 0.0}]
             self._heads[tag] = self._event(summary={"value": values}).SerializeToString()[:-4]
@@ -218,7 +233,9 @@ class _EventFile(_Records):
 
 
 def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
-    """Wall milliseconds per sample of each stage, and how busy the workers were in ``worker_s`` seconds of them together."""
+    """Wall milliseconds per sample of each stage, and how busy the workers were in ``worker_s``
+    seconds of them together.
+    """
     if not totals.samples or worker_s <= 0:
         return {}
     each = {
@@ -229,14 +246,18 @@ def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
 
 
 def _hparam(value: Any) -> str | int | float:
-    """A value for the HParams page; torch would write true as 1.0, and leave a null out together with its column."""
+    """A value for the HParams page; torch would write true as 1.0, and leave a null out together
+    with its column.
+    """
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return value if isinstance(value, (int, float)) else str(plain(value))
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: NaN and infinities become None, dataclasses objects without the fields that are None."""
+    """``value`` as JSON can hold it: NaN and infinities become None, dataclasses objects without
+    the fields that are None.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

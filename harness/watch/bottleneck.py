@@ -81,11 +81,15 @@ def headline(bottleneck: Bottleneck, compute: float | None, lost: float) -> str:
 
 
 def lacks_cores(bottleneck: Bottleneck, supply: Supply | None, on_cpu: bool, lost: float) -> bool:
-    """Whether more processors would help against ``bottleneck``, which costs the share ``lost`` of the time."""
+    """Whether more processors would help against ``bottleneck``, which costs the share ``lost`` of
+    the time.
+    """
     reads = bottleneck == "storage" and supply is not None and not supply.waits
     return (reads or bottleneck in _NEEDS_CORES) and harmful(on_cpu, lost)
 
 
 def harmful(on_cpu: bool, lost: float) -> bool:
-    """Whether what slows this machine's processors down can slow the steps down: an accelerator that is busy is not harmed."""
+    """Whether what slows this machine's processors down can slow the steps down: an accelerator
+    that is busy is not harmed.
+    """
     return on_cpu or lost >= HARM

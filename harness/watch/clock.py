@@ -29,10 +29,11 @@ _END: Any = object()
 class StepClock:
     """Counts where the time of training steps goes; told by the loop, in one thread.
 
-    The loop puts ``waiting()`` around ``next()`` on its feed and ``computing()`` around forward to optimizer step, and
-    calls ``step`` at the end of each; or it lets ``watch`` do all three. No step synchronises: on CUDA ``computing()``
-    records three events out of a ring, which are read some steps later, once they have come; where none are free the block
-    goes unmeasured. On the device's time line, over the ``computing()`` blocks i::
+    The loop puts ``waiting()`` around ``next()`` on its feed and ``computing()`` around forward to
+    optimizer step, and calls ``step`` at the end of each; or it lets ``watch`` do all three. No
+    step synchronises: on CUDA ``computing()`` records three events out of a ring, which are read
+    some steps later, once they have come; where none are free the block goes unmeasured. On the
+    device's time line, over the ``computing()`` blocks i::
 
         gap_i          = end of compute i-1 to start of compute i  (after a pause not known, and left out)
         exposed_copy_i = the part of gap_i in which a batch was copied that the host had asked the feed for
@@ -41,9 +42,10 @@ class StepClock:
         host_i         = what is left of gap_i: launches, garbage collection, logging, whatever the loop does
         stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
 
-    A wait while the device has queued work is no stall, and work between two steps is no stall. Without device events the
-    stall is ``data_wait_fraction``; on a CPU prepare is the rest of ``next()`` once the feed has given its batch, and host
-    is what is left. A step's device figures may fall into the window after its own.
+    A wait while the device has queued work is no stall, and work between two steps is no stall.
+    Without device events the stall is ``data_wait_fraction``; on a CPU prepare is the rest of
+    ``next()`` once the feed has given its batch, and host is what is left. A step's device figures
+    may fall into the window after its own.
 
     Args:
         device: where the network runs.
@@ -99,44 +101,52 @@ class StepClock:
         return Block(self._begin_wait, self._end_wait)
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
-        """Take what is known of the batch that is about to end the running wait; outside of ``waiting()`` it does not count.
+        """Take what is known of the batch that is about to end the running wait; outside of
+        ``waiting()`` it does not count.
 
         Args:
             stamps: when it was made, received and pinned, where its feed tells.
-            there_s: when it was there, by the clock ``now``: what is left of the block is no waiting for data.
+            there_s: when it was there, by the clock ``now``: what is left of the block is no
+                waiting for data.
         """
         if self._in_wait:
             self._stamps = stamps
             self._there_s = there_s
 
     def held(self, began_s: float) -> None:
-        """Take the time since ``began_s`` out of the running wait: the host waited for a device that had steps in store."""
+        """Take the time since ``began_s`` out of the running wait: the host waited for a device
+        that had steps in store.
+        """
         if self._in_wait and self._pause_since is None:
             now = self.now()
             self._full_s += now - began_s
             self._began_s += now - began_s
 
     def computing(self) -> AbstractContextManager[None]:
-        """Measure the block, around forward, backward and optimizer step; several in one step add up.
+        """Measure the block, around forward, backward and optimizer step; several in one step add
+        up.
 
-        Enter it with the network's stream as the current one. A block that raises is not measured on the device.
+        Enter it with the network's stream as the current one. A block that raises is not measured
+        on the device.
         """
         return Block(self._begin_compute, self._end_compute)
 
     def copied(
         self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None
     ) -> None:
-        """Take the recorded events around one batch's copy, before the block that computes on that batch.
+        """Take the recorded events around one batch's copy, before the block that computes on that
+        batch.
 
-        ``ready`` is recorded after what else the device did to it, such as normalising. A batch that was not copied has
-        ``start`` for its ``end``. The caller must not record them again.
+        ``ready`` is recorded after what else the device did to it, such as normalising. A batch
+        that was not copied has ``start`` for its ``end``. The caller must not record them again.
         """
         if self._timeline and self._pause_since is None:
             self._timeline.copied(Copy(start, end, ready or end))
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Give the host time of work between steps, such as logging, a name of its own in ``Window.host_parts_s``.
+        """Give the host time of work between steps, such as logging, a name of its own in
+        ``Window.host_parts_s``.
 
         Garbage collections inside do not count: they have a figure of their own.
         """
@@ -179,9 +189,11 @@ class StepClock:
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Keep the time inside the block out of all steps, under ``name``; what the clock is told inside does not count.
+        """Keep the time inside the block out of all steps, under ``name``; what the clock is told
+        inside does not count.
 
-        The device first finishes the steps so far (the host waits for it here), and that time is booked to them.
+        The device first finishes the steps so far (the host waits for it here), and that time is
+        booked to them.
         """
         if self._pause_since is not None:
             yield
@@ -202,10 +214,12 @@ class StepClock:
             add_all(self._ledger.pauses_s, {name: took})
 
     def settle(self) -> None:
-        """Let the device finish the steps so far (the host waits for it here), and book that time to them.
+        """Let the device finish the steps so far (the host waits for it here), and book that time
+        to them.
 
-        Told where an epoch ends: the next step is kept apart, and the device may have much of this epoch before it. What the
-        device spent on an epoch's first step after the host had gone on is booked to that step.
+        Told where an epoch ends: the next step is kept apart, and the device may have much of this
+        epoch before it. What the device spent on an epoch's first step after the host had gone on
+        is booked to that step.
         """
         if self._timeline is None or self._pause_since is not None:
             return
@@ -221,8 +235,9 @@ class StepClock:
     ) -> Iterator[Batch]:
         """Yield one epoch of ``batches``, with the body of the caller's loop as the step.
 
-        ``images`` counts a batch's images; by default it is the length of the first tensor. Time before and after the loop
-        does not count, nor does a step that ``break`` or an exception leaves.
+        ``images`` counts a batch's images; by default it is the length of the first tensor. Time
+        before and after the loop does not count, nor does a step that ``break`` or an exception
+        leaves.
         """
         self.start_epoch()
         try:
@@ -243,7 +258,9 @@ class StepClock:
                 self._mark = None
 
     def device_steps(self, count: int) -> tuple[float, ...]:
-        """Seconds of the last ``count`` settled steps, from end to end on the device; empty where they are not known."""
+        """Seconds of the last ``count`` settled steps, from end to end on the device; empty where
+        they are not known.
+        """
         ends_s = self._timeline.ends_s[-count - 1 :] if self._timeline else []
         return (
             tuple(later - earlier for earlier, later in pairwise(ends_s))
@@ -252,7 +269,10 @@ class StepClock:
         )
 
     def close_window(self) -> Window | None:
-        """The figures since the last call; None where no step has ended since. Never waits for the device."""
+        """The figures since the last call; None where no step has ended since.
+
+        Never waits for the device.
+        """
         if self._timeline:
             self._timeline.read(self._ledger)
         if not (self._ledger.steps or self._ledger.first_steps):
@@ -263,7 +283,10 @@ class StepClock:
         return ended.window()
 
     def total(self) -> Window:
-        """The figures of the whole run so far, with those of the open window. Never waits for the device."""
+        """The figures of the whole run so far, with those of the open window.
+
+        Never waits for the device.
+        """
         if self._timeline:
             self._timeline.read(self._ledger)
         whole = Ledger()
@@ -340,7 +363,9 @@ class StepClock:
         self._compute_s += self._active() - self._collected_s() - self._compute_began_s
 
     def _collected_s(self) -> float:
-        """Seconds of collections that are no computing: where the host computes; elsewhere the device works on meanwhile."""
+        """Seconds of collections that are no computing: where the host computes; elsewhere the
+        device works on meanwhile.
+        """
         return self._gc.seconds if self._times_compute else 0.0
 
     def _active(self) -> float:

@@ -1,7 +1,9 @@
-"""What the user reads while a run goes on: lines, tables, warnings and bars on standard output; all but bars in the log too.
+"""What the user reads while a run goes on: lines, tables, warnings and bars on standard output; all
+but bars in the log too.
 
-Warnings come here by logging: ``logging.getLogger("wellfed").warning`` anywhere is printed once and logged once. Text is
-escaped, so that a file's name can neither drive the terminal nor be read as rich's markup.
+Warnings come here by logging: ``logging.getLogger("wellfed").warning`` anywhere is printed once and
+logged once. Text is escaped, so that a file's name can neither drive the terminal nor be read as
+rich's markup.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def set_quiet(quiet: bool) -> None:
 
 
 def say(text: str, *, stands_out: bool = False) -> None:
-    """Print one line, and log it; one that ``stands_out`` is bold on a terminal, and broken between words."""
+    """Print one line, and log it; one that ``stands_out`` is bold on a terminal, and broken between
+    words.
+    """
     line = printable(text)
     _log.info("%s", line)
     _print(line, "bold" if stands_out else "", wraps=stands_out)
@@ -53,7 +57,8 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 class LiveTable:
     """A table whose rows come one by one, with a line under it that says what is being done now.
 
-    On a terminal ``live`` draws it anew for each; where there is none, a row is a line, padded to ``widths``.
+    On a terminal ``live`` draws it anew for each; where there is none, a row is a line, padded to
+    ``widths``.
     """
 
     def __init__(
@@ -100,10 +105,12 @@ class LiveTable:
 def live_table(
     title: str, columns: Sequence[str], widths: Sequence[int] | None = None
 ) -> Iterator[LiveTable]:
-    """Show a table that grows, inside the block: drawn anew on a terminal, a line for each row in a pipe and in the log.
+    """Show a table that grows, inside the block: drawn anew on a terminal, a line for each row in a
+    pipe and in the log.
 
-    Where a ``progress`` or another live table is open it is lines too; a ``progress`` inside it shows nothing. ``widths`` are
-    the columns' least widths in lines, which are written before the rows to come are known.
+    Where a ``progress`` or another live table is open it is lines too; a ``progress`` inside it
+    shows nothing. ``widths`` are the columns' least widths in lines, which are written before the
+    rows to come are known.
     """
     global _busy
     was_busy, least = _busy, widths or [0] * len(columns)
@@ -144,11 +151,15 @@ class Bar:
         self._show(self)
 
     def note(self, text: str) -> None:
-        """Take what the work shows so far, to be shown after the counts from the next ``advance`` on; empty: nothing."""
+        """Take what the work shows so far, to be shown after the counts from the next ``advance``
+        on; empty: nothing.
+        """
         self._note = printable(text)
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``, each of which is a unit of the work, done when the next one is asked for."""
+        """Yield ``items``, each of which is a unit of the work, done when the next one is asked
+        for.
+        """
         for item in items:
             yield item
             self.advance()
@@ -194,10 +205,11 @@ class _Lines:
 def progress(
     description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Bar]:
-    """Show how far long work is, inside the block: a bar on a terminal, a few plain lines in a pipe.
+    """Show how far long work is, inside the block: a bar on a terminal, a few plain lines in a
+    pipe.
 
-    Inside another ``progress`` it shows nothing. ``total`` is None where it is not known; ``unit`` is what is counted, in the
-    plural, or B for bytes, which are shown in millions.
+    Inside another ``progress`` it shows nothing. ``total`` is None where it is not known; ``unit``
+    is what is counted, in the plural, or B for bytes, which are shown in millions.
     """
     global _busy
     if _quiet or _busy:

@@ -1,4 +1,7 @@
-"""The GPU's own figures, by NVML. What a GPU, a MIG instance or a driver does not give is absent, never 0."""
+"""The GPU's own figures, by NVML.
+
+What a GPU, a MIG instance or a driver does not give is absent, never 0.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _log = logging.getLogger(LOGGER)
 
 
 def nvml_sees_gpu() -> tuple[str, list[str]] | None:
-    """The driver's version and the names of the GPUs that NVML sees; None where it sees none. Does not import torch."""
+    """The driver's version and the names of the GPUs that NVML sees; None where it sees none.
+
+    Does not import torch.
+    """
     nvml = _started()
     if nvml is None:
         return None
@@ -36,7 +42,8 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
 
 
 class Source:
-    """Figures that can be read at any time; one that fails is given up for the rest of the run, with one line in the log.
+    """Figures that can be read at any time; one that fails is given up for the rest of the run,
+    with one line in the log.
 
     Attributes:
         lost: the tags of those that were given up.
@@ -77,15 +84,18 @@ class Source:
 class GpuSource(Source):
     """Utilisation, memory and power of one GPU or MIG instance.
 
-    ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any kernel ran, whoever's, however
-    little it filled; a MIG instance has none. ``gpu/sm_utilization`` is how much it filled, since the sample before: the mean
-    share of multiprocessors at work, which Hopper and later count, for a MIG instance its own.
+    ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any kernel
+    ran, whoever's, however little it filled; a MIG instance has none. ``gpu/sm_utilization`` is how
+    much it filled, since the sample before: the mean share of multiprocessors at work, which Hopper
+    and later count, for a MIG instance its own.
     """
 
     _level = logging.WARNING
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` is torch's: an index would not do, CUDA counts only what CUDA_VISIBLE_DEVICES shows."""
+        """``uuid`` is torch's: an index would not do, CUDA counts only what CUDA_VISIBLE_DEVICES
+        shows.
+        """
         super().__init__()
         nvml = _started()
         if nvml is None:
@@ -115,7 +125,8 @@ class GpuSource(Source):
 
 
 class _SmUtilization:
-    """What NVML's performance counters (GPM) say of the multiprocessors; a profiler may run beside them.
+    """What NVML's performance counters (GPM) say of the multiprocessors; a profiler may run beside
+    them.
 
     Raises:
         NVMLError: this GPU or its driver has no such counters.
@@ -137,7 +148,9 @@ class _SmUtilization:
         self._after = nvml.nvmlGpmSampleAlloc()
 
     def read(self) -> Figures:
-        """The mean since the read before, which NVML wants to be at least 0.1 s ago; none on the first."""
+        """The mean since the read before, which NVML wants to be at least 0.1 s ago; none on the
+        first.
+        """
         nvml = self._nvml
         self._before, self._after = self._after, self._before
         self._take(self._after)
@@ -155,7 +168,10 @@ class _SmUtilization:
 
 
 class _Others:
-    """Other processes on a GPU, by NVML's figures of each process. MIG and older drivers have none."""
+    """Other processes on a GPU, by NVML's figures of each process.
+
+    MIG and older drivers have none.
+    """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml

@@ -43,9 +43,11 @@ class LoaderSettings(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """One rank's step: the median of ``step_ms``, else means, in milliseconds; None where the device cannot tell.
+    """One rank's step: the median of ``step_ms``, else means, in milliseconds; None where the
+    device cannot tell.
 
-    ``stalled_ms`` is device time idle for want of data, not the host's wait, which is harmless while work is queued.
+    ``stalled_ms`` is device time idle for want of data, not the host's wait, which is harmless
+    while work is queued.
     """
 
     rank: int
@@ -95,11 +97,13 @@ class Reckoning:
         starved: the device had nothing to run and the loop waited for a batch.
         copy: it waited for a batch's copy.
         host: it waited for Python, on a CPU for garbage collections within a step too.
-        launch: it waited for Python within a step, to launch the next kernel; 0 where that was not looked into.
+        launch: it waited for Python within a step, to launch the next kernel; 0 where that was not
+            looked into.
         lost: the four together.
         prepare: it augmented and normalised batches.
         compute: it ran the network; None where that is not known.
-        parts: what ``starved`` was spent on: make, transport, pin and move; empty where no batch was stamped.
+        parts: what ``starved`` was spent on: make, transport, pin and move; empty where no batch
+            was stamped.
         host_parts: what ``host`` was spent on, as far as that has a name.
         supply: what the workers' time went for; None where nothing tells.
         ceiling: speed-up if loading were free.
@@ -136,7 +140,9 @@ class Reckoning:
         return self.evidence.sampled.get(tag)
 
     def suspects(self) -> dict[str, float]:
-        """The share of the time that each kind of bottleneck held the steps up; compute's is the steps' own."""
+        """The share of the time that each kind of bottleneck held the steps up; compute's is the
+        steps' own.
+        """
         parts = self.parts or {"make": 1.0}
         found = {
             "compute": (self.compute or 0.0) + self.prepare,
@@ -151,7 +157,9 @@ class Reckoning:
         return found
 
     def unmade(self) -> float:
-        """The share of the time that steps would wait for batches if those were here as soon as they are made."""
+        """The share of the time that steps would wait for batches if those were here as soon as
+        they are made.
+        """
         supply = self.supply
         workers = self.evidence.settings.num_workers
         if supply is None or not workers:
@@ -160,7 +168,9 @@ class Reckoning:
         return max(0.0, 1 - workers / max(workers, supply.wall_s * demand))
 
     def room(self) -> float:
-        """How many times as much as its workers the processors could load, beside the step, if that was all that bounds it."""
+        """How many times as much as its workers the processors could load, beside the step, if that
+        was all that bounds it.
+        """
         supply = self.supply
         rate = self.window.images_per_s
         workers = self.evidence.settings.num_workers

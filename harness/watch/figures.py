@@ -1,8 +1,9 @@
 """Every figure that a run logs, declared once.
 
-A figure of the steps is a field of ``Window``, any other a member of ``Tag``: each with its tag, its unit, what it says, and
-the page's chart that draws it. Tags, the keys of ``report.json`` and what the page shows follow. A new time of the steps is a
-field here and, where it is measured, the line that adds it to ``Ledger.sketches``.
+A figure of the steps is a field of ``Window``, any other a member of ``Tag``: each with its tag,
+its unit, what it says, and the page's chart that draws it. Tags, the keys of ``report.json`` and
+what the page shows follow. A new time of the steps is a field here and, where it is measured, the
+line that adds it to ``Ledger.sketches``.
 
 Light: the standard library alone.
 """
@@ -27,8 +28,10 @@ class Figure(NamedTuple):
     """How a figure is logged and shown.
 
     Attributes:
-        tag: its name in TensorBoard and ``metrics.jsonl``; a ``Spread`` has ``<tag>/median``, ``/p95`` and ``/max``.
-        unit: of its values; ``ms`` is a ``Spread``, ``fraction`` lies in 0..1, nothing is a plain number.
+        tag: its name in TensorBoard and ``metrics.jsonl``; a ``Spread`` has ``<tag>/median``,
+            ``/p95`` and ``/max``.
+        unit: of its values; ``ms`` is a ``Spread``, ``fraction`` lies in 0..1, nothing is a plain
+            number.
         text: what it says.
         chart: the title of the page's chart that draws its course; nothing: none does.
         label: its name in that chart.
@@ -89,7 +92,8 @@ class Tag(StrEnum):
         "gpu/memory_peak_allocated_bytes", "bytes", "most that torch had allocated in the window",
     )  # fmt: skip
     GPU_MEMORY_PEAK_RESERVED_BYTES = (
-        "gpu/memory_peak_reserved_bytes", "bytes", "most that torch had taken from the driver in the window",
+        "gpu/memory_peak_reserved_bytes", "bytes", ("most that torch had taken from the driver in "
+                                                    "the window"),
     )  # fmt: skip
     GPU_POWER_W = "gpu/power_w", "W", "power that the whole GPU draws"
     BUSY_FRACTION = (
@@ -135,7 +139,8 @@ class Tag(StrEnum):
         "read from local disks, by all programs",
     )
     READ_BYTES_PER_S = (
-        "host/own_read_bytes_per_s", "bytes/s", "returned to this run by read calls", _READS, "asked for",
+        "host/own_read_bytes_per_s", "bytes/s", ("returned to this run by read "
+                                                 "calls"), _READS, "asked for",
     )  # fmt: skip
     STORAGE_BYTES_PER_S = (
         "host/own_storage_bytes_per_s", "bytes/s", "fetched from storage for this run",
@@ -166,18 +171,20 @@ def _figure(tag: str, unit: str, text: str, chart: str = "", label: str = "") ->
 class Window:
     """The figures of a stretch of steps: of one logged window, or of a whole run.
 
-    The first step of every epoch is kept apart, because in it workers start, kernels are chosen and networks compiled.
-    ``elapsed_s + first_step_s + sum(pauses_s.values())`` is the wall time. A figure that this device cannot give, or that
-    no step has given yet, is None, and absent from a mapping. ``StepClock`` says what the words mean.
+    The first step of every epoch is kept apart, because in it workers start, kernels are chosen and
+    networks compiled. ``elapsed_s + first_step_s + sum(pauses_s.values())`` is the wall time. A
+    figure that this device cannot give, or that no step has given yet, is None, and absent from a
+    mapping. ``StepClock`` says what the words mean.
 
     Attributes:
         steps: that ended, without first ones.
         images: in these steps.
         elapsed_s: wall time of these steps, without pauses.
-        shares: of the time, by part: ``compute``, ``launch`` (between kernels, where that was looked into), ``prepare``,
-            ``starved``, ``exposed_copy`` and ``host``. They sum to 1. Where computing has no clock: ``starved`` alone.
-        wait_parts: of the data wait, until its batch was made (``make``), received (``transport``), pinned (``pin``) and
-            here (``move``). They sum to 1; empty where no batch told.
+        shares: of the time, by part: ``compute``, ``launch`` (between kernels, where that was
+            looked into), ``prepare``, ``starved``, ``exposed_copy`` and ``host``. They sum to 1.
+            Where computing has no clock: ``starved`` alone.
+        wait_parts: of the data wait, until its batch was made (``make``), received (``transport``),
+            pinned (``pin``) and here (``move``). They sum to 1; empty where no batch told.
         host_parts_s: wall time inside the steps by the name of the work, and ``gc``.
         gc_s: host time of garbage collections inside the steps.
         stall_basis: the clock of ``shares`` and what comes of them: the host's, or device events.
@@ -203,7 +210,8 @@ class Window:
     step_ms: Spread | None = _figure(
         "time/step_ms",
         "ms",
-        "one step: end to end of computing on the device, where the host runs ahead; else host time",
+        "one step: end to end of computing on the device, where the host runs ahead; else host "
+        "time",
     )
     data_wait_ms: Spread | None = _figure(
         "time/data_wait_ms",
@@ -291,7 +299,9 @@ def by_name(window: Window) -> dict[str, float | Spread | None]:
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Consecutive steps, or groups of them: the images of each, and its seconds from the end of the one before."""
+    """Consecutive steps, or groups of them: the images of each, and its seconds from the end of the
+    one before.
+    """
 
     images: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -308,10 +318,12 @@ class StepRun:
 
 
 def steps_of_group(step_s: float, limit_s: float, has_streams: bool) -> int:
-    """Steps to be timed together: as many as last 25 ms, and on a device with streams at least three.
+    """Steps to be timed together: as many as last 25 ms, and on a device with streams at least
+    three.
 
-    A device that was waited for idles until the first kernel of the next group is launched. Three steps that would
-    take longer than ``limit_s`` are timed one by one: beside a step that long, the idle time is small.
+    A device that was waited for idles until the first kernel of the next group is launched. Three
+    steps that would take longer than ``limit_s`` are timed one by one: beside a step that long, the
+    idle time is small.
     """
     least = _LEAST_STEPS if has_streams and _LEAST_STEPS * step_s <= limit_s else 1
     return max(least, int(_GROUP_S / step_s))

@@ -23,7 +23,8 @@ class Goodput:
 
     Attributes:
         fraction: ``busy_s`` of ``wall_s``, 0..1.
-        busy_s: the device's (on a CPU: the host's) seconds within ``computing()``, but for the first step of each epoch.
+        busy_s: the device's (on a CPU: the host's) seconds within ``computing()``, but for the
+            first step of each epoch.
         wall_s: from the start of the command to this figure.
         rest: what took the rest, the largest part first; with ``busy_s`` they sum to ``wall_s``.
     """
@@ -50,7 +51,9 @@ class Course:
         self._spent_s[name] = self._spent_s.get(name, 0.0) + self._marked_s - marked_s
 
     def goodput(self, figures: Window) -> Goodput | None:
-        """What ``figures`` of the whole run and the marks come to; None where the device's own time is not known."""
+        """What ``figures`` of the whole run and the marks come to; None where the device's own time
+        is not known.
+        """
         busy = figures.shares.get("compute")
         wall_s = self._now() - self._began_s
         if busy is None or wall_s <= 0:

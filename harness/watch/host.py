@@ -1,4 +1,6 @@
-"""The machine: what it is, how busy it is, what holds this run up, and the thread that looks now and then."""
+"""The machine: what it is, how busy it is, what holds this run up, and the thread that looks now
+and then.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ _LAST_LOOK_S = 5.0  # that the end of a run waits for
 class HostSource(Source):
     """What the machine does, and what of it this process and its descendants do.
 
-    The machine's figures are all cores, memory (neither free nor cache) and local disks, other people's programs among them;
-    the page cache and network file systems are no disks. Rates are means since the sample before.
+    The machine's figures are all cores, memory (neither free nor cache) and local disks, other
+    people's programs among them; the page cache and network file systems are no disks. Rates are
+    means since the sample before.
     """
 
     def __init__(
@@ -36,7 +39,9 @@ class HostSource(Source):
         root: Path = Path("/"),
         cores: float | None = None,
     ) -> None:
-        """``cores`` may be used, by these processes alone; None: what others take of the cores is not looked at."""
+        """``cores`` may be used, by these processes alone; None: what others take of the cores is
+        not looked at.
+        """
         super().__init__()
         self._now = now
         self._root = root
@@ -75,7 +80,9 @@ class HostSource(Source):
         return found
 
     def _others(self, cores: float) -> Figures:
-        """What other programs take of ``cores``: what they use beyond the machine's other cores, so at least that."""
+        """What other programs take of ``cores``: what they use beyond the machine's other cores, so
+        at least that.
+        """
         if self._busy is None or self._used is None:
             return ()
         return (max(0.0, self._busy - self._used - max(0.0, (psutil.cpu_count() or 1) - cores)),)
@@ -98,14 +105,18 @@ class HostSource(Source):
         return [self._growth((name, place), now, total) for place, total in enumerate(totals or ())]
 
     def _growth(self, name: Hashable, at: float, value: float) -> float | None:
-        """The growth of ``value`` per unit of ``at`` since the sample before; None on the first, and where it has shrunk."""
+        """The growth of ``value`` per unit of ``at`` since the sample before; None on the first,
+        and where it has shrunk.
+        """
         at_before, before = self._last.get(name, (at, value))
         self._last[name] = at, value
         return (value - before) / (at - at_before) if at > at_before and value >= before else None
 
 
 class Sampler:
-    """Looks at all sources every ``interval_s`` seconds, in a thread of its own inside a ``with`` block."""
+    """Looks at all sources every ``interval_s`` seconds, in a thread of its own inside a ``with``
+    block.
+    """
 
     def __init__(self, sources: Sequence[Source], interval_s: float) -> None:
         self._sources = sources
@@ -114,7 +125,8 @@ class Sampler:
         self._whole: dict[str, tuple[float, int]] = {}  # since the restart
         self._before: dict[str, tuple[float, int]] = {}
         self._aside = False
-        self._mixed = False  # since the last look began it was not all training: the next one's rates reach back to that
+        # since the last look began it was not all training: the next one's rates reach back to that
+        self._mixed = False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch-sampler", daemon=True)
@@ -149,7 +161,9 @@ class Sampler:
         return {tag: total / count for tag, (total, count) in recent.items()}
 
     def restart(self) -> None:
-        """Begin the means of the run anew: what came before, imports and tuning, is not what training is like."""
+        """Begin the means of the run anew: what came before, imports and tuning, is not what
+        training is like.
+        """
         with self._lock:
             self._before = self._whole
             self._whole = {}
@@ -169,7 +183,8 @@ class Sampler:
                 self._mixed = True
 
     def means(self) -> dict[str, float]:
-        """The mean of each figure since the last ``restart``, or before it where no sample came since.
+        """The mean of each figure since the last ``restart``, or before it where no sample came
+        since.
 
         Absent where it was lost on the way: what came before speaks for no run.
         """
@@ -185,7 +200,9 @@ class Sampler:
 
 
 def throttled(groups: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """By control group: scheduling periods in which something of it wanted to run, and in how many its quota stopped it."""
+    """By control group: scheduling periods in which something of it wanted to run, and in how many
+    its quota stopped it.
+    """
     found = {}
     for group in groups:
         stat = limits.words(group / "cpu.stat")
@@ -198,7 +215,8 @@ def throttled(groups: Sequence[Path]) -> dict[Path, tuple[int, int]]:
 
 
 def memory_stalled(groups: Sequence[Path], root: Path = Path("/")) -> tuple[Path, float]:
-    """The file that says it, and for how many seconds so far at least one task was waiting for memory (PSI).
+    """The file that says it, and for how many seconds so far at least one task was waiting for
+    memory (PSI).
 
     It is the innermost of ``groups`` that has such a file, or else the whole machine's.
 
@@ -217,7 +235,9 @@ def memory_stalled(groups: Sequence[Path], root: Path = Path("/")) -> tuple[Path
 
 
 def machine_times() -> tuple[float, float]:
-    """Seconds of all the machine's cores since it started, and those in which one was neither idle nor waiting for a disk."""
+    """Seconds of all the machine's cores since it started, and those in which one was neither idle
+    nor waiting for a disk.
+    """
     times = psutil.cpu_times()
     total = (
         sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
@@ -231,7 +251,9 @@ def _share(value: float | None) -> Figures:
 
 
 def environment(device_name: str | None = None) -> dict[str, object]:
-    """What the run ran on, for ``report.json``: versions and hardware; no names of hosts, users or folders."""
+    """What the run ran on, for ``report.json``: versions and hardware; no names of hosts, users or
+    folders.
+    """
     import torch
 
     seen = nvml_sees_gpu()

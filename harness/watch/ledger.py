@@ -1,4 +1,7 @@
-"""What a clock counts, in fixed memory, and the figures that come of it. Light: the standard library alone."""
+"""What a clock counts, in fixed memory, and the figures that come of it.
+
+Light: the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,9 @@ _LARGEST_MS = 1e9
 class Sketch:
     """Quantiles of any number of times in milliseconds, in fixed memory.
 
-    A quantile is within 1 % of the value of its rank (below a microsecond: within a microsecond), the maximum is exact.
-    The buckets' bounds grow by a constant factor (DDSketch; Masson, Rim and Lee, VLDB 2019).
+    A quantile is within 1 % of the value of its rank (below a microsecond: within a microsecond),
+    the maximum is exact. The buckets' bounds grow by a constant factor (DDSketch; Masson, Rim and
+    Lee, VLDB 2019).
     """
 
     __slots__ = ("_counts", "_max")
@@ -69,7 +73,9 @@ class Sketch:
 
 
 class Collections:
-    """Adds up the seconds of Python's garbage collections in ``thread``, where that is not None; one of ``gc.callbacks``."""
+    """Adds up the seconds of Python's garbage collections in ``thread``, where that is not None;
+    one of ``gc.callbacks``.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.seconds = 0.0
@@ -171,7 +177,9 @@ class Ledger:
         return None if share is None else min(1.0, share)
 
     def _device_s(self) -> dict[str, float]:
-        """Seconds of the steps by the device's clock; of computing, what it waited for launches has a name of its own."""
+        """Seconds of the steps by the device's clock; of computing, what it waited for launches has
+        a name of its own.
+        """
         found = {name: part for name, part in self.device_s.items() if part or name != "prepare"}
         if self.kernel_blocks and self.blocks:
             kernels_s = min(found["compute"], self.blocks * self.kernels_s / self.kernel_blocks)

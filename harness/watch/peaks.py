@@ -38,14 +38,18 @@ class MemoryPeaks:
         """As in ``peak 21.3 GB allocated (9.8 GB in evaluation), 24.0 GB reserved, of 80.0 GB``."""
         allocated = f"{_gb(max(self.training_bytes, self.evaluation_bytes))} allocated"
         evaluated = f"{_gb(self.evaluation_bytes)} in evaluation"
-        return f"peak {allocated} ({evaluated}), {_gb(self.reserved_bytes)} reserved, of {_gb(self.total_bytes)}"
+        return (
+            f"peak {allocated} ({evaluated}), {_gb(self.reserved_bytes)} reserved, of "
+            f"{_gb(self.total_bytes)}"
+        )
 
 
 class MemoryWatch:
     """Reads the peaks of a device's memory, where the host has just waited for the device.
 
     Attributes:
-        peaks: of the run so far; None where the device has no memory of its own, or nothing was read yet.
+        peaks: of the run so far; None where the device has no memory of its own, or nothing was
+            read yet.
     """
 
     def __init__(self, own: Accelerator) -> None:
@@ -56,7 +60,9 @@ class MemoryWatch:
         own.reset_peaks()
 
     def trained(self, step: int) -> dict[str, float]:
-        """The peaks of the window of training that ends with ``step``, by tag; warns once where windows' peaks keep rising."""
+        """The peaks of the window of training that ends with ``step``, by tag; warns once where
+        windows' peaks keep rising.
+        """
         # the first window makes what updates allocate, and chooses kernels
         comparable = self.peaks is not None
         memory = self._read("training_bytes")
@@ -93,16 +99,19 @@ class MemoryWatch:
         self._told = True
         left = (memory.free + memory.reserved - peak) / rise
         _log.warning(
-            "step %d: peak memory rises by %s per 1,000 steps, and the device is full after about %.0f more; each step keeps "
+            "step %d: peak memory rises by %s per 1,000 steps, and the device is full after about "
+            "%.0f more; each step keeps "
             "tensors, such as a loss with its graph: keep loss.detach()",
             *(step, _gb(1000 * rise), left),
         )
 
 
 def steady_rise(windows: Sequence[tuple[int, int]]) -> float | None:
-    """The bytes a step by which the peaks of ``windows`` rise; None where the rise is no steady one.
+    """The bytes a step by which the peaks of ``windows`` rise; None where the rise is no steady
+    one.
 
-    Each window is its last step and its peak in bytes. A steady rise is one of every window, not of a few.
+    Each window is its last step and its peak in bytes. A steady rise is one of every window, not of
+    a few.
     """
     if len(windows) < _WINDOWS:
         return None

@@ -9,13 +9,15 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Float64 zeros in memory that processes share: each writes its own row alone, and one reads them all.
+    """Float64 zeros in memory that processes share: each writes its own row alone, and one reads
+    them all.
 
-    An aligned float64 is stored by one instruction on every 64-bit machine: without a lock a reader finds each figure as it
-    was before or after a write, never half of both. Figures that are written together may be seen apart.
+    An aligned float64 is stored by one instruction on every 64-bit machine: without a lock a reader
+    finds each figure as it was before or after a write, never half of both. Figures that are
+    written together may be seen apart.
 
-    Pickled for a worker process, the memory itself travels (as torch's batches do, and with the same means); it is gone with
-    its last owner.
+    Pickled for a worker process, the memory itself travels (as torch's batches do, and with the
+    same means); it is gone with its last owner.
 
     Args:
         rows: processes that will write.

@@ -1,4 +1,5 @@
-"""``with`` blocks of the step loop: named ones for a profiler's trace, and cheap ones for the clock.
+"""``with`` blocks of the step loop: named ones for a profiler's trace, and cheap ones for the
+clock.
 
 Light: the standard library alone, and torch is touched by whoever records.
 """
@@ -16,7 +17,9 @@ _mark: Mark | None = None  # of the recording that runs
 
 
 def named(name: str) -> AbstractContextManager[Any]:
-    """Returns a block that a trace shows as ``name``, in the thread that runs it; next to free while nothing records."""
+    """Returns a block that a trace shows as ``name``, in the thread that runs it; next to free
+    while nothing records.
+    """
     return _NOTHING if _mark is None else _mark(name)
 
 

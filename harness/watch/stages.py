@@ -1,11 +1,14 @@
-"""Where the workers' time goes: what reading, decoding, each transform and the batch around them take.
+"""Where the workers' time goes: what reading, decoding, each transform and the batch around them
+take.
 
-A worker times every batch, by two looks at the clock, and finds out how that time divides by *laps*: a data set that names
-its ``stages`` is given a function to call at the end of each. It times as many samples as are reckoned to keep the laps' own
-cost well below a thousandth of the work: all of them where a sample takes twenty milliseconds, one in some where it takes one,
-some in one batch of many where it takes microseconds. What a worker took is exact either way. How it divides is exact where all
-samples are timed; else it follows the last few hundred that were, so that a rare slow sample shows in its stage only if it
-is among them, and then counts for those that were not.
+A worker times every batch, by two looks at the clock, and finds out how that time divides by
+*laps*: a data set that names its ``stages`` is given a function to call at the end of each. It
+times as many samples as are reckoned to keep the laps' own cost well below a thousandth of the
+work: all of them where a sample takes twenty milliseconds, one in some where it takes one, some in
+one batch of many where it takes microseconds. What a worker took is exact either way. How it
+divides is exact where all samples are timed; else it follows the last few hundred that were, so
+that a rare slow sample shows in its stage only if it is among them, and then counts for those that
+were not.
 """
 
 from __future__ import annotations
@@ -42,12 +45,16 @@ Lap = Callable[
     [str], None
 ]  # called by a data set at the end of each of its stages, with the stage's name
 
-_COUNTS = 3  # samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then processor seconds
+# samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then
+# processor seconds
+_COUNTS = 3
 _WALL_BUDGET, _CPU_BUDGET = (
     2e-4,
     5e-5,
 )  # of the work, for looks at the wall clock and at the processor clock, a system call
-_COLD = 3.0  # timing a sample amid work that fills the caches costs 1 to 5 times what it does in a loop of its own, as measured
+# timing a sample amid work that fills the caches costs 1 to 5 times what it does in a loop of its
+# own, as measured
+_COLD = 3.0
 _FEW = 16  # samples that make timing a batch worth while, where it has so many
 _MEMORY = 512  # timed samples by which a batch is divided where not all of its own are
 _TRIALS = 3  # batches of nothing, the quickest of which tells what timing a sample costs
@@ -55,9 +62,11 @@ _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, spread evenly howev
 
 
 class Stamps(NamedTuple):
-    """When a batch came where, on ``time.perf_counter``, which is one clock for all processes of a machine.
+    """When a batch came where, on ``time.perf_counter``, which is one clock for all processes of a
+    machine.
 
-    Unpickling sets ``received_s``, and the batch's ``pin_memory`` sets ``pinned_s``, after the tensors.
+    Unpickling sets ``received_s``, and the batch's ``pin_memory`` sets ``pinned_s``, after the
+    tensors.
 
     Attributes:
         begun_s: a worker began it.
@@ -98,7 +107,9 @@ def _received(begun_s: float, made_s: float) -> Stamps:
 
 
 class StageCost(NamedTuple):
-    """Seconds that all samples together took in one stage, by the wall clock and of a processor; the rest is waiting."""
+    """Seconds that all samples together took in one stage, by the wall clock and of a processor;
+    the rest is waiting.
+    """
 
     wall_s: float
     cpu_s: float
@@ -111,8 +122,10 @@ class StageTotals:
     Attributes:
         samples: how many they have made.
         batches: how many they have made.
-        busy_s: wall seconds that they spent on them, summed over the workers; the stages' wall seconds add up to it.
-        stages: by name, in the order in which a sample goes through them; then ``collate``, and ``share`` of processes.
+        busy_s: wall seconds that they spent on them, summed over the workers; the stages' wall
+            seconds add up to it.
+        stages: by name, in the order in which a sample goes through them; then ``collate``, and
+            ``share`` of processes.
     """
 
     samples: int
@@ -125,7 +138,8 @@ class StageTotals:
         if before is None:
             return self
         pairs = zip(self.stages.items(), before.stages.values(), strict=True)
-        # an earlier reading has divided the last batches by the shares of those before them, maybe giving a stage too much
+        # an earlier reading has divided the last batches by the shares of those before them, maybe
+        # giving a stage too much
         stages = {
             name: StageCost(max(0.0, cost.wall_s - then.wall_s), max(0.0, cost.cpu_s - then.cpu_s))
             for (name, cost), then in pairs
@@ -135,13 +149,15 @@ class StageTotals:
 
 
 class StageMeter:
-    """The totals of one feed's workers, in memory that they share: they only grow, whatever becomes of the workers.
+    """The totals of one feed's workers, in memory that they share: they only grow, whatever becomes
+    of the workers.
 
     A reading may miss the batch that a worker is just adding, or a part of its figures.
 
     Args:
         stages: the data set's, in order.
-        workers: how many will write, from slot 0 on; without any the process itself does, into slot 0.
+        workers: how many will write, from slot 0 on; without any the process itself does, into slot
+            0.
         shared: whether they are processes; threads need no shared memory.
 
     Raises:
@@ -162,7 +178,9 @@ class StageMeter:
         self._rows = Rows(max(1, workers), self._columns, shared=shared)
 
     def read(self) -> StageTotals:
-        """The totals over all slots, now; batches whose time is not divided yet are divided like those before them."""
+        """The totals over all slots, now; batches whose time is not divided yet are divided like
+        those before them.
+        """
         counts, wall_s, cpu_s = self._rows.read().split(
             (_COUNTS, len(self.stages), len(self.stages)), dim=1
         )
@@ -187,7 +205,8 @@ class Laps:
     """Times single samples, as many as may cost ``budget`` of the work.
 
     Attributes:
-        lap: called with a stage's name at its end, and with ``START`` at the beginning of each sample.
+        lap: called with a stage's name at its end, and with ``START`` at the beginning of each
+            sample.
         due_s: after so many seconds of work samples may be timed again.
     """
 
@@ -203,7 +222,9 @@ class Laps:
         self._cost_s = cost_s * _COLD
 
     def rows(self, samples: int, work_s: float) -> list[int]:
-        """Which of a batch's samples to time, after ``work_s`` seconds of work: evenly spread, from another place each time."""
+        """Which of a batch's samples to time, after ``work_s`` seconds of work: evenly spread, from
+        another place each time.
+        """
         if work_s < self.due_s:
             return []
         few, spare_s = min(samples, _FEW), self._budget * work_s - self._spent_s
@@ -222,7 +243,8 @@ class Laps:
         self.lap(self._stages[min(done, len(self._stages) - 1)])
 
     def take(self) -> tuple[int, list[float], list[float]]:
-        """The samples timed since the last call, and their wall and processor seconds by stage, less what timing took.
+        """The samples timed since the last call, and their wall and processor seconds by stage,
+        less what timing took.
 
         Raises:
             ValueError: the data set told the end of a stage that it does not name, or of none.
@@ -243,7 +265,8 @@ class Laps:
             ) from None
         if timed and timed == len(self._marks):
             raise ValueError(
-                f"the data set names the stages {self._stages} and never tells the end of one: call lap(stage)"
+                f"the data set names the stages {self._stages} and never tells the end of one: "
+                "call lap(stage)"
             )
         self._marks.clear()
         own_s = timed * self._own_s
@@ -254,7 +277,9 @@ class Laps:
         )
 
     def _trial(self, now: Clock) -> tuple[float, float]:
-        """Seconds that it took to time a sample of nothing, and what of that is in each of its stages."""
+        """Seconds that it took to time a sample of nothing, and what of that is in each of its
+        stages.
+        """
         begin_s = now()
         for _ in range(_FEW):
             for stage in (START, *self._stages):
@@ -266,7 +291,9 @@ class Laps:
 def _marker(
     mark: Callable[[tuple[str, float, float]], None], now: Clock, cpu_now: Clock | None
 ) -> Lap:
-    """Gives ``mark`` each stage with the clocks; as little as can be, for it runs amid work that fills the caches."""
+    """Gives ``mark`` each stage with the clocks; as little as can be, for it runs amid work that
+    fills the caches.
+    """
 
     def lap(stage: str) -> None:
         mark((stage, now(), 0.0))
@@ -278,7 +305,9 @@ def _marker(
 
 
 class _Recent:
-    """Sums over the last few hundred timed samples; what a worker's first ones paid for warming up is soon forgotten."""
+    """Sums over the last few hundred timed samples; what a worker's first ones paid for warming up
+    is soon forgotten.
+    """
 
     def __init__(self, figures: int) -> None:
         self._sums, self._times = [0.0] * figures, 0
@@ -293,7 +322,9 @@ class _Recent:
 
 
 class StageTimer:
-    """Times the batches of one worker: for each batch ``begin``, ``share`` where it is shared, ``fill`` and ``end``."""
+    """Times the batches of one worker: for each batch ``begin``, ``share`` where it is shared,
+    ``fill`` and ``end``.
+    """
 
     def __init__(
         self,
@@ -318,7 +349,9 @@ class StageTimer:
         )
 
     def begin(self, samples: int) -> Sequence[Laps | None] | None:
-        """A batch of so many samples begins; gives what is to time each, None where that is none of them."""
+        """A batch of so many samples begins; gives what is to time each, None where that is none of
+        them.
+        """
         self._timing = self._busy_s >= self._laps.due_s
         if not self._timing:
             self._begun_s = self._now()
@@ -343,8 +376,8 @@ class StageTimer:
     def end(self, samples: int, batches: int = 1) -> Stamps:
         """The batch's last sample is there; adds what the batch took to the totals.
 
-        Where workers share a batch each of them times its part, and ``batches`` is 1 for one of these and 0 for the others;
-        so it is with ``samples`` where two of them see to the same one.
+        Where workers share a batch each of them times its part, and ``batches`` is 1 for one of
+        these and 0 for the others; so it is with ``samples`` where two of them see to the same one.
         """
         made_s = self._now()
         busy_s = made_s - self._begun_s
@@ -359,7 +392,9 @@ class StageTimer:
         return Stamps(self._begun_s, made_s, made_s, made_s)
 
     def _divide(self, samples: int, alone: bool) -> None:
-        """Divide among the stages what this batch took, and unless it is ``alone`` those before it that timed no sample."""
+        """Divide among the stages what this batch took, and unless it is ``alone`` those before it
+        that timed no sample.
+        """
         timed, wall_s, _ = self._laps.take()
         both, both_wall_s, both_cpu_s = self._cpu_laps.take()
         timed += both

@@ -27,7 +27,8 @@ from harness.watch.host import HostSource, Sampler
 class Watch:
     """What a run is watched with; board and sampler are the first rank's alone.
 
-    ``course`` knows where the wall time went; ``on_window`` are called with the clock and the window whenever a window ends.
+    ``course`` knows where the wall time went; ``on_window`` are called with the clock and the
+    window whenever a window ends.
     """
 
     clock: StepClock
@@ -41,10 +42,11 @@ class Watch:
 def watched(
     config: Config, world: World, folder: Path, began_s: float, resumed_step: int | None = None
 ) -> Iterator[Watch]:
-    """The ``Watch`` of a run in ``folder``; its files and threads are closed at the end of the block, whatever ends it.
+    """The ``Watch`` of a run in ``folder``; its files and threads are closed at the end of the
+    block, whatever ends it.
 
-    The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's where the run goes on from
-    one.
+    The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's
+    where the run goes on from one.
     """
     with ExitStack() as stack:
         slots = max(64, 2 * config.trainer.accumulate_steps)
@@ -82,6 +84,8 @@ def refuse_hidden_gpu(config: Config, world: World) -> None:
         return
     if seen := nvml_sees_gpu():
         raise ConfigError(
-            f"device=auto: the driver ({seen[0]}) has {', '.join(seen[1])}, but torch {torch.__version__} (built for CUDA "
-            f"{torch.version.cuda or 'no'}) cannot use it; install a torch build for this driver, or set device=cpu"
+            f"device=auto: the driver ({seen[0]}) has {', '.join(seen[1])}, but torch "
+            f"{torch.__version__} (built for CUDA "
+            f"{torch.version.cuda or 'no'}) cannot use it; install a torch build for this driver, "
+            "or set device=cpu"
         )

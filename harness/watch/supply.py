@@ -1,7 +1,10 @@
-"""What a sample costs the workers of a feed, and how many of them would meet a demand. Pure functions.
+"""What a sample costs the workers of a feed, and how many of them would meet a demand.
 
-The rates are operational ones (Denning and Buzen 1978): with w seconds of wall and c of processor time a sample, n workers
-give at most n / w images/s, and C processors at most C / (c + s) where the step takes s of them per image.
+Pure functions.
+
+The rates are operational ones (Denning and Buzen 1978): with w seconds of wall and c of processor
+time a sample, n workers give at most n / w images/s, and C processors at most C / (c + s) where the
+step takes s of them per image.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ _TELLING = (
     0.1  # share of the processor time from which a stage tells how crowded the processors are
 )
 _WAITING = 0.5  # share of its time from which a stage is said to wait
-_OUTSIDE = 0.1  # share of its time in which a stage that waits has a processor, at most, where processors are full
+# share of its time in which a stage that waits has a processor, at most, where processors are full
+_OUTSIDE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,15 @@ class Supply:
     waits: bool
 
     def workers_for(self, images_per_s: float) -> int:
-        """Workers that give so much with ``SPARE`` on top, as long as there are processors for them."""
+        """Workers that give so much with ``SPARE`` on top, as long as there are processors for
+        them.
+        """
         return max(1, math.ceil(SPARE * images_per_s * self.wall_s))
 
     def rate_of(self, cores: float, step_cpu_s: float) -> float:
-        """Images/s that so many processors could load, where the step takes ``step_cpu_s`` of them per image."""
+        """Images/s that so many processors could load, where the step takes ``step_cpu_s`` of them
+        per image.
+        """
         return cores / max(self.wants_s + step_cpu_s, 1e-9)
 
 
@@ -71,8 +79,8 @@ def reckon(totals: StageTotals | None, lone_crowding: float | None) -> Supply | 
 
     Args:
         totals: of the workers.
-        lone_crowding: how many times its processor time a stage can last for want of a processor, at most, where no second
-            one tells it; None: the processors were full.
+        lone_crowding: how many times its processor time a stage can last for want of a processor,
+            at most, where no second one tells it; None: the processors were full.
     """
     wall_s = sum(cost.wall_s for cost in totals.stages.values()) if totals else 0.0
     if totals is None or totals.samples <= 0 or wall_s <= 0:
@@ -103,7 +111,9 @@ def reckon(totals: StageTotals | None, lone_crowding: float | None) -> Supply | 
 
 
 def _kind(stage: str, waits: bool) -> Kind:
-    """The kind of a stage; one that a data set does not split is reading if it waits, and decoding if it works."""
+    """The kind of a stage; one that a data set does not split is reading if it waits, and decoding
+    if it works.
+    """
     group = GROUPS.get(stage, "augment")
     if group == "storage" or (group == "sample" and waits):
         return "storage"
@@ -115,13 +125,16 @@ def _kind(stage: str, waits: bool) -> Kind:
 
 
 def _waits(cost: StageCost, crowding: float, full: bool) -> bool:
-    """Whether it is mostly waiting, and not for a processor: where those are full, that is harder to tell."""
+    """Whether it is mostly waiting, and not for a processor: where those are full, that is harder
+    to tell.
+    """
     outside = not full or cost.cpu_s < _OUTSIDE * cost.wall_s
     return outside and cost.wall_s - crowding * cost.cpu_s >= _WAITING * cost.wall_s
 
 
 def _crowding(stages: Mapping[str, StageCost], lone_crowding: float | None) -> float:
-    """How many times its processor time work lasts here: the least of the stages that have a share of it.
+    """How many times its processor time work lasts here: the least of the stages that have a share
+    of it.
 
     A lone stage that lasts long by being crowded out cannot be told from one that waits.
     """

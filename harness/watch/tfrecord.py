@@ -11,7 +11,9 @@ _POLYNOMIAL = 0x82F63B78  # Castagnoli's, its bits reversed
 
 
 def framed(data: bytes) -> bytes:
-    """Returns ``data`` as one record: its length, and a masked checksum behind the length and behind ``data``."""
+    """Returns ``data`` as one record: its length, and a masked checksum behind the length and
+    behind ``data``.
+    """
     length = struct.pack("<Q", len(data))
     return length + _checksum(length) + data + _checksum(data)
 
@@ -19,7 +21,8 @@ def framed(data: bytes) -> bytes:
 def _checksum(data: bytes) -> bytes:
     """Returns the CRC-32C of four bytes or more, masked as TensorFlow does it.
 
-    The CRC is linear: each of its bits is the parity of some of the bits of ``data``, whose first 32 count inverted.
+    The CRC is linear: each of its bits is the parity of some of the bits of ``data``, whose first
+    32 count inverted.
     """
     message = int.from_bytes(data) ^ 0xFFFFFFFF << 8 * len(data) - 32
     crc = 0
@@ -31,7 +34,9 @@ def _checksum(data: bytes) -> bytes:
 
 @functools.cache
 def _masks(size: int) -> list[int]:
-    """Returns which of the last ``2**size`` bits of a message count for each bit of its checksum, the highest first."""
+    """Returns which of the last ``2**size`` bits of a message count for each bit of its checksum,
+    the highest first.
+    """
     adds = [_POLYNOMIAL]
     while len(adds) < 1 << size:
         adds.append(adds[-1] >> 1 ^ (adds[-1] & 1) * _POLYNOMIAL)

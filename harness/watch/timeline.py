@@ -1,9 +1,11 @@
-"""What the device did between the host's calls, from timing events that are read late and never waited for.
+"""What the device did between the host's calls, from timing events that are read late and never
+waited for.
 
-Events give the time between two points of the device; what the host did meanwhile is known by the host's clock. To bring
-the two together takes no synchronisation: beside each block an event is recorded on a stream that nothing else runs on, so
-that the device passes it at once. Should it have been held up all the same, by another thread or a queue that is shared, it
-shows the device's points too early and never too late; so does the point before plus the time since, less what two clocks
+Events give the time between two points of the device; what the host did meanwhile is known by the
+host's clock. To bring the two together takes no synchronisation: beside each block an event is
+recorded on a stream that nothing else runs on, so that the device passes it at once. Should it have
+been held up all the same, by another thread or a queue that is shared, it shows the device's points
+too early and never too late; so does the point before plus the time since, less what two clocks
 drift apart. The latest of all that is shown is the truth, or next to it.
 """
 
@@ -19,16 +21,19 @@ from harness.watch.ledger import Ledger, add_all
 
 Span = tuple[float, float]  # from when to when, in seconds of the host's clock
 
-_LAG = 8  # blocks between an event's recording and the first look at it: by then it has nearly always come
+# blocks between an event's recording and the first look at it: by then it has nearly always come
+_LAG = 8
 _SLOWEST = (
     1 - 1e-4
 )  # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
-_FOLLOWS = 0.9  # launching as a share of the block's device time, from which the device may be waiting for launches
+# launching as a share of the block's device time, from which the device may be waiting for launches
+_FOLLOWS = 0.9
 _LOOK_STEPS = 10  # how often that is looked at
 # steps that a device is held back for, and by how much at most
 _HELD_BACK = 3
 _LONGEST_S = 1.0
-_JUMP_S = 1e-3  # beyond the drift: so far from each other the two clocks got as a machine slept, or was set right
+# beyond the drift: so far from each other the two clocks got as a machine slept, or was set right
+_JUMP_S = 1e-3
 
 
 class TimingEvent(Protocol):
@@ -59,7 +64,8 @@ class Events(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Events of one batch: its copy from start to end, and what the device did to it until it was ready.
+    """Events of one batch: its copy from start to end, and what the device did to it until it was
+    ready.
 
     ``end`` is ``start`` where nothing was copied: the batch was made on the device.
     """
@@ -121,7 +127,9 @@ class Timeline:
             None  # the last slot that was read: the next gap begins at its end
         )
         self._passed_s = -math.inf  # when the device passed that end, by the host's clock
-        self._fresh = True  # the running block will not be measured; between blocks: the next one's gap will not be known
+        # the running block will not be measured; between blocks: the next one's gap will not be
+        # known
+        self._fresh = True
         self._unended = 0  # measured blocks of the running step
         self._steps = 0
         # by which the next block is held back; how many were
@@ -202,9 +210,11 @@ class Timeline:
         self._fresh = True
 
     def _look_into(self, ledger: Ledger) -> None:
-        """Hold the device back before one of the next blocks, where launching may be what that block's time goes to.
+        """Hold the device back before one of the next blocks, where launching may be what that
+        block's time goes to.
 
-        The host is then ahead of the device, which runs the block's kernels without a pause: so long they take by themselves.
+        The host is then ahead of the device, which runs the block's kernels without a pause: so
+        long they take by themselves.
         """
         launch = ledger.sketches["launch_ms"].spread()
         compute = ledger.sketches["compute_ms"].spread()
@@ -212,9 +222,11 @@ class Timeline:
             self._hold_s = min(_LONGEST_S, 1.5e-3 * launch.median)
 
     def finish(self, ledger: Ledger) -> float:
-        """Wait until the device has done all that the network's stream was given, blocks that were dropped too.
+        """Wait until the device has done all that the network's stream was given, blocks that were
+        dropped too.
 
-        Returns the seconds by which it ended epochs' first steps after the host since the last call.
+        Returns the seconds by which it ended epochs' first steps after the host since the last
+        call.
         """
         end = self._events.make()
         end.record(self._events.stream())
@@ -225,7 +237,9 @@ class Timeline:
         return late_s
 
     def read(self, ledger: Ledger, keep: int = 0) -> None:
-        """Count the blocks that the device has done, but not the newest ``keep``, nor those of the running step."""
+        """Count the blocks that the device has done, but not the newest ``keep``, nor those of the
+        running step.
+        """
         while len(self._pending) > max(keep, self._unended) and self._pending[0].passed():
             slot = self._pending.popleft()
             read = self._previous
@@ -272,7 +286,9 @@ class Timeline:
 
 
 def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> dict[str, float]:
-    """Seconds of the ``gap`` between two blocks by what the device had to wait for, or did in between."""
+    """Seconds of the ``gap`` between two blocks by what the device had to wait for, or did in
+    between.
+    """
     asked_s = (
         slot.waits[0][0] if slot.waits else -math.inf
     )  # a copy before that is ahead of its time, and delays nothing
@@ -299,7 +315,9 @@ def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> 
 
 
 def _overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """Seconds that lie in one of ``some`` and in one of ``others``; neither of the two overlap among themselves."""
+    """Seconds that lie in one of ``some`` and in one of ``others``; neither of the two overlap
+    among themselves.
+    """
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in some for b in others)
 
 

@@ -1,4 +1,7 @@
-"""What this process and its descendants have used, with those that have ended. Linux only: it is all in /proc."""
+"""What this process and its descendants have used, with those that have ended.
+
+Linux only: it is all in /proc.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Tree:
     """Sums over a process and its descendants, workers of a fork server among them.
 
-    The kernel adds a process's figures to its parent's as soon as the parent takes note of its end. So the sums count every
-    process once, in life and after, and only grow, but for one that ends as an orphan and takes its part along.
+    The kernel adds a process's figures to its parent's as soon as the parent takes note of its end.
+    So the sums count every process once, in life and after, and only grow, but for one that ends as
+    an orphan and takes its part along.
     """
 
     def __init__(self, pid: int | None = None, proc: Path = Path("/proc")) -> None:
@@ -27,22 +31,26 @@ class Tree:
         self._queued_s = 0.0
 
     def processor(self) -> tuple[float, int] | None:
-        """Seconds of processor time, and major page faults: those that waited for storage, as of files mapped into memory."""
+        """Seconds of processor time, and major page faults: those that waited for storage, as of
+        files mapped into memory.
+        """
         sums = self._sums("stat", _times_and_faults)
         return None if sums is None else (sums[0] / _TICKS_PER_S, sums[1])
 
     def read_bytes(self) -> tuple[int, int] | None:
         """Bytes that read calls returned, and bytes that were fetched from storage for it.
 
-        The first are of files in the page cache or not, and of pipes and sockets; not of files mapped into memory. The second
-        are what this process had block devices and NFS read, read-ahead included; what another process reads for it, as the
-        daemon of a FUSE file system does, the kernel counts as that one's.
+        The first are of files in the page cache or not, and of pipes and sockets; not of files
+        mapped into memory. The second are what this process had block devices and NFS read,
+        read-ahead included; what another process reads for it, as the daemon of a FUSE file system
+        does, the kernel counts as that one's.
         """
         sums = self._sums("io", _asked_and_fetched)
         return None if sums is None else (sums[0], sums[1])
 
     def queued_s(self) -> float:
-        """Seconds that threads could have run but waited for a processor, those before the first call included.
+        """Seconds that threads could have run but waited for a processor, those before the first
+        call included.
 
         Raises:
             FileNotFoundError: the kernel does not say.
@@ -72,10 +80,11 @@ class Tree:
                 ]
 
     def _sums(self, name: str, figures: Callable[[bytes], tuple[int, int]]) -> list[int] | None:
-        """The figures of ``/proc/<pid>/<name>`` over all members; None where processes end faster than they can be read.
+        """The figures of ``/proc/<pid>/<name>`` over all members; None where processes end faster
+        than they can be read.
 
-        Parents are read before their children: a child that could still be read is not yet in its parent's figures, and one
-        that could not makes all be read again.
+        Parents are read before their children: a child that could still be read is not yet in its
+        parent's figures, and one that could not makes all be read again.
         """
         for _ in range(_TRIES):
             self._look_round()
@@ -92,7 +101,10 @@ class Tree:
         return None
 
     def _look_round(self) -> None:
-        """Find new descendants. A process keeps its parent while that lives, so that each is asked once, not every time."""
+        """Find new descendants.
+
+        A process keeps its parent while that lives, so that each is asked once, not every time.
+        """
         there = {int(name) for name in os.listdir(self._proc) if name.isdigit()}
         self._strangers &= there
         self._members = {pid: None for pid in self._members if pid in there or pid == self._pid}
@@ -118,7 +130,9 @@ class Tree:
 
 
 def _after_name(stat: bytes) -> list[bytes]:
-    """The fields of a ``stat`` from the third on; the second is a name in brackets that may hold anything."""
+    """The fields of a ``stat`` from the third on; the second is a name in brackets that may hold
+    anything.
+    """
     return stat[stat.rindex(b")") + 2 :].split()
 
 

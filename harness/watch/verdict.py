@@ -19,7 +19,8 @@ _PROMPT = 0.05  # of the time: so much Python between two steps is no surprise w
 _FOLLOWS = (
     0.9  # launching as a share of the block's device time, from which the device follows the host
 )
-_QUEUED_MS = 0.03  # the longest gap between two blocks that were both launched before the device came to them
+# the longest gap between two blocks that were both launched before the device came to them
+_QUEUED_MS = 0.03
 _FAULT_S = 1e-4  # the least that a page from a disk costs: one read of an NVMe drive
 # of the bytes read: from here on the page cache does not hold the files; up to here it does
 _FROM_DISK = 0.5
@@ -45,8 +46,10 @@ class Verdict:
 
     Attributes:
         bottleneck: its kind; balanced: some waiting, under a tenth of the time.
-        ceiling: speed-up if loading were free, 1 / (1 - stall_fraction); None where the stall is not known.
-        sentence: the class in words, the figures that say so, the ceiling, and what to try: short sentences.
+        ceiling: speed-up if loading were free, 1 / (1 - stall_fraction); None where the stall is
+            not known.
+        sentence: the class in words, the figures that say so, the ceiling, and what to try: short
+            sentences.
         next_step: settings to try, as overrides that can be typed; None where no setting helps.
         evidence: the figures that it rests on, then the two next suspects.
     """
@@ -73,7 +76,10 @@ def judge(evidence: Evidence) -> Verdict:
     """What bounds the steps in ``evidence.window``, and what to try."""
     window = evidence.window
     if window.stall_fraction is None or window.steps < _MIN_STEPS:
-        few = f"Unknown. {window.steps} steps are too few for a verdict. Try: let the run go on for longer."
+        few = (
+            f"Unknown. {window.steps} steps are too few for a verdict. Try: let the run go on "
+            "for longer."
+        )
         return Verdict("unknown", None, few, None, ())
     r = Reckoning(evidence)
     found = _straggler(evidence.ranks, evidence.autotuned) or (
@@ -87,7 +93,9 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | None:
-    """The rank that the others wait for, which they do where gradients meet: it has much more to do before that."""
+    """The rank that the others wait for, which they do where gradients meet: it has much more to do
+    before that.
+    """
     if len(ranks) < 2:
         return None
     columns = {
@@ -108,7 +116,10 @@ def _straggler(ranks: tuple[RankFigures, ...], autotuned: bool) -> _Finding | No
     if late_ms <= HARM * step_ms:
         return None
     what = max(columns, key=lambda name: _beyond(columns[name][0], slowest))
-    cause = f"Rank {ranks[slowest].rank} holds the others up by {late_ms:.1f} ms a step. Most of that is {what}"
+    cause = (
+        f"Rank {ranks[slowest].rank} holds the others up by {late_ms:.1f} ms a step. Most of "
+        f"that is {what}"
+    )
     if what != _WAITING:
         return _Finding("rank", cause, None, columns[what][1])
     held_up = min(_MOST_HELD_UP, _beyond(columns[what][0], slowest) / max(step_ms, 1e-9))
@@ -167,9 +178,11 @@ def _harmed(r: Reckoning) -> _Finding:
 
 
 def _starved(r: Reckoning) -> _Finding:
-    """Batches come too late, because they are made too slowly or because it takes long to get them here.
+    """Batches come too late, because they are made too slowly or because it takes long to get them
+    here.
 
-    Where the workers are too slow, hand-over takes long as well, for want of processors: that is not the cause.
+    Where the workers are too slow, hand-over takes long as well, for want of processors: that is
+    not the cause.
     """
     handed = r.parts.get("transport", 0.0) + r.parts.get("pin", 0.0)
     late = bool(r.parts) and max(handed, r.parts["move"]) > r.parts["make"]
@@ -184,7 +197,10 @@ def _starved(r: Reckoning) -> _Finding:
             None if tuned else "loader.autotune=true",
         )
     more, why = (None, "") if tuned else _more(r, supply)
-    took = f"{DOING[supply.kind].capitalize()} takes {1e3 * supply.kind_s:.3g} of the {1e3 * supply.wall_s:.3g} ms of a sample"
+    took = (
+        f"{DOING[supply.kind].capitalize()} takes {1e3 * supply.kind_s:.3g} of the "
+        f"{1e3 * supply.wall_s:.3g} ms of a sample"
+    )
     took += f", most of them in {supply.stage}" if supply.kind == "augment" else ""
     if supply.waits:
         took += f", mostly waiting{_where_from(r) if supply.kind == 'storage' else ''}"
@@ -203,7 +219,9 @@ def _starved(r: Reckoning) -> _Finding:
 
 
 def _more(r: Reckoning, supply: Supply) -> tuple[str | None, str]:
-    """More workers, if there are processors for a tenth more images, or more batches in flight; and why."""
+    """More workers, if there are processors for a tenth more images, or more batches in flight; and
+    why.
+    """
     rate = r.window.images_per_s or 0.0
     settings = r.evidence.settings
     cores = r.evidence.cores
@@ -251,7 +269,10 @@ def _handed_over(r: Reckoning, handed: float) -> _Finding:
     window = r.window
     settings = r.evidence.settings
     supply = r.supply
-    cause = f"{_waited(r)}. For {handed:.0%} of that, batches were made but not here yet: {r.parts['transport']:.0%} on the way"
+    cause = (
+        f"{_waited(r)}. For {handed:.0%} of that, batches were made but not here yet: "
+        f"{r.parts['transport']:.0%} on the way"
+    )
     cause += f" from a worker, {r.parts['pin']:.0%} into page-locked memory"
     waited_s = r.starved / window.images_per_s if window.images_per_s else 0.0  # for an image
     tuned = r.evidence.autotuned
@@ -345,7 +366,10 @@ def _throttled(r: Reckoning, found: _Finding) -> _Finding | None:
     throttled = r.sampled(Tag.THROTTLED_FRACTION)
     if throttled is None or throttled < THROTTLED or not _lacks_cores(r, found):
         return None
-    cause = f"The quota stopped this run in {throttled:.0%} of its periods. {r.evidence.cores:.3g} cores are too few"
+    cause = (
+        f"The quota stopped this run in {throttled:.0%} of its periods. "
+        f"{r.evidence.cores:.3g} cores are too few"
+    )
     return _Finding(
         "quota", cause, advice="raise the quota (cpu.max, docker --cpus, Kubernetes limits.cpu)"
     )

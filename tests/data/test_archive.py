@@ -28,9 +28,11 @@ def member(
 
 
 def link_chain() -> list[tarfile.TarInfo]:
-    """CVE-2025-4517: links to long folder names whose real path outgrows PATH_MAX, a link out behind them, a file through it.
+    """CVE-2025-4517: links to long folder names whose real path outgrows PATH_MAX, a link out
+    behind them, a file through it.
 
-    ``os.path.realpath`` stops resolving at that length, so that tarfile's data filter takes the link for one that stays.
+    ``os.path.realpath`` stops resolving at that length, so that tarfile's data filter takes the
+    link for one that stays.
     """
     members, path, long = [], "", "d" * 247
     for letter in "abcdefghijklmnop":
@@ -203,7 +205,9 @@ def bad_block(data: bytes) -> bytes:
     ],
 )
 def test_damage(archive: Path, damage: Callable[[bytes], bytes]) -> None:
-    """A damaged archive is an error that says so, also where the damage lies behind the last member."""
+    """A damaged archive is an error that says so, also where the damage lies behind the last
+    member.
+    """
     write_members(archive, GOOD | {"set/noise": os.urandom(5000)})
     archive.write_bytes(damage(archive.read_bytes()))
     refused(archive, "damaged: .+|has no member")

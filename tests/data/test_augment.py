@@ -1,4 +1,6 @@
-"""Augmentation of whole batches: torchvision's jitter for the same draws, a function of nothing but (seed, epoch, index)."""
+"""Augmentation of whole batches: torchvision's jitter for the same draws, a function of nothing but
+(seed, epoch, index).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def made(config: AugmentConfig, seed: int = 0) -> BatchAugment:
 def drawn(
     strengths: tuple[float, float, float, float], draws: np.ndarray, patch: pytest.MonkeyPatch
 ) -> tuple[np.ndarray, ...]:
-    """The kinds and the amounts that colour jitter of ``strengths`` makes of ``draws``: each ``[N, turns]``."""
+    """The kinds and the amounts that colour jitter of ``strengths`` makes of ``draws``: each ``[N,
+    turns]``.
+    """
     turns: list[tuple[np.ndarray, np.ndarray]] = []
     patch.setattr(
         augment, "_adjusted", lambda images, kinds, amounts: turns.append((kinds, amounts))
@@ -79,7 +83,9 @@ def test_jittered_pixels_are_torchvisions(strengths: tuple[float, float, float, 
 
 
 def test_jitter_draws_as_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every order of the four is as likely as the others, and each factor has torchvision's distribution."""
+    """Every order of the four is as likely as the others, and each factor has torchvision's
+    distribution.
+    """
     strengths = STRENGTHS["all"]
     kinds, amounts = drawn(strengths, uniforms(0, 0, np.arange(6000), 8, BATCH), monkeypatch)
     orders = list(itertools.permutations(range(4)))
@@ -98,7 +104,9 @@ def test_nothing_wanted_is_nothing_done() -> None:
 
 
 def test_randaugment_comes_before_jitter() -> None:
-    """Both together are RandAugment first, with the first of an image's draws, and jitter on what it made."""
+    """Both together are RandAugment first, with the first of an image's draws, and jitter on what
+    it made.
+    """
     images, batch = pictures(12, 16, 16), numbered(torch.arange(12))
     first, second = made(EVERYTHING)._parts
     draws = uniforms(0, 0, np.arange(12), first.draws + second.draws, BATCH)
@@ -111,7 +119,9 @@ def test_randaugment_comes_before_jitter() -> None:
 def test_an_image_depends_on_nothing_but_its_place(
     layout: torch.memory_format, cached_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever batch it is in, and however many a CPU works on at once, an image becomes the same, in the same layout."""
+    """Whatever batch it is in, and however many a CPU works on at once, an image becomes the same,
+    in the same layout.
+    """
     images, indices = pictures(20, 24, 16, layout), torch.arange(100, 120)
     whole = made(EVERYTHING)(images, numbered(indices))
     monkeypatch.setattr(augment, "_CACHED_BYTES", cached_bytes)
@@ -132,7 +142,9 @@ def test_what_is_given_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("change", ["seed", "epoch", "index"])
 def test_seed_epoch_and_index_all_count(change: str) -> None:
-    """Another seed, epoch or index makes something else of most images; the same ones make the same."""
+    """Another seed, epoch or index makes something else of most images; the same ones make the
+    same.
+    """
     images, indices = pictures(20, 16, 16), torch.arange(20)
     first = made(EVERYTHING)(images, numbered(indices))
     again = made(EVERYTHING)(images, numbered(indices))

@@ -1,4 +1,6 @@
-"""Opening the decoded cache: where it lies, how large it may be, who shares it, and that it changes no pixel."""
+"""Opening the decoded cache: where it lies, how large it may be, who shares it, and that it changes
+no pixel.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ RAM, DISK = DataCache.ram, DataCache.disk
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Six training and two validation images, old enough to be kept, and a cache folder of the test's own."""
+    """Six training and two validation images, old enough to be kept, and a cache folder of the
+    test's own.
+    """
     monkeypatch.setattr(cache, "_RACY_S", 0.0)
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
@@ -121,7 +125,9 @@ def test_a_cache_changes_no_pixel(root: Path, kind: DataCache, decoded: list[byt
 def test_a_feed_fills_and_reads_the_cache(
     root: Path, form: type[ProcessFeed] | type[ThreadFeed]
 ) -> None:
-    """Batches of two workers are those of an uncached feed, in the epoch that fills the cache and in the next one."""
+    """Batches of two workers are those of an uncached feed, in the epoch that fills the cache and
+    in the next one.
+    """
     plain, kept = loaded(root, DataCache.none), loaded(root, RAM)
     assert isinstance(kept.train, ImageDataset)
     feed = form(
@@ -155,7 +161,9 @@ def test_workers_share_the_memory(root: Path) -> None:
 
 
 def test_memory_that_the_cache_will_fill_is_reserved(root: Path) -> None:
-    """What it has still to fill is promised; what it has filled shows as used by itself, and a disk's is no memory."""
+    """What it has still to fill is promised; what it has filled shows as used by itself, and a
+    disk's is no memory.
+    """
     kept = loaded(root, RAM, cache_gb=0.01)
     before = kept.reserved_bytes
     batch(kept.train, 0)
@@ -196,7 +204,9 @@ def add(root: Path) -> dict[str, Any]:
 def test_other_pixels_are_kept_anew(
     root: Path, change: Callable[[Path], dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the pixels or their order depend on makes the file another one, in place of the first."""
+    """What the pixels or their order depend on makes the file another
+    one, in place of the first.
+    """
     first = loaded(root, DISK)
     batch(first.train, 0)
     del first
@@ -253,7 +263,9 @@ def test_a_second_run_waits_until_the_file_is_there(
 
 
 def test_room_of_changed_files_is_given_back(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file most of which went to images that have changed is made anew when a run opens it next, and not before."""
+    """A file most of which went to images that have changed is made anew when a run opens it next,
+    and not before.
+    """
 
     def kept_after_a_run() -> int:
         splits = loaded(root, DISK, cache_gb=7e-5)
@@ -272,7 +284,9 @@ def test_room_of_changed_files_is_given_back(root: Path, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("kind", [RAM, DISK], ids=["ram", "disk"])
 def test_a_full_file_is_named(root: Path, kind: DataCache) -> None:
-    """Whoever replaces files of a data set is told what to delete; memory has nothing that outlives a run."""
+    """Whoever replaces files of a data set is told what to delete; memory has nothing that outlives
+    a run.
+    """
     splits = loaded(root, kind, cache_gb=2e-5)
     batch(splits.train, 0)
     kept = kept_by(splits)
@@ -313,7 +327,9 @@ def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
 
 
 def test_half_of_the_memory_is_the_most(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a size of its own the cache takes half of what all ranks of the machine may take together."""
+    """Without a size of its own the cache takes half of what all ranks of the machine may take
+    together.
+    """
     found = replace(limits.measure(), memory_bytes=10_000_000)
     monkeypatch.setattr(cache_files.limits, "measure", lambda: found)
     kept = kept_by(loaded(root, RAM, cache_gb=None))
@@ -421,7 +437,9 @@ def test_what_one_rank_is_refused_all_are(root: Path, machine: str | None) -> No
 def test_shrunk_images_say_how_far_they_change(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a longest side, the error is measured on some images and told; later epochs have the first one's pixels."""
+    """With a longest side, the error is measured on some images and told; later epochs have the
+    first one's pixels.
+    """
     kept = loaded(root, RAM, cache_max_side=32)
     out = capsys.readouterr().out
     assert (
@@ -468,7 +486,9 @@ def test_an_odd_cache_is_made_again(
 @pytest.mark.timeout(60)
 @oddities.every
 def test_an_odd_turn_gives_way(root: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
-    """The file that says whose turn it is to open a cache may be anything: nobody waits for it, nothing is lost."""
+    """The file that says whose turn it is to open a cache may be anything: nobody waits for it,
+    nothing is lost.
+    """
     turn = root.parent / "cache/decoded/opening"
     oddities.put(plant, turn)
     found = loaded(root, DISK)
@@ -483,7 +503,9 @@ def test_an_odd_turn_gives_way(root: Path, plant: Plant, caplog: pytest.LogCaptu
 def test_a_turn_that_is_not_given_up_is_waited_for_aloud(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another run that was stopped while it opened the cache: this one says so, and a signal ends it."""
+    """Another run that was stopped while it opened the cache: this one says so, and a signal ends
+    it.
+    """
     turn = root.parent / "cache/decoded/opening"
     turn.parent.mkdir(parents=True)
     looks = iter(range(10_000))

@@ -1,4 +1,6 @@
-"""The published archive to two arrays: its format in all its protocols, what is refused, and what is kept."""
+"""The published archive to two arrays: its format in all its protocols, what is refused, and what
+is kept.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ META = "cifar-10-batches-py/batches.meta"
 
 @pytest.fixture(autouse=True)
 def _at_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No proxy, and a cache of its own; what a malicious pickle might write shows in the current folder."""
+    """No proxy, and a cache of its own; what a malicious pickle might write shows in the current
+    folder.
+    """
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
@@ -92,7 +96,9 @@ def protocol(number: int) -> Callable[[object], bytes]:
     ],
 )
 def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
-    """Every protocol gives the same images, row by row with red, green and blue in their places, and the same labels."""
+    """Every protocol gives the same images, row by row with red, green and blue in their places,
+    and the same labels.
+    """
     md5 = write_cifar10(tmp_path, rows=12, pickled=pickled)
     train, val = open_cifar10(settings(tmp_path, md5))
     batches = cifar10_batches(rows=12)
@@ -114,7 +120,9 @@ def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
 
 
 def py2_text(value: object) -> bytes:
-    """``value`` as Python 2 pickled it in protocol 0, with escaped text for strings and arrays alike."""
+    """``value`` as Python 2 pickled it in protocol 0, with escaped text for strings and arrays
+    alike.
+    """
     out = io.BytesIO()
     argument: Any
     for opcode, argument, _ in pickletools.genops(py2_pickle(value)):
@@ -182,7 +190,8 @@ class Call:
         return self.call
 
 
-# An array of objects whose flags say that it holds none: numpy itself takes the sixteen bytes for two addresses.
+# An array of objects whose flags say that it holds none: numpy itself takes the sixteen bytes for
+# two addresses.
 FORGED = (
     b"}(S'data'\ncnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntS'b'\ntR(I1\n(I1\nI3072\nt"
     b"cnumpy\ndtype\n(S'O8'\nI00\nI01\ntR(I3\nS'|'\nNNNI-1\nI-1\nI0\ntbI00\nS'"
@@ -201,7 +210,9 @@ MALICIOUS = {
     "NEWOBJ": b"\x80\x02csubprocess\nPopen\n(S'touch canary'\nt\x81.",
     "dotted name": b"\x80\x04\x8c\x05numpy\x8c\x12ndarray.__class__\x93.",
     "getattr": pickle.dumps(Call(getattr, "", "join")),
-    "numpy's runstring": b"cnumpy.testing._private.utils\nrunstring\n(S'import os; os.mkdir(\"x\")'\n}tR.",
+    "numpy's runstring": (
+        b"cnumpy.testing._private.utils\nrunstring\n(S'import os; os.mkdir(\"x\")'\n}tR."
+    ),
     "numpy's load": pickle.dumps(Call(np.load, "x.npy")),
     "numpy's scalar": pickle.dumps({"data": np.float64(1)}),
     "persistent id": b"Pcanary\n.",
@@ -221,7 +232,9 @@ MALICIOUS = {
 )
 @pytest.mark.parametrize("place", [BATCH, META])
 def test_malicious_pickle(tmp_path: Path, place: str, content: bytes) -> None:
-    """Whatever a pickle asks for, nothing is executed, the member is named, and only the archive is there."""
+    """Whatever a pickle asks for, nothing is executed, the member is named, and only the archive is
+    there.
+    """
     members = {name: py2_pickle(part) for name, part in cifar10_batches(rows=2).items()}
     md5 = write_members(tmp_path / CIFAR10, members | {place: content})
     with pytest.raises(
@@ -320,7 +333,9 @@ def test_other_content(tmp_path: Path, place: str, changes: dict[str, object], r
 
 
 def test_arrays_are_enough(tmp_path: Path) -> None:
-    """With the arrays there, neither the archive nor leave to write is needed, and pixels are mapped, not read."""
+    """With the arrays there, neither the archive nor leave to write is needed, and pixels are
+    mapped, not read.
+    """
     md5 = write_cifar10(tmp_path)
     first, _ = open_cifar10(settings(tmp_path, md5))
     (tmp_path / CIFAR10).unlink()
@@ -382,7 +397,9 @@ def test_damaged_arrays(
     ids=["objects", "shape", "empty"],
 )
 def test_forged_arrays(tmp_path: Path, array: np.ndarray) -> None:
-    """Arrays of another form are made anew, also where their digest is as the marker says; objects are never unpickled."""
+    """Arrays of another form are made anew, also where their digest is as the marker says; objects
+    are never unpickled.
+    """
     md5 = write_cifar10(tmp_path)
     open_cifar10(settings(tmp_path, md5))
     folder = tmp_path / "cifar10-arrays"
@@ -411,7 +428,9 @@ def test_left_over_part(tmp_path: Path) -> None:
 
 
 def test_waiting_leaves_others_alone(tmp_path: Path) -> None:
-    """A run that is stopped while another one makes the arrays does not touch what that one writes."""
+    """A run that is stopped while another one makes the arrays does
+    not touch what that one writes.
+    """
     md5 = write_cifar10(tmp_path)
     part = tmp_path / "cifar10-arrays.part"
     part.mkdir()
@@ -445,17 +464,21 @@ def test_foreign_archive(tmp_path: Path) -> None:
     md5 = write_cifar10(tmp_path)
     with pytest.raises(
         DataError,
-        match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; delete .* set data.md5={md5} if",
+        match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; delete .* set data.md5={md5} "
+        "if",
     ):
         open_cifar10(settings(tmp_path))
     assert listing(tmp_path) == [CIFAR10]
 
 
 def test_no_download(tmp_path: Path) -> None:
-    """Without leave to download the error says which file to put where, and what needs no network."""
+    """Without leave to download the error says which file to put
+    where, and what needs no network.
+    """
     with pytest.raises(
         DataError,
-        match=f"data.download=false; put {CIFAR10} into {tmp_path}, or take data=shapes, data=digits or data=fake",
+        match=f"data.download=false; put {CIFAR10} into {tmp_path}, or take data=shapes, "
+        "data=digits or data=fake",
     ):
         open_cifar10(settings(tmp_path))
     assert listing(tmp_path) == []
@@ -483,7 +506,8 @@ def test_failed_download(tmp_path: Path) -> None:
         site(lambda handler: reply(handler, 404)) as here,
         pytest.raises(
             DataError,
-            match=f"/pub/{CIFAR10}: HTTP 404 .*; or put {CIFAR10} into {tmp_path}, or take data=shapes",
+            match=f"/pub/{CIFAR10}: HTTP 404 .*; or put {CIFAR10} into {tmp_path}, or take "
+            "data=shapes",
         ),
     ):
         fetched(tmp_path, here.address, None)
@@ -506,7 +530,9 @@ def test_wrong_checksum(tmp_path: Path) -> None:
 
 
 def test_default_root(tmp_path: Path) -> None:
-    """Without data.root the archive and the arrays lie in a folder of their own in the user's cache."""
+    """Without data.root the archive and the arrays lie in a folder of their own in the user's
+    cache.
+    """
     cache = Path(os.environ["WELLFED_CACHE"])
     md5 = write_cifar10(tmp_path)
     (cache / "cifar10").mkdir()
@@ -521,7 +547,9 @@ def test_default_root(tmp_path: Path) -> None:
 def test_odd_arrays(
     tmp_path: Path, name: str, plant: Plant, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever lies in the place of a file of the arrays, or of their folder, gives way, with one warning."""
+    """Whatever lies in the place of a file of the arrays, or of their folder, gives way, with one
+    warning.
+    """
     md5 = write_cifar10(tmp_path)
     expected = open_cifar10(settings(tmp_path, md5))[1].images.copy()
     place = tmp_path / "cifar10-arrays" / name
@@ -537,7 +565,9 @@ def test_odd_arrays(
 @pytest.mark.timeout(20)
 @oddities.special
 def test_odd_archive(tmp_path: Path, plant: Plant) -> None:
-    """No archive but a regular file is read; without leave to fetch one it is an error that names the file."""
+    """No archive but a regular file is read; without leave to fetch one it is an error that names
+    the file.
+    """
     oddities.put(plant, tmp_path / CIFAR10)
     with pytest.raises(
         DataError, match=rf"^{tmp_path}/{CIFAR10}: (not there|the md5 digest differs)"

@@ -77,7 +77,9 @@ def test_one_tree_is_split_the_same_for_every_seed(tmp_path: Path) -> None:
 
 
 def test_digits() -> None:
-    """scikit-learn's digits: all 1797, none in both parts, every class in both, full contrast, three equal channels."""
+    """scikit-learn's digits: all 1797, none in both parts, every class in both, full contrast,
+    three equal channels.
+    """
     splits = load(
         DataConfig(name="digits", image_size=32, eval_resize=32),
         AugmentConfig(crop=Crop.pad, hflip=0.0),
@@ -139,7 +141,10 @@ def test_a_new_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"name": "cifar"},
-            r"data\.name=cifar: no such data set; choose from shapes, .*fake; did you mean cifar10\?",
+            (
+                r"data\.name=cifar: no such data set; choose from shapes, .*fake; did you mean "
+                r"cifar10\?"
+            ),
         ),
         ({"name": "zzz"}, r"data\.name=zzz: no such data set; choose from shapes, .*fake$"),
         (

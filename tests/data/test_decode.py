@@ -71,9 +71,12 @@ def png(width: int, height: int, depth: int, kind: int, rows: bytes, extra: byte
 
 
 def ycck_jpeg(cmyk: tuple[int, int, int, int]) -> bytes:
-    """Adobe's other four-channel JPEG: the inverted inks as luminance and two colour differences, black apart."""
+    """Adobe's other four-channel JPEG: the inverted inks as luminance and two colour differences,
+    black apart.
+    """
     inks = np.asarray(Image.new("RGB", (16, 16), cmyk[:3]).convert("YCbCr"))
-    # Pillow inverts all channels as it writes, of which YCCK has only black inverted, and marks "no transform".
+    # Pillow inverts all channels as it writes, of which YCCK has only black inverted, and marks "no
+    # transform".
     written = np.dstack([255 - inks, np.full((16, 16), cmyk[3], np.uint8)])
     data = encoded(
         Image.frombytes("CMYK", (16, 16), written.tobytes()), "JPEG", quality=100, subsampling=0
@@ -154,13 +157,16 @@ def two(mode: str, first: Any, second: Any) -> Image.Image:
         (png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)), (128,) * 3, OPTIONS.background),
     ],
     ids=[
-        "grey", "one bit PNG", "one bit TIFF", "palette, one colour clear", "palette with alpha", "RGBA", "grey alpha",
+        "grey", "one bit PNG", "one bit TIFF", "palette, one colour clear", ("palette with "
+                                                                             "alpha"), "RGBA", "grey alpha",
         "palette alpha TIFF", "RGB, one colour clear", "grey, one value clear", "RGBA WebP", "CMYK TIFF", "YCbCr TIFF",
         "bitmap PBM", "16-bit RGB", "16-bit grey alpha",
     ],
 )  # fmt: skip
 def test_every_mode_gives_its_colours(data: bytes, first: Any, second: Any) -> None:
-    """Whatever the mode, colours come out as eight-bit RGB, transparency over the set background."""
+    """Whatever the mode, colours come out as eight-bit RGB,
+    transparency over the set background.
+    """
     assert np.abs(pixels(data)[0] - np.array([first, second])).max() <= 2
 
 
@@ -290,7 +296,9 @@ def test_an_orientation_in_xmp_counts() -> None:
 def test_pillow_is_not_asked_for_a_plain_jpeg(
     option: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nothing is unusual about is decoded without Pillow, in either setting of the orientation."""
+    """What nothing is unusual about is decoded without Pillow, in either setting of the
+    orientation.
+    """
     data = encoded(photo(), "JPEG")
     monkeypatch.setattr(decode_room, "_by_pillow", None)
     assert pixels(data, DecodeOptions(exif_orientation=option)).shape == (64, 96, 3)
@@ -323,8 +331,10 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         (EPS, "not an image of a supported format"),
         (b"%PDF-1.4", "not an image of a supported format"),
         (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
-        (cut(encoded(photo(), "JPEG"), 2), "damaged: the decoder reported missing data (Premature end of JPEG file)"),
-        (cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000), "Premature end of JPEG file"),
+        (cut(encoded(photo(), "JPEG"), 2), ("damaged: the decoder reported missing data (Premature "
+                                            "end of JPEG file)")),
+        (cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000), ("Premature end of JPEG "
+                                                                         "file")),
         (cut(encoded(photo(), "PNG"), 2000), "truncated file"),
         (encoded(photo(), "JPEG")[:10], ""),
         (encoded(photo(), "TIFF")[:4], ""),
@@ -334,12 +344,15 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         (b"RIFF\0\0\0\0WEBP", ""),
     ],
     ids=[
-        "empty", "lfs", "zeros", "html", "eps", "pdf", "zlib", "jpeg short of two bytes", "progressive jpeg cut",
+        "empty", "lfs", "zeros", "html", "eps", "pdf", "zlib", ("jpeg short of two "
+                                                                "bytes"), "progressive jpeg cut",
         "png cut",        "jpeg header", "tiff header", "bmp header", "gif header", "ppm header", "webp header",
     ],
 )  # fmt: skip
 def test_bad_bytes_are_bad_samples(data: bytes, text: str) -> None:
-    """Damage and strangers are refused in words, naming the file with its control characters escaped."""
+    """Damage and strangers are refused in words, naming the file with its control characters
+    escaped.
+    """
     assert text in reason(data)
 
 
@@ -440,10 +453,13 @@ CLAIMS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("kind", CLAIMS)
 def test_pixels_are_refused_before_they_take_memory(kind: str) -> None:
-    """A few bytes that claim 169 megapixels take the memory of a few bytes, in the default limit."""
+    """A few bytes that claim 169 megapixels take the memory of a
+    few bytes, in the default limit.
+    """
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert reason(CLAIMS[kind], DecodeOptions()) == (
-        "too large: 13001x13001 pixels, more than data.max_pixels=50000000; raise it, or shrink the file"
+        "too large: 13001x13001 pixels, more than data.max_pixels=50000000; raise it, or shrink "
+        "the file"
     )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 50_000
 
@@ -461,7 +477,9 @@ def test_no_reader_of_a_large_webp_is_made(monkeypatch: pytest.MonkeyPatch) -> N
     ids=["lossy", "lossless", "extended"],
 )
 def test_sides_of_a_webp_are_known(options: dict[str, Any]) -> None:
-    """A WebP of exactly max_pixels is decoded, whatever its header is like, and one of a row more is not."""
+    """A WebP of exactly max_pixels is decoded, whatever its header is like, and one of a row more
+    is not.
+    """
     data = encoded(photo(96, 64), "WEBP", **options)
     assert pixels(data, DecodeOptions(max_pixels=96 * 64)).shape == (64, 96, 3)
     assert "96x64 pixels" in reason(data, DecodeOptions(max_pixels=96 * 64 - 1))

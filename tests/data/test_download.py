@@ -88,7 +88,9 @@ def test_server_without_ranges(tmp_path: Path) -> None:
 
 
 def test_cut_off_for_good(tmp_path: Path) -> None:
-    """After three retries with growing pauses the part stays, and the next run goes on from there."""
+    """After three retries with growing pauses the part stays, and the
+    next run goes on from there.
+    """
     pauses_s: list[float] = []
     with (
         site(cut) as here,
@@ -121,7 +123,9 @@ def test_unfit_part(tmp_path: Path, left: bytes) -> None:
 
 
 def test_other_range(tmp_path: Path) -> None:
-    """A server that sends another range than was asked for is asked for the whole file, digest or not."""
+    """A server that sends another range than was asked for is asked for the whole file, digest or
+    not.
+    """
     (tmp_path / f"{NAME}.part").write_bytes(BODY[:1000])
     wrong: Answer = lambda handler: reply(
         handler, 206, BODY[500:-500], Content_Range=f"bytes 500-{len(BODY) - 501}/{len(BODY)}"
@@ -290,7 +294,10 @@ def test_two_processes(tmp_path: Path) -> None:
         WHOLE(handler)
 
     started = threading.Event()
-    code = "import sys, pathlib; from harness.data.download import fetch; fetch(sys.argv[1], pathlib.Path(sys.argv[2]))"
+    code = (
+        "import sys, pathlib; from harness.data.download import fetch; fetch(sys.argv[1], "
+        "pathlib.Path(sys.argv[2]))"
+    )
     with site(answer) as here:
         command = [sys.executable, "-c", code, f"{here.address}/{NAME}", str(tmp_path / NAME)]
         try:

@@ -61,7 +61,9 @@ def grow(root: Path) -> None:
 
 
 def test_the_identity_of_a_tree_stays_and_can_be_stored(tree: Path) -> None:
-    """Opened anew, the same files have the same identity: plain values with name, place and size."""
+    """Opened anew, the same files have the same identity: plain
+    values with name, place and size.
+    """
     found = of_tree(tree)
     assert found == of_tree(tree) == json.loads(json.dumps(found))
     assert (found["name"], found["root"], found["images"], found["classes"]) == (
@@ -74,7 +76,9 @@ def test_the_identity_of_a_tree_stays_and_can_be_stored(tree: Path) -> None:
 
 @pytest.mark.parametrize("change", [add, replace, rewrite, grow])
 def test_a_changed_tree_is_another(tree: Path, change: Callable[[Path], None]) -> None:
-    """A file more, another in its place, one written anew, and one of another size at an old time all count."""
+    """A file more, another in its place, one written anew, and one of another size at an old time
+    all count.
+    """
     before = of_tree(tree)
     change(tree)
     assert of_tree(tree) != before

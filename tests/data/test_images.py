@@ -91,7 +91,9 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
 
 
 def test_labels_go_to_a_worker_as_the_source_sends_them() -> None:
-    """A source that pickles as the name of a mapped file makes a small message of the whole data set."""
+    """A source that pickles as the name of a mapped file makes a small message of the whole data
+    set.
+    """
 
     class Mapped(ArraySource):
         def __reduce__(self) -> tuple[object, ...]:
@@ -124,7 +126,9 @@ TRANSFORMS: dict[str, Transform] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_cached_pixels_give_the_same_samples(folder: FolderSource, transform: Transform) -> None:
-    """A sample is decoded once and kept; from then on its files may be gone, and every epoch is as without a cache."""
+    """A sample is decoded once and kept; from then on its files may be gone, and every epoch is as
+    without a cache.
+    """
     plain = ImageDataset(folder, transform, OPTIONS, 32, 3)
     expected = [filled(plain, epoch, index) for epoch in range(3) for index in range(5)]
     cache = Kept()
@@ -190,7 +194,9 @@ def test_many_threads_fill_one_batch(folder: FolderSource, transform: Transform,
 
 
 def test_memory_does_not_grow(tmp_path: Path) -> None:
-    """A thread that has decoded a large image gives its memory back, and what it does to small or damaged ones adds nothing."""
+    """A thread that has decoded a large image gives its memory back, and what it does to small or
+    damaged ones adds nothing.
+    """
     image, large = photograph("china"), 3600
     (tmp_path / "a").mkdir()
     image.save(tmp_path / "a" / "0.jpg")
@@ -279,7 +285,9 @@ def test_what_is_no_fault_of_the_sample_passes(error: BaseException) -> None:
 
 @pytest.mark.parametrize("encoded", [True, False], ids=["files", "arrays"])
 def test_laps_are_told_in_order_and_change_nothing(folder: FolderSource, encoded: bool) -> None:
-    """fill() tells the end of its stages, in the order in which it names them, and gives the same pixels untimed."""
+    """fill() tells the end of its stages, in the order in which it names them, and gives the same
+    pixels untimed.
+    """
     images = dataset(source=folder if encoded else None)
     told: list[str] = []
     out = np.empty((3, 8, 8), np.uint8)

@@ -24,7 +24,9 @@ from harness.runtime.errors import DataError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two classes, one with a folder inside and a link to an image beside them; all folders of one moment long ago."""
+    """Two classes, one with a folder inside and a link to an image beside them; all folders of one
+    moment long ago.
+    """
     for name in ("set/a/1.jpg", "set/a/x/2.jpg", "set/b/3.jpg", "set/b/notes.txt", "store/4.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"\xff\xd8\xff" if name.endswith("jpg") else b"words")
@@ -124,7 +126,9 @@ def move_folder(root: Path) -> None:
 def test_a_changed_tree_is_scanned_again(
     root: Path, change: Callable[[Path], object], expected: list[str]
 ) -> None:
-    """What comes, goes or is renamed anywhere is seen, even where a copying program sets a folder's time back."""
+    """What comes, goes or is renamed anywhere is seen, even where a copying program sets a folder's
+    time back.
+    """
     before = opened(root).digest()
     change(root)
     after = opened(root)
@@ -133,7 +137,9 @@ def test_a_changed_tree_is_scanned_again(
 
 
 def test_a_folder_changed_just_now_is_not_trusted(root: Path, scans: list[bytes]) -> None:
-    """It may change again within the same tick of the file system's clock, so nothing is remembered of it."""
+    """It may change again within the same tick of the file system's clock, so nothing is remembered
+    of it.
+    """
     opened(root)
     assert not (root.parent / "kept").exists()
     assert paths(opened(root)) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
@@ -151,7 +157,9 @@ def test_a_tree_with_a_broken_link_is_not_trusted(root: Path) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers that share the folder may have equal process numbers, and still do not write into one file."""
+    """Containers that share the folder may have equal process numbers, and still do not write into
+    one file.
+    """
     real, parts, twins = os.replace, [], []
 
     def replace(part: str, place: Path) -> None:
@@ -315,7 +323,9 @@ def test_a_sealed_index_of_odd_content_is_made_again(
 
 @pytest.mark.usefixtures("settled")
 def test_an_index_need_not_be_kept(root: Path) -> None:
-    """Where nothing can be written the index lies in memory, and other processes share it all the same."""
+    """Where nothing can be written the index lies in memory, and other processes share it all the
+    same.
+    """
     (root.parent / "kept").write_text("in the way")
     index = opened(root)
     assert (
@@ -344,13 +354,17 @@ def test_what_cannot_be_read_is_not_remembered(root: Path, monkeypatch: pytest.M
 
 
 def own_kb() -> int:
-    """Memory that is this process's own; pages of a file count as nobody's, even where one process alone has mapped them."""
+    """Memory that is this process's own; pages of a file count as nobody's, even where one process
+    alone has mapped them.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 def read_all(index: Index, sender: Connection) -> None:
-    """Send how many bytes the paths have, and this process's own memory before and after they were read."""
+    """Send how many bytes the paths have, and this process's own memory before and after they were
+    read.
+    """
     before = own_kb()
     total = sum(len(index.path(i)) for i in range(len(index)))
     sender.send((total, before, own_kb()))

@@ -1,4 +1,6 @@
-"""Erasing and mixing of normalised batches: torchvision's pixels and labels for the same draws, and its draws' distribution."""
+"""Erasing and mixing of normalised batches: torchvision's pixels and labels for the same draws, and
+its draws' distribution.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_nothing_wanted_is_nothing_done() -> None:
 
 
 def test_erased_is_zero_where_torchvision_erases() -> None:
-    """An image loses one rectangle, to 0 after normalisation as with torchvision's erase; labels stay."""
+    """An image loses one rectangle, to 0 after normalisation as with torchvision's erase; labels
+    stay.
+    """
     images, labels = normalised(30)
     erased, same = made(AugmentConfig(random_erasing=1.0))(
         images, labels, numbered(torch.arange(30))
@@ -102,7 +106,9 @@ def test_rectangles_have_torchvisions_distribution(height: int, width: int) -> N
 
 
 def test_where_no_rectangle_fits_nothing_is_erased() -> None:
-    """On an image of two by two pixels no share of a third has a height and a width below two, if its first draws say so."""
+    """On an image of two by two pixels no share of a third has a height and a width below two, if
+    its first draws say so.
+    """
     draws = np.full((1, 40), 0.999)
     assert erased_boxes(draws, 2, 2).tolist() == [[0, 0, 0, 0]]
     draws[0, 4:6] = 0.0, 0.5
@@ -120,7 +126,9 @@ def test_as_many_are_erased_as_wanted() -> None:
 
 
 def test_mixup_is_torchvisions() -> None:
-    """Images and labels are v2.MixUp's for the share drawn, the first image being mixed with the last."""
+    """Images and labels are v2.MixUp's for the share drawn, the first image being mixed with the
+    last.
+    """
     images, labels = normalised(6)
     share = noted(AugmentConfig(mixup=0.4), 1)[0][1]
     mixed, soft = made(AugmentConfig(mixup=0.4))(images, labels, numbered(torch.arange(6)))
@@ -132,7 +140,9 @@ def test_mixup_is_torchvisions() -> None:
 
 @pytest.mark.parametrize("first", range(8))
 def test_cutmix_is_torchvisions(first: int) -> None:
-    """Images and labels are v2.CutMix's for the rectangle drawn, also where it reaches over an edge or is empty."""
+    """Images and labels are v2.CutMix's for the rectangle drawn, also where it reaches over an edge
+    or is empty.
+    """
     images, labels = normalised(6)
     mixed, soft = made(AugmentConfig(cutmix=1.0))(
         images, labels, numbered(torch.arange(first, first + 6))
@@ -176,7 +186,9 @@ def test_with_both_each_batch_gets_one() -> None:
 
 
 def test_mixing_depends_on_nothing_but_the_batch() -> None:
-    """The same batch is mixed alike each time; another seed, epoch or first sample makes it another."""
+    """The same batch is mixed alike each time; another seed, epoch or first sample makes it
+    another.
+    """
     images, labels = normalised(6)
     given, batch = (images.clone(), labels.clone()), numbered(torch.arange(6))
     config = AugmentConfig(mixup=0.4, random_erasing=0.5)
@@ -199,7 +211,9 @@ def test_mixing_depends_on_nothing_but_the_batch() -> None:
 )
 @pytest.mark.parametrize("count", [1, 5])
 def test_type_and_layout_stay(count: int, config: AugmentConfig, dtype: torch.dtype) -> None:
-    """Images keep their type and NHWC layout; labels are float32 and sum to 1; one image alone is mixed with itself."""
+    """Images keep their type and NHWC layout; labels are float32 and sum to 1; one image alone is
+    mixed with itself.
+    """
     images, labels = normalised(count, dtype=dtype)
     mixed, soft = made(config)(images, labels, numbered(torch.arange(count)))
     assert mixed.dtype is dtype and mixed.is_contiguous(memory_format=torch.channels_last)

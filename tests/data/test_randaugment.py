@@ -1,4 +1,6 @@
-"""RandAugment on batches: torchvision's pixels for the same choices, and its choices' distribution."""
+"""RandAugment on batches: torchvision's pixels for the same
+choices, and its choices' distribution.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ EACH = np.stack(
 
 @pytest.mark.parametrize("magnitude", range(31))
 def test_every_operation_is_torchvisions(magnitude: int) -> None:
-    """All 14 operations in both directions equal torchvision's bit for bit, whatever the size and the layout."""
+    """All 14 operations in both directions equal torchvision's bit for bit, whatever the size and
+    the layout.
+    """
     order = np.random.default_rng(magnitude).permutation(len(EACH))
     for height, width, layout in (
         (8, 8, torch.contiguous_format),
@@ -73,7 +77,9 @@ def test_the_operations_are_torchvisions() -> None:
 
 
 def test_the_choices_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation is as likely as the others, in the first place and in the second, and so is each direction."""
+    """Each operation is as likely as the others, in the first place and in the second, and so is
+    each direction.
+    """
     seen: list[tuple[np.ndarray, np.ndarray]] = []
     monkeypatch.setattr(
         randaugment.RandAugment,
@@ -93,7 +99,9 @@ def test_the_choices_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_an_image_does_not_depend_on_its_batch(layout: torch.memory_format) -> None:
-    """Alone, an image becomes what it becomes among others, in the same layout, and the given ones stay as they are."""
+    """Alone, an image becomes what it becomes among others, in the same layout, and the given ones
+    stay as they are.
+    """
     images, draws = pictures(30, 20, 16, layout), np.random.default_rng(1).random((30, 4))
     before, augment = images.clone(), RandAugment(2, 15)
     done = augment(images, draws)

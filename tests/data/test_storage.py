@@ -103,7 +103,9 @@ def test_a_pickled_folder_reads_without_another_scan(tree: Path) -> None:
 
 
 def test_a_pickled_folder_is_small(tmp_path: Path) -> None:
-    """However many files there are, a worker gets no list of them: it maps the trainer's, also that of a part."""
+    """However many files there are, a worker gets no list of them: it maps the trainer's, also that
+    of a part.
+    """
     source = FolderSource(plant(tmp_path, *(f"a/{i:010d}.jpg" for i in range(2000))))
     part = split(source, 0.5, 0)[1]
     assert len(pickle.dumps(part)) < 1000
@@ -115,7 +117,9 @@ def test_a_pickled_folder_is_small(tmp_path: Path) -> None:
 def test_what_is_no_image_is_left_out_and_counted(
     tree: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden entries, text, pipes, sockets, folders named like images and files beside the classes are no samples."""
+    """Hidden entries, text, pipes, sockets, folders named like images and files beside the classes
+    are no samples.
+    """
     plant(tree, "a/.hidden.jpg", ".ipynb_checkpoints/x.jpg", "b/sub/.git/x.jpg")
     plant(tree, "notes.txt", "a/readme.txt", "a/Thumbs.db", "b/desktop.ini", data=b"words")
     plant(tree, "a/folder.jpg/inner.jpg")
@@ -208,7 +212,11 @@ def test_long_lists_are_cut(as_a_user: Path) -> None:
         ("", "data.root=.*set: not a folder; set it to"),
         (
             "1.jpg",
-            r"no class folders \(left out: 1 file beside the class folders\); a data set has one folder",
+            (
+                r"no class folders \(left out: 1 file beside the class folders\); a data set has "
+                r"one "
+                r"folder"
+            ),
         ),
         ("a/notes.txt", r"no images in a \(left out: 1 not an image\)"),
     ],
@@ -254,7 +262,9 @@ def test_a_test_folder_beside_val_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_splits_may_be_links_and_share_files(tmp_path: Path) -> None:
-    """The user's own link to a split is followed, and files may link to anywhere below data.root."""
+    """The user's own link to a split is followed, and files
+    may link to anywhere below data.root.
+    """
     plant(tmp_path / "far", "a/1.jpg")
     plant(tmp_path / "set", "store/1.jpg", "val/a/2.jpg")
     (tmp_path / "set" / "train").symlink_to(tmp_path / "far")
@@ -304,7 +314,9 @@ def test_splits_may_be_links_and_share_files(tmp_path: Path) -> None:
 def test_unclear_splits_are_refused(
     tmp_path: Path, planted: list[str], fraction: float | None, error: type[Exception], text: str
 ) -> None:
-    """A layout that does not say which images train and which validate is refused with the way out."""
+    """A layout that does not say which images train and which validate
+    is refused with the way out.
+    """
     plant(tmp_path, *planted)
     with pytest.raises(error, match=text):
         open_folder_splits(tmp_path, fraction, 0)
@@ -330,7 +342,9 @@ def test_one_tree_is_split_by_class(tmp_path: Path) -> None:
 
 
 def test_a_split_stays_what_it_was() -> None:
-    """The images that validate a network must not become ones that it is trained on: the choice is pinned."""
+    """The images that validate a network must not become ones that it is trained on: the choice is
+    pinned.
+    """
     source = ArraySource(
         np.zeros((12, 2, 2, 3), np.uint8), np.arange(12) % 3, ["a", "b", "c"], "zeros"
     )

@@ -46,7 +46,9 @@ def files(tree: Path) -> list[str]:
 
 
 def coming(tree: Path, share: float) -> Callable[[], int]:
-    """A counter of bytes from storage that grows, over one chunk, by a share of the tree's bytes."""
+    """A counter of bytes from storage that grows, over one chunk, by
+    a share of the tree's bytes.
+    """
     total = sum(os.path.getsize(path) for path in files(tree))
     counts: Iterator[float] = iter((0, share * total))
     return lambda: int(next(counts))
@@ -72,7 +74,9 @@ def test_bytes_from_the_page_cache_are_no_figure(tree: Path, dropped: list[int])
 
 
 def test_the_time_bounds_what_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where dropping a file takes a second, five seconds are enough for five of eight files, in chunks of two."""
+    """Where dropping a file takes a second, five seconds are enough for five of eight files, in
+    chunks of two.
+    """
     passed: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: passed.append(1))
     monkeypatch.setattr(fetch, "_CHUNK_FILES", 2)
@@ -121,7 +125,9 @@ def test_a_system_without_the_call(tree: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_system_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the permission to read its own counters a process cannot know where bytes came from."""
+    """Without the permission to read its own counters a process
+    cannot know where bytes came from.
+    """
 
     def refuse(self: psutil.Process) -> None:
         raise psutil.AccessDenied

@@ -60,25 +60,30 @@ def without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(
             ("mode=diagnose", "data=imagefolder", "data.root=/my images/é"), "decode", "cpu",
-            "python train.py data=imagefolder 'data.root=/my images/é' loader.autotune=true", id="the user's own stay, quoted",
+            "python train.py data=imagefolder 'data.root=/my images/é' "
+            "loader.autotune=true", id="the user's own stay, quoted",
         ),
         pytest.param(
             ("loader.autotune=false", "mode=diagnose"), "workers", "cuda",
             "python train.py loader.autotune=true", id="what is changed is not said twice",
         ),
         pytest.param(
-            (), "compute", "cuda", "python train.py trainer.precision=bf16 trainer.channels_last=true", id="compute on a GPU",
+            (), "compute", "cuda", "python train.py trainer.precision=bf16 "
+                                   "trainer.channels_last=true", id="compute on a GPU",
         ),
         pytest.param((), "compute", "cpu", "python train.py", id="compute on a CPU"),
         pytest.param(
             ("--config-name=mine", "++mode=diagnose", "+loader.autotune=false", "~data.root"), "decode", "cpu",
-            "python train.py --config-name=mine '~data.root' loader.autotune=true", id="flags and signs of Hydra",
+            "python train.py --config-name=mine '~data.root' "
+            "loader.autotune=true", id="flags and signs of Hydra",
         ),
         pytest.param(
-            ("mode=diagnose", "optim.lr=0.2"), "unknown", "cpu", "python train.py optim.lr=0.2 mode=diagnose", id="once more",
+            ("mode=diagnose", "optim.lr=0.2"), "unknown", "cpu", "python train.py optim.lr=0.2 "
+                                                                 "mode=diagnose", id="once more",
         ),
         pytest.param((), "neighbours", "cuda", "python train.py mode=diagnose", id="once more, without them"),
-        pytest.param(("optim.lr=0.2",), "balanced", "cpu", "python train.py optim.lr=0.2", id="balanced"),
+        pytest.param(("optim.lr=0.2",), "balanced", "cpu", "python train.py "
+                                                           "optim.lr=0.2", id="balanced"),
     ],
 )  # fmt: skip
 def test_the_line_to_paste(
@@ -107,11 +112,14 @@ def test_half_precision_is_not_advised_twice(composed: Callable[..., Config]) ->
 
 
 def test_the_sentence() -> None:
-    """The class, why, both rates, the ceiling; a figure that was reckoned is called so; slow cold files are named."""
+    """The class, why, both rates, the ceiling; a figure that was reckoned is called so; slow cold
+    files are named.
+    """
     found = Bound("decode", "Decoding takes 4 of the 5 ms of a sample")
     told = sentence(facts(), found)
     assert told == (
-        "Decode-bound. Decoding takes 4 of the 5 ms of a sample. The step could take 1000 images/s and gets 200. Faster "
+        "Decode-bound. Decoding takes 4 of the 5 ms of a sample. The step could take 1000 images/s "
+        "and gets 200. Faster "
         "loading gives at most 5.00x."
     )
     assert "would get by arithmetic 400" in sentence(facts(None), found)
@@ -120,13 +128,16 @@ def test_the_sentence() -> None:
 
 
 def test_the_sentence_of_an_uneven_measurement() -> None:
-    """What was measured stands with its interval, no class and no ceiling; the way out is to try again."""
+    """What was measured stands with its interval, no class and no ceiling; the way out is to try
+    again.
+    """
     uneven = dataclasses.replace(
         facts(), demand=Rate(0.403, 0.0, 1.24), delivered=Rate(0.39, 0.35, 0.43)
     )
     told = sentence(uneven, Bound("unknown", "Why"))
     assert told == (
-        "Unknown. Why. The step could take 0.403 ±154% images/s and gets 0.39 ±10%. Try again when the machine is quiet."
+        "Unknown. Why. The step could take 0.403 ±154% images/s and gets 0.39 ±10%. Try again when "
+        "the machine is quiet."
     )
     unmeasured = sentence(dataclasses.replace(uneven, delivered=None), Bound("unknown", "Why"))
     assert "takes 0.403" not in unmeasured and "and gets" not in unmeasured
@@ -136,7 +147,8 @@ def test_the_sentence_beside_other_programs() -> None:
     """What they took, and what was measured beside them with its interval: no ceiling."""
     told = sentence(facts(), Bound("neighbours", "Other programs took 1.5 of the 2 cores"))
     assert told == (
-        "Held back by other programs. Other programs took 1.5 of the 2 cores. The step could take about 1000 images/s "
+        "Held back by other programs. Other programs took 1.5 of the 2 cores. The step could take "
+        "about 1000 images/s "
         "and gets about 200. Try again when the machine is quiet."
     )
 

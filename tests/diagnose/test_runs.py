@@ -1,4 +1,6 @@
-"""The runs of a diagnosis: what is measured in which order, in time, and what is said of the rest."""
+"""The runs of a diagnosis: what is measured in which order, in time,
+and what is said of the rest.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ from harness.watch.stages import StageMeter
 
 @dataclass
 class Rig:
-    """A lab, its probes, its table and a clock, all made up: each measurement takes the seconds that it is given.
+    """A lab, its probes, its table and a clock, all made up: each measurement takes the seconds
+    that it is given.
 
-    ``steps`` are what rounds of real steps deliver, a text where they are refused; a sample takes a worker ``sample_s``.
+    ``steps`` are what rounds of real steps deliver, a text where they are refused; a sample takes a
+    worker ``sample_s``.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -150,7 +154,9 @@ def test_what_does_not_fit_is_left_out_and_said(seconds: dict[str, float], did: 
 
 
 def test_batches_that_take_too_long_are_not_waited_for() -> None:
-    """Two workers that need thirty seconds a batch would need more than a minute for the first steps."""
+    """Two workers that need thirty seconds a batch would need more than a minute for the first
+    steps.
+    """
     found = (rig := Rig(sample_s=3.0, whole_batches=0)).run()
     assert rig.did == ["loading", "G", "F"]
     assert found.delivered is None and found.wait_fraction is None
@@ -159,7 +165,9 @@ def test_batches_that_take_too_long_are_not_waited_for() -> None:
 
 
 def test_without_workers_nothing_unread_is_read_in_this_process() -> None:
-    """Real steps run on what came from a worker before; where no whole batch did, they are left out, and a note says why."""
+    """Real steps run on what came from a worker before; where no whole batch did, they are left
+    out, and a note says why.
+    """
     assert Rig().run(0).delivered is not None
     found = (rig := Rig(whole_batches=0)).run(0)
     assert rig.did == ["loading", "G", "F"]
@@ -185,7 +193,9 @@ class Probed:
 
 
 def test_what_comes_again_is_not_seen_anew() -> None:
-    """Steps on what was read before, many times over, and warm loading leave alone what they go round."""
+    """Steps on what was read before, many times over, and warm loading leave alone what they go
+    round.
+    """
     feeds: Any = Probed()
     reads, own = FirstReads(feeds), samples.settings(0, batch_size=10)
     for again, warm in ((False, False), (True, False), (False, True)):
@@ -196,7 +206,9 @@ def test_what_comes_again_is_not_seen_anew() -> None:
 
 
 class Meeting:
-    """Where two ranks, in a thread each, agree; that one of them does not come is an error in the other."""
+    """Where two ranks, in a thread each, agree; that one of them does not come is an error in the
+    other.
+    """
 
     def __init__(self) -> None:
         self.barrier, self.told = threading.Barrier(2, timeout=10.0), [None, None]
@@ -263,7 +275,8 @@ def test_loading_that_does_not_work_ends_it() -> None:
     """With the symptom, and a way out."""
     with pytest.raises(
         LoaderError,
-        match=r"loading does not work with num_workers=2.*: a worker died; try other loader settings",
+        match=r"loading does not work with num_workers=2.*: a worker died; try other loader "
+        r"settings",
     ):
         Rig(loading="a worker died").run()
 
@@ -292,7 +305,9 @@ def test_cold_files_are_read_as_workers_would(workers: int, readers: int) -> Non
 def test_copies_are_those_of_the_settings(
     pinned: bool, copy_per_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten images in 100 ms from pageable memory, in 10 ms from page-locked; without a CUDA device there are none."""
+    """Ten images in 100 ms from pageable memory, in 10 ms from page-locked; without a CUDA device
+    there are none.
+    """
     monkeypatch.setattr("harness.tuning.probe.measure_copies", lambda images, device: (0.1, 0.01))
     rig = Rig()
     assert rig.run().copy_per_s is None

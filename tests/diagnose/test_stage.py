@@ -34,7 +34,9 @@ LIMITS = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_0
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of a fifth of a second, once each; the first of a whole one, in which a batch comes on a busy machine too."""
+    """Runs of a fifth of a second, once each; the first of a whole one, in which a batch comes on a
+    busy machine too.
+    """
     for name in ("_DEMAND_S", "_STEPS_S", "_WARM_S", "_FETCH_S"):
         monkeypatch.setattr(runs, name, 0.2)
     monkeypatch.setattr(runs, "_LOADING_S", 1.0)
@@ -72,7 +74,9 @@ def diagnosed(
 def test_a_folder_of_images(
     workers: int, photos: Path, tmp_path: Path, composed: Callable[..., Config]
 ) -> None:
-    """Everything is measured and written, the stages are those of image files, and the weights stay."""
+    """Everything is measured and written, the stages are those of image files, and the weights
+    stay.
+    """
     config = composed(
         "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2", "data.image_size=32",
         "loader.batch_size=4", f"loader.num_workers={workers}",
@@ -104,7 +108,9 @@ def test_other_programs_are_warned_of(
     others: float | None, photos: Path, tmp_path: Path, composed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Before the answer, where they took processors that the runs wanted; the answer is then that, and no ceiling."""
+    """Before the answer, where they took processors that the runs wanted; the answer is then that,
+    and no ceiling.
+    """
     said: list[int] = []
     monkeypatch.setattr(
         Neighbours, "look", lambda self: said.append(len(capsys.readouterr().out)) or others

@@ -94,7 +94,9 @@ def test_the_most_that_workers_can_give() -> None:
 
 
 def test_every_change_is_reckoned_exactly() -> None:
-    """One worker, samples of 5 ms of which reading waits 2 and decoding takes 2; a tenth below the model everywhere."""
+    """One worker, samples of 5 ms of which reading waits 2 and decoding takes 2; a tenth below the
+    model everywhere.
+    """
     found = facts(
         1,
         delivered=180.0,
@@ -119,7 +121,9 @@ def test_every_change_is_reckoned_exactly() -> None:
 
 
 def test_waiting_for_a_processor_is_not_the_disks() -> None:
-    """Where every stage lasts twice its processor time, reading has nothing that a faster disk would shorten."""
+    """Where every stage lasts twice its processor time, reading has nothing that a faster disk
+    would shorten.
+    """
     crowded = facts(2, read=(2.0, 1.0), decode=(6.0, 3.0), crop=(2.0, 1.0))
     assert "a disk twice as fast" not in given(crowded)
 
@@ -135,7 +139,9 @@ def test_speedups_are_over_what_steps_get() -> None:
 def test_no_change_is_promised_to_help_a_hand_over_that_it_leaves_alone(
     copy_per_s: float | None,
 ) -> None:
-    """Where half of what five workers make arrives, more workers, cores or smaller files are not offered."""
+    """Where half of what five workers make arrives, more workers, cores or smaller files are not
+    offered.
+    """
     found = facts(
         5,
         delivered=450.0,
@@ -166,24 +172,31 @@ def fits_up_to(most: int) -> Callable[[FeedSettings], str | None]:
 
 
 def test_workers_that_do_not_fit_are_not_proposed() -> None:
-    """Of the five that would feed the step three fit; neither a row nor the sentence asks for more."""
+    """Of the five that would feed the step three fit; neither a
+    row nor the sentence asks for more.
+    """
     found = dataclasses.replace(facts(1, delivered=190.0), fits=fits_up_to(3))
     assert reachable(found) == (pytest.approx(600.0), 3)
     assert {change for change in given(found) if "worker" in change} == {
-        "loader.num_workers=3", "1 more core, and a worker for each", "2 more cores, and a worker for each",
+        "loader.num_workers=3", "1 more core, and a worker for each", ("2 more cores, and a worker "
+                                                                       "for each"),
     }  # fmt: skip
     assert "num_workers=3 600" in bound(found).words
 
 
 def test_why_no_more_workers_fit_is_said() -> None:
-    """With all that fit at work, decoding bounds, and the arithmetic of one more stands beside it."""
+    """With all that fit at work, decoding bounds, and the arithmetic
+    of one more stands beside it.
+    """
     found = dataclasses.replace(facts(3, delivered=590.0), fits=fits_up_to(3))
     assert bound(found).bottleneck == "decode"
     assert bound(found).words.endswith(". No more workers fit: 4 workers = 9 GB")
 
 
 def test_a_sane_number_of_workers_is_proposed() -> None:
-    """Samples that wait a second each would take a thousand workers; four a core are worth a try."""
+    """Samples that wait a second each would take a thousand workers; four
+    a core are worth a try.
+    """
     found = facts(1, delivered=1.0, cores=16, read=(1000.0, 1.0))
     assert reachable(found)[1] == 64
     assert "loader.num_workers=64" in given(found)
@@ -198,7 +211,9 @@ def test_a_form_without_workers_is_offered_none() -> None:
 
 
 def test_without_workers_the_model_speaks_for_reading_that_waits() -> None:
-    """Real steps ran on images that were read before: 19 of a sample's 24 ms of reading are in none of them."""
+    """Real steps ran on images that were read before: 19 of a sample's 24 ms of reading are in none
+    of them.
+    """
     found = facts(0, delivered=200.0, waits=0.01, read=(20.0, 1.0))
     assert found.got == pytest.approx(1 / (1 / 1000 + 0.024)) and not found.is_measured
     assert bound(found).bottleneck == "storage"
@@ -206,7 +221,9 @@ def test_without_workers_the_model_speaks_for_reading_that_waits() -> None:
 
 
 def test_more_cores_hasten_a_step_that_runs_on_them() -> None:
-    """Two cores, filled by a step of 10 ms: two more give twice the images; to a device of its own they give nothing."""
+    """Two cores, filled by a step of 10 ms: two more give twice the images; to a device of its own
+    they give nothing.
+    """
     crowded = facts(
         2,
         demand=200.0,
@@ -235,7 +252,9 @@ def test_more_cores_hasten_a_step_that_runs_on_them() -> None:
 def test_uneven_rates_tell_no_bottleneck(
     demand: float, delivered: float | None, class_: str
 ) -> None:
-    """Each is known to so much of itself; where that is too little, no change is reckoned either."""
+    """Each is known to so much of itself; where that is too
+    little, no change is reckoned either.
+    """
     known = facts(1, delivered=190.0, cores=1)
     about = lambda rate, off: Rate(rate, rate * (1 - off), rate * (1 + off))
     steps = None if delivered is None else about(190.0, delivered)
@@ -257,7 +276,9 @@ def test_no_change_promises_more_than_the_step_takes() -> None:
 
 
 def test_no_change_makes_it_slower() -> None:
-    """Where noise lets real steps be faster than steps on batches at hand, nothing is gained and nothing is lost."""
+    """Where noise lets real steps be faster than steps on batches at hand, nothing is gained and
+    nothing is lost.
+    """
     slower = [
         row.change for row in what_ifs(facts(4, demand=300.0, delivered=330.0)) if row.speedup < 1
     ]
@@ -313,8 +334,10 @@ def test_the_bound_is_named(found: Facts, bottleneck: str) -> None:
 @pytest.mark.parametrize(
     ("found", "bottleneck"),
     [
-        pytest.param(facts(1, delivered=990.0, on_cpu=True), "neighbours", id="compute on the same processors"),
-        pytest.param(facts(1, delivered=950.0, on_cpu=True), "neighbours", id="balanced on the same processors"),
+        pytest.param(facts(1, delivered=990.0, on_cpu=True), "neighbours", id="compute on the same "
+                                                                              "processors"),
+        pytest.param(facts(1, delivered=950.0, on_cpu=True), "neighbours", id="balanced on the "
+                                                                              "same processors"),
         pytest.param(facts(1, delivered=990.0), "compute", id="a busy device"),
         pytest.param(facts(1, delivered=950.0), "balanced", id="a device that is hardly held up"),
         pytest.param(facts(1), "neighbours", id="one worker for five"),
@@ -324,7 +347,8 @@ def test_the_bound_is_named(found: Facts, bottleneck: str) -> None:
         ),
         pytest.param(facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"), "neighbours", id="a quota"),
         pytest.param(facts(5, delivered=500.0), "neighbours", id="handing over"),
-        pytest.param(facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"),
+        pytest.param(facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the "
+                                                                             "time"),
         pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
         pytest.param(
             facts(8, cores=2, delivered=400.0, read=(3.0, 0.5), decode=(0.5, 0.4), crop=(0.5, 0.4)), "neighbours",
@@ -333,7 +357,9 @@ def test_the_bound_is_named(found: Facts, bottleneck: str) -> None:
     ],
 )  # fmt: skip
 def test_other_programs_bound_what_lacks_processors(found: Facts, bottleneck: str) -> None:
-    """They are named with what they took, and no change is reckoned; what no processor would help keeps its own name."""
+    """They are named with what they took, and no change is reckoned; what no processor would help
+    keeps its own name.
+    """
     disturbed = dataclasses.replace(found, others=1.5)
     told = bound(disturbed)
     assert told.bottleneck == bottleneck

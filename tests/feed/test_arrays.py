@@ -1,4 +1,6 @@
-"""The arrays form: the batches of the processes form, from images that are read once and lie in memory."""
+"""The arrays form: the batches of the processes form, from images that are read once and lie in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -123,14 +125,18 @@ def assert_same(found: list[HostBatch], expected: list[HostBatch]) -> None:
 def test_batches_are_bitwise_those_of_processes(
     source: Callable[[], Source], transform: Transform
 ) -> None:
-    """Images, labels and indices, in the first epoch, later ones and one that comes again, short batches too."""
+    """Images, labels and indices, in the first epoch, later ones and one that comes again, short
+    batches too.
+    """
     images = dataset(source(), transform)
     expected = ProcessFeed(images, ORDER, samples.settings())
     assert_same(epochs(feed(images), 0, 1, 7, 1), epochs(expected, 0, 1, 7, 1))
 
 
 def test_pixels_are_those_of_pillow() -> None:
-    """Pad with zeros, cut out and mirror as PIL does, with the sample's own numbers: top, left, mirrored."""
+    """Pad with zeros, cut out and mirror as PIL does, with the sample's own numbers: top, left,
+    mirrored.
+    """
     images, pad = dataset(arrays()), 2
     for batch in epochs(feed(images), 4):
         for image, index in zip(batch.images, batch.indices.tolist(), strict=True):
@@ -148,7 +154,9 @@ def test_pixels_are_those_of_pillow() -> None:
 
 @pytest.mark.parametrize("source", [arrays, Files], ids=["arrays", "files"])
 def test_a_device_s_way_makes_the_same_batches(source: Callable[[], Source]) -> None:
-    """All samples at once, as on a GPU, gives what one by one gives on the host; what goes there is page-locked."""
+    """All samples at once, as on a GPU, gives what one by one gives on the host; what goes there is
+    page-locked.
+    """
     images = dataset(source())
     expected = epochs(feed(images), 0, 3)
     with accelerator.emulate(Gpu()) as gpu:
@@ -162,7 +170,9 @@ def test_a_device_s_way_makes_the_same_batches(source: Callable[[], Source]) -> 
 def test_the_device_holds_what_half_of_its_free_memory_takes(
     caplog: pytest.LogCaptureFixture, less: int, there: bool
 ) -> None:
-    """What torch has reserved is the network's and does not count; without room the host serves, and the log says so."""
+    """What torch has reserved is the network's and does not count; without room the host serves,
+    and the log says so.
+    """
     images = dataset(arrays())
     with (
         accelerator.emulate(Gpu(free=2 * pixel_bytes(images) - less)) as gpu,
@@ -182,7 +192,9 @@ def test_a_feed_s_own_images_are_the_host_s() -> None:
 
 @pytest.mark.skipif(torch.get_num_threads() < 2, reason="torch has no team of threads here")
 def test_making_batches_starts_no_threads() -> None:
-    """Torch's own would wait for processors that the step has: a thread that makes batches is alone with it."""
+    """Torch's own would wait for processors that the step has: a thread that makes batches is alone
+    with it.
+    """
     images, started = (
         ImageDataset(arrays(64, 256), EvalTransform(64), DecodeOptions(), 64, seed=5),
         [],
@@ -200,7 +212,9 @@ def test_making_batches_starts_no_threads() -> None:
 
 
 def test_files_are_read_once() -> None:
-    """By the first pass that asks for them; those that its last short batch left out, by a later one."""
+    """By the first pass that asks for them; those that its last short batch left out, by a later
+    one.
+    """
     source = Files()
     made = feed(dataset(source), Order(LENGTH, 4, seed=3, drop_last=True))
     epochs(made, 0)
@@ -210,7 +224,9 @@ def test_files_are_read_once() -> None:
 
 
 def test_what_is_there_is_no_matter_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank sees its share of the set alone; a later pass over what it has seen needs no thread, and never waits."""
+    """A rank sees its share of the set alone; a later pass over what it has seen needs no thread,
+    and never waits.
+    """
     source = Files()
     made = feed(dataset(source), Order(LENGTH, 4, shuffle=False, world_size=2))
     first = epochs(made, 0)
@@ -220,7 +236,9 @@ def test_what_is_there_is_no_matter_for_threads(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_of_a_batch_only_what_is_missing_is_read() -> None:
-    """Batches that are partly there come in their turn, between those that are there and those that are not."""
+    """Batches that are partly there come in their turn, between those that are there and those that
+    are not.
+    """
     source = Files()
     images = dataset(source)
     shared = InMemoryImages(images)
@@ -249,7 +267,10 @@ def test_readers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    text = r"can't start new thread, of 3 that were to read files; set loader.backend=processes loader.num_workers=0$"
+    text = (
+        r"can't start new thread, of 3 that were to read files; set loader.backend=processes "
+        r"loader.num_workers=0$"
+    )
     with pytest.raises(LoaderError, match=text):
         epochs(feed(dataset(Files()), readers=3), 0)
 
@@ -305,7 +326,9 @@ def test_a_pass_may_be_left_and_begun_anew() -> None:
 
 
 def test_a_primed_pass_has_begun() -> None:
-    """Threads read ahead of the first batch that is asked for; there is nothing to do for arrays, or once all was read."""
+    """Threads read ahead of the first batch that is asked for; there is nothing to do for arrays,
+    or once all was read.
+    """
     source = Files()
     made = feed(dataset(source))
     made.prime(1)
@@ -338,7 +361,9 @@ def test_a_probes_order_goes_on_without_an_end() -> None:
 
 
 def test_the_gauge_and_the_meter_count_samples() -> None:
-    """Each sample once, with what its batch took; the meter has one stage beside the batch's own."""
+    """Each sample once, with what its batch took; the meter has
+    one stage beside the batch's own.
+    """
     gauge = Gauge(0)
     made = feed(dataset(arrays()), gauge=gauge)
     epochs(made, 0, 1)

@@ -63,7 +63,9 @@ def test_what_anybody_holds_is_not_lent(held: object) -> None:
 
 
 def test_the_ring_lends_memory_of_its_own_beyond_its_slots() -> None:
-    """A consumer that keeps every batch gets different memory for each, and the pool does not grow by it."""
+    """A consumer that keeps every batch gets different memory for each, and the pool does not grow
+    by it.
+    """
     pool = BufferPool(2, 150)
     kept = tensors(pool, 6)
     own = places(kept[:2])

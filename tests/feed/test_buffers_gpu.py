@@ -1,4 +1,6 @@
-"""The buffer pool on CUDA: page-locked memory that is not used again while a copy of it is under way."""
+"""The buffer pool on CUDA: page-locked memory that is not used again while a copy of it is under
+way.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Numbered(samples.Noise):
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "plain"])
 def test_a_copy_is_never_of_poison(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
-    """With a device that lags behind, and memory that is poisoned as it comes back, every batch arrives as it was made."""
+    """With a device that lags behind, and memory that is poisoned as it comes back, every batch
+    arrives as it was made.
+    """
     take_back = buffers._take_back
 
     def poison(owner: Any, slot: np.ndarray) -> None:

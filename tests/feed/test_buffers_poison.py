@@ -1,4 +1,6 @@
-"""Poisoned memory: whoever takes batches of the threads form, and however late the device copies them, never sees any."""
+"""Poisoned memory: whoever takes batches of the threads form, and however late the device copies
+them, never sees any.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ ORDER = Order(LENGTH, 4, seed=3)
 
 
 class Device:
-    """A device that copies when it likes: at the latest when it is waited for. It knows addresses, and holds no tensor."""
+    """A device that copies when it likes: at the latest when it is waited for.
+
+    It knows addresses, and holds no tensor.
+    """
 
     def __init__(self, whim: Callable[[], int]) -> None:
         self.whim = whim  # how many orders to carry out at a look
@@ -144,7 +149,9 @@ def test_a_copy_is_never_of_poison(
 def test_ahead_no_more_than_two_copies_are_under_way(
     feed: ThreadFeed, device: Device, poisoned: list[int]
 ) -> None:
-    """A device that lags holds the prefetcher's thread back, so that the pool does: all memory is the pool's."""
+    """A device that lags holds the prefetcher's thread back, so that the pool does: all memory is
+    the pool's.
+    """
     batches = DataPrefetcher(
         feed, torch.device("cuda", 0), dtype=torch.uint8, channels_last=True, ahead=True
     )
@@ -156,7 +163,9 @@ def test_ahead_no_more_than_two_copies_are_under_way(
 def test_what_a_consumer_keeps_is_never_poison(
     feed: ThreadFeed, poisoned: list[int], expected: list[HostBatch], kept: int
 ) -> None:
-    """Batches are what they were when they came, however many a consumer keeps, and through however many passes."""
+    """Batches are what they were when they came, however many a consumer keeps, and through however
+    many passes.
+    """
     shelf: deque[tuple[HostBatch, HostBatch]] = deque()
     wanted = iter(expected)
     for epoch in range(EPOCHS):

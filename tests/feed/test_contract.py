@@ -1,4 +1,6 @@
-"""What every form that makes batches with workers promises: the same batches under every setting, typed ends, a next pass."""
+"""What every form that makes batches with workers promises: the same batches under every setting,
+typed ends, a next pass.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def passes(feed: AnyFeed, count: int = 2) -> list[HostBatch]:
 
 @with_and_without_workers
 def test_a_batch_is_what_the_data_set_fills(make_feed: MakeFeed, num_workers: int) -> None:
-    """Images are uint8 [N, 3, S, S] in channels_last memory, labels and indices int64 [N], in the order of the epoch."""
+    """Images are uint8 [N, 3, S, S] in channels_last memory, labels and indices int64 [N], in the
+    order of the epoch.
+    """
     feed, dataset = make_feed(num_workers), samples.Noise(LENGTH)
     batches = list(feed)
     assert [len(batch.labels) for batch in batches] == [4, 4, 4, 4, 3]
@@ -107,7 +111,9 @@ def test_a_batch_is_what_the_data_set_fills(make_feed: MakeFeed, num_workers: in
 def test_no_setting_changes_the_pixels(
     make_feed: MakeFeed, num_workers: int, prefetch_factor: int, persistent_workers: bool
 ) -> None:
-    """Two epochs are bitwise those that the trainer makes by itself, whatever the loader settings and the form."""
+    """Two epochs are bitwise those that the trainer makes by itself, whatever the loader settings
+    and the form.
+    """
     feed = make_feed(
         num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers
     )
@@ -115,7 +121,9 @@ def test_no_setting_changes_the_pixels(
 
 
 def test_epochs_differ_in_order_and_in_pixels(make_feed: MakeFeed) -> None:
-    """Each epoch draws the same sample anew, and an epoch that is asked for twice is the same twice."""
+    """Each epoch draws the same sample anew, and an epoch that is asked for twice is the same
+    twice.
+    """
     feed = make_feed()
     images = []
     for epoch in (0, 1, 0):
@@ -131,7 +139,9 @@ def test_epochs_differ_in_order_and_in_pixels(make_feed: MakeFeed) -> None:
 def test_a_probe_s_order_goes_on_where_the_last_one_ended(
     make_feed: MakeFeed, num_workers: int
 ) -> None:
-    """An order without an end is asked for no more than what is given out and ahead; a pass may be left at any batch."""
+    """An order without an end is asked for no more than what is given out and ahead; a pass may be
+    left at any batch.
+    """
     feed, cursor = make_feed(num_workers), Cursor()
     feed = type(feed)(samples.Noise(LENGTH), ProbeOrder(ORDER, cursor), feed.settings)
     batches = iter(feed)
@@ -192,7 +202,9 @@ def test_of_several_bad_samples_the_first_is_told(make_feed: MakeFeed, num_worke
 def test_any_exception_of_a_sample_is_a_bad_sample(
     make_feed: MakeFeed, num_workers: int, trouble: Callable[[], object], text: str
 ) -> None:
-    """An exception that cannot be pickled, or would end the epoch in silence, is told with its sample and type."""
+    """An exception that cannot be pickled, or would end the epoch in silence, is told with its
+    sample and type.
+    """
     with pytest.raises(BadSample, match=text):
         list(make_feed(num_workers, samples.Troubled(LENGTH, 5, trouble)))
 
@@ -219,7 +231,9 @@ def test_a_short_epoch_is_an_error(
 def test_a_hanging_sample_is_a_loader_error(
     make_feed: MakeFeed, tmp_path: Path, polled: bool
 ) -> None:
-    """No batch within loader.timeout_s names the setting; the worker that hangs is not waited for."""
+    """No batch within loader.timeout_s names the setting; the worker that
+    hangs is not waited for.
+    """
     feed = make_feed(
         1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, tmp_path / "open")), timeout_s=0.3
     )
@@ -290,7 +304,9 @@ def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) 
 
 @with_and_without_workers
 def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers: int) -> None:
-    """After a pass every sample has been counted once, by the workers that made it, with some time."""
+    """After a pass every sample has been counted once, by the workers
+    that made it, with some time.
+    """
     gauge = Gauge(num_workers)
     list(make_feed(num_workers, gauge=gauge))
     work = gauge.read()
@@ -301,7 +317,9 @@ def test_the_gauge_counts_each_worker_s_samples(make_feed: MakeFeed, num_workers
 def test_the_gauge_times_the_sample_alone(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is not counted."""
+    """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is
+    not counted.
+    """
     ticks, cpu_ticks = itertools.count(0, 2), itertools.count(0, 0.5)
     monkeypatch.setattr("harness.feed.fill.time.perf_counter", lambda: float(next(ticks)))
     monkeypatch.setattr("harness.feed.fill.time.thread_time", lambda: float(next(cpu_ticks)))
@@ -317,7 +335,9 @@ def test_the_gauge_times_the_sample_alone(
 def test_the_meter_counts_what_each_worker_makes(
     make_feed: MakeFeed, num_workers: int, start_method: str
 ) -> None:
-    """Through two passes with new workers, every sample and batch counts once, and the stages add up to the busy time."""
+    """Through two passes with new workers, every sample and batch counts once, and the stages add
+    up to the busy time.
+    """
     feed = make_feed(num_workers, samples.Staged(LENGTH), start_method=start_method)
     assert_same(passes(feed), reference(2))
     assert feed.meter is not None
@@ -369,7 +389,9 @@ def test_gauge_and_meter_go_together(make_feed: MakeFeed) -> None:
 def test_a_feed_does_without_shared_memory_for_its_meter(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes have none then, threads never share it; the batches come all the same, and their stamps with them."""
+    """Processes have none then, threads never share it; the batches come all the same, and their
+    stamps with them.
+    """
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -404,7 +426,9 @@ def primed(feed: AnyFeed, epoch: int, gauge: Gauge) -> AnyFeed:
 def test_a_primed_pass_gives_the_same_batches(
     make_feed: MakeFeed, persistent_workers: bool
 ) -> None:
-    """Workers begin before iter(), which goes on with what they have made: no sample is made twice."""
+    """Workers begin before iter(), which goes on with what they have
+    made: no sample is made twice.
+    """
     gauge, given = Gauge(2), []
     feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
     for epoch in (0, 1):
@@ -458,6 +482,8 @@ def test_an_empty_data_set_gives_no_batch(make_feed: MakeFeed, num_workers: int)
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_a_batch_may_be_larger_than_the_set(make_feed: MakeFeed, num_workers: int) -> None:
-    """Without drop_last a set smaller than a batch is one short batch, also with more workers than samples."""
+    """Without drop_last a set smaller than a batch is one short batch, also with more workers than
+    samples.
+    """
     (batch,) = make_feed(num_workers, samples.Noise(2), batch_size=8)
     assert sorted(batch.indices.tolist()) == [0, 1]

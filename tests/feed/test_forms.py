@@ -55,7 +55,9 @@ def indices(feed: Feed, batches: int | None = None) -> list[int]:
 
 
 def test_probes_read_disjoint_samples(feeds: Feeds) -> None:
-    """Two probes together read each sample once, and probed() tells how often the set has been read."""
+    """Two probes together read each sample once, and probed() tells how often the set has been
+    read.
+    """
     assert feeds.probed() == 0.0
     first = indices(feeds.probe(SETTINGS), 2)
     assert feeds.probed() == pytest.approx(2 / 5)
@@ -66,7 +68,9 @@ def test_probes_read_disjoint_samples(feeds: Feeds) -> None:
 
 
 def test_a_probe_may_read_again_what_was_read(feeds: Feeds) -> None:
-    """again=True goes round what the last probe has given, and leaves what the next probe reads alone."""
+    """again=True goes round what the last probe has given, and leaves what the next probe reads
+    alone.
+    """
     indices(feeds.probe(SETTINGS), 1)
     second = indices(feeds.probe(SETTINGS), 1)
     feeds.saw(1)
@@ -119,7 +123,9 @@ def test_the_bytes_of_a_batch_are_its_tensors(feeds: Feeds) -> None:
 
 
 def test_validation_goes_by_its_own_settings(feeds: Feeds) -> None:
-    """val() takes the validation feed's settings, which val_settings() derives; every sample comes once, in order."""
+    """val() takes the validation feed's settings, which val_settings() derives; every sample comes
+    once, in order.
+    """
     own = feeds.val_settings(replace(SETTINGS, batch_size=5))
     assert (own.batch_size, own.persistent_workers) == (5, False)
     feed = feeds.val(own)
@@ -130,7 +136,9 @@ def test_validation_goes_by_its_own_settings(feeds: Feeds) -> None:
 def test_the_form_is_the_one_that_the_settings_name(
     feeds: Feeds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line in FORMS is a form: it is among the names to choose from, and made where settings name it."""
+    """A line in FORMS is a form: it is among the names to choose from, and made where settings name
+    it.
+    """
 
     class Other(ProcessFeed):
         pass
@@ -216,7 +224,9 @@ def test_the_form_before_any_tuning(loader: dict[str, Any], form: str, workers: 
 
 
 def test_a_data_set_of_others_is_read_by_processes(feeds: Feeds) -> None:
-    """Only a decoder that is known to leave the interpreter to others is called from threads unasked."""
+    """Only a decoder that is known to leave the interpreter to others is called from threads
+    unasked.
+    """
     assert feeds.settings(LIMITS).backend == "processes"
 
 
@@ -249,7 +259,9 @@ def test_validation_takes_the_form_of_training(
 
 
 def test_arrays_have_no_validation_workers() -> None:
-    """Whatever was said of them: the tuner may choose arrays where the user had thought of workers."""
+    """Whatever was said of them: the tuner may choose arrays where
+    the user had thought of workers.
+    """
     feeds = small(None)
     feeds.config.loader.val.num_workers, feeds.config.loader.val.prefetch_factor = 2, 3
     val = feeds.val_settings(replace(SETTINGS, backend="arrays"))
@@ -261,12 +273,15 @@ def test_arrays_have_no_validation_workers() -> None:
     [
         pytest.param(
             Crop.random_resized, 10**9,
-            r"^loader.backend=arrays: crops are cut from whole images, .* choose augment.crop=pad or center, or "
+            r"^loader.backend=arrays: crops are cut from whole images, .* choose augment.crop=pad "
+            r"or center, or "
             r"loader.backend=threads$", id="crops of all sizes",
         ),
         pytest.param(
-            Crop.pad, HELD, r"^loader.backend=arrays: 26 images of 8x8 pixels take 0.0 GB of memory, of which 0.0 GB are free "
-            r"\(a fifth is kept back\); lower data.image_size or use loader.backend=threads$", id="too large",
+            Crop.pad, HELD, r"^loader.backend=arrays: 26 images of 8x8 pixels take 0.0 GB of "
+                            r"memory, of which 0.0 GB are free "
+            r"\(a fifth is kept back\); lower data.image_size or use "
+            r"loader.backend=threads$", id="too large",
         ),
     ],
 )  # fmt: skip

@@ -19,14 +19,18 @@ def _server() -> None:
 
 
 def segments() -> list[str]:
-    """The shared memory that this process holds by a descriptor, and what has a name of torch's and this process's."""
+    """The shared memory that this process holds by a descriptor, and what has a name of torch's and
+    this process's.
+    """
     held = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     named = [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
     return sorted(named + [target for target in held if target.startswith("/dev/shm/torch_")])
 
 
 def test_the_totals_are_those_of_all_slots() -> None:
-    """read() adds up samples, seconds and squares over the slots, and counts the slots that did anything."""
+    """read() adds up samples, seconds and squares over the slots, and counts the slots that did
+    anything.
+    """
     gauge = Gauge(3)
     assert gauge.read() == Work(0, 0, 0.0, 0.0, 0.0)
     for slot, wall_s, cpu_s in ((0, 2.0, 1.0), (2, 3.0, 0.5), (2, 1.0, 0.25)):
@@ -45,7 +49,9 @@ def test_there_is_a_slot_without_workers() -> None:
     "method", ["forkserver", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
 )
 def test_a_worker_writes_into_the_same_memory(method: str) -> None:
-    """What a process of any start method adds is read here, and nothing is left of the memory afterwards."""
+    """What a process of any start method adds is read here, and nothing is left of the memory
+    afterwards.
+    """
     before = segments()
     gauge = Gauge(2)
     worker = multiprocessing.get_context(method).Process(target=gauge.add, args=(1, 2.0, 1.0))

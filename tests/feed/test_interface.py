@@ -82,7 +82,9 @@ def test_without_workers_there_is_nothing_to_prefetch_or_keep() -> None:
 
 
 def test_validation_follows_the_training_feed() -> None:
-    """Left null, the validation feed has the training feed's settings, but its workers live for one evaluation."""
+    """Left null, the validation feed has the training feed's settings, but its workers live for one
+    evaluation.
+    """
     loader = LoaderConfig(batch_size=7, num_workers=3)
     settings = train(loader)
     val = val_settings(loader, settings)
@@ -105,7 +107,9 @@ def test_validation_has_settings_of_its_own() -> None:
 
 
 def test_torch_pins_a_batch_and_then_its_stamps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own pinning leaves indices where they are, keeps the rest, and stamps the batch after the last tensor."""
+    """Torch's own pinning leaves indices where they are, keeps the rest, and stamps the batch after
+    the last tensor.
+    """
     times = itertools.count(10.0)
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
     monkeypatch.setattr("torch.Tensor.pin_memory", lambda tensor: tensor + next(times))

@@ -1,4 +1,6 @@
-"""Normalise: bitwise the plain expression, on a CPU in memory that is used again when nothing holds it."""
+"""Normalise: bitwise the plain expression, on a CPU in memory that is used again when nothing holds
+it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def bits(images: Tensor) -> Tensor:
 def test_the_result_is_bitwise_the_plain_expression(
     shape: tuple[int, ...], layout: str, dtype: torch.dtype, channels_last: bool, reuse: bool
 ) -> None:
-    """Values, type and strides are those of torch's expression, for a whole batch and for a short last one."""
+    """Values, type and strides are those of torch's expression, for a whole batch and for a short
+    last one.
+    """
     mean, std = (MEAN[:1] * shape[1], STD[:1] * shape[1]) if shape[1] != 3 else (MEAN, STD)
     one = Normalise(CPU, mean, std, dtype, channels_last, reuse=reuse)
     for images in (
@@ -242,7 +246,9 @@ def twice_backward(batches: DataPrefetcher) -> list[Tensor]:
 def test_what_is_held_stays_as_it_is(
     batches: Batches, holding: Callable[[DataPrefetcher], list[Tensor]]
 ) -> None:
-    """Who keeps a batch in any way, the autograd graph among them, finds in it what would be there without reuse."""
+    """Who keeps a batch in any way, the autograd graph among them, finds in it what would be there
+    without reuse.
+    """
     held, expected = holding(batches(True)), holding(batches(False))
     assert len(held) == len(expected) >= 4
     for one, other in zip(held, expected, strict=True):
@@ -250,7 +256,9 @@ def test_what_is_held_stays_as_it_is(
 
 
 def test_a_training_loop_uses_the_same_memory_again(batches: Batches) -> None:
-    """A loop that drops its batches finds nine of them in three places, whatever else it allocates."""
+    """A loop that drops its batches finds nine of them in
+    three places, whatever else it allocates.
+    """
     network, places, others = Net(), set(), []
     for images, _ in batches(True):
         network(images).sum().backward()

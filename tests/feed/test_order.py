@@ -28,7 +28,9 @@ def ranks(
 
 
 def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
-    """Two orders of one seed agree in any epoch, asked in any sequence; another seed or epoch gives another order."""
+    """Two orders of one seed agree in any epoch, asked in any sequence; another seed or epoch gives
+    another order.
+    """
     one, other = Order(50, 8, seed=1), Order(50, 8, seed=1)
     later = batches(one, 3)
     assert batches(other, 0) == batches(one, 0)
@@ -51,7 +53,9 @@ def test_without_shuffle_the_order_is_the_data_sets() -> None:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("length", [0, 5, 12, 35, 36, 37, 41])
 def test_any_number_of_ranks_sees_the_same_global_batches(length: int, drop_last: bool) -> None:
-    """1, 2 and 3 ranks at an equal global batch size make the same global batches, one after the other."""
+    """1, 2 and 3 ranks at an equal global batch size make the same global batches, one after the
+    other.
+    """
 
     def global_batches(world_size: int) -> list[list[int]]:
         shares = [batches(order, 2) for order in ranks(length, 12, world_size, drop_last)]
@@ -63,7 +67,9 @@ def test_any_number_of_ranks_sees_the_same_global_batches(length: int, drop_last
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 11, 12, 13, 29])
 def test_every_sample_is_seen_once(length: int, world_size: int) -> None:
-    """Without drop_last every index comes once over all ranks, also where the set does not divide evenly."""
+    """Without drop_last every index comes once over all ranks, also where the set does not divide
+    evenly.
+    """
     seen = Counter(
         index
         for order in ranks(length, 6, world_size)
@@ -90,14 +96,18 @@ def test_the_length_is_the_number_of_batches(length: int, drop_last: bool) -> No
 
 
 def test_of_a_whole_epoch_batches_take_one_global_batch_after_the_other() -> None:
-    """taken() counts over all ranks; the last, short global batch ends where the set does, or is left out."""
+    """taken() counts over all ranks; the last, short global batch ends where the set does, or is
+    left out.
+    """
     order, dropped = ranks(29, 6, 2)[1], ranks(29, 6, 2, drop_last=True)[1]
     assert [order.taken(3, batches) for batches in range(6)] == [0, 6, 12, 18, 24, 29]
     assert (order.stop(3), dropped.stop(3), dropped.taken(3, dropped.count(3))) == (29, 24, 24)
 
 
 def resting(order: Order, start: int, stop: int | None = None, epoch: int = 1) -> Order:
-    """``order`` with nothing of ``epoch`` but what lies between ``start`` and ``stop``, or the epoch's end."""
+    """``order`` with nothing of ``epoch`` but what lies between ``start`` and ``stop``, or the
+    epoch's end.
+    """
     return replace(order, rest=Rest(epoch, start, order.stop(epoch) if stop is None else stop))
 
 
@@ -106,7 +116,9 @@ def resting(order: Order, start: int, stop: int | None = None, epoch: int = 1) -
 def test_a_rest_goes_on_where_the_epoch_was_left(
     world_size: int, drop_last: bool, position: int
 ) -> None:
-    """From a whole global batch on the batches are those of the whole epoch, and other epochs are whole."""
+    """From a whole global batch on the batches are those of the whole epoch, and other epochs are
+    whole.
+    """
     for order in ranks(29, 6, world_size, drop_last):
         rest = resting(order, order.taken(1, position))
         assert batches(rest, 1) == batches(order, 1)[position:]
@@ -122,7 +134,9 @@ def test_a_rest_goes_on_where_the_epoch_was_left(
 
 @pytest.mark.parametrize("seed", range(100))
 def test_a_rest_is_shared_out_evenly(seed: int) -> None:
-    """Every sample once; ranks have equally many batches, no empty one, and split a short global batch evenly."""
+    """Every sample once; ranks have equally many batches, no empty one, and split a short global
+    batch evenly.
+    """
     draw = random.Random(seed)
     size, world_size = draw.randint(2, 5), draw.randint(1, 6)
     start, left, beyond = draw.randint(0, 40), draw.randint(world_size, 70), draw.randint(0, 9)
@@ -158,7 +172,9 @@ def test_a_rest_is_shared_out_evenly(seed: int) -> None:
     [(17, [9, 8]), (18, [9, 9]), (19, [10, 9]), (20, [16, 4]), (16, [16]), (4, [4])],
 )
 def test_fewer_samples_than_ranks_share_with_the_batch_before(left: int, sizes: list[int]) -> None:
-    """On 4 ranks with batches of 4, the last 16 and 1 to 3 more become two global batches of about half each."""
+    """On 4 ranks with batches of 4, the last 16 and 1 to 3 more become two global batches of about
+    half each.
+    """
     order = resting(Order(60, 4, world_size=4), 7, 7 + left)
     assert [order.taken(1, place) for place in range(order.count(1) + 1)] == [
         7,
@@ -168,7 +184,9 @@ def test_fewer_samples_than_ranks_share_with_the_batch_before(left: int, sizes: 
 
 @pytest.mark.parametrize("start", [0, 5, 12, 13])
 def test_a_rest_of_a_rest_goes_on_as_the_first_does(start: int) -> None:
-    """Left again after any batch, also between the two halves at its end, an epoch goes on with the same batches."""
+    """Left again after any batch, also between the two halves at its end, an epoch goes on with the
+    same batches.
+    """
     for rank in range(4):
         first = resting(Order(50, 2, seed=5, rank=rank, world_size=4), start)
         later = first
@@ -178,7 +196,9 @@ def test_a_rest_of_a_rest_goes_on_as_the_first_does(start: int) -> None:
 
 
 def test_the_number_of_ranks_may_change_twice_within_an_epoch() -> None:
-    """2, then 3, then 1 rank: what each of them gives before it is left is together every sample once."""
+    """2, then 3, then 1 rank: what each of them gives before it is left is together every sample
+    once.
+    """
     given, start = [], 0
     for world_size, count in ((2, 3), (3, 2), (1, None)):
         orders = [
@@ -259,7 +279,9 @@ def test_again_goes_round_what_was_seen() -> None:
 
 
 def test_a_probe_never_uses_an_epoch_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The epochs behind a probe's batches lie beyond every epoch that a run can reach, and differ from each other."""
+    """The epochs behind a probe's batches lie beyond every epoch that a run can reach, and differ
+    from each other.
+    """
     used: list[int] = []
     real = Order.indices
 

@@ -1,4 +1,6 @@
-"""DataPrefetcher on the CPU: values, ends, errors, and a thread that is never more than one batch ahead."""
+"""DataPrefetcher on the CPU: values, ends, errors, and a thread that is never more than one batch
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ WAIT_S = 10.0  # for an event that comes at once unless the test fails
 
 
 class Loader:
-    """Gives ``batches`` in every pass, calling ``before(k)`` before batch k; counts passes and what it was asked for."""
+    """Gives ``batches`` in every pass, calling ``before(k)`` before batch k; counts passes and what
+    it was asked for.
+    """
 
     def __init__(
         self, batches: list[HostBatch], before: Callable[[int], object] = lambda k: None
@@ -92,7 +96,9 @@ def labels(batches: DataPrefetcher) -> list[int]:
 
 
 def test_values_are_those_of_a_plain_loop(make: Make) -> None:
-    """Every batch comes once, in order, the short last one as short as it is, in each of two passes."""
+    """Every batch comes once, in order, the short last one as short as it is, in each of two
+    passes.
+    """
     loader = Loader(host_batches())
     batches = make(loader)
     for _ in range(2):
@@ -110,7 +116,9 @@ def test_values_are_those_of_a_plain_loop(make: Make) -> None:
     ids=str,
 )
 def test_normalisation(make: Make, dtype: torch.dtype, tolerance: float) -> None:
-    """Images are (value / 255 - mean) / std in ``dtype``, within its rounding of the same sum in float64."""
+    """Images are (value / 255 - mean) / std in ``dtype``, within its rounding of the same sum in
+    float64.
+    """
     loader = Loader(host_batches())
     shape = (1, 3, 1, 1)
     mean, std = (torch.tensor(values, dtype=torch.float64).view(shape) for values in (MEAN, STD))
@@ -177,11 +185,14 @@ def pixels(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
 def test_images_that_mean_and_std_do_not_fit_are_refused(
     make: Make, images: Tensor, told: str, channels_last: bool
 ) -> None:
-    """Only uint8 of as many channels is divided by 255 and normalised; all else says what came and the ways out."""
+    """Only uint8 of as many channels is divided by 255 and normalised; all else says what came and
+    the ways out.
+    """
     batches = make([(images, torch.zeros(2))], mean=MEAN, std=STD, channels_last=channels_last)
     with pytest.raises(
         ValueError,
-        match=rf"^DataPrefetcher: images are {told}; .*for torch.uint8 \[N, 3, H, W\].*leave mean and std out$",
+        match=rf"^DataPrefetcher: images are {told}; .*for torch.uint8 \[N, 3, H, W\].*leave mean "
+        r"and std out$",
     ):
         next(batches)
 
@@ -210,7 +221,9 @@ def test_one_mean_fits_grey_images(make: Make) -> None:
 def test_mean_and_std_that_do_not_fit_each_other_are_refused(
     make: Make, mean: object, std: object
 ) -> None:
-    """One without the other, or of another length, is refused before anything is loaded; both are named."""
+    """One without the other, or of another length, is refused before anything is loaded; both are
+    named.
+    """
     told = re.escape(f"DataPrefetcher: mean={mean} and std={std}: give both")
     with pytest.raises(ValueError, match=told):
         make([], mean=mean, std=std)
@@ -251,7 +264,10 @@ IMAGES, LABELS = torch.rand(2, 3, 4, 4), torch.arange(2)
 )
 def test_a_batch_of_other_parts_is_refused(make: Make, batch: object, told: str) -> None:
     """Nothing of a batch is dropped: one that is not images and labels says what it has."""
-    told = rf"^DataPrefetcher: batches must be \(images, labels\), two tensors; this loader gives {told}: let its collate_fn"
+    told = (
+        r"^DataPrefetcher: batches must be \(images, labels\), two tensors; this loader gives "
+        rf"{told}: let its collate_fn"
+    )
     with pytest.raises(TypeError, match=told):
         next(make([batch]))
 
@@ -296,7 +312,9 @@ def test_the_iterator_stays_at_its_end(make: Make) -> None:
 
 
 def test_a_new_loop_after_a_break_is_a_new_pass(make: Make) -> None:
-    """What was ahead at a break is dropped, the pass that was left is ended, and the next one is whole."""
+    """What was ahead at a break is dropped, the pass that was left is ended, and the next one is
+    whole.
+    """
     loader = Loader(host_batches())
     batches = make(loader)
     for _ in batches:
@@ -318,7 +336,9 @@ class Broken(Exception):
 
 
 def test_an_error_comes_in_place_of_its_batch(make: Make) -> None:
-    """What the loader raises surfaces after the batches before it, as itself; the next loop is a new pass."""
+    """What the loader raises surfaces after the batches before it, as itself; the next loop is a
+    new pass.
+    """
 
     def fail_once(k: int) -> None:
         if k == 2 and loader.passes == 1:
@@ -345,7 +365,9 @@ def test_an_error_of_iter_surfaces(make: Make) -> None:
 
 
 def test_close_ends_the_pass(make: Make) -> None:
-    """close() ends the loader's iterator with the pass; it may be called again, and the next loop begins anew."""
+    """close() ends the loader's iterator with the pass; it may be called again, and the next loop
+    begins anew.
+    """
     loader = Loader(host_batches())
     batches = make(loader)
     next(batches)
@@ -403,7 +425,9 @@ def test_never_more_than_one_batch_ahead() -> None:
 
 
 def test_augment_has_the_images_as_they_come(make: Make) -> None:
-    """Augment is given the loader's own uint8 images, in their memory format, with their batch; what it gives is normalised."""
+    """Augment is given the loader's own uint8 images, in their memory format, with their batch;
+    what it gives is normalised.
+    """
     loader = Loader(
         [
             batch._replace(images=batch.images.contiguous(memory_format=torch.channels_last))
@@ -429,7 +453,9 @@ def test_augment_has_the_images_as_they_come(make: Make) -> None:
 
 
 def test_mix_has_the_last_word(make: Make) -> None:
-    """Mix is given what would have been handed out, with the loader's batch; what it gives is handed out in its place."""
+    """Mix is given what would have been handed out, with the loader's batch; what it gives is
+    handed out in its place.
+    """
     loader, seen = Loader(host_batches()), []
 
     def mix(images: Tensor, labels: Tensor, batch: HostBatch) -> tuple[Tensor, Tensor]:
@@ -485,7 +511,8 @@ def test_a_program_ends_with_a_pass_half_way() -> None:
     script = (
         "import torch\n"
         "from harness.feed.prefetcher import DataPrefetcher\n"
-        "batches = DataPrefetcher([(torch.zeros(1, 3, 2, 2), torch.zeros(1))] * 3, 'cpu', ahead=True)\n"
+        "batches = DataPrefetcher([(torch.zeros(1, 3, 2, 2), torch.zeros(1))] * 3, 'cpu', "
+        "ahead=True)\n"
         "print(len(next(batches)))\n"
     )
     ended = subprocess.run(

@@ -81,7 +81,9 @@ def test_one_side_stream_for_life() -> None:
 
 
 def test_a_batch_in_use_is_not_written_over() -> None:
-    """A slow kernel still reads batch k right while k + 1 and k + 2 are copied, although the loop has let go of k."""
+    """A slow kernel still reads batch k right while k + 1 and k + 2 are copied, although the loop
+    has let go of k.
+    """
     sums = []
     for images, _ in DataPrefetcher(Loader(40, 64), "cuda"):
         accelerator.of("cuda").delay(SLEEP_S)
@@ -115,7 +117,9 @@ class Ears(StepClock):
 
 
 def test_copies_are_told_to_the_clock() -> None:
-    """The clock hears of each batch's copy, and of its end on the way, by three events of its own."""
+    """The clock hears of each batch's copy, and of its end on the
+    way, by three events of its own.
+    """
     ears = Ears()
     list(DataPrefetcher(Loader(3, 64), "cuda", clock=ears))
     accelerator.of("cuda").synchronize()

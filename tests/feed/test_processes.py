@@ -1,4 +1,6 @@
-"""The processes form: the same pixels under every setting, typed ends, and no worker left behind."""
+"""The processes form: the same pixels under every setting, typed
+ends, and no worker left behind.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_no_setting_changes_the_pixels(
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "from the prefetcher's thread"])
 def test_a_killed_worker_is_a_loader_error(make_feed: MakeFeed, quick: None, ahead: bool) -> None:
-    """A worker that is killed ends the pass within seconds, long before loader.timeout_s, and takes the others along."""
+    """A worker that is killed ends the pass within seconds, long before loader.timeout_s, and takes
+    the others along.
+    """
     feed = make_feed(2, samples.Troubled(LENGTH, 5, samples.die))
     begin = time.monotonic()
     with pytest.raises(LoaderError, match=r"worker.*exited unexpectedly.*lower loader.num_workers"):
@@ -128,7 +132,8 @@ def test_a_worker_without_room_for_a_batch_is_a_loader_error(
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared", refuse)
     with pytest.raises(
         LoaderError,
-        match=r"^RuntimeError: unable .* No space left on device \(28\): .* lower loader.num_workers",
+        match=r"^RuntimeError: unable .* No space left on device \(28\): .* lower "
+        r"loader.num_workers",
     ):
         list(make_feed(1, start_method="fork"))
 
@@ -152,7 +157,9 @@ def test_a_worker_s_batch_is_shared_from_the_start(
 def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(
     make_feed: MakeFeed, quick: None
 ) -> None:
-    """The death of a child of the trainer's own (fork) surfaces in next() alone, as a LoaderError."""
+    """The death of a child of the trainer's own (fork) surfaces
+    in next() alone, as a LoaderError.
+    """
     batches = iter(make_feed(2, samples.Noise(80), start_method="fork"))
     next(batches)
     workers()[0].kill()
@@ -162,7 +169,9 @@ def test_a_worker_that_dies_between_two_steps_does_not_disturb_the_step(
 
 
 def test_workers_give_way_to_the_step(make_feed: MakeFeed) -> None:
-    """Where processors are short the step goes first: workers are nicer than the trainer, whose priority stays."""
+    """Where processors are short the step goes first: workers are nicer than the trainer, whose
+    priority stays.
+    """
     before = os.getpriority(os.PRIO_PROCESS, 0)
     feed = make_feed(2, persistent_workers=True)
     list(feed)  # each has given a batch
@@ -181,7 +190,9 @@ def test_a_batch_may_take_longer_than_one_look(
 
 
 def test_persistent_workers_serve_every_epoch(make_feed: MakeFeed) -> None:
-    """Persistent workers are the same processes in the second epoch; close() ends them, and iter() starts new ones."""
+    """Persistent workers are the same processes in the second epoch; close() ends them, and iter()
+    starts new ones.
+    """
     feed = make_feed(2, persistent_workers=True)
     list(feed)
     first = {worker.pid for worker in workers()}
@@ -197,7 +208,9 @@ def test_persistent_workers_serve_every_epoch(make_feed: MakeFeed) -> None:
 def test_workers_that_sleep_at_the_start_of_an_epoch_are_replaced(
     make_feed: MakeFeed, quick: None
 ) -> None:
-    """Persistent workers that do not answer at once cost a new start, and neither the run nor a batch."""
+    """Persistent workers that do not answer at once cost a new start, and neither the run nor a
+    batch.
+    """
     feed = make_feed(2, persistent_workers=True)
     list(feed)
     for worker in workers():
@@ -212,7 +225,9 @@ def stop(which: int | None = None) -> None:
 
 
 def queued(feed: ProcessFeed, gauge: Gauge, batches: int) -> None:
-    """Come back when the workers of ``feed`` have made so many batches of 4, and have had time to queue them."""
+    """Come back when the workers of ``feed`` have made so many batches of 4, and have had time to
+    queue them.
+    """
     assert comes_true(lambda: gauge.read().samples >= 4 * batches)
     time.sleep(0.3)
 
@@ -223,7 +238,9 @@ TOO_SLOW = r"^no batch within loader.timeout_s=[12]: "
 def ends_in_time(
     batches: Iterator[HostBatch], error: type[Exception] = LoaderError, match: str = TOO_SLOW
 ) -> None:
-    """``batches`` end with ``error`` soon after a limit of one second, and leave no worker and no shared memory."""
+    """``batches`` end with ``error`` soon after a limit of one second, and leave no worker and no
+    shared memory.
+    """
     begin, pids = time.monotonic(), [worker.pid for worker in workers()]
     with pytest.raises(error, match=match):
         list(batches)
@@ -239,7 +256,9 @@ def ends_in_time(
 def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     make_feed: MakeFeed, quick: None, num_workers: int, stopped: int, persistent_workers: bool
 ) -> None:
-    """A batch that is queued, but whose memory its worker cannot hand over, is not waited for without a limit."""
+    """A batch that is queued, but whose memory its worker cannot hand over, is not waited for
+    without a limit.
+    """
     gauge, many = Gauge(num_workers), samples.Noise(5 * LENGTH)  # so that each worker has some left
     feed = make_feed(
         num_workers, many, gauge=gauge, persistent_workers=persistent_workers, timeout_s=2.0
@@ -301,7 +320,9 @@ def test_polled_ends_with_a_stopped_worker(make_feed: MakeFeed, quick: None) -> 
 def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
     make_feed: MakeFeed, quick: None, monkeypatch: pytest.MonkeyPatch, unguarded: None
 ) -> None:
-    """SIGTERM ends the wait for a batch's memory when half of the grace is gone, long before loader.timeout_s."""
+    """SIGTERM ends the wait for a batch's memory when half of the grace is gone, long before
+    loader.timeout_s.
+    """
     monkeypatch.setattr(signals, "_received", [])
     gauge = Gauge(2)
     feed = make_feed(2, gauge=gauge)
@@ -316,7 +337,9 @@ def test_a_signal_is_heard_in_a_wait_for_a_stopped_worker(
 
 @pytest.fixture
 def pinning(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Have torch's thread that pins without a device; it copies in its place, once the event is set."""
+    """Have torch's thread that pins without a device; it copies in its place, once the event is
+    set.
+    """
     go = threading.Event()
 
     def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -334,7 +357,9 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_a_stopped_worker_that_the_pinning_thread_waits_for(
     make_feed: MakeFeed, quick: None, pinning: threading.Event, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where torch's thread waits for the worker, the error is the same, no thread stays, and nothing else is said."""
+    """Where torch's thread waits for the worker, the error is the same, no thread stays, and
+    nothing else is said.
+    """
     gauge = Gauge(1)
     feed = make_feed(1, gauge=gauge, timeout_s=1.0, pin_memory=True)
     primed(feed, 0, gauge)
@@ -353,7 +378,9 @@ def test_a_stopped_worker_that_the_pinning_thread_waits_for(
 def test_an_early_end_kills_and_leaves_nothing(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, end: str, persistent_workers: bool
 ) -> None:
-    """Ending a pass or the feed leaves no process, descriptor or segment, and does not wait for workers that are busy."""
+    """Ending a pass or the feed leaves no process, descriptor or segment, and does not wait for
+    workers that are busy.
+    """
     monkeypatch.setattr(
         "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 1000
     )  # torch waits so long for each
@@ -392,7 +419,9 @@ def test_the_workers_are_known_by_their_pids(make_feed: MakeFeed) -> None:
 def test_polled_ends_with_a_dead_worker_and_with_the_timeout(
     make_feed: MakeFeed, quick: None
 ) -> None:
-    """A worker's death, and a wait over loader.timeout_s, end a polled pass as they end a plain one."""
+    """A worker's death, and a wait over loader.timeout_s, end a polled pass as they end a plain
+    one.
+    """
     with pytest.raises(LoaderError, match="exited unexpectedly"):
         list(make_feed(1, samples.Troubled(LENGTH, 5, samples.die)).polled(0.05))
     with pytest.raises(LoaderError, match="no batch within loader.timeout_s=0.3"):
@@ -412,7 +441,9 @@ def test_polling_as_a_second_pass_is_as_fine_as_asked_for(make_feed: MakeFeed) -
 def test_the_gauge_counts_each_worker_s_samples(
     make_feed: MakeFeed, num_workers: int, start_method: str
 ) -> None:
-    """After a pass every sample has been counted once, by the workers that made it, with some time."""
+    """After a pass every sample has been counted once, by the workers
+    that made it, with some time.
+    """
     gauge = Gauge(num_workers)
     list(make_feed(num_workers, gauge=gauge, start_method=start_method))
     work = gauge.read()
@@ -447,7 +478,9 @@ def primed(feed: ProcessFeed, epoch: int, gauge: Gauge) -> ProcessFeed:
 def test_a_primed_pass_gives_the_same_batches(
     make_feed: MakeFeed, persistent_workers: bool
 ) -> None:
-    """Workers begin before iter(), which takes their batches over: bitwise those of an epoch that was not primed."""
+    """Workers begin before iter(), which takes their batches over: bitwise those of an epoch that
+    was not primed.
+    """
     gauge, given = Gauge(2), []
     feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
     for epoch in (0, 1):
@@ -467,7 +500,9 @@ def test_a_primed_pass_gives_the_same_batches(
 def test_priming_starts_nothing_where_it_must_not(
     make_feed: MakeFeed, num_workers: int, start_method: str
 ) -> None:
-    """Without workers there is nothing to begin, and none is forked in the middle of a step; the pass comes all the same."""
+    """Without workers there is nothing to begin, and none is forked in the middle of a step; the
+    pass comes all the same.
+    """
     feed, threads = make_feed(num_workers, start_method=start_method), threading.active_count()
     feed.prime(0)
     assert (threading.active_count(), workers()) == (threads, [])
@@ -493,7 +528,9 @@ def test_a_primed_pass_that_nobody_takes_leaves_nothing(
 def test_closing_waits_for_a_start_under_way(
     make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """prime() comes back before the workers are started, and a close() at that moment ends them all the same."""
+    """prime() comes back before the workers are started, and a close() at that moment ends them all
+    the same.
+    """
     begun, go, start = threading.Event(), threading.Event(), ProcessFeed._start
 
     def late(*given: Any) -> Iterator[HostBatch]:
@@ -523,7 +560,9 @@ def test_an_error_of_a_primed_start_comes_with_the_first_batch(make_feed: MakeFe
 
 
 def test_signals_to_a_worker_are_ignored(make_feed: MakeFeed) -> None:
-    """A scheduler's SIGTERM to the whole group leaves the workers at work: the trainer decides when they go."""
+    """A scheduler's SIGTERM to the whole group leaves the workers at work: the trainer decides when
+    they go.
+    """
     feed = make_feed(2, samples.Noise(40))
     batches = iter(feed)
     given = [next(batches) for _ in range(2)]  # both workers have entered
@@ -562,7 +601,9 @@ if __name__ == "__main__":
 
 
 def either(quick: str) -> list[object]:
-    """All start methods, of which only ``quick`` runs every time: a trainer takes seconds to start."""
+    """All start methods, of which only ``quick`` runs every time:
+    a trainer takes seconds to start.
+    """
     rest = {"forkserver", "fork", "spawn"} - {quick}
     return [quick, *(pytest.param(method, marks=pytest.mark.slow) for method in sorted(rest))]
 
@@ -588,7 +629,9 @@ def trainer(
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all have ended before torch's own workers would look for their trainer, which they do every 5 s."""
+    """Whether all have ended before torch's own workers would look for their trainer, which they do
+    every 5 s.
+    """
 
     def alive(process: psutil.Process) -> bool:
         try:
@@ -615,7 +658,9 @@ def test_no_worker_outlives_a_killed_trainer(
 def test_a_trainer_ends_with_a_pass_half_way(
     trainer: tuple[subprocess.Popen[str], list[psutil.Process]],
 ) -> None:
-    """A trainer that forgot close() ends at once and in silence, although its workers are deaf to SIGTERM."""
+    """A trainer that forgot close() ends at once and in silence, although its workers are deaf to
+    SIGTERM.
+    """
     process, its_workers = trainer
     begin = time.monotonic()
     _, errors = process.communicate(timeout=30)

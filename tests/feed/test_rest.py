@@ -1,4 +1,6 @@
-"""A feed that begins within an epoch: in every form it gives what is left of it, then whole epochs."""
+"""A feed that begins within an epoch: in every form it gives what
+is left of it, then whole epochs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def images(side: int) -> ImageDataset:
 
 
 def make(form: str, order: Order) -> Feed:
-    """A feed of the form and with the number of workers, or the side of its images, that ``form`` names."""
+    """A feed of the form and with the number of workers, or the side of its images, that ``form``
+    names.
+    """
     name, number = form.split()
     if name == "synthetic":
         return SyntheticFeed(order, samples.settings(), int(number), 10, torch.device("cpu"))
@@ -102,7 +106,9 @@ def test_after_a_primed_rest_of_nothing_the_next_epoch_is_whole(make_feed: MakeF
 
 
 def test_a_rest_of_a_rest_in_each_feed_gives_every_sample_once(make_feed: MakeFeed) -> None:
-    """A pass that is left twice goes on each time in a feed of its own, as it would have without."""
+    """A pass that is left twice goes on each time in a feed of
+    its own, as it would have without.
+    """
     order, given = ORDER, []
     for _ in range(2):
         feed = make_feed(order)

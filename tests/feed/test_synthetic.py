@@ -21,7 +21,9 @@ def make(length: int = 10, drop_last: bool = False) -> SyntheticFeed:
 
 
 def test_batches_have_the_shapes_of_a_real_feed() -> None:
-    """uint8 images [N, 3, S, S] and int64 labels below the number of classes, the last batch as short as it would be."""
+    """uint8 images [N, 3, S, S] and int64 labels below the number of classes, the last batch as
+    short as it would be.
+    """
     batches = list(make())
     assert [tuple(batch.images.shape) for batch in batches] == [
         (4, 3, 6, 6),

@@ -94,7 +94,9 @@ class Counted(samples.Noise):
 
 
 def test_all_threads_work_on_one_batch(make_feed: MakeFeed) -> None:
-    """A batch is shared: its samples are in the hands of all threads at once, each of which the gauge knows by its slot."""
+    """A batch is shared: its samples are in the hands of all threads at once, each of which the
+    gauge knows by its slot.
+    """
     gauge = Gauge(4)
     feed = make_feed(4, Together(4, 4), gauge)
     assert_same(list(feed), reference(samples.Noise(4)))
@@ -103,7 +105,9 @@ def test_all_threads_work_on_one_batch(make_feed: MakeFeed) -> None:
 
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
 def test_a_few_batches_are_made_ahead(make_feed: MakeFeed, prefetch_factor: int) -> None:
-    """prefetch_factor batches beside the one in the making, however many threads there are; the next begins with a take."""
+    """prefetch_factor batches beside the one in the making, however many threads there are; the
+    next begins with a take.
+    """
     dataset = Counted(200)
     feed = make_feed(6, dataset, prefetch_factor=prefetch_factor)
     feed.prime(0)
@@ -115,7 +119,9 @@ def test_a_few_batches_are_made_ahead(make_feed: MakeFeed, prefetch_factor: int)
 
 
 def test_memory_is_used_again(make_feed: MakeFeed) -> None:
-    """A pass whose batches are not kept stays in the ring: as much memory as is ahead, and two batches."""
+    """A pass whose batches are not kept stays in the ring: as much memory as is ahead, and two
+    batches.
+    """
     batches = iter(make_feed(3, samples.Noise(400), prefetch_factor=2))
     assert len({batch.images.data_ptr() for batch in batches}) <= 3 + 2
 
@@ -123,7 +129,9 @@ def test_memory_is_used_again(make_feed: MakeFeed) -> None:
 def test_the_feed_holds_nothing_of_its_own_while_it_waits(
     make_feed: MakeFeed, gate: threading.Event
 ) -> None:
-    """A consumer that drops a batch and waits for the next one has the memory of all but those ahead free."""
+    """A consumer that drops a batch and waits for the next one has the memory of all but those
+    ahead free.
+    """
     slow, gauge = int(Order(60, 4, seed=3).indices(0)[20]), Gauge(3)
     feed = make_feed(
         3, samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)), gauge, prefetch_factor=2
@@ -149,7 +157,9 @@ def free_slots(feed: ThreadFeed) -> int:
 def test_no_thread_is_idle_while_a_batch_is_wanted(
     make_feed: MakeFeed, gate: threading.Event, threads: int
 ) -> None:
-    """One slow sample holds back its own batch alone: those behind it are made meanwhile, as far as may be ahead."""
+    """One slow sample holds back its own batch alone: those behind it are made meanwhile, as far as
+    may be ahead.
+    """
     dataset = samples.Troubled(
         40, int(Order(40, 4, seed=3).indices(0)[0]), lambda: gate.wait(WAIT_S)
     )
@@ -167,7 +177,9 @@ class TestEnds:
     def test_a_late_thread_writes_where_nobody_looks(
         self, make_feed: MakeFeed, gate: threading.Event, impatient: None
     ) -> None:
-        """A thread that hangs is left behind; what it writes when it comes back is in no batch of a later pass."""
+        """A thread that hangs is left behind; what it writes when it comes back is in no batch of a
+        later pass.
+        """
         stuck, late = threading.Event(), threading.Event()
 
         class Late(samples.Noise):
@@ -192,7 +204,9 @@ class TestEnds:
         assert_same([*given, *later], reference(samples.Noise(60)))
 
     def test_threads_give_way_to_the_step(self, make_feed: MakeFeed, gate: threading.Event) -> None:
-        """Where processors are short the step's threads go first: the feed's are nicer, the trainer's own is as it was."""
+        """Where processors are short the step's threads go first: the feed's are nicer, the
+        trainer's own is as it was.
+        """
         before = os.getpriority(os.PRIO_PROCESS, 0)
         feed = make_feed(2, samples.Troubled(40, 5, lambda: gate.wait(WAIT_S)))
         feed.prime(0)
@@ -219,7 +233,9 @@ class TestEnds:
         assert comes_true(lambda: samples.at_work() == [])
 
     def test_a_second_pass_ends_the_first(self, make_feed: MakeFeed) -> None:
-        """iter() amid a pass begins anew; the pass before it ends with an error, and does not disturb."""
+        """iter() amid a pass begins anew; the pass before it ends with an error, and does not
+        disturb.
+        """
         feed = make_feed(2, samples.Noise(40), persistent_workers=True)
         first, second = iter(feed), iter(feed)
         next(first)
@@ -231,7 +247,9 @@ class TestEnds:
     def test_closing_while_a_pass_begins_leaves_a_feed_that_can_be_primed(
         self, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The pass that was just begun ends with an error, and keeps no later one from its threads."""
+        """The pass that was just begun ends with an error, and keeps
+        no later one from its threads.
+        """
         feed, begin = make_feed(2, samples.Noise(19)), BatchThreads.begin
 
         def begin_and_close(threads: BatchThreads, *given: Any) -> None:
@@ -249,7 +267,9 @@ class TestEnds:
     def test_closing_amid_a_pass_ends_a_wait(
         self, make_feed: MakeFeed, gate: threading.Event, impatient: None
     ) -> None:
-        """A thread that waits in next() comes back with an error when another one closes the feed."""
+        """A thread that waits in next() comes back with an error
+        when another one closes the feed.
+        """
         feed = make_feed(1, samples.Troubled(4, 0, lambda: gate.wait(WAIT_S)))
         batches, raised = DataPrefetcher(feed, "cpu", ahead=True), []
 
@@ -304,7 +324,9 @@ class TestEnds:
         monkeypatch: pytest.MonkeyPatch,
         unguarded: None,
     ) -> None:
-        """A signal to the trainer ends next(), although no batch comes, when half of the grace is gone."""
+        """A signal to the trainer ends next(), although no batch comes, when half of the grace is
+        gone.
+        """
         monkeypatch.setattr(signals, "_received", [])  # the next test has had none
 
         def trouble() -> None:
@@ -336,7 +358,9 @@ def test_whatever_a_thread_raises_comes_out_of_next(
 def test_a_failure_comes_in_the_place_of_its_batch(
     make_feed: MakeFeed, gate: threading.Event
 ) -> None:
-    """The batches before it are given, although they are done later; those behind it do not matter."""
+    """The batches before it are given, although they are done later;
+    those behind it do not matter.
+    """
 
     class Failing(samples.Troubled):
         def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
@@ -406,7 +430,9 @@ class TestResize:
         assert gauge.read().samples == 200
 
     def test_threads_come_and_go(self, make_feed: MakeFeed) -> None:
-        """More start at once, the rest leave when their samples are done; the next pass has as many."""
+        """More start at once, the rest leave when their samples are done; the next pass has as
+        many.
+        """
         feed = make_feed(2, samples.Noise(400), Gauge(5), persistent_workers=True)
         batches = iter(feed)
         for threads in (5, 1, 3):
@@ -442,7 +468,9 @@ class TestResize:
     def test_trouble_in_the_moment_of_a_change_is_told_as_ever(
         self, make_feed: MakeFeed, gate: threading.Event, threads: int, trouble: str
     ) -> None:
-        """No memory for a sample, or a read that does not come back, while threads come and go: the same error."""
+        """No memory for a sample, or a read that does not come back, while threads come and go: the
+        same error.
+        """
         changed = threading.Event()
 
         def befall() -> None:
@@ -473,7 +501,9 @@ class TestResize:
     def test_what_cannot_be_is_refused(
         self, make_feed: MakeFeed, num_workers: int, threads: int
     ) -> None:
-        """Neither no threads, nor more than there are rows to count in, nor any where the trainer fills."""
+        """Neither no threads, nor more than there are rows to count in, nor any where the trainer
+        fills.
+        """
         with pytest.raises(
             ValueError,
             match=rf"resize\({threads}\) of a feed with num_workers={num_workers}: choose 1 to 3",
@@ -482,7 +512,9 @@ class TestResize:
 
 
 def test_torch_s_threads_are_left_alone(make_feed: MakeFeed) -> None:
-    """Resizing in a thread of the feed starts no team of torch's own, and how many threads torch has stays as it was."""
+    """Resizing in a thread of the feed starts no team of torch's own, and how many threads torch
+    has stays as it was.
+    """
 
     class Resized(samples.Noise):
         image_size = 224

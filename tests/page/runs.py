@@ -33,7 +33,9 @@ def spread(
 def window(
     step: int, parts: dict[str, float], longest_ms: float | None = None, **figures: float | None
 ) -> dict[str, Any]:
-    """A line of ``metrics.jsonl`` whose steps are made of ``parts`` in ms; one starved step lasts ``longest_ms``."""
+    """A line of ``metrics.jsonl`` whose steps are made of ``parts`` in ms; one starved step lasts
+    ``longest_ms``.
+    """
     step_ms = sum(parts.values())
     line: dict[str, Any] = {
         "step": step,
@@ -90,10 +92,13 @@ def report(
         "loader": {"batch_size": 256, "num_workers": 4, "pin_memory": device, "prefetch_factor": 2, "backend": "processes"},
         "verdict": {
             "bottleneck": "decode", "ceiling": 1.64, "next_step": "loader.num_workers=8",
-            "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of processor time a sample, and "
+            "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of "
+                        "processor time a sample, and "
             "4 workers cannot make 4,100 images/s with it.",
-            "evidence": ["workers were busy in 97% of the time", "decode is 78% of a sample's 6.9 ms",
-                         "next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)"],
+            "evidence": ["workers were busy in 97% of the time", ("decode is 78% of a sample's 6.9 "
+                                                                  "ms"),
+                         ("next suspects: storage (0.8 ms of waiting a sample), transport (8% of "
+                          "the wait)")],
         },
         "environment": {"python": "3.11.7", "torch": "2.15.0", "device": "NVIDIA H100" if device else "cpu", "ram_bytes": 64e9},
         "run": {"overrides": ["data=imagefolder", "loader.num_workers=4"], "name": "run"},
@@ -137,7 +142,8 @@ def tuning() -> dict[str, Any]:
         }
     )
     return {
-        "search": "auto", "settings": settings[8], "sentence": "Training gets 1,290 images/s instead of 190.",
+        "search": "auto", "settings": settings[8], "sentence": ("Training gets 1,290 images/s "
+                                                                "instead of 190."),
         "demand": {"images_per_s": 1310, "low": 1290, "high": 1330}, "trials": trials, "seconds": 7.5, "reused": False,
     }  # fmt: skip
 
@@ -156,7 +162,9 @@ def write(
 
 
 def long_run(folder: Path, steps: int = 20_000) -> Path:
-    """A run on a GPU with 2,000 windows and ``SPIKES``: four steps that are far longer than all others."""
+    """A run on a GPU with 2,000 windows and ``SPIKES``: four steps that are far longer than all
+    others.
+    """
     noise = random.Random(1)
     lines = []
     for step in range(10, steps + 1, 10):
@@ -201,7 +209,9 @@ def cpu_run(folder: Path, steps: int = 400, **changes: Any) -> Path:
 
 
 def sweep(root: Path) -> Path:
-    """Six jobs of a sweep over num_workers and the batch size; the last was interrupted and has no accuracy."""
+    """Six jobs of a sweep over num_workers and the batch size; the last was interrupted and has no
+    accuracy.
+    """
     for job in range(6):
         workers, batch = (1, 2, 4)[job % 3], (128, 256)[job // 3]
         starved, noise = (0.7, 0.4, 0.05)[job % 3], random.Random(job)
@@ -246,7 +256,8 @@ def damaged(folder: Path) -> Path:
     """Files that hold anything but what they should, markup included."""
     folder.mkdir(parents=True)
     (folder / "report.json").write_text(
-        '{"status": "completed", "steps": NaN, "shares": [1], "verdict": "</script><script>alert(1)"'
+        '{"status": "completed", "steps": NaN, "shares": [1], "verdict": '
+        '"</script><script>alert(1)"'
     )
     (folder / "tuning.json").write_text('{"trials": {"a": "<img src=x onerror=alert(1)>"}}')
     (folder / "metrics.jsonl").write_bytes(

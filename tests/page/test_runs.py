@@ -82,7 +82,9 @@ def test_a_pipe_in_place_of_a_report_does_not_hang(tmp_path: Path) -> None:
 
 
 def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:
-    """Job 10 comes after job 9; checkpoints and hidden folders are not looked into, links not followed."""
+    """Job 10 comes after job 9; checkpoints and hidden folders are not looked into, links not
+    followed.
+    """
     for name in ("10", "9", "b/c", ".hidden", "9/checkpoints/x"):
         runs.write(tmp_path / "root" / name, report={})
     runs.write(tmp_path / "elsewhere", report={})
@@ -91,7 +93,9 @@ def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:
 
 
 def test_a_run_may_have_any_name(tmp_path: Path) -> None:
-    """A run that is called trace, or lies below a folder called checkpoints, is one all the same."""
+    """A run that is called trace, or lies below a folder called
+    checkpoints, is one all the same.
+    """
     for name in ("trace", "checkpoints/1", "trace/checkpoints/x"):
         runs.write(tmp_path / name, report={})
     assert list(find_runs(tmp_path, [])) == ["checkpoints/1", "trace"]
@@ -100,7 +104,9 @@ def test_a_run_may_have_any_name(tmp_path: Path) -> None:
 def test_of_too_many_runs_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that were written to last, by whichever file, in natural order, and a note says how many there are."""
+    """Those that were written to last, by whichever file, in natural order, and a note says how
+    many there are.
+    """
     monkeypatch.setattr("harness.page.runs._MOST_RUNS", 3)
     for job in range(12):
         runs.write(tmp_path / str(job), report={})
@@ -120,7 +126,11 @@ def test_of_too_many_folders_the_last_by_name_are_looked_into(
         runs.write(tmp_path / day, report={})
     assert list(find_runs(tmp_path, notes := [])) == ["2026-05-02", "2026-05-10"]
     assert notes == [
-        f"{tmp_path}: more than 3 folders; the rest, from {tmp_path}/2026-05-01 on, is not looked into: name one below it"
+        (
+            f"{tmp_path}: more than 3 folders; the rest, from {tmp_path}/2026-05-01 on, is not "
+            "looked "
+            "into: name one below it"
+        )
     ]
 
 
@@ -152,7 +162,9 @@ def test_all_that_is_read_can_be_sent(tmp_path: Path) -> None:
 )
 @oddities.every
 def test_an_odd_file_is_a_note_at_most(tmp_path: Path, name: str, plant: Plant) -> None:
-    """No file of a run folder that came from elsewhere is waited for, and no link out of the folder is shown."""
+    """No file of a run folder that came from elsewhere is waited for, and no link out of the folder
+    is shown.
+    """
     runs.damaged(tmp_path / "run")
     oddities.put(plant, tmp_path / "run" / name)
     shown = json.dumps(read_run(tmp_path / "run", "run"), allow_nan=False)

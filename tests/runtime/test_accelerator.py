@@ -1,6 +1,8 @@
-"""What an asynchronous device does, on the emulated one and, where there is one, on CUDA: the emulator is held to this.
+"""What an asynchronous device does, on the emulated one and, where there is one, on CUDA: the
+emulator is held to this.
 
-Each test names where torch or NVIDIA says so. Files are those of torch's tree; "CUDA semantics" is the page of torch's notes.
+Each test names where torch or NVIDIA says so. Files are those of torch's tree; "CUDA semantics" is
+the page of torch's notes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ FASTEST = 200e9  # bytes a second that no host stages
 
 
 def test_launching_does_not_wait_for_the_device(own: Accelerator) -> None:
-    """The host comes back while the work is under way (CUDA semantics, "Asynchronous execution")."""
+    """The host comes back while the work is under
+    way (CUDA semantics, "Asynchronous execution").
+    """
     own.delay(BUSY_S)
     end = marked(own)
     assert not end.query()
@@ -31,7 +35,9 @@ def test_launching_does_not_wait_for_the_device(own: Accelerator) -> None:
 
 @pytest.mark.parametrize(("launches", "waits"), [(500, False), (2000, True)])
 def test_a_full_queue_holds_launches_up(own: Accelerator, launches: int, waits: bool) -> None:
-    """Some 1,000 are queued; NVIDIA names no number, users measured it (its forum, thread 68937)."""
+    """Some 1,000 are queued; NVIDIA names no number, users measured
+    it (its forum, thread 68937).
+    """
     own.delay(4 * BUSY_S)
     end = marked(own)
     for _ in range(launches):
@@ -68,7 +74,9 @@ def test_work_on_one_stream_is_done_in_order(own: Accelerator) -> None:
 
 @pytest.mark.parametrize("which", ["side_stream", "idle_stream"])
 def test_a_stream_does_not_wait_for_another(own: Accelerator, which: str) -> None:
-    """An event of an idle one is passed at once (c10/cuda/CUDAStream.cpp makes them with cudaStreamNonBlocking)."""
+    """An event of an idle one is passed at once (c10/cuda/CUDAStream.cpp makes them with
+    cudaStreamNonBlocking).
+    """
     own.delay(BUSY_S)
     end, other = marked(own), marked(own, getattr(own, which)())
     other.synchronize()
@@ -76,7 +84,9 @@ def test_a_stream_does_not_wait_for_another(own: Accelerator, which: str) -> Non
 
 
 def test_the_side_and_the_idle_stream_are_not_the_current_one(own: Accelerator) -> None:
-    """Each is the same at every call, as torch hands streams out from pools (c10/cuda/CUDAStream.cpp, getStreamFromPool)."""
+    """Each is the same at every call, as torch hands streams out from pools
+    (c10/cuda/CUDAStream.cpp, getStreamFromPool).
+    """
     streams = own.stream(), own.side_stream(), own.idle_stream()
     assert streams == (own.stream(), own.side_stream(), own.idle_stream())
     assert all(a != b for a, b in zip(streams, streams[1:] + streams[:1], strict=True))
@@ -84,7 +94,9 @@ def test_the_side_and_the_idle_stream_are_not_the_current_one(own: Accelerator) 
 
 @pytest.mark.parametrize("by", ["event", "stream"])
 def test_a_stream_waits_for_another_without_the_host(own: Accelerator, by: str) -> None:
-    """Work behind ``wait_event`` and ``wait_stream`` begins after it (cudaStreamWaitEvent; torch/cuda/streams.py)."""
+    """Work behind ``wait_event`` and ``wait_stream`` begins after it (cudaStreamWaitEvent;
+    torch/cuda/streams.py).
+    """
     main, side = own.stream(), own.side_stream()
     own.delay(BUSY_S)
     end = marked(own)
@@ -96,7 +108,9 @@ def test_a_stream_waits_for_another_without_the_host(own: Accelerator, by: str) 
 
 
 def test_a_stream_waits_for_the_recording_that_it_was_told_of(own: Accelerator) -> None:
-    """A later one of the same event does not count (cudaStreamWaitEvent takes the event's state at the call)."""
+    """A later one of the same event does not count (cudaStreamWaitEvent takes the event's state at
+    the call).
+    """
     event = marked(own)
     own.side_stream().wait_event(event)
     own.delay(BUSY_S)
@@ -117,7 +131,9 @@ def test_an_event_without_a_recording_is_passed(own: Accelerator) -> None:
 
 
 def test_a_thread_has_a_current_stream_of_its_own(own: Accelerator) -> None:
-    """A new thread begins on the default one (c10/cuda/CUDAStream.cpp, current_streams is thread_local)."""
+    """A new thread begins on the default one (c10/cuda/CUDAStream.cpp, current_streams is
+    thread_local).
+    """
     default, seen = own.stream(), []
     with own.on(own.side_stream()):
         own.start(lambda: seen.append(own.stream()), "other").join()
@@ -139,7 +155,9 @@ def test_asking_an_event_does_not_wait(own: Accelerator) -> None:
 
 
 def test_two_passed_events_tell_the_time_between_them(own: Accelerator) -> None:
-    """In milliseconds of the device, whenever the host asks (torch/csrc/cuda/Event.cpp, elapsed_time)."""
+    """In milliseconds of the device, whenever the host asks (torch/csrc/cuda/Event.cpp,
+    elapsed_time).
+    """
     start = marked(own)
     own.delay(BUSY_S)
     end = marked(own)
@@ -148,7 +166,9 @@ def test_two_passed_events_tell_the_time_between_them(own: Accelerator) -> None:
 
 
 def test_the_time_to_an_earlier_event_is_negative(own: Accelerator) -> None:
-    """Also on another stream (cudaEventElapsedTime subtracts two time stamps; it refuses no order)."""
+    """Also on another stream (cudaEventElapsedTime subtracts two time
+    stamps; it refuses no order).
+    """
     early = marked(own, own.side_stream())
     own.delay(BUSY_S)
     late = marked(own)
@@ -162,7 +182,9 @@ def test_the_time_to_an_earlier_event_is_negative(own: Accelerator) -> None:
     [("not recorded", ValueError), ("without timing", ValueError), ("not passed", RuntimeError)],
 )
 def test_some_events_tell_no_time(own: Accelerator, what: str, error: type[Exception]) -> None:
-    """Those that were not recorded or not made for it, and not yet those to come (c10/cuda/CUDAEvent.h, elapsed_time)."""
+    """Those that were not recorded or not made for it, and not yet those to come
+    (c10/cuda/CUDAEvent.h, elapsed_time).
+    """
     start = marked(own)
     own.delay(BUSY_S)
     end = own.event(timed=what != "without timing")
@@ -178,7 +200,9 @@ def test_some_events_tell_no_time(own: Accelerator, what: str, error: type[Excep
 
 @pytest.mark.parametrize("by", ["event", "device"])
 def test_the_host_sleeps_while_it_waits(own: Accelerator, by: str) -> None:
-    """It takes next to no processor time (cudaEventBlockingSync; torch/csrc/cuda/Event.cpp, ``blocking``)."""
+    """It takes next to no processor time (cudaEventBlockingSync; torch/csrc/cuda/Event.cpp,
+    ``blocking``).
+    """
     own.delay(2 * BUSY_S)
     end = marked(own)
     before_s = time.thread_time()
@@ -189,7 +213,9 @@ def test_the_host_sleeps_while_it_waits(own: Accelerator, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["stream", "device"])
 def test_events_are_passed_once_their_stream_was_waited_for(own: Accelerator, by: str) -> None:
-    """Those of an idle stream too (cudaStreamSynchronize; cudaEventSynchronize of a later event)."""
+    """Those of an idle stream too (cudaStreamSynchronize; cudaEventSynchronize
+    of a later event).
+    """
     own.synchronize()
     events = [marked(own) for _ in range(3)]
     own.synchronize() if by == "device" else own.stream().synchronize()
@@ -212,7 +238,9 @@ def test_only_the_current_stream_is_waited_for(own: Accelerator) -> None:
 
 
 def test_the_host_does_not_wait_for_a_copy_from_page_locked_memory(own: Accelerator) -> None:
-    """It queues behind other work, and its values are right (CUDA semantics, "Use pinned memory buffers")."""
+    """It queues behind other work, and its values are right (CUDA semantics, "Use pinned memory
+    buffers").
+    """
     pinned = source(own, MIB, 5)
     own.delay(BUSY_S)
     copied = own.copy(pinned)
@@ -224,7 +252,9 @@ def test_the_host_does_not_wait_for_a_copy_from_page_locked_memory(own: Accelera
 
 
 def test_the_host_waits_until_pageable_memory_may_be_changed(own: Accelerator) -> None:
-    """It is staged first, which takes as long as to read it (CUDA runtime, "API synchronization behavior")."""
+    """It is staged first, which takes as long as to read it (CUDA runtime, "API synchronization
+    behavior").
+    """
     pageable, copies = torch.full((SIZE,), 5, dtype=torch.uint8), list[torch.Tensor]()
     assert took_s(own, lambda: copies.append(own.copy(pageable))) > SIZE / FASTEST
     pageable.fill_(6)
@@ -233,7 +263,9 @@ def test_the_host_waits_until_pageable_memory_may_be_changed(own: Accelerator) -
 
 
 def test_page_locked_memory_is_read_when_the_copy_has_its_turn(own: Accelerator) -> None:
-    """What the host writes there before that arrives (CUDA runtime, "API synchronization behavior": it may be asynchronous)."""
+    """What the host writes there before that arrives (CUDA runtime, "API synchronization behavior":
+    it may be asynchronous).
+    """
     pinned = source(own, MIB, 5)
     own.delay(BUSY_S)
     copied = own.copy(pinned)
@@ -255,7 +287,9 @@ def test_page_locked_memory_may_be_changed_once_its_event_is_passed(own: Acceler
 
 
 def test_page_locking_copies(own: Accelerator) -> None:
-    """The source stays as it is, apart from its copy (aten/src/ATen/native/Memory.cpp, _pin_memory)."""
+    """The source stays as it is, apart from its copy (aten/src/ATen/native/Memory.cpp,
+    _pin_memory).
+    """
     plain = torch.arange(12).view(3, 4)
     pinned = own.pin(plain)
     pinned.zero_()

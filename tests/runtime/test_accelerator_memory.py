@@ -1,4 +1,5 @@
-"""What an asynchronous device does with memory, its own and page-locked, on the emulated one and on CUDA.
+"""What an asynchronous device does with memory, its own and page-locked, on the emulated one and on
+CUDA.
 
 Each test names where torch or NVIDIA says so, as in ``test_accelerator.py``.
 """
@@ -20,7 +21,9 @@ def reserved(own: Accelerator) -> int:
 
 
 def page_locked(own: Accelerator) -> int:
-    """Bytes that the allocator of page-locked memory holds, in use or not; the seam has no word for them."""
+    """Bytes that the allocator of page-locked memory holds, in use or not; the seam has no word for
+    them.
+    """
     if isinstance(own, EmulatedDevice):
         return own.pinned_pool.reserved
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
@@ -30,7 +33,9 @@ def page_locked(own: Accelerator) -> int:
 
 
 def test_freed_memory_is_used_again_at_once_on_its_own_stream(own: Accelerator) -> None:
-    """Although the stream is busy: its order keeps both apart (c10/cuda/CUDACachingAllocator.cpp, get_free_block)."""
+    """Although the stream is busy: its order keeps both apart (c10/cuda/CUDACachingAllocator.cpp,
+    get_free_block).
+    """
     pinned = source(own)
     first = own.copy(pinned)
     before = reserved(own)
@@ -43,7 +48,9 @@ def test_freed_memory_is_used_again_at_once_on_its_own_stream(own: Accelerator) 
 
 
 def test_memory_of_one_stream_is_not_given_out_on_another(own: Accelerator) -> None:
-    """A pool of free blocks is a stream's own (c10/cuda/CUDACachingAllocator.cpp, get_free_block compares streams)."""
+    """A pool of free blocks is a stream's own (c10/cuda/CUDACachingAllocator.cpp, get_free_block
+    compares streams).
+    """
     pinned = source(own)
     first = own.copy(pinned)
     before = reserved(own)
@@ -57,7 +64,9 @@ def test_memory_of_one_stream_is_not_given_out_on_another(own: Accelerator) -> N
 
 @pytest.mark.parametrize("work", ["before", "after"])
 def test_memory_in_use_by_another_stream_is_kept(own: Accelerator, work: str) -> None:
-    """Until that is through what it had when the memory was freed (c10/cuda/CUDACachingAllocator.cpp, insert_events)."""
+    """Until that is through what it had when the memory was freed
+    (c10/cuda/CUDACachingAllocator.cpp, insert_events).
+    """
     pinned, side = source(own), own.side_stream()
     first = own.copy(pinned)
     own.synchronize()
@@ -79,7 +88,9 @@ def test_memory_in_use_by_another_stream_is_kept(own: Accelerator, work: str) ->
 
 
 def test_memory_is_not_kept_for_its_own_stream(own: Accelerator) -> None:
-    """The order of its work is enough (c10/cuda/CUDACachingAllocator.cpp, recordStream returns at once)."""
+    """The order of its work is enough (c10/cuda/CUDACachingAllocator.cpp, recordStream returns at
+    once).
+    """
     pinned = source(own)
     first = own.copy(pinned)
     before = reserved(own)
@@ -170,7 +181,9 @@ def test_freed_page_locked_memory_is_used_again(own: Accelerator) -> None:
 
 
 def test_page_locked_memory_is_not_used_again_while_it_is_copied(own: Accelerator) -> None:
-    """Dropping the source of a copy harms nothing (the same file, record_event, free and process_events)."""
+    """Dropping the source of a copy harms nothing (the same file, record_event, free and
+    process_events).
+    """
     pinned = source(own, MIB, 5)
     own.delay(BUSY_S)
     copied = own.copy(pinned)

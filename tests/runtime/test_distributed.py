@@ -81,7 +81,9 @@ def test_a_numbered_device_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_one_visible_gpu_is_the_rank_s_own(
     monkeypatch: pytest.MonkeyPatch, local_rank: int
 ) -> None:
-    """A launcher that shows each of a node's ranks its own GPU alone calls that GPU 0 on every rank."""
+    """A launcher that shows each of a node's ranks its own GPU alone calls that GPU 0 on every
+    rank.
+    """
     see_gpus(monkeypatch, 1)
     assert choose_device("auto", local_rank, 8) == torch.device("cuda", 0)
 
@@ -231,7 +233,9 @@ def test_torchrun_needs_torchrun() -> None:
 
 
 def test_torchrun_tells_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun the places come from its environment; a world of one needs no process group."""
+    """Under torchrun the places come from its environment; a world
+    of one needs no process group.
+    """
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -264,7 +268,9 @@ def test_threads_are_fixed_for_the_run(
     environment: str | None,
     expected: int | None,
 ) -> None:
-    """The threads are trainer.num_threads, or the usable cores over the ranks unless OMP_NUM_THREADS says otherwise."""
+    """The threads are trainer.num_threads, or the usable cores over the ranks unless
+    OMP_NUM_THREADS says otherwise.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if environment is not None:

@@ -1,4 +1,6 @@
-"""The emulator's virtual clock: time moves only where all threads are blocked, to whatever comes first."""
+"""The emulator's virtual clock: time moves only where all threads are blocked, to whatever comes
+first.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_threads_that_wait_for_each_other_are_an_error() -> None:
 
 
 def test_a_launch_takes_the_host_and_the_device_their_own_time() -> None:
-    """Three kernels of 2 s that take 0.5 s each to launch end 6.5 s after the first call, of which the host waits 5."""
+    """Three kernels of 2 s that take 0.5 s each to launch end 6.5 s after the first call, of which
+    the host waits 5.
+    """
     device = EmulatedDevice(VirtualClock())
     began_s = device.now()
     device.launch(6.0, 1.5, kernels=3)

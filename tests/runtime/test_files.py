@@ -65,7 +65,9 @@ def test_plain_values_become_what_they_were() -> None:
     ids=str,
 )  # fmt: skip
 def test_nothing_is_converted(change: dict[str, Any]) -> None:
-    """A value of another type, a number that is no figure, a text that drives a terminal: refused."""
+    """A value of another type, a number that is no figure, a
+    text that drives a terminal: refused.
+    """
     with pytest.raises((ValueError, TypeError)):
         files.typed(Outer, PLAIN | change)
 

@@ -45,7 +45,10 @@ def test_two_runs_in_one_second_have_two_folders() -> None:
 @pytest.fixture
 def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that owns the folder ``run``."""
-    script = "import sys; from pathlib import Path; from harness.runtime.folder import own; print(own(Path('run')), flush=True)"
+    script = (
+        "import sys; from pathlib import Path; from harness.runtime.folder import own; "
+        "print(own(Path('run')), flush=True)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", f"{script}; sys.stdin.read()"],
         stdin=subprocess.PIPE,
@@ -61,7 +64,9 @@ def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_folder_has_one_owner_until_it_dies(other_run: subprocess.Popen[str]) -> None:
-    """A second process is refused and told who owns the folder; after the owner's SIGKILL it gets it."""
+    """A second process is refused and told who owns the folder; after the owner's SIGKILL it gets
+    it.
+    """
     with pytest.raises(
         LockedError, match=rf"^run: in use by process {other_run.pid} on .*; .*set another run.name"
     ):
@@ -83,7 +88,9 @@ def test_an_owner_may_ask_again() -> None:
     "make", [folder.own, lambda path: folder.new_folder(path, NOW)], ids=["own", "new"]
 )
 def test_a_folder_that_cannot_be_made_is_refused(make: object) -> None:
-    """A file in the folder's place is a ConfigError that names the folder, the reason and the way out."""
+    """A file in the folder's place is a ConfigError that names the folder, the reason and the way
+    out.
+    """
     Path("taken").write_text("")
     with pytest.raises(
         ConfigError, match=r"^taken/x.*: cannot be the run's folder: .*; .*set hydra.run.dir"
@@ -131,7 +138,9 @@ def test_a_sweep_has_a_folder_of_its_own() -> None:
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "train.log"), (2, "train-rank2.log")])
 def test_the_log_goes_to_the_folder(tmp_path: Path, rank: int, name: str) -> None:
-    """Inside the block the project's log is in the folder, one file a rank; afterwards the logger is as before."""
+    """Inside the block the project's log is in the folder, one file a rank; afterwards the logger
+    is as before.
+    """
     logger = logging.getLogger(folder.LOGGER)
     former = logger.level, logger.propagate, list(logger.handlers)
     with folder.logging_to(tmp_path, rank) as log:
@@ -176,7 +185,9 @@ def without_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def test_without_locks_runs_of_this_machine_are_kept_out(
     without_flock: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """A second process is refused and told the owner, SIGKILL frees the folder at once, and one line says what is lacking."""
+    """A second process is refused and told the owner, SIGKILL frees the folder at once, and one
+    line says what is lacking.
+    """
     script = f"""
 import fcntl, sys
 from pathlib import Path
@@ -228,7 +239,9 @@ sys.stdin.read()
 def test_a_failed_run_leaves_its_error_in_its_log(
     tmp_path: Path, error: Exception, text: str
 ) -> None:
-    """The log ends with the error's line, or with the traceback of an error that nobody expected, and is told once."""
+    """The log ends with the error's line, or with the traceback of an error that nobody expected,
+    and is told once.
+    """
     with pytest.raises(type(error)), folder.logging_failure(tmp_path):
         raise error
     assert re.search(text, (tmp_path / "train.log").read_text(), re.S)

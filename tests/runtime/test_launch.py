@@ -35,7 +35,9 @@ def test_every_process_runs_once(tmp_path: Path) -> None:
 
 
 def test_the_first_error_ends_the_others(tmp_path: Path) -> None:
-    """The text and the exit code are those of the process that failed; one that goes on is ended after the grace."""
+    """The text and the exit code are those of the process that failed; one that goes on is ended
+    after the grace.
+    """
     with pytest.raises(ProcessError, match="^loader.num_workers: no more$") as caught:
         run_processes(jobs.first_fails, tmp_path, 2)
     assert caught.value.exit_code == 6
@@ -51,7 +53,9 @@ def test_an_error_can_go_on_to_another_process() -> None:
 def test_a_start_method_that_others_do_not_know_is_not_handed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inside a job of joblib, whose own start method new processes do not know, they start all the same."""
+    """Inside a job of joblib, whose own start method new processes do not know, they start all the
+    same.
+    """
     former = multiprocessing.get_start_method()
     default = multiprocessing.context._default_context  # type: ignore[attr-defined]
     monkeypatch.setattr(default, "_actual_context", type("Loky", (), {"_name": "loky"})())
@@ -87,7 +91,9 @@ def test_a_save_that_failed_after_a_signal_is_told(tmp_path: Path) -> None:
 def test_a_process_ends_as_python_ends_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Threads are waited for, callbacks are called and what was printed is written, though the interpreter stays as it is."""
+    """Threads are waited for, callbacks are called and what was printed is written, though the
+    interpreter stays as it is.
+    """
     run_processes(jobs.leave_things, tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["callback", "thread"]
     assert capfd.readouterr().out == "written"
@@ -119,7 +125,9 @@ def test_a_signal_is_passed_on() -> None:
 
 @pytest.mark.parametrize("stage", ["in a block", "at exit"])
 def test_a_signal_that_is_passed_on_cuts_nothing_short(tmp_path: Path, stage: str) -> None:
-    """A process that ends by the group's signal clears up, though its parent passes the same signal on meanwhile."""
+    """A process that ends by the group's signal clears up, though its parent passes the same signal
+    on meanwhile.
+    """
     with signals.caught(), pytest.raises(ProcessError, match="^stopped by signal 15$"):
         run_processes(jobs.clear_up, (tmp_path, stage), 1)
     assert (tmp_path / "cleared").exists()
@@ -127,7 +135,10 @@ def test_a_signal_that_is_passed_on_cuts_nothing_short(tmp_path: Path, stage: st
 
 def test_no_process_outlives_a_killed_parent() -> None:
     """Within one second of the parent's SIGKILL its processes are gone."""
-    script = "import jobs\nfrom harness.runtime.launch import run_processes\nrun_processes(jobs.say_pid_and_stay, None, 1)"
+    script = (
+        "import jobs\nfrom harness.runtime.launch import "
+        "run_processes\nrun_processes(jobs.say_pid_and_stay, None, 1)"
+    )
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,

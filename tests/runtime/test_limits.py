@@ -1,4 +1,6 @@
-"""Limits: the smallest of what the machine has and what any control group above this process grants."""
+"""Limits: the smallest of what the machine has and what any control group above this process
+grants.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ UNLIMITED_V1 = 9223372036854771712
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 16 cores and 64 GiB of memory, without Slurm; the process has 1 GiB in 40 open files."""
+    """A machine with 16 cores and 64 GiB of memory, without Slurm; the process has 1 GiB in 40 open
+    files.
+    """
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB), num_fds=lambda: 40)
@@ -104,7 +108,9 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
             {
                 "a/memory.max": 4 * GIB,
                 "a/memory.current": 3 * GIB,
-                "a/memory.stat": f"anon {GIB}\ninactive_anon 7\nactive_file 9\ninactive_file {2 * GIB}",
+                "a/memory.stat": (
+                    f"anon {GIB}\ninactive_anon 7\nactive_file 9\ninactive_file {2 * GIB}"
+                ),
             },
             16,
             3,
@@ -165,7 +171,9 @@ def tree(root: Path, membership: str, files: dict[str, object]) -> Path:
 def test_the_smallest_limit_counts(
     tmp_path: Path, membership: str, files: dict[str, object], cores: float, gib: float
 ) -> None:
-    """Cores and memory are the least that affinity, the machine, and each group from here to the root leave."""
+    """Cores and memory are the least that affinity, the machine, and each group from here to the
+    root leave.
+    """
     found = limits.measure(root=tree(tmp_path, membership, files))
     assert found.cores == pytest.approx(cores)
     assert found.memory_bytes == gib * GIB
@@ -178,7 +186,9 @@ def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
 
 
 def test_local_ranks_share_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cores, memory and shared memory are divided over the ranks of this node; open files are each process's own."""
+    """Cores, memory and shared memory are divided over the ranks of this node; open files are each
+    process's own.
+    """
     monkeypatch.setattr(
         shutil, "disk_usage", {tmp_path / "dev/shm": SimpleNamespace(free=6 * GIB)}.__getitem__
     )
@@ -203,10 +213,14 @@ SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PE
     ("variables", "local_ranks", "affinity", "cores", "gib"),
     [
         pytest.param(SRUN, 1, 16, 8, 64, id="batch script, one rank"),
-        pytest.param(SRUN | {"SLURM_CPUS_PER_TASK": "2"}, 4, 8, 2, 16, id="batch script, torchrun or spawn"),
-        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 2, 2, 16, id="srun, ranks bound to their own cores"),
-        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 16, 2, 16, id="srun, ranks not bound"),
-        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 1, 2, 2, 16, id="srun, four runs side by side"),
+        pytest.param(SRUN | {"SLURM_CPUS_PER_TASK": "2"}, 4, 8, 2, 16, id="batch script, torchrun "
+                                                                          "or spawn"),
+        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 2, 2, 16, id="srun, ranks "
+                                                                                    "bound to their own cores"),
+        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 16, 2, 16, id="srun, ranks "
+                                                                                     "not bound"),
+        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 1, 2, 2, 16, id="srun, four runs "
+                                                                                "side by side"),
         pytest.param(
             {"SLURM_CPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "6"}, 4, 16, 1.5, 16,
             id="srun of one torchrun",
@@ -218,7 +232,8 @@ SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PE
         pytest.param({"SLURM_CPUS_ON_NODE": "64"}, 1, 16, 16, 64, id="more than the affinity"),
         pytest.param({"SLURM_CPUS_ON_NODE": "8,4", "SLURM_MEM_PER_NODE": "all"}, 1, 16, 16, 64, id="malformed"),
         pytest.param({"SLURM_CPUS_ON_NODE": "0", "SLURM_MEM_PER_NODE": "0"}, 1, 16, 16, 64, id="zero is no limit"),
-        pytest.param({"SLURM_MEM_PER_NODE": "8192"}, 2, 16, 8, 3, id="memory of the node, less what the ranks have"),
+        pytest.param({"SLURM_MEM_PER_NODE": "8192"}, 2, 16, 8, 3, id="memory of the node, less "
+                                                                     "what the ranks have"),
         pytest.param({"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8"}, 1, 16, 8, 7, id="memory per core"),
         pytest.param({"SLURM_MEM_PER_NODE": "512"}, 1, 16, 16, 0, id="memory overdrawn"),
     ],
@@ -232,7 +247,9 @@ def test_slurm_bounds_a_rank(
     cores: float,
     gib: int,
 ) -> None:
-    """Under Slurm a rank has its share of its task's or its node's part, whichever process started it, at most its affinity."""
+    """Under Slurm a rank has its share of its task's or its node's part, whichever process started
+    it, at most its affinity.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -243,7 +260,9 @@ def test_slurm_bounds_a_rank(
 def test_each_figure_says_where_it_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tuning report can name the file or the variable that holds a figure down, and by how many ranks it was divided."""
+    """The tuning report can name the file or the variable that holds a figure down, and by how many
+    ranks it was divided.
+    """
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "4096")
     found = limits.measure(2, tree(tmp_path, "0::/a/b", {"a/cpu.max": "400000 100000"}))
     assert found.sources == {
@@ -273,7 +292,9 @@ def test_the_name_of_a_group_is_any_bytes(tmp_path: Path) -> None:
 def test_what_may_not_be_read_does_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Where psutil may read nothing, the C library says what memory is free, and the open files are not known."""
+    """Where psutil may read nothing, the C library says what memory is free, and the open files are
+    not known.
+    """
 
     def refuse() -> None:
         raise error

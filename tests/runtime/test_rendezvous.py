@@ -69,7 +69,9 @@ def test_a_restart_makes_its_own(torchrun: pytest.MonkeyPatch) -> None:
 
 
 def test_what_lasts_is_given_to_the_restart(torchrun: pytest.MonkeyPatch) -> None:
-    """The first rank is told what it made before, also where it failed in between; the others hear of this restart alone."""
+    """The first rank is told what it made before, also where it failed in between; the others hear
+    of this restart alone.
+    """
     given: list[str | None] = []
 
     def make(before: str | None) -> str:
@@ -93,7 +95,9 @@ def test_what_lasts_is_given_to_the_restart(torchrun: pytest.MonkeyPatch) -> Non
 
 
 def test_the_first_ranks_failure_is_everyones(torchrun: pytest.MonkeyPatch) -> None:
-    """Where the first rank cannot make it, the others fail at once with its text instead of waiting."""
+    """Where the first rank cannot make it, the others fail at once with its text instead of
+    waiting.
+    """
 
     def fail(before: str | None) -> str:
         raise ConfigError("outputs: read-only")

@@ -23,7 +23,9 @@ from harness.runtime.seeding import (
 
 
 def test_the_streams_are_frozen() -> None:
-    """One key is one stream on every machine and in every version: a change here changes every resumed run."""
+    """One key is one stream on every machine and in every version: a change here changes every
+    resumed run.
+    """
     assert SampleRng(0, 1, 2).random() == 0.33807151412286607
     assert SampleRng(2**32 - 1, 7, 12345).random() == 0.3800650928249607
     assert order_rng(0, 1).permutation(8).tolist() == [2, 0, 1, 7, 3, 4, 6, 5]
@@ -48,7 +50,9 @@ def test_what_is_done_to_batches_draws_from_another_stream() -> None:
 
 
 def test_a_batch_draws_what_its_samples_draw() -> None:
-    """``uniforms`` gives bit for bit each sample's own numbers, wherever the sample lies in the batch."""
+    """``uniforms`` gives bit for bit each sample's own numbers, wherever the sample lies in the
+    batch.
+    """
     indices = np.array([5, 0, 2**48 - 1, 17])
     assert uniforms(3, 4, indices, 3).tolist() == [
         list(draws(3, 4, index)) for index in indices.tolist()
@@ -57,7 +61,9 @@ def test_a_batch_draws_what_its_samples_draw() -> None:
 
 
 def test_draws_are_uniform() -> None:
-    """The numbers of many samples fill [0, 1) evenly, draw by draw and in pairs (chi square, 0.1 %)."""
+    """The numbers of many samples fill [0, 1) evenly, draw by draw and in pairs (chi square, 0.1
+    %).
+    """
     found = uniforms(0, 1, np.arange(50_000), 2)
     assert found.min() >= 0 and found.max() < 1
     for values in (*found.T, found[:, 0] * 16 % 1, (found[:, 0] + found[:, 1]) % 1):
@@ -100,7 +106,9 @@ def test_seed_everything_seeds_every_generator() -> None:
 
 
 def test_random_states_survive_a_checkpoint() -> None:
-    """random_state passes through torch.load(weights_only=True), and restoring it repeats every generator's numbers."""
+    """random_state passes through torch.load(weights_only=True), and restoring it repeats every
+    generator's numbers.
+    """
     random.gauss(0, 1)  # leaves a second number behind, which is part of the state
     np.random.randn()
     buffer = io.BytesIO()

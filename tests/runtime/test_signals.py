@@ -34,7 +34,9 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_signal_sets_a_flag(number: signal.Signals) -> None:
-    """Nothing happens at the signal; check() raises Interrupted with the exit code of that signal."""
+    """Nothing happens at the signal; check() raises Interrupted with the
+    exit code of that signal.
+    """
     with signals.caught():
         signals.check()
         assert signals.received() == 0
@@ -58,9 +60,12 @@ def ended(script: str) -> tuple[int, str, str]:
 
 
 def test_signals_within_a_second_are_one() -> None:
-    """A group's signal that parents pass on comes more than once: up to a second after the first it counts as that one."""
+    """A group's signal that parents pass on comes more than once: up to a second after the first it
+    counts as that one.
+    """
     code, output, _ = ended(
-        "os.kill(os.getpid(), 2)\nos.kill(os.getpid(), 15)\ntime.sleep(0.3)\nprint(signals.received())"
+        "os.kill(os.getpid(), 2)\nos.kill(os.getpid(), "
+        "15)\ntime.sleep(0.3)\nprint(signals.received())"
     )
     assert (code, output) == (0, "2\nthrough\n")
 
@@ -68,7 +73,10 @@ def test_signals_within_a_second_are_one() -> None:
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_second_signal_acts_at_once(number: signal.Signals) -> None:
     """More than a second after the first, a signal ends the process, wherever it is."""
-    stuck = "import threading\nsignals._SAME_S = 0.1\nkill = lambda: os.kill(os.getpid(), NUMBER)\nkill()\n"
+    stuck = (
+        "import threading\nsignals._SAME_S = 0.1\nkill = lambda: os.kill(os.getpid(), "
+        "NUMBER)\nkill()\n"
+    )
     stuck += (
         "print('first', flush=True)\nthreading.Timer(0.5, kill).start()\nthreading.Event().wait()"
     )
@@ -81,12 +89,17 @@ def test_a_second_signal_acts_at_once(number: signal.Signals) -> None:
 
 def test_a_second_signal_acts_where_nobody_reads() -> None:
     """`train.py 2>&1 | tee log`: Ctrl-C ends tee too."""
-    script = "r, w = os.pipe()\nos.dup2(w, 2)\nos.close(r)\nsignals.set_grace(0.2)\nos.kill(os.getpid(), 15)\ntime.sleep(20)"
+    script = (
+        "r, w = os.pipe()\nos.dup2(w, "
+        "2)\nos.close(r)\nsignals.set_grace(0.2)\nos.kill(os.getpid(), 15)\ntime.sleep(20)"
+    )
     assert ended(script)[:2] == (143, "")
 
 
 def test_the_end_of_the_grace_acts() -> None:
-    """A process that has not ended within its grace is ended where it stands, with the code of the signal."""
+    """A process that has not ended within its grace is ended where it stands, with the code of the
+    signal.
+    """
     code, output, error = ended("signals.set_grace(0.5)\nos.kill(os.getpid(), 15)\ntime.sleep(20)")
     assert (code, output) == (143, "")
     assert error == "error: stopped by signal 15, not saved within checkpoint.grace_s=0.5\n"
@@ -106,16 +119,24 @@ def test_the_end_of_the_grace_acts() -> None:
     ],
 )
 def test_nothing_is_waited_for_where_nothing_is_lost(stage: str) -> None:
-    """Without a grace the first signal ends the process wherever it is; what is to be done at its end is done."""
-    head = "import atexit, weakref\nsignals.set_grace(0)\natexit.register(print, 'cleared', flush=True)\n"
+    """Without a grace the first signal ends the process wherever it is; what is to be done at its
+    end is done.
+    """
+    head = (
+        "import atexit, weakref\nsignals.set_grace(0)\natexit.register(print, 'cleared', "
+        "flush=True)\n"
+    )
     assert ended(head + stage) == (130, "cleared\n", "error: stopped by signal 2\n")
 
 
 def test_a_wait_in_c_code_ends_too() -> None:
-    """As one for another rank that is gone, in which Python's handlers are not called: what is to be done is done."""
+    """As one for another rank that is gone, in which Python's handlers are not called: what is to
+    be done is done.
+    """
     script = (
         "import atexit, ctypes, signal, threading\nsignals._START_S = 0.2\nsignals.set_grace(0)\n"
-        "atexit.register(print, 'cleared', flush=True)\nsignal.pthread_sigmask(signal.SIG_BLOCK, {2})\n"
+        "atexit.register(print, 'cleared', flush=True)\nsignal.pthread_sigmask(signal.SIG_BLOCK, "
+        "{2})\n"
         "threading.Timer(0.2, os.kill, (os.getpid(), 2)).start()\nctypes.CDLL(None).sleep(20)"
     )
     assert ended(script) == (130, "cleared\n", "error: stopped by signal 2\n")
@@ -126,7 +147,8 @@ def test_a_launcher_s_own_handler_stays() -> None:
     script = (
         "import os, signal\nfrom harness.runtime import signals\n"
         "signal.signal(signal.SIGUSR2, lambda *_: print('theirs', flush=True))\n"
-        "with signals.caught(grace_s=0):\n    os.kill(os.getpid(), signal.SIGUSR2)\n    print(signals.received())\n"
+        "with signals.caught(grace_s=0):\n    os.kill(os.getpid(), signal.SIGUSR2)\n    "
+        "print(signals.received())\n"
     )
     process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
@@ -138,7 +160,9 @@ def test_a_launcher_s_own_handler_stays() -> None:
 def test_a_wait_for_a_batch_may_take_half_of_the_grace(
     monkeypatch: pytest.MonkeyPatch, passed_s: float, late: bool
 ) -> None:
-    """The step that a batch belongs to can be finished where the batch comes; one that does not come is given up in time."""
+    """The step that a batch belongs to can be finished where the batch comes; one that does not
+    come is given up in time.
+    """
     monkeypatch.setattr(signals, "_grace_s", 3600.0)
     monkeypatch.setattr(signals, "_received", [(15, time.monotonic() - passed_s)])
     assert signals.late() == late

@@ -32,7 +32,9 @@ if __name__ == "__main__":
 
 
 def test_a_worker_of_the_server() -> None:
-    """It has the preloaded modules before it begins, ignores the trainer's signals, and watches the trainer."""
+    """It has the preloaded modules before it begins, ignores the trainer's signals, and watches the
+    trainer.
+    """
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,
@@ -60,7 +62,9 @@ print(forkserver._forkserver._forkserver_pid is not None)
 
 
 def test_a_server_starts_where_it_is_wanted() -> None:
-    """Planning starts none, for importing takes a processor; without a plan there is none to start."""
+    """Planning starts none, for importing takes a processor; without a
+    plan there is none to start.
+    """
     ended = subprocess.run(
         [sys.executable, "-c", PLANNED], capture_output=True, text=True, timeout=60, check=True
     )
@@ -94,7 +98,9 @@ def test_a_watchdog_fires_over_one_long_wait(quick: None) -> None:
     ids=["many waits", "no wait", "no limit"],
 )
 def test_a_watchdog_lets_be(quick: None, limit_s: float, waits: Iterator[int | None]) -> None:
-    """Waits that follow each other are not one long wait, the time between two is none, and no limit is none."""
+    """Waits that follow each other are not one long wait, the time between two is none, and no
+    limit is none.
+    """
     with workers.Watchdog(limit_s, pytest.fail) as watchdog:
         for wait in itertools.islice(waits, 50):
             watchdog.wait = wait
@@ -105,7 +111,9 @@ def test_a_watchdog_lets_be(quick: None, limit_s: float, waits: Iterator[int | N
 def test_a_signal_shortens_a_watchdog_s_limit(
     quick: None, monkeypatch: pytest.MonkeyPatch, unguarded: None
 ) -> None:
-    """Once a signal has come, a wait is ended when half of its grace is gone, long before its own limit."""
+    """Once a signal has come, a wait is ended when half of its grace is gone, long before its own
+    limit.
+    """
     monkeypatch.setattr(signals, "_received", [])
     freed = threading.Event()
     with workers.Watchdog(3600.0, freed.set) as watchdog, signals.caught(grace_s=10.0):
@@ -127,7 +135,9 @@ def fired_after_a_stop(answer: connection.Connection) -> None:
 
 
 def test_a_trainer_that_was_stopped_has_not_waited(quick: None) -> None:
-    """A scheduler that suspends a job and lets it go on does not end it: only time in which it looked counts."""
+    """A scheduler that suspends a job and lets it go on does not end it: only time in which it
+    looked counts.
+    """
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=fired_after_a_stop, args=(there,))
     process.start()

@@ -1,4 +1,6 @@
-"""The benchmark of saving: a row for each size, with what a save is compared to and what it was measured on."""
+"""The benchmark of saving: a row for each size, with what a save is compared to and what it was
+measured on.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,9 @@ from scripts import bench_checkpoint
 
 
 def test_it_prints_a_row_for_each_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Copies, saves and steps are timed as often as asked for; the checkpoints go with the temporary folder."""
+    """Copies, saves and steps are timed as often as asked for; the checkpoints go with the
+    temporary folder.
+    """
     out = tmp_path / "figures" / "checkpoint.json"
     assert (
         bench_checkpoint.main(

@@ -38,7 +38,9 @@ def test_strategies_are_compared_within_a_round() -> None:
 
 
 def test_a_change_is_told_by_what_came_after_it() -> None:
-    """By the images of the windows and not their number; the best fixed number of threads counts from a second later on."""
+    """By the images of the windows and not their number; the best fixed number of threads counts
+    from a second later on.
+    """
     windows = {
         "8 threads": [[10.0, 100.0, 10], [13.5, 400.0, 10], [15.0, 400.0, 10], [15.1, 1600.0, 1]],
         "tuned": [[10.0, 90.0, 10], [14.5, 100.0, 10], [15.0, 440.0, 30], [17.0, 440.0, 1]],
@@ -62,7 +64,9 @@ def test_a_change_is_told_by_what_came_after_it() -> None:
 
 @pytest.mark.slow
 def test_a_step_that_sleeps_and_files_that_come_late(tmp_path: Path) -> None:
-    """2,000 files of which two threads get one each in 5 ms take five seconds at least, though the step takes none."""
+    """2,000 files of which two threads get one each in 5 ms take five seconds at least, though the
+    step takes none.
+    """
     late = Workload(
         "late",
         "",

@@ -1,4 +1,6 @@
-"""The benchmark of the loaders: what it counts, that it goes there and back and on where it stopped."""
+"""The benchmark of the loaders: what it counts, that it goes there and back and on where it
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from scripts.loader_turn import FailedError
 def test_a_window_counts_what_comes_after_the_first_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At a batch a second: two are skipped, 2.5 s ask for three more, and turns of two make four of it."""
+    """At a batch a second: two are skipped, 2.5 s ask for three more, and turns of two make four of
+    it.
+    """
     clock = [0.0]
 
     def batches() -> Iterator[int]:
@@ -68,8 +72,8 @@ def test_every_row_can_be_asked_for(part: str, setup: Setup) -> None:
 def test_rounds_go_there_and_back_and_on_where_they_stopped(
     setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failure is noted and tried again in the next run, nothing else of that commit with these settings is; what is wanted
-    once is measured once.
+    """A failure is noted and tried again in the next run, nothing else of that commit with these
+    settings is; what is wanted once is measured once.
     """
     asked: list[str] = []
     broken = ["b"]
@@ -106,7 +110,9 @@ def test_the_arguments_name_what_there_is(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_many_files_come_and_go(tmp_path: Path) -> None:
-    """As many as are wanted, in folders of a thousand, each of which has one for validation; none stays."""
+    """As many as are wanted, in folders of a thousand, each of which has one for validation; none
+    stays.
+    """
     with many_files(tmp_path, 1005) as root:
         files = [file.parent.parent.name for file in root.rglob("*.jpg")]
         assert (files.count("train"), files.count("val")) == (1005, 2)
@@ -114,7 +120,9 @@ def test_many_files_come_and_go(tmp_path: Path) -> None:
 
 
 def test_no_file_of_the_index_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tree is there while it is asked for, with a cache of its own, and gone when a measurement fails."""
+    """The tree is there while it is asked for, with a cache of its own, and gone when a measurement
+    fails.
+    """
     asked: list[str] = []
 
     def ask(measure: str, cache: str, *, root: str, **arguments: Any) -> dict[str, Any]:
@@ -140,7 +148,9 @@ def test_more_files_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_have_imagenets_mean_size() -> None:
-    """Evenly spread shares give the common sizes as often as they are common: 461 x 396 pixels in the mean."""
+    """Evenly spread shares give the common sizes as often as they are common: 461 x 396 pixels in
+    the mean.
+    """
     sizes = np.array([loader_data._size((number + 0.5) / 20) for number in range(20)])
     assert sizes.mean(axis=0).tolist() == pytest.approx([461, 396], abs=1)
 
@@ -158,7 +168,9 @@ def test_apex_collates_pixels_as_they_are() -> None:
 
 
 def test_a_missing_peer_says_how_to_have_it() -> None:
-    """One whose module is not there, or not even the package that it lies in; a version that none can tell is no error."""
+    """One whose module is not there, or not even the package that it lies in; a version that none
+    can tell is no error.
+    """
     peer = loader_peers.Peer(
         "", lambda root, workers: iter(()), "some-loader", "no_such_package.loader"
     )
@@ -217,7 +229,9 @@ class Passes:
 
 
 def test_a_cache_is_measured_over_the_whole_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the one that fills it; later passes are a window of their own, and its pixels are digested afterwards."""
+    """Not the one that fills it; later passes are a window of their own, and its pixels are
+    digested afterwards.
+    """
     feed = Passes()
     made = SimpleNamespace(train=lambda settings: feed)
     monkeypatch.setattr(loader_measures, "feeds", lambda *wanted: nullcontext((made, None)))
@@ -232,7 +246,9 @@ def test_a_cache_is_measured_over_the_whole_second_pass(monkeypatch: pytest.Monk
 
 
 def test_the_way_to_the_first_batch_begins_with_a_loader_that_is_made() -> None:
-    """Nothing is listed or made any more; a loader's memory is counted when its workers have made three batches each."""
+    """Nothing is listed or made any more; a loader's memory is counted when its workers have made
+    three batches each.
+    """
     asked: list[str] = []
 
     class Loader:
@@ -248,6 +264,8 @@ def test_the_way_to_the_first_batch_begins_with_a_loader_that_is_made() -> None:
 
 
 def test_pixels_are_held_against_pils(tree: Path, kept_globals: None) -> None:
-    """Flat pictures are the same however they are resized; every image is looked at where there are few."""
+    """Flat pictures are the same however they are resized; every image is looked at where there are
+    few.
+    """
     found = loader_measures.pixels(str(tree))
     assert found["images"] == 130 and found["largest"] <= 1.0

@@ -12,7 +12,9 @@ from scripts.bench_loop import Ratio
 def test_both_sides_do_the_same_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A tiny run gives both tables, a verdict on the claim, every epoch's seconds, and bitwise the same weights."""
+    """A tiny run gives both tables, a verdict on the claim, every epoch's seconds, and bitwise the
+    same weights.
+    """
     out = tmp_path / "loop.json"
     sizes = [
         "--pairs",

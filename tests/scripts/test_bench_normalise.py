@@ -1,4 +1,6 @@
-"""The benchmark of normalising: a row for each size, with both ways and what they were measured on."""
+"""The benchmark of normalising: a row for each size, with both ways
+and what they were measured on.
+"""
 
 import json
 from pathlib import Path

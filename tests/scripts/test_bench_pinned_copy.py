@@ -15,7 +15,9 @@ from scripts import bench_pinned_copy
 def test_without_a_gpu_it_says_what_it_cannot_show(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The host's memory is measured, each part that needs a GPU is named, and the exit code is 0."""
+    """The host's memory is measured, each part that needs a GPU is
+    named, and the exit code is 0.
+    """
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     out = tmp_path / "copies.json"
@@ -42,7 +44,9 @@ def test_plain_copies_has_a_row_for_each_size_and_way(device: torch.device) -> N
 
 
 def test_loop_copies_runs_every_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Part b runs each loop over a loader, and the prefetcher's; pinning by the loader is left out here."""
+    """Part b runs each loop over a loader, and the prefetcher's; pinning by the loader is left out
+    here.
+    """
     plain = {"pin_memory": False, "persistent_workers": False, "multiprocessing_context": None}
     monkeypatch.setattr(
         bench_pinned_copy, "DataLoader", lambda data, **made: DataLoader(data, **{**made, **plain})
@@ -53,6 +57,8 @@ def test_loop_copies_runs_every_way(device: torch.device, monkeypatch: pytest.Mo
 
 
 def test_overlap_says_which_share_is_hidden(device: torch.device) -> None:
-    """Part c gives a share for every way that has both the copy and the work, and none for the parts alone."""
+    """Part c gives a share for every way that has both the copy and the work, and none for the
+    parts alone.
+    """
     rows = bench_pinned_copy.overlap(device, 1, n=2)
     assert [row["hidden"].endswith("%") for row in rows] == [False] * 3 + [True] * 5

@@ -52,7 +52,9 @@ def test_traceml_is_quoted_word_for_word(tmp_path: Path) -> None:
 
 
 def test_traceml_is_launched_as_it_documents(tmp_path: Path) -> None:
-    """``traceml run SCRIPT``, with what is ours behind ``--args``; the bare loop is a script of Python's."""
+    """``traceml run SCRIPT``, with what is ours behind ``--args``; the bare loop is a script of
+    Python's.
+    """
     line = bench_traceml.command("traceml", "slow_read", tmp_path, "--steps", "3")
     assert line[1:3] == ["run", str(bench_traceml.LOOP)]
     assert line[line.index("--args") :] == [
@@ -120,7 +122,9 @@ def test_the_page_names_versions_plants_and_counts(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_the_project_names_what_was_planted() -> None:
-    """A whole run of ours with slow reads, as the page has it: storage, from the data's own stage."""
+    """A whole run of ours with slow reads, as the page has
+    it: storage, from the data's own stage.
+    """
     said = listen_to("harness", "slow_read", 30)
     assert said.words.startswith(("storage: ", "workers: "))
     assert "reading takes" in said.words or "workers need" in said.words
@@ -129,7 +133,9 @@ def test_the_project_names_what_was_planted() -> None:
 
 @pytest.mark.slow
 def test_loops_take_turns_and_end(tmp_path: Path) -> None:
-    """A stopped loop goes on where it was told to, gives a time for each turn, and leaves no process behind."""
+    """A stopped loop goes on where it was told to, gives a time for each turn, and leaves no
+    process behind.
+    """
     side = bench_traceml.Side("clock", tmp_path, 20)
     try:
         side.begin()

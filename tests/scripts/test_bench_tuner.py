@@ -1,4 +1,6 @@
-"""The benchmark of the tuner: how it measures and judges, that it resumes, and what its workloads do."""
+"""The benchmark of the tuner: how it measures and judges, that it resumes, and what its workloads
+do.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class FakeClock:
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 2.3, 4.0])
 def test_bursts_do_not_bias_the_rate(seconds: float) -> None:
-    """Batches that come four at a time, one from each worker, give the true rate whatever the window."""
+    """Batches that come four at a time, one from each worker, give the true rate whatever the
+    window.
+    """
     clock = FakeClock(0.97, 0.01, 0.01, 0.01)
     images, took = steady(clock.steps(), setting("4x2"), seconds, lambda: clock.now)
     assert images / took == pytest.approx(40)
@@ -94,14 +98,18 @@ def test_the_primed_queue_is_left_out() -> None:
 
 
 def test_slow_workers_are_not_awaited_for_a_queue_they_cannot_fill() -> None:
-    """The window opens after the time of one window, though more batches may be in flight by the settings."""
+    """The window opens after the time of one window, though more batches may be in flight by the
+    settings.
+    """
     clock = FakeClock(1.0)
     steady(clock.steps(), setting("2x16"), 2.0, lambda: clock.now)
     assert clock.now == 5.0
 
 
 def test_later_choosing_rounds_keep_what_may_be_best() -> None:
-    """At first all settings are measured, then those near the best with few workers or the highest rates, and the chosen."""
+    """At first all settings are measured, then those near the best with few workers or the highest
+    rates, and the chosen.
+    """
     every = [Setting.of(n, 2) for n in range(20)]
     assert choosing(every[1:], [every[0]], {}) == every
     earlier = {s: [min(100.0 + s.num_workers / 100, 20.0 * s.num_workers)] for s in every}
@@ -121,12 +129,16 @@ def test_later_choosing_rounds_keep_what_may_be_best() -> None:
 
 
 def test_the_oracle_picks_from_the_choosing_rounds_alone(found: Found) -> None:
-    """Its pick is the best mean there; the fewest workers are those within 2 % of it; thinned settings are out."""
+    """Its pick is the best mean there; the fewest workers are those within 2 % of it; thinned
+    settings are out.
+    """
     assert found.oracle() == (setting("4x2"), 2)
 
 
 def test_a_repeated_strategy_is_scored_by_the_mean_of_its_choices(found: Found) -> None:
-    """Delivered over the oracle's, of two choices with 190 and 200 images/s against 200; cost and workers likewise."""
+    """Delivered over the oracle's, of two choices with 190 and 200 images/s against 200; cost and
+    workers likewise.
+    """
     ratio = found.ratio("auto")
     assert ratio is not None and (ratio.value, ratio.low, ratio.high) == pytest.approx(
         (0.975, 0.975, 0.975)
@@ -152,7 +164,9 @@ def test_the_interval_holds_the_ratio_and_is_the_same_in_every_run() -> None:
 
 
 def test_the_page_says_what_was_found() -> None:
-    """Workloads, strategies, rivals and every choice stand in tables, and so does what was not measured."""
+    """Workloads, strategies, rivals and every choice stand in tables, and so does what was not
+    measured.
+    """
     page = tuner_page.show(LINES)
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -185,7 +199,9 @@ def test_loadtunes_last_line_is_its_choice(said: str, expected: str) -> None:
 
 
 def test_a_line_cut_off_is_measured_again(tmp_path: Path) -> None:
-    """A results file that an interrupt left half-written is read up to the last whole line and goes on from there."""
+    """A results file that an interrupt left half-written is read up to the last whole line and goes
+    on from there.
+    """
     path = tmp_path / "results.jsonl"
     path.write_text('{"kind": "demand", "workload": "a"}\n{"kind": "choi')
     results = Results(path)
@@ -200,7 +216,9 @@ def test_a_line_cut_off_is_measured_again(tmp_path: Path) -> None:
 def test_all_readers_share_the_throttled_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two copies of the source, as in two workers, wait for each other: 2 x 12 bytes at 24 bytes/s take a second."""
+    """Two copies of the source, as in two workers, wait for each other: 2 x 12 bytes at 24 bytes/s
+    take a second.
+    """
     waited: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     monkeypatch.setattr(time, "sleep", waited.append)
@@ -259,7 +277,9 @@ def test_a_run_goes_on_where_it_stopped(
     kept_globals: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A whole benchmark of one tiny workload: all parts are measured once, a second run measures nothing again."""
+    """A whole benchmark of one tiny workload: all parts are measured once, a second run measures
+    nothing again.
+    """
     tiny = Workload("tiny", "noise", lambda folder: Noise(64), 4, 0.0001, cores=1)
     for module in (bench_tuner, tuner_page):
         monkeypatch.setattr(module, "WORKLOADS", {"tiny": tiny})

@@ -116,7 +116,9 @@ def cost(us: float, low: float | None = None, high: float | None = None) -> Cost
     ],
 )
 def test_each_claim_is_judged(changes: dict[str, Any], claim: int, verdict: str) -> None:
-    """By its whole interval: all watching against 200 us, the timers against a thousandth, memory against a byte a step."""
+    """By its whole interval: all watching against 200 us, the timers against a thousandth, memory
+    against a byte a step.
+    """
     found = figures(**changes)
     assert bench_watch.claims(found)[claim].endswith(verdict)
     assert bench_watch.show(found).endswith(f"Claim, {bench_watch.claims(found)[2]}.")

@@ -12,7 +12,9 @@ RUN = Path(__file__).parents[2] / ".ci" / "run"
 
 
 def gate(place: Path, **commands: str) -> subprocess.CompletedProcess[str]:
-    """What the gate does where ``commands`` are all that there is, each a line of shell; ``uv`` tells what it was asked for."""
+    """What the gate does where ``commands`` are all that there is, each a line of shell; ``uv``
+    tells what it was asked for.
+    """
     for name, line in {"uv": 'echo "uv $*"', "id": "echo 0", **commands}.items():
         (place / name).write_text(f"#!/bin/sh\n{line}\n")
         (place / name).chmod(0o755)
@@ -26,7 +28,9 @@ def gate(place: Path, **commands: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("failing", ["update", "install"])
 def test_a_machine_without_a_mirror_runs_the_rest(tmp_path: Path, failing: str) -> None:
-    """Where Chromium cannot be installed that is said on standard error, and everything else runs."""
+    """Where Chromium cannot be installed that is said on standard
+    error, and everything else runs.
+    """
     done = gate(tmp_path, **{"apt-get": f'[ "$1" != {failing} ]'})
     assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith(
         "uv run --no-sync pytest"

@@ -60,7 +60,9 @@ def model_rig(clock: type[StepClock] = StepClock) -> Rig:
 
 
 def test_the_clock_agrees_with_the_differential_method() -> None:
-    """On exact time the two differ by less than a tenth of a point, for every load from no stall to 90 %."""
+    """On exact time the two differ by less than a tenth of a point, for every load from no stall to
+    90 %.
+    """
     summary, rows, problems = compared(model_rig(), 40, tolerance=0.001)
     assert problems == []
     assert summary == "step 10.00 ms; clock and differential method differ by up to 0.000"
@@ -69,7 +71,9 @@ def test_the_clock_agrees_with_the_differential_method() -> None:
 
 
 def test_a_hidden_wait_and_the_loops_own_work_are_no_stall() -> None:
-    """A wait in half of the time that queued work hides, and a loop that works beyond the step, hardly stall the device."""
+    """A wait in half of the time that queued work hides, and a loop that works beyond the step,
+    hardly stall the device.
+    """
     _, rows, _ = compared(model_rig(), 40, tolerance=0.001)
     found = {(row["loader / step"], row["loop / step"]): row for row in rows}
     hidden, working = found[0.5, 0.0], found[0.0, 1.5]
@@ -121,5 +125,7 @@ def test_an_emulated_device_is_three_threads() -> None:
 
 @pytest.mark.slow
 def test_on_threads_the_two_agree_as_well() -> None:
-    """With a device that runs beside the host in threads, and real sleeps, they differ by three points at most."""
+    """With a device that runs beside the host in threads, and real sleeps, they differ by three
+    points at most.
+    """
     assert compared(emulated_rig(), 20, tolerance=0.03)[2] == []

@@ -1,4 +1,7 @@
-"""The GPU check: what it keeps of parts that end badly, and of itself when it is killed. The parts are stubs."""
+"""The GPU check: what it keeps of parts that end badly, and of itself when it is killed.
+
+The parts are stubs.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,9 @@ def is_gone(pid: int) -> bool:
 def test_what_a_part_measured_is_kept_however_it_ends(
     stubs: Path, part: str, status: str, found: str
 ) -> None:
-    """All its rows, how it ended, and in its last words no path and nothing of the environment; the next part runs."""
+    """All its rows, how it ended, and in its last words no path and nothing of the environment; the
+    next part runs.
+    """
     findings = Findings(
         stubs / "gpu_check.json", {"group": {part: 60, "fine again": 60}}, quick=True
     )
@@ -140,7 +145,9 @@ def test_the_deadline_is_for_all_parts(stubs: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("moment", range(5))
 def test_a_kill_at_any_moment_leaves_what_was_measured(stubs: Path, moment: int) -> None:
-    """The file is whole: parts that were through have all rows, the one that ran has its first ones, and the rest none."""
+    """The file is whole: parts that were through have all rows, the one that ran has its first
+    ones, and the rest none.
+    """
     groups = {"group": {f"fine {number}": 60 for number in range(5)}}
     code = (
         "import sys; from pathlib import Path; from scripts import gpu_check;"
@@ -167,10 +174,13 @@ def test_a_kill_at_any_moment_leaves_what_was_measured(stubs: Path, moment: int)
 
 
 def test_rows_are_in_the_file_while_a_part_runs(stubs: Path) -> None:
-    """A check that is killed during a part that hangs has left its rows, and says that it was cut short."""
+    """A check that is killed during a part that hangs has left its rows, and says that it was cut
+    short.
+    """
     code = (
         "from scripts import gpu_check; gpu_check.PARTS, gpu_check.missing = 'stub_parts', str;"
-        f"gpu_check.GROUPS = {{'group': {{'hang': 400}}}}; gpu_check.main(['--out', {str(stubs)!r}])"
+        f"gpu_check.GROUPS = {{'group': {{'hang': 400}}}}; gpu_check.main(['--out', "
+        f"{str(stubs)!r}])"
     )
     paths = os.pathsep.join((str(gpu_check.ROOT), str(stubs)))
     check = subprocess.Popen(
@@ -192,7 +202,9 @@ def test_rows_are_in_the_file_while_a_part_runs(stubs: Path) -> None:
 
 
 def test_it_starts_where_nothing_is_installed(tmp_path: Path) -> None:
-    """As a file, from any folder; one line names the packages that are missing and two ways to get them."""
+    """As a file, from any folder; one line names the packages that are missing and two ways to get
+    them.
+    """
     script = gpu_check.ROOT / "scripts" / "gpu_check.py"
     done = subprocess.run(
         [sys.executable, "-S", "-I", str(script)],
@@ -242,7 +254,9 @@ def test_only_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_nothing_private_is_told(text: str, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths, addresses, names of user and host and values of the environment go; figures and the project's files stay."""
+    """Paths, addresses, names of user and host and values of the environment go; figures and the
+    project's files stay.
+    """
     for name, value in {"HOME": "/home/ann/x y.jpg", "USER": "ann", "A_TOKEN": SECRET}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(gpu_check.platform, "node", lambda: "box-of-ann.example.org")
@@ -250,7 +264,9 @@ def test_nothing_private_is_told(text: str, left: str, monkeypatch: pytest.Monke
 
 
 def test_every_part_is_in_a_group_that_fits() -> None:
-    """The parts of each group have time in one call, and each of them is known to the process that runs it."""
+    """The parts of each group have time in one call, and each of them is known to the process that
+    runs it.
+    """
     assert [part for group in GROUPS.values() for part in group] == list(gpu_parts.PARTS)
     assert all(sum(group.values()) < DEADLINE_S <= 480 for group in GROUPS.values())
 

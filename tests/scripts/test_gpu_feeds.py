@@ -22,7 +22,9 @@ from scripts.gpu_feeds import Decoding
 
 
 def test_every_form_runs_on_ever_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most cores first, until the time is over, beside a run that loads nothing; the fewest that are enough are named."""
+    """The most cores first, until the time is over, beside a run that loads nothing; the fewest
+    that are enough are named.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     left, seen = iter([900.0] * 5 + [0.0]), []
 
@@ -75,7 +77,9 @@ def test_a_run_that_fails_is_a_row(
 def test_sets_of_another_size_lie_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part that wants fewer images leaves none in the way of one that wants more, and one that wants as many finds them."""
+    """A part that wants fewer images leaves none in the way of one that wants more, and one that
+    wants as many finds them.
+    """
     made: list[DataConfig] = []
     monkeypatch.setattr(datasets, "load", lambda data, *_: made.append(data))
     common, files = gpu_feeds.resnet50(tmp_path, 1280, 25)

@@ -1,4 +1,6 @@
-"""The GPU check on an emulated GPU: every statement of its scripts runs, there or, where it is for that alone, on a CPU."""
+"""The GPU check on an emulated GPU: every statement of its scripts runs, there or, where it is for
+that alone, on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ GPU_ONLY: dict[str, dict[str, str]] = {}
 
 pytestmark = [
     pytest.mark.timeout(200),
-    # of torchvision, where TorchCodec is missing; of torch's thread that page-locks, whose worker was killed
+    # of torchvision, where TorchCodec is missing; of torch's thread that page-locks, whose worker
+    # was killed
     pytest.mark.filterwarnings(
         "ignore:The image decoding:DeprecationWarning",
         "ignore::pytest.PytestUnhandledThreadExceptionWarning",
@@ -90,7 +93,9 @@ class DeviceStep:
 def run_here(
     arguments: Sequence[str], limit_s: float, cores: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """In place of a process of its own: the loader's run here; a tuned run's report; DALI is late, and SPDL fails."""
+    """In place of a process of its own: the loader's run here; a tuned run's report; DALI is late,
+    and SPDL fails.
+    """
     said = io.StringIO()
     if arguments[0].endswith("train.py"):
         folder = Path(arguments[-1].partition("=")[2])
@@ -109,7 +114,9 @@ def run_here(
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little to load, to copy and to measure; a step is the device's alone, and ``train.py`` is not started."""
+    """Little to load, to copy and to measure; a step is the device's alone, and ``train.py`` is not
+    started.
+    """
     for module in (gpu_parts, gpu_unsettled, gpu_feeds):
         monkeypatch.setattr(
             module, "make_batches", lambda count, size, side, pin: make_batches(count, 2, 16, pin)
@@ -164,7 +171,9 @@ def ended(name: str, place: Path, left_s: float = 200.0, quick: bool = True) -> 
 
 
 def whole_check(place: Path, patch: pytest.MonkeyPatch) -> None:
-    """``gpu_check.py`` with stubs for parts, of which one fails and one hangs, and what it says of a bare machine."""
+    """``gpu_check.py`` with stubs for parts, of which one fails and one hangs, and what it says of
+    a bare machine.
+    """
     (place / "stub_parts.py").write_text(STUB)
     patch.setenv("PYTHONPATH", str(place))
     patch.setattr(gpu_check, "PARTS", "stub_parts")
@@ -290,7 +299,9 @@ def others(place: Path, patch: pytest.MonkeyPatch) -> None:
 def test_every_statement_runs_on_the_emulated_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little: None
 ) -> None:
-    """Each part to its end, on the GPU and what a CPU does in its place; what is left is listed, and all that is listed is."""
+    """Each part to its end, on the GPU and what a CPU does in its place; what is left is listed,
+    and all that is listed is.
+    """
     lines, ends = Lines(FILES), dict[tuple[str, str], Row]()
     with lines.watching():
         with pytest.MonkeyPatch.context() as patch, emulated(EmulatedDevice(), patch):

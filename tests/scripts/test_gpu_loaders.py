@@ -42,7 +42,9 @@ def photos(tmp_path: Path) -> Path:
 def test_nvjpegs_batches_are_crops_with_their_labels(
     photos: Path, num_workers: int, flipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """uint8 ``[N, 3, 224, 224]``, each picture's own, flipped where that was drawn; the same code decodes on a processor."""
+    """uint8 ``[N, 3, 224, 224]``, each picture's own, flipped where that was drawn; the same code
+    decodes on a processor.
+    """
     monkeypatch.setattr(
         torch, "rand", lambda *shape, device: torch.full(shape, 0.2 if flipped else 0.7)
     )
@@ -77,7 +79,9 @@ def test_torchvision_decodes_where_torchcodec_does_not(
 def test_batches_of_others_are_copied_and_turned(
     name: str, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Channels come first; what is written into their memory later does not reach a batch of DALI's."""
+    """Channels come first; what is written into their memory later does not reach a batch of
+    DALI's.
+    """
     memory = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     first = memory.copy()
 
@@ -112,7 +116,9 @@ class Watched(Step):
 def test_a_network_is_trained_on_every_loader(
     name: str, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a warm network and the first batches, whole rounds of the workers for as long as asked; the rate is of those."""
+    """Behind a warm network and the first batches, whole rounds of the workers for as long as
+    asked; the rate is of those.
+    """
     monkeypatch.setattr(gpu_loaders, "_WARM", 2)
     monkeypatch.setattr(gpu_loaders, "Step", Watched)
     monkeypatch.setattr(Watched, "seen", [], raising=False)

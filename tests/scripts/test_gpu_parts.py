@@ -1,4 +1,6 @@
-"""The parts of the GPU check: on the CPU, on an emulated GPU, and what is made of what they raise."""
+"""The parts of the GPU check: on the CPU, on an emulated GPU, and
+what is made of what they raise.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
 def test_on_a_gpu_a_part_measures(
     part: str, count: int, tmp_path: Path, gpu: EmulatedDevice, little: None
 ) -> None:
-    """What it does with streams, events and copies runs on the emulated one; each measurement is a row that JSON holds."""
+    """What it does with streams, events and copies runs on the emulated one; each measurement is a
+    row that JSON holds.
+    """
     said = answers(part, tmp_path)
     assert (len(rows(said)), list(said[-1])) == (count, ["ok"])
     assert json.dumps(gpu_parts.plain(rows(said)))
@@ -91,7 +95,9 @@ def test_on_a_gpu_a_part_measures(
 def test_on_a_gpu_the_prefetcher_feeds(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: EmulatedDevice, little: None
 ) -> None:
-    """The clock is compared, and a copy hidden, where a step is but 4 ms of the device; values are right."""
+    """The clock is compared, and a copy hidden, where a step is but 4 ms of the device; values are
+    right.
+    """
     monkeypatch.setattr(gpu_parts, "Step", lambda *_: lambda images, labels: gpu.delay(4e-3))
     said = answers(part, tmp_path)
     assert rows(said) and "ok" in said[-1]
@@ -141,7 +147,9 @@ def test_every_other_part_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
 
 
 def test_a_part_ends_with_the_check_that_started_it(tmp_path: Path) -> None:
-    """Once nobody holds the other end of its standard input, it kills itself and all of its group."""
+    """Once nobody holds the other end of its standard input, it kills
+    itself and all of its group.
+    """
     command = [sys.executable, "-c", "from scripts import gpu_parts; gpu_parts._end_with(0)"]
     environment = {**os.environ, "PYTHONPATH": str(gpu_parts.ROOT)}
     child = subprocess.Popen(
@@ -184,7 +192,9 @@ def test_what_a_part_raises_is_told(
 
 
 def test_what_became_of_each_test_is_told(tmp_path: Path) -> None:
-    """Those that ran, were skipped, failed or could not be imported, with what they said; a setup that went well is none."""
+    """Those that ran, were skipped, failed or could not be imported, with what they said; a setup
+    that went well is none.
+    """
     place = tmp_path / "told"
     file = os.open(place, os.O_WRONLY | os.O_CREAT)
     told = gpu_tests.Told(file)
@@ -209,7 +219,8 @@ def test_what_became_of_each_test_is_told(tmp_path: Path) -> None:
     os.close(file)
     said = map(json.loads, place.read_text().splitlines())
     assert [(row["outcome"], row["said"]) for row in said] == [
-        ("passed", ""), ("failed", "assert 1 == 2"), ("skipped", "Skipped: no CUDA device"), ("failed", "ImportError"),
+        ("passed", ""), ("failed", "assert 1 == 2"), ("skipped", ("Skipped: no CUDA "
+                                                                  "device")), ("failed", "ImportError"),
     ]  # fmt: skip
 
 
@@ -217,7 +228,9 @@ def test_what_became_of_each_test_is_told(tmp_path: Path) -> None:
 def test_right_values_pass_and_wrong_ones_do_not(
     slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The race check is silent about a right prefetcher and names the slow side of one that gives other values."""
+    """The race check is silent about a right prefetcher and names the slow side of one that gives
+    other values.
+    """
     assert gpu_overlap.wrong_values(CPU, slow) == []
     monkeypatch.setattr(
         gpu_overlap,
@@ -252,7 +265,9 @@ def test_demand_is_compared_with_a_run_without_loading(
     monkeypatch: pytest.MonkeyPatch,
     gpu: EmulatedDevice,
 ) -> None:
-    """The images are made first; then come the runs without data, tuned and untuned, and what the tuner said is judged."""
+    """The images are made first; then come the runs without data, tuned and untuned, and what the
+    tuner said is judged.
+    """
     asked = []
 
     def train(overrides: list[str], run_folder: Path, limit_s: float) -> Row:
@@ -299,7 +314,9 @@ def one_core(
 def test_loaders_run_in_processes_of_their_own(
     tmp_path: Path, one_core: list[tuple[list[str], int | None]]
 ) -> None:
-    """Each on the cores that it is to have; the last line that one prints is its rate, and one that fails says why."""
+    """Each on the cores that it is to have; the last line that one prints is its rate, and one that
+    fails says why.
+    """
     said = answers("peers", tmp_path, CPU, 900)
     root = str(gpu_feeds.shapes(tmp_path, 1280).root)
     assert one_core == [
@@ -339,7 +356,10 @@ def test_a_process_gets_so_many_cores(tmp_path: Path) -> None:
 
 def test_a_process_that_takes_too_long_is_not_waited_for() -> None:
     """Nor are those that it has left behind with its output open."""
-    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(25)']); time.sleep(60)"
+    code = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(25)']); time.sleep(60)"
+    )
     begin = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):
         gpu_parts._run(["-c", code], 5)

@@ -1,4 +1,6 @@
-"""The tests marked ``gpu``, which no machine without a GPU runs: that they can be collected, and that their calls are right."""
+"""The tests marked ``gpu``, which no machine without a GPU runs: that they can be collected, and
+that their calls are right.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ EMULATED = (
 
 
 def run(plugin: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Pytest on the tests that are marked ``gpu``, with a ``plugin`` and without those that a bare machine has not."""
+    """Pytest on the tests that are marked ``gpu``, with a ``plugin`` and without those that a bare
+    machine has not.
+    """
     (place / "more_of_pytest.py").write_text(plugin)
     paths = os.pathsep.join((str(place), str(TESTS), str(TESTS.parent)))
     marked = [
@@ -79,7 +83,9 @@ def test_pytest_alone_collects_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_the_emulated_gpu_their_calls_are_right(tmp_path: Path) -> None:
-    """Those that it can satisfy pass on it; torch's warning of a mode that they switch on is no error."""
+    """Those that it can satisfy pass on it; torch's warning of a mode that they switch on is no
+    error.
+    """
     done = run(STAND_IN, tmp_path, "-k", " or ".join(EMULATED))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Synchronization debug mode is a prototype" in done.stdout and "12 passed" in done.stdout

@@ -76,7 +76,9 @@ def missing(part: str, row: str) -> Line:
 def test_jpeg_is_held_against_the_recipe_the_best_peer_and_decoding(
     ours: float, error: float, expected: list[bool]
 ) -> None:
-    """At least 2.5 times, 1.3 times and 0.72 of full decode, with the right pixels; the better of our forms counts."""
+    """At least 2.5 times, 1.3 times and 0.72 of full decode, with the right pixels; the better of
+    our forms counts.
+    """
     assert held(*jpegs(ours, error)) == expected
 
 
@@ -92,7 +94,9 @@ def test_ratios_are_paired_by_round() -> None:
 
 
 def test_the_bound_is_what_all_cores_allow() -> None:
-    """Two cores and 1.25 ms an image are 1600 images/s; the table holds cost, bound, both ratios and n."""
+    """Two cores and 1.25 ms an image are 1600 images/s; the table holds cost, bound, both ratios
+    and n.
+    """
     page = loader_page.show([MACHINE, *jpegs(1.25)])
     (row,) = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -110,8 +114,8 @@ def test_the_bound_is_what_all_cores_allow() -> None:
         "2",
     ]
     assert (
-        "- YES: times cheaper than pytorch/examples: at least 2.5: pytorch/examples over threads: 2.8 (2.8"
-        in page
+        "- YES: times cheaper than pytorch/examples: at least 2.5: pytorch/examples over threads: "
+        "2.8 (2.8" in page
     )
 
 
@@ -138,7 +142,9 @@ def test_arrays_are_held_against_the_cheaper_recipe(
 
 
 def test_arrays_say_what_normalising_leaves_of_it() -> None:
-    """The claim names what is compared, uint8 with floats; a line of its own compares floats with floats."""
+    """The claim names what is compared, uint8 with floats; a line of its own compares floats with
+    floats.
+    """
     costs = (("per item", 0.2), ("arrays", 0.002), ("arrays, normalised", 0.01))
     page = loader_page.show([MACHINE, *(turn("arrays", row, cost) for row, cost in costs)])
     assert "uint8 batches, times cheaper per core than the recipe's normalised floats" in page
@@ -155,7 +161,9 @@ def test_arrays_say_what_normalising_leaves_of_it() -> None:
 def test_a_cache_is_fast_and_gives_the_same_pixels(
     cost: float, digest: str, expected: list[bool]
 ) -> None:
-    """Five times cheaper in the second pass than the feed without it, one digest for all rows; later passes are shown."""
+    """Five times cheaper in the second pass than the feed without it, one digest for all rows;
+    later passes are shown.
+    """
     later = turn("cache", "", 7.0)
     rows = (("threads", 1.2, "a"), ("threads, ram", cost, digest))
     lines = [turn("cache", row, cost, digest=digest, later=later) for row, cost, digest in rows]
@@ -164,7 +172,9 @@ def test_a_cache_is_fast_and_gives_the_same_pixels(
 
 
 def trained(old: float, new: float, best: float) -> list[Line]:
-    """Feeds of these costs, a step of 1 ms, and training that gives ``best`` times the images of the old feed's best."""
+    """Feeds of these costs, a step of 1 ms, and training that gives ``best`` times the images of
+    the old feed's best.
+    """
     rows = {"step alone": 1.0, "feed old": old, "feed new": new, "train pytorch/examples 1": 9.0,
             "train pytorch/examples 2": 6.0, "train threads 2": 6.0 / best}  # fmt: skip
     return [turn("train", row, cost) for row, cost in rows.items()]
@@ -230,7 +240,9 @@ def test_a_sleeping_device_gets_more_or_as_much(row: str, theirs: int, expected:
 
 
 def test_start_and_memory_are_judged() -> None:
-    """0.3 s to the first batch of threads and arrays; a third of what eight processes add to the memory of a trainer."""
+    """0.3 s to the first batch of threads and arrays; a third of what eight processes add to the
+    memory of a trainer.
+    """
     rows = (
         ("no loader", 0.0, 400.0),
         ("threads, 8", 0.2, 500.0),
@@ -250,7 +262,8 @@ def test_start_and_memory_are_judged() -> None:
         for row, first_s, memory in rows
     ]
     assert [(claim.text.split(":")[0], claim.holds) for claim in claims(*lines)] == [
-        ("threads, 8", True), ("arrays", False), ("memory that 8 processes add over what 8 threads add", True)
+        ("threads, 8", True), ("arrays", False), (("memory that 8 processes add over what 8 "
+                                                   "threads add"), True)
     ]  # fmt: skip
 
 
@@ -273,7 +286,9 @@ def test_the_index_is_judged() -> None:
 
 
 def test_the_tuner_may_miss_the_best_form_by_noise_alone() -> None:
-    """One workload within 2 %, one far from the best; one that failed is none that was chosen well for."""
+    """One workload within 2 %, one far from the best; one that failed is none that was chosen well
+    for.
+    """
     choices, costs = (
         {"auto": "threads 2x2", "processes": "2x2", "threads": "threads 2x2"},
         {"auto": 9.0},
@@ -291,7 +306,9 @@ def test_the_tuner_may_miss_the_best_form_by_noise_alone() -> None:
 
 
 def test_what_was_measured_in_the_end_is_not_missing() -> None:
-    """A row that failed first and was measured later leaves no reason behind; the others' stand on the page."""
+    """A row that failed first and was measured later leaves no reason behind; the others' stand on
+    the page.
+    """
     page = loader_page.show(
         [MACHINE, missing("jpeg", "threads"), missing("jpeg", "FFCV"), *jpegs(1.25)]
     )

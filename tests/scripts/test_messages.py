@@ -6,7 +6,9 @@ from scripts.messages import MOST_WORDS, PAGE, long_sentences, messages, page
 
 
 def test_the_page_is_up_to_date() -> None:
-    """A text that is not on the page has not been read with the others: run scripts/messages.py, and read it."""
+    """A text that is not on the page has not been read with the others: run scripts/messages.py,
+    and read it.
+    """
     assert PAGE.read_text(encoding="utf-8") == page()
 
 

@@ -10,7 +10,9 @@ from scripts.paired import Cost, Estimate, Plan
 
 
 def test_a_cost_is_what_is_there_beyond_the_bare_loop() -> None:
-    """Of 5 us a step beside 2 us it is 3 us; the control is nil; what comes before a run is not timed."""
+    """Of 5 us a step beside 2 us it is 3 us; the control is nil; what comes before a run is not
+    timed.
+    """
     clock = Hand()
     plan = Plan(runs=4, steps=10, before=lambda: clock.pass_(9.0), now=clock)
     cost = Cost.of(
@@ -26,7 +28,9 @@ def test_a_cost_is_what_is_there_beyond_the_bare_loop() -> None:
 
 
 def test_runs_of_two_kinds_are_averaged() -> None:
-    """Every fourth run takes 40 us more, which no median of all would show: they take 10 us more on average."""
+    """Every fourth run takes 40 us more, which no median of all would show: they take 10 us more on
+    average.
+    """
     clock, turn = Hand(), count()
     last: list[int] = [0]
 
@@ -39,7 +43,9 @@ def test_runs_of_two_kinds_are_averaged() -> None:
 
 
 def test_an_interval_holds_the_median_of_nineteen_samples_in_twenty() -> None:
-    """Of 400 samples of 101 values, the share whose interval holds the true median is about 0.95."""
+    """Of 400 samples of 101 values, the share whose interval holds
+    the true median is about 0.95.
+    """
     draw = np.random.default_rng(0)
     found = [Estimate.of(draw.exponential(size=101).tolist()) for _ in range(400)]
     assert 0.93 <= np.mean([one.low <= np.log(2) <= one.high for one in found]) <= 0.98

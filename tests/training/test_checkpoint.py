@@ -45,7 +45,9 @@ def save(
 def test_what_may_be_read_the_next_time_is_not_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
 ) -> None:
-    """An older checkpoint takes the place of one that is lost, and not of one that this process cannot open."""
+    """An older checkpoint takes the place of one that is lost, and not of one that this process
+    cannot open.
+    """
     save(tmp_path, 1)
     save(tmp_path, 2)
     real = getattr(checkpoint, what)
@@ -77,7 +79,9 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
 
 
 def test_links_point_at_the_newest_and_the_best(tmp_path: Path) -> None:
-    """last.pt is the newest, best.pt the most accurate; a tie keeps the earlier, and NaN is never best."""
+    """last.pt is the newest, best.pt the most accurate; a tie keeps the earlier, and NaN is never
+    best.
+    """
     for step, top1 in ((1, 0.2), (2, 0.9), (3, 0.9), (4, float("nan")), (5, None)):
         save(tmp_path, step, top1)
     assert (tmp_path / "last.pt").resolve().name == "step-5.pt"
@@ -94,7 +98,9 @@ def test_old_ones_go_but_the_best_stays(tmp_path: Path) -> None:
 
 
 def test_what_a_resume_left_behind_goes(tmp_path: Path) -> None:
-    """A save after a resume from an earlier step drops the records of later steps, and never itself."""
+    """A save after a resume from an earlier step drops the records of later steps, and never
+    itself.
+    """
     for step in (10, 20, 30):
         save(tmp_path, step, top1=step / 100, keep_last=5)
     save(tmp_path, 15, top1=0.01)
@@ -144,7 +150,9 @@ def test_when_all_are_damaged_nothing_is_started_anew(tmp_path: Path) -> None:
 
 
 def test_checkpoints_without_their_records_are_not_passed_over(tmp_path: Path) -> None:
-    """Where the records were not copied along, training does not start from nothing, and deletes nothing."""
+    """Where the records were not copied along, training does not start from nothing, and deletes
+    nothing.
+    """
     for step in (1, 2):
         save(tmp_path, step).path.with_suffix(".json").unlink()
         (tmp_path / f"kept-{step}").write_bytes((tmp_path / f"step-{step}.pt").read_bytes())
@@ -258,7 +266,9 @@ def rewrite(record: Path, change: dict[str, Any]) -> None:
     ids=str,
 )  # fmt: skip
 def test_an_odd_record_is_no_checkpoint(tmp_path: Path, change: dict[str, Any]) -> None:
-    """A record of other types, or of another step than its name's, is not believed because it parses."""
+    """A record of other types, or of another step than its name's, is not believed because it
+    parses.
+    """
     save(tmp_path, 1)
     record = save(tmp_path, 2).path.with_suffix(".json")
     rewrite(record, change)
@@ -292,7 +302,9 @@ def test_a_record_of_the_first_schema_is_read(tmp_path: Path) -> None:
 
 
 def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
-    """``data`` with one bit flipped, cut off anywhere, or with a block of zeros where there was something else."""
+    """``data`` with one bit flipped, cut off anywhere, or with a block of zeros where there was
+    something else.
+    """
     at = rng.randrange(len(data))
     if kind == "flip":
         return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
@@ -314,7 +326,9 @@ def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
     ],
 )
 def test_all_damage_is_found_and_named(tmp_path: Path, suffix: str, kind: str, times: int) -> None:
-    """Whatever bit, end or block of a checkpoint or its record is lost, one warning names the file, the one before serves."""
+    """Whatever bit, end or block of a checkpoint or its record is lost, one warning names the file,
+    the one before serves.
+    """
     save(tmp_path, 1)
     path = save(tmp_path, 2, 0.5).path.with_suffix(suffix)
     data, rng = path.read_bytes(), random.Random(0)
@@ -326,7 +340,9 @@ def test_all_damage_is_found_and_named(tmp_path: Path, suffix: str, kind: str, t
 
 
 def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
-    """A checkpoint of a later version is refused by its schema, and stays on the disk for that version."""
+    """A checkpoint of a later version is refused by its schema, and stays on the disk for that
+    version.
+    """
     newer = save(tmp_path, 1).path
     newer.with_suffix(".json").write_text('{"schema": 3}')
     with pytest.raises(CheckpointError, match="written by a newer version"):
@@ -339,7 +355,9 @@ def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("layout", ["sparse", "meta", "beyond its storage", "list"])
 def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path, layout: str) -> None:
-    """A tensor without numbers, or larger than its file, is refused before anything is computed with it."""
+    """A tensor without numbers, or larger than its file, is refused before anything is computed
+    with it.
+    """
     odd = {
         "sparse": torch.eye(3).to_sparse(),
         "meta": torch.zeros(3, device="meta"),

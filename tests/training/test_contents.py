@@ -1,4 +1,6 @@
-"""Contents of a checkpoint with a right digest that no run saves: refused by name, and nothing is taken over."""
+"""Contents of a checkpoint with a right digest that no run saves: refused by name, and nothing is
+taken over.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.mark.parametrize("change", ODD.values(), ids=ODD.keys())
 def test_odd_contents_are_refused(change: Callable[[Saved], None]) -> None:
-    """One line with the file, the part and the way out; network, optimizer, schedule, scaler and randomness stay."""
+    """One line with the file, the part and the way out; network, optimizer, schedule, scaler and
+    randomness stay.
+    """
     state, saved = trained(OptimName.sgd)
     change(saved)
     text = refused(state, saved)

@@ -107,7 +107,9 @@ def run(
 def test_each_side_is_primed_before_its_turn(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Validation is primed before the last step, the next epoch after the pass has ended and before evaluation begins."""
+    """Validation is primed before the last step, the next epoch after the pass has ended and before
+    evaluation begins.
+    """
     _, log = run(make_engine, monkeypatch, epochs=2)
     epoch = ["train batch 0", "train batch 1", "val prime 0", "train batch 2", "train end"]
     evaluation = ["val batch 0", "val end"]
@@ -120,7 +122,9 @@ def test_each_side_is_primed_before_its_turn(
 
 
 def test_evaluation_sees_images_as_they_are(make_engine: MakeEngine) -> None:
-    """Training batches are augmented and their labels mixed; validation batches are only normalised."""
+    """Training batches are augmented and their labels mixed; validation batches are only
+    normalised.
+    """
     wanted = AugmentConfig(color_jitter=(0.9, 0.0, 0.0, 0.0), random_erasing=1.0, cutmix=1.0)
     feeds = [Recorded(name, 4, []) for name in ("train", "val")]
     engine, plain = make_engine(*feeds, augment=wanted), make_engine(*feeds)
@@ -137,7 +141,9 @@ def test_evaluation_sees_images_as_they_are(make_engine: MakeEngine) -> None:
 def test_nothing_is_primed_for_an_evaluation_that_is_not_due(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With eval_every_epochs=2 the first epoch primes nothing, and only the second is followed by a primed one."""
+    """With eval_every_epochs=2 the first epoch primes nothing, and only the second is followed by a
+    primed one.
+    """
     _, log = run(make_engine, monkeypatch, epochs=3, eval_every_epochs=2)
     primed = [entry for entry in log if "prime" in entry or "epoch" in entry]
     assert primed == [
@@ -164,7 +170,9 @@ def test_the_last_step_is_where_the_run_ends(
     trainer: dict[str, int],
     primed_before: str,
 ) -> None:
-    """trainer.max_steps and accumulation count: validation is primed before the last step that there will be, and no more."""
+    """trainer.max_steps and accumulation count: validation is primed before the last step that
+    there will be, and no more.
+    """
     _, log = run(
         make_engine, monkeypatch, epochs=1 if "accumulate_steps" in trainer else 5, **trainer
     )
@@ -173,7 +181,9 @@ def test_the_last_step_is_where_the_run_ends(
 
 
 def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each evaluation with an epoch after it leaves its own and that epoch's first wait in milliseconds."""
+    """Each evaluation with an epoch after it leaves its own and that epoch's first wait in
+    milliseconds.
+    """
     engine, _ = run(make_engine, monkeypatch, epochs=3)
     assert len(engine.outcome.turns_ms) == 2
     assert all(val_ms > 0 and train_ms > 0 for val_ms, train_ms in engine.outcome.turns_ms)
@@ -189,7 +199,9 @@ def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.Monkey
     ],
 )
 def test_the_end_of_an_epoch_is_foreseen_by_its_steps(step_s: float, told_at: int) -> None:
-    """It is told once, 1.5 s before the end by the mean step, without the first; at the latest before the last step."""
+    """It is told once, 1.5 s before the end by the mean step, without the first; at the latest
+    before the last step.
+    """
     now = 0.0
     lead = Lead(10, lambda: now)
     told = []
@@ -219,7 +231,9 @@ def fit(make_engine: MakeEngine, val_workers: int, **trainer: int) -> Engine:
 def test_priming_changes_no_weight(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, kept_globals: None
 ) -> None:
-    """A run with real workers ends in bitwise the same weights whether its feeds are primed or not, and leaves no process."""
+    """A run with real workers ends in bitwise the same weights whether its feeds are primed or not,
+    and leaves no process.
+    """
     primed = fit(make_engine, 1, epochs=3)
     assert multiprocessing.active_children() == []
     monkeypatch.setattr(ProcessFeed, "prime", lambda feed, epoch: None)

@@ -31,7 +31,9 @@ def test_sums_are_those_of_the_whole_set() -> None:
 
 
 def test_the_network_goes_back_to_its_mode() -> None:
-    """A network that was training trains on afterwards, and evaluation left its statistics alone."""
+    """A network that was training trains on afterwards, and
+    evaluation left its statistics alone.
+    """
     network = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)).train()
     before = network[0].running_mean.clone()  # type: ignore[union-attr, operator]
     found = evaluate(

@@ -30,7 +30,9 @@ def test_a_head_for_the_classes(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", models.names())
 def test_every_name_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every name that is offered can be built for other classes than ImageNet's (on the meta device, so no memory)."""
+    """Every name that is offered can be built for other classes than ImageNet's (on the meta
+    device, so no memory).
+    """
     make = BlockParams.from_init_params
 
     def on_cpu(**arguments: Any) -> BlockParams:  # the regnets read numbers out of tensors
@@ -119,7 +121,9 @@ def test_published_weights_that_cannot_be_fetched(
 
 @pytest.fixture
 def publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
-    """Makes a network of a name whose weights are then the published ones, with the keys that torchvision's files have."""
+    """Makes a network of a name whose weights are then the published ones, with the keys that
+    torchvision's files have.
+    """
 
     def make(name: str) -> nn.Module:
         extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
@@ -149,7 +153,9 @@ def publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
 def test_published_weights_are_taken_over_with_a_new_head(
     name: str, publish: Callable[[str], nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of the body is the published one, whatever the file's keys or auxiliary heads; that the head is new is said."""
+    """All of the body is the published one, whatever the file's keys or auxiliary heads; that the
+    head is new is said.
+    """
     published = publish(name).state_dict()
     network = models.build(ModelConfig(name=name, weights="DEFAULT"), 7, image_size=64)
     head = models._head_keys(network)
@@ -162,7 +168,9 @@ def test_published_weights_are_taken_over_with_a_new_head(
 def test_the_published_head_is_taken_where_it_fits(
     publish: Callable[[str], nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For ImageNet's 1000 classes the network is the published one, head and all, and nothing is said."""
+    """For ImageNet's 1000 classes the network is the published one, head and all, and nothing is
+    said.
+    """
     published = publish("resnet18").state_dict()
     network = models.build(ModelConfig(name="resnet18", weights="DEFAULT"), 1000, image_size=64)
     assert all(torch.equal(value, published[key]) for key, value in network.state_dict().items())
@@ -173,7 +181,9 @@ def test_the_published_head_is_taken_where_it_fits(
 def test_googlenet_sees_what_its_weights_were_trained_on(
     weights: str | None, publish: Callable[[str], nn.Module]
 ) -> None:
-    """The published weights want the images normalised in TensorFlow's way, random ones take them as they come."""
+    """The published weights want the images normalised in TensorFlow's way, random ones take them
+    as they come.
+    """
     publish("googlenet")
     network = models.build(ModelConfig(name="googlenet", weights=weights), 7, image_size=64)
     assert network.transform_input is (weights == "DEFAULT")
@@ -190,7 +200,9 @@ def test_published_weights_of_another_form_are_refused(publish: Callable[[str], 
 
 
 def test_saved_weights_of_a_mnasnet(tmp_path: Path) -> None:
-    """A file that does not tell the version, as torchvision's mnasnets want it, is taken all the same."""
+    """A file that does not tell the version, as torchvision's mnasnets want it, is taken all the
+    same.
+    """
     donor = models.build(ModelConfig(name="mnasnet0_5"), 7, image_size=64)
     path = tmp_path / "donor.pth"
     torch.save(dict(donor.state_dict()), path)
@@ -207,13 +219,20 @@ def test_saved_weights_of_a_mnasnet(tmp_path: Path) -> None:
             "vit_b_16",
             "DEFAULT",
             64,
-            r"data\.image_size=64: the published weights of vit_b_16 are for 224; use that, or model",
+            (
+                r"data\.image_size=64: the published weights of vit_b_16 are for 224; use that, or "
+                r"model"
+            ),
         ),
         (
             "vit_h_14",
             "DEFAULT",
             224,
-            r"data\.image_size=224: the published weights of vit_h_14 are for 518; use that, or model",
+            (
+                r"data\.image_size=224: the published weights of vit_h_14 are for 518; use that, "
+                r"or "
+                r"model"
+            ),
         ),
         (
             "vit_b_32",
@@ -305,7 +324,10 @@ def test_a_network_of_the_users_own_takes_saved_weights(
         ("Two", r"the network gives tuple for 2 images; it must give \[2, 7\], one a class"),
         (
             "narrow",
-            r"the network failed on images \[2, 3, 8, 8\] with RuntimeError: .*mat1 and mat2 shapes .*",
+            (
+                r"the network failed on images \[2, 3, 8, 8\] with RuntimeError: .*mat1 and mat2 "
+                r"shapes .*"
+            ),
         ),
         ("empty", "the network has no parameters to train"),
     ],

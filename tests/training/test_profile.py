@@ -1,4 +1,6 @@
-"""The trace: which steps are in it, under which names, and what a disk or a short run may do to it."""
+"""The trace: which steps are in it, under which names, and what a disk
+or a short run may do to it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Pauses:
 
 
 def go(trace: Trace, first: int, last: int) -> None:
-    """Steps as a run makes them, with a batch that another thread moves, and an evaluation after step 3."""
+    """Steps as a run makes them, with a batch that another thread moves, and an evaluation after
+    step 3.
+    """
     for number in range(first, last + 1):
         with trace.step(number):
             with spans.named("wait for data"):
@@ -60,7 +64,9 @@ def names(path: Path) -> list[str]:
 
 
 def test_the_steps_asked_for_are_in_the_trace_by_name(tmp_path: Path) -> None:
-    """Steps 2 to 4 alone, each with its parts, those of other threads and what lies between two steps; torch's own too."""
+    """Steps 2 to 4 alone, each with its parts, those of other threads and what lies between two
+    steps; torch's own too.
+    """
     go(Trace("2-4", tmp_path, Pauses()), 1, 6)
     path = tmp_path / "trace" / "steps-2-4.json"
     parts = ["wait for data", "copy", "forward"]
@@ -147,7 +153,9 @@ def test_half_a_trace_is_not_left(
 def test_a_run_names_what_it_does(
     composed: Callable[..., Config], tmp_path: Path, kept_globals: None
 ) -> None:
-    """A whole run's trace has every part of a step, in order, and what comes between the steps asked for."""
+    """A whole run's trace has every part of a step, in order, and what comes between the steps
+    asked for.
+    """
     config = composed(
         "data=digits", "loader.num_workers=0", "trainer.max_steps=3", "watch.window_steps=2", "trainer.accumulate_steps=2",
         "loader.batch_size=16", "profile.steps=2-3", "device=cpu",
@@ -188,7 +196,9 @@ def names_are_made() -> bool:
 def test_a_profiler_that_fails_costs_the_trace_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
-    """Whatever a profiler raises is one warning; every step is made, and nothing is left in the folder."""
+    """Whatever a profiler raises is one warning; every step is made, and nothing is left in the
+    folder.
+    """
 
     def fail(*_: object) -> None:
         raise RuntimeError("no CUPTI")

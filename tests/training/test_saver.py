@@ -49,7 +49,9 @@ def names(folder: Path) -> list[str]:
 def test_a_state_may_change_while_it_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was given is saved, though training has gone on before the first byte is written; a second save waits."""
+    """What was given is saved, though training has gone on before the first byte is written; a
+    second save waits.
+    """
     go, commit = threading.Event(), saver.save
 
     def later(*given: Any, **facts: Any) -> checkpoint.Record:
@@ -74,7 +76,9 @@ def test_a_state_may_change_while_it_is_saved(
 
 
 def test_a_copy_is_as_its_source(tmp_path: Path) -> None:
-    """Shared tensors stay shared and are copied once, views keep their strides, and metadata of a network stays."""
+    """Shared tensors stay shared and are copied once, views keep their strides, and metadata of a
+    network stays.
+    """
     shared, images = (
         torch.arange(6.0),
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
@@ -99,7 +103,9 @@ def test_a_copy_is_as_its_source(tmp_path: Path) -> None:
 def test_a_copy_takes_the_place_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state that grows finds room, in the memory that is there and beside it, and torch can write all of it."""
+    """A state that grows finds room, in the memory that is there and beside it, and torch can write
+    all of it.
+    """
     monkeypatch.setattr(saver, "_CHUNK_BYTES", 4096)
     host = saver._Host()
     for numbers in (900, 900, 5000, 100):
@@ -118,7 +124,9 @@ def test_a_copy_takes_the_place_of_the_one_before(
 def test_writing_rests_until_somebody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each second of work is followed by as many of rest as ``_RESTS`` says, and none once the save is waited for."""
+    """Each second of work is followed by as many of rest as ``_RESTS`` says, and none once the save
+    is waited for.
+    """
     monkeypatch.setattr(saver, "_RESTS", 1e6)
     background, large = Saver(tmp_path, 2), {"model": {"w": torch.randn(8 << 20)}}
     background.save(large, step=1, epoch=1, top1=None)
@@ -173,7 +181,9 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path, ask: str) -> 
 
 
 def test_a_committed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
-    """The same step takes the next free name, counts as newer, and all names serve for reading; a tie keeps the earlier."""
+    """The same step takes the next free name, counts as newer, and all names serve for reading; a
+    tie keeps the earlier.
+    """
     paths = [save(tmp_path, 5, 0.5, keep_last=12).path for _ in range(11)]
     assert [path.name for path in paths[:3]] == ["step-5.pt", "step-5.2.pt", "step-5.3.pt"]
     assert [record.path for record in checkpoint.records(tmp_path)] == paths
@@ -200,7 +210,9 @@ def test_what_is_no_checkpoint_is_left_and_does_not_stop_a_save(tmp_path: Path) 
 
 
 def test_files_that_a_kill_left_go(tmp_path: Path) -> None:
-    """Temporary files, and files whose record was not written or is deleted, go with the next save."""
+    """Temporary files, and files whose record was not written or is
+    deleted, go with the next save.
+    """
     save(tmp_path, 1)
     for name in (".step-2.pt.ab.tmp", "step-2.pt", "step-3.pt", "step-1.2.pt"):
         (tmp_path / name).write_text("x")
@@ -209,7 +221,9 @@ def test_files_that_a_kill_left_go(tmp_path: Path) -> None:
 
 
 def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
-    """SIGKILL before and after each open, write, fsync, rename, link and unlink: the newest is the one before or the new."""
+    """SIGKILL before and after each open, write, fsync, rename, link and unlink: the newest is the
+    one before or the new.
+    """
     path = os.pathsep.join(sys.path)
     subprocess.run([sys.executable, killed_saves.__file__, tmp_path], env=os.environ | {"PYTHONPATH": path},
                    check=True, timeout=100)  # fmt: skip
@@ -241,7 +255,9 @@ def whole(folder: Path) -> list[str]:
 def test_a_disk_that_is_full_anywhere_leaves_all_whole(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for any part of a save: the error has the path, the system's words and the way out, and nothing half-made stays."""
+    """Room for any part of a save: the error has the path, the system's words and the way out, and
+    nothing half-made stays.
+    """
     before, size = names(saved), saved.joinpath("step-3.pt").stat().st_size + 100
     room = 0
 
@@ -283,7 +299,9 @@ def test_a_disk_that_fails_anywhere_leaves_all_whole(
     code: int,
     lasting: bool,
 ) -> None:
-    """An error of any call, for once or from then on: what was whole stays so, and the next save clears up."""
+    """An error of any call, for once or from then on: what was whole stays so, and the next save
+    clears up.
+    """
     failed: set[str] = set()
     for number in range(1, 100):
         folder, left = tmp_path_factory.mktemp("disk") / "checkpoints", number
@@ -322,7 +340,9 @@ def test_a_disk_that_fails_anywhere_leaves_all_whole(
 def test_without_links_pointers_hold_names(
     saved: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Where no link can be made, last.pt and best.pt are read all the same, and in a copy of the folder elsewhere."""
+    """Where no link can be made, last.pt and best.pt are read all the same, and in a copy of the
+    folder elsewhere.
+    """
 
     def refuse(*given: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -374,7 +394,9 @@ def test_other_threads_and_savers_keep_torchs_checksums(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_at_random_times_never_loses_the_newest(tmp_path: Path) -> None:
-    """Killed at random moments while saving, a folder always has a whole newest checkpoint, and temporaries are swept."""
+    """Killed at random moments while saving, a folder always has a whole newest checkpoint, and
+    temporaries are swept.
+    """
     script = f"""
 import torch, itertools
 from pathlib import Path

@@ -124,7 +124,9 @@ def state() -> TrainState:
 
 
 def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path: Path) -> None:
-    """Nothing is written of the state that is there at first, and no state twice; an evaluation makes another of it."""
+    """Nothing is written of the state that is there at first, and no state twice; an evaluation
+    makes another of it.
+    """
     saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a", "b")))
     saves.save()
     for state.step, state.pending, top1 in (
@@ -146,7 +148,9 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
 def test_a_state_that_could_not_be_written_is_tried_again(
     config: Config, state: TrainState, tmp_path: Path
 ) -> None:
-    """At the end of a run, whatever went wrong in the background; until then it counts as unsaved."""
+    """At the end of a run, whatever went wrong in the background;
+    until then it counts as unsaved.
+    """
     folder = tmp_path / "checkpoints"
     saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a",)))
     folder.write_text("in the way")

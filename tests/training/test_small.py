@@ -40,7 +40,9 @@ def test_every_parameter_learns_in_every_precision(dtype: torch.dtype) -> None:
 
 
 def test_layout_does_not_matter() -> None:
-    """With channels_last tensors the logits are the same, and the layout stays so up to the mean."""
+    """With channels_last tensors the logits are the same, and the layout
+    stays so up to the mean.
+    """
     network, images = small(10).eval(), torch.randn(4, 3, 64, 64)
     expected = network(images)
     network = network.to(memory_format=torch.channels_last)

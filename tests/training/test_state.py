@@ -17,7 +17,9 @@ from harness.training.state import make_state
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
 )
 def test_each_size_of_batches_is_compiled_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No size makes torch.compile serve all of them by one graph, as a diagnosis with its smaller batches would."""
+    """No size makes torch.compile serve all of them by one graph, as a diagnosis with its smaller
+    batches would.
+    """
     graphs: list[Any] = []
     compile_ = nn.Module.compile
 

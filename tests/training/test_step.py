@@ -60,7 +60,9 @@ def make(config: Config, model: nn.Module | None = None, classes: int | None = 5
 
 
 def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
-    """With pytorch/examples' settings, 200 losses and the weights after them equal those of its loop, written out here."""
+    """With pytorch/examples' settings, 200 losses and the weights after them equal those of its
+    loop, written out here.
+    """
     config = Config()
     config.optim.decay_norm_and_bias = True
     config.schedule.name = type(config.schedule.name).step
@@ -96,7 +98,9 @@ def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
 
 
 def test_accumulated_batches_make_the_update_of_a_large_one() -> None:
-    """Two halves accumulated give the gradient step of the whole batch (without norms, which see batches)."""
+    """Two halves accumulated give the gradient step of the whole batch (without norms, which see
+    batches).
+    """
 
     def plain() -> nn.Module:
         torch.manual_seed(0)
@@ -132,7 +136,9 @@ def test_clipping_limits_the_update() -> None:
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16], ids=lambda p: p.name)
 def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
-    """A batch of NaN leaves weights and momentum as they were; it is counted, and later batches train on."""
+    """A batch of NaN leaves weights and momentum as they were; it is counted, and later batches
+    train on.
+    """
     config = Config()
     config.trainer.precision = precision
     step = make(config, nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5)))
@@ -161,7 +167,9 @@ def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
 
 @pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
 def test_a_first_update_that_is_skipped_does_no_harm(name: OptimName) -> None:
-    """After a non-finite first update the next one is that of a fresh run (torch leaves SGD's first buffer unfilled)."""
+    """After a non-finite first update the next one is that of a fresh run (torch leaves SGD's first
+    buffer unfilled).
+    """
     config = Config()
     config.optim.name, config.optim.lr = name, 0.01
     plain = lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5))
@@ -217,7 +225,9 @@ def test_every_precision_learns(precision: Precision) -> None:
 
 
 def test_the_forward_pass_is_timed_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pass is left out, an update counts all its parts, and what was timed before training is forgotten."""
+    """The first pass is left out, an update counts all its parts, and what was timed before
+    training is forgotten.
+    """
     ticks = iter(
         [0.0, 10.0, 12.0, 20.0, 26.0, 30.0, 40.0, 41.0]
     )  # passes of 2, 6 and 1 seconds, and two that do not count
@@ -253,7 +263,9 @@ def host_batch() -> HostBatch:
 def test_batches_are_augmented_then_normalised_then_mixed(
     precision: Precision, channels_last: bool
 ) -> None:
-    """The step's batches are what the three make of the host's one after the other, in the network's type and layout."""
+    """The step's batches are what the three make of the host's one after the other, in the
+    network's type and layout.
+    """
     config = Config(seed=4)
     config.trainer.precision, config.trainer.channels_last = precision, channels_last
     config.augment = AugmentConfig(
@@ -278,7 +290,9 @@ def test_batches_are_augmented_then_normalised_then_mixed(
 
 
 def test_by_default_batches_are_only_normalised() -> None:
-    """With no augmentation of batches wanted, the step takes the bits that evaluation takes, and whole labels."""
+    """With no augmentation of batches wanted, the step takes the bits that evaluation takes, and
+    whole labels.
+    """
     images, labels = next(make(Config()).batches([host_batch()]))
     expected, whole = next(device_batches([host_batch()], Config(), CPU.device))
     assert (
@@ -287,7 +301,9 @@ def test_by_default_batches_are_only_normalised() -> None:
 
 
 def test_mixed_labels_are_smoothed_as_by_torch() -> None:
-    """With mixed labels and smoothing, the loss is the cross-entropy against labels of which a part is spread over all."""
+    """With mixed labels and smoothing, the loss is the cross-entropy against labels of which a part
+    is spread over all.
+    """
     config = Config()
     config.optim.label_smoothing = 0.1
     step, (images, labels) = make(config), next(batches(1))

@@ -49,7 +49,9 @@ class Hand:
 
 
 class Endless:
-    """A feed of one batch for ever; ``before`` is told the number of each batch before it is given."""
+    """A feed of one batch for ever; ``before`` is told the number
+    of each batch before it is given.
+    """
 
     on_device = False
     meter = None
@@ -74,7 +76,9 @@ class Endless:
 
 
 class TimedStep:
-    """In place of a ``Step``: notes what it is given, and takes ``seconds``, the first time ``first_s``."""
+    """In place of a ``Step``: notes what it is given, and takes ``seconds``, the first time
+    ``first_s``.
+    """
 
     def __init__(self, hand: Hand, seconds: float, config: Config) -> None:
         self.hand, self.seconds, self.first_s, self.config = hand, seconds, seconds, config
@@ -250,7 +254,9 @@ def test_training_goes_on_as_without_trials(config: Config, before: int) -> None
 
 
 def test_gradients_that_were_there_come_back() -> None:
-    """Gradients present at the start of the block are the same tensors with the same values at its end."""
+    """Gradients present at the start of the block are the same tensors with the same values at its
+    end.
+    """
     config = settled(parts=2)
     step = make(config)
     images, labels = next(device_batches([batch()], config, DEVICE))
@@ -278,7 +284,9 @@ def test_all_is_as_before_after_an_error() -> None:
 
 
 def test_weights_stand_still() -> None:
-    """In the block the learning rate is 0, so that no number of steps on one batch can make NaNs of the network."""
+    """In the block the learning rate is 0, so that no number of steps on one batch can make NaNs of
+    the network.
+    """
     step = make(settled("adamw"))
     weights = [parameter.detach().clone() for parameter in step.state.network.parameters()]
     trials = StepTrials(step, settled("adamw"), CPU, now=Hand(0.02))
@@ -322,7 +330,9 @@ def timed(
 def test_demand_is_groups_of_steps(
     seconds: float, limit_s: float, warm_up: int, groups: int, steps: int
 ) -> None:
-    """Demand leaves the warm-up out, makes groups that are long enough to time, and stops at its limit or at 20."""
+    """Demand leaves the warm-up out, makes groups that are long enough to time, and stops at its
+    limit or at 20.
+    """
     trials, step, _ = timed(seconds)
     run = trials.demand(batch(), limit_s)
     assert run.images == (4 * steps,) * groups
@@ -340,7 +350,9 @@ def test_compiling_does_not_spend_the_limit() -> None:
 
 @pytest.mark.parametrize(("parts", "steps"), [(3, 6), (4, 8), (6, 6), (7, 6)])
 def test_groups_hold_whole_updates(parts: int, steps: int) -> None:
-    """Each group of short steps has as many updates as the next, unless an update is more than 25 ms."""
+    """Each group of short steps has as many updates as the next, unless an update is more than 25
+    ms.
+    """
     trials, step, _ = timed(2**-8, parts=parts)
     run = trials.demand(batch(), 8.0)
     assert set(run.images) == {4 * steps}
@@ -349,7 +361,9 @@ def test_groups_hold_whole_updates(parts: int, steps: int) -> None:
 
 
 def test_a_batch_reaches_the_step_as_in_training() -> None:
-    """Demand's images are normalised, cast and laid out as the engine's, anew for each step: that is part of its time."""
+    """Demand's images are normalised, cast and laid out as the engine's, anew for each step: that
+    is part of its time.
+    """
     trials, step, _ = timed(2**-4)
     trials._config.trainer.precision, trials._config.trainer.channels_last = Precision.bf16, True
     trials.demand(batch(), 1.0)
@@ -361,7 +375,9 @@ def test_a_batch_reaches_the_step_as_in_training() -> None:
 
 
 def test_augmentation_is_part_of_a_trial() -> None:
-    """Demand's steps and a feed's have images augmented and mixed as in training: that is part of their time."""
+    """Demand's steps and a feed's have images augmented and mixed as in training: that is part of
+    their time.
+    """
     config = settled()
     config.augment = AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1), mixup=0.8)
     step = make(config, classes=5)
@@ -397,7 +413,9 @@ def slow_feed(hand: Hand, seconds: float, first_s: float = 16.0) -> Endless:
 def test_deliver_is_steps_on_the_feed(
     skip: int, limit_s: float, left_out: int, measured: int
 ) -> None:
-    """Deliver leaves out the first batch and those in store, and then tells each step's time and wait."""
+    """Deliver leaves out the first batch and those in store, and then tells each step's time and
+    wait.
+    """
     trials, step, hand = timed(0.125)
     run = trials.deliver(slow_feed(hand, 0.375), skip, limit_s)
     assert run.images == (4,) * measured
@@ -407,7 +425,9 @@ def test_deliver_is_steps_on_the_feed(
 
 
 def test_the_device_is_waited_for_at_the_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps do not wait for the device; what it still has to do at the end belongs to the last one."""
+    """Steps do not wait for the device; what it still has to do at
+    the end belongs to the last one.
+    """
     trials, step, hand = timed(0.125)
     at: list[int] = []
 
@@ -461,7 +481,9 @@ def test_the_pass_ends_and_the_feed_stays_open() -> None:
 
 
 class Two(World):
-    """The first of two ranks; the other wants what this one wants, and its feed fails after ``other_fails`` agreements."""
+    """The first of two ranks; the other wants what this one wants, and its feed fails after
+    ``other_fails`` agreements.
+    """
 
     told: list[Any]
     other_fails: int
@@ -483,7 +505,9 @@ def two(other_fails: int = 99) -> Two:
 
 
 def test_ranks_agree_now_and_then() -> None:
-    """Blocks of steps between two agreements grow to 0.2 s, each at most double the one before, and keep to the skip."""
+    """Blocks of steps between two agreements grow to 0.2 s, each at most double the one before, and
+    keep to the skip.
+    """
     world = two()
     trials, step, hand = timed(2**-6, world=world)
     run = trials.deliver(slow_feed(hand, 2**-6), 5, 1.0)
@@ -493,7 +517,9 @@ def test_ranks_agree_now_and_then() -> None:
 
 
 def test_a_rank_whose_feed_fails_steps_on_until_all_stop() -> None:
-    """The failed rank makes the agreed steps on zeros, for the others wait in theirs, and raises after them."""
+    """The failed rank makes the agreed steps on zeros, for the others wait in theirs, and raises
+    after them.
+    """
     world = two()
     trials, step, _ = timed(2**-4, world=world)
     with pytest.raises(LoaderError, match="the third"):
@@ -525,7 +551,9 @@ def test_a_rank_returns_where_another_ones_feed_fails() -> None:
 def test_two_ranks_make_the_same_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int | None
 ) -> None:
-    """Two gloo ranks stop at one step, also where one feed fails at its third batch; the state comes back on both."""
+    """Two gloo ranks stop at one step, also where one feed fails at its third batch; the state
+    comes back on both.
+    """
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # launch() sets them; this brings back what was before
     config = settled(parts=2)

@@ -115,7 +115,8 @@ def test_needs_add_up() -> None:
             settings(4, 8),
             replace(ROOMY, shm_bytes=64 * MB),
             capacity.NONE,
-            "(num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB = 656.2 MB of shared memory, of which 64.0 MB are free "
+            "(num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB = 656.2 MB of shared memory, of "
+            "which 64.0 MB are free "
             "(a fifth is kept back): not tried",
             id="shared memory",
         ),
@@ -123,8 +124,10 @@ def test_needs_add_up() -> None:
             settings(4, 8, pin_memory=True),
             replace(ROOMY, memory_bytes=1500 * MB),
             capacity.NONE,
-            "num_workers=4 x 200.0 MB + (num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB + (num_workers=4 x "
-            "prefetch_factor=8 + 3) x 33.6 MB page-locked = 2.6 GB of memory, of which 1.5 GB are free (a fifth is kept back): "
+            "num_workers=4 x 200.0 MB + (num_workers=4 x prefetch_factor=8 + 2) x 19.3 MB + "
+            "(num_workers=4 x "
+            "prefetch_factor=8 + 3) x 33.6 MB page-locked = 2.6 GB of memory, of which 1.5 GB are "
+            "free (a fifth is kept back): "
             "not tried",
             id="memory",
         ),
@@ -132,14 +135,16 @@ def test_needs_add_up() -> None:
             settings(0),
             replace(ROOMY, memory_bytes=40 * MB),
             capacity.NONE,
-            "2 batches x 19.3 MB = 38.6 MB of memory, of which 40.0 MB are free (a fifth is kept back): not tried",
+            "2 batches x 19.3 MB = 38.6 MB of memory, of which 40.0 MB are free (a fifth is kept "
+            "back): not tried",
             id="memory without workers",
         ),
         pytest.param(
             settings(4, 8),
             replace(ROOMY, open_files=300, files_open=10),
             capacity.NONE,
-            "num_workers=4 x (6 x prefetch_factor=8 + 10) = 232 open files, of which 290 are free (64 are kept back; "
+            "num_workers=4 x (6 x prefetch_factor=8 + 10) = 232 open files, of which 290 are free "
+            "(64 are kept back; "
             "ulimit -n raises them): not tried",
             id="open files",
         ),
@@ -147,7 +152,8 @@ def test_needs_add_up() -> None:
             settings(1, 1),
             replace(ROOMY, shm_bytes=100 * MB),
             Needs(shm_bytes=50 * MB),
-            "(num_workers=1 x prefetch_factor=1 + 2) x 19.3 MB + 50.0 MB of the other feed = 107.9 MB of shared memory, of "
+            "(num_workers=1 x prefetch_factor=1 + 2) x 19.3 MB + 50.0 MB of the other feed = 107.9 "
+            "MB of shared memory, of "
             "which 100.0 MB are free (a fifth is kept back): not tried",
             id="beside another feed",
         ),
@@ -169,7 +175,9 @@ def test_a_refusal_shows_the_sum(
     ],
 )
 def test_what_just_fits_is_tried(what: FeedSettings, edge: dict[str, int]) -> None:
-    """Four fifths of the memory and all but 64 of the files may be taken, and not a byte or a file more."""
+    """Four fifths of the memory and all but 64 of the files may be taken, and not a byte or a file
+    more.
+    """
     limits = replace(ROOMY, **edge)
     assert refusal(what, 100, 100, limits) is None
     less = {name: value - 1 for name, value in edge.items() if name != "files_open"}
@@ -177,7 +185,9 @@ def test_what_just_fits_is_tried(what: FeedSettings, edge: dict[str, int]) -> No
 
 
 def test_loading_in_the_trainer_needs_no_workers_means() -> None:
-    """Without workers neither shared memory nor open files are asked for, however little there is of them."""
+    """Without workers neither shared memory nor open files are asked for, however little there is
+    of them.
+    """
     nothing = replace(ROOMY, shm_bytes=0, open_files=10, files_open=10)
     assert refusal(settings(0), 100, 10**12, nothing, Needs(open_files=50)) is None
 

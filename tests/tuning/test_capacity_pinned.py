@@ -1,4 +1,6 @@
-"""Page-locked memory: what is reckoned is what the real feeds take of an emulated allocator, at the most."""
+"""Page-locked memory: what is reckoned is what the real feeds take of an emulated allocator, at the
+most.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ in_settings = pytest.mark.parametrize(
         ),
         *(
             pytest.param(samples.settings(workers, prefetch_factor=prefetch, batch_size=size, pin_memory=True,
-                                          backend="threads"), side, id=f"threads {workers} x {prefetch} of {size} at {side}")
+                                          backend="threads"), side, id=f"threads {workers} x "
+                                                                       f"{prefetch} of {size} at "
+                                                                       f"{side}")
             for workers, prefetch, size, side in ((1, 1, 4, 8), (3, 2, 7, 16), (2, 4, 16, 9), (0, 1, 5, 32))
         ),
         *(
@@ -117,7 +121,9 @@ def reckoned(settings: FeedSettings, side: int) -> int:
 def test_a_consumer_that_stands_still_finds_what_was_reckoned(
     what: FeedSettings, side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies take an hour: the second batch is on its way, and the first one's memory waits for that too."""
+    """Copies take an hour: the second batch is on its way, and the first one's memory waits for
+    that too.
+    """
     device = EmulatedDevice(clock := Moved(), pinned_per_s=what.batch_size * 3 * side**2 / HOUR_S)
     feed = made(what, side, what.num_workers * (what.prefetch_factor or 0) + 8)
     with emulated(device, monkeypatch), prefetched(feed, device) as batches:

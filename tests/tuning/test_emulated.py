@@ -1,4 +1,6 @@
-"""The tuner on an asynchronous device: what it measures and chooses against what the emulated GPU and its feed can do."""
+"""The tuner on an asynchronous device: what it measures and chooses against what the emulated GPU
+and its feed can do.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def tuned(
     first_s: float = 0.0,
     workers: int = 8,
 ) -> tuple[TuningReport, Machine]:
-    """The tuner's report; ``worker`` and ``cap`` are shares of what the step takes; ``plain``: of a loop of one's own."""
+    """The tuner's report; ``worker`` and ``cap`` are shares of what the step takes; ``plain``: of a
+    loop of one's own.
+    """
     machine = Machine(device, 1 / (worker * TAKES), cap * TAKES)
     network = Launching(device, STEP_S, *HOSTS[host], first_s)
     if plain:
@@ -99,7 +103,9 @@ def own_step(device: EmulatedDevice, network: Launching) -> Any:
 def test_the_fewest_workers_that_leave_no_gap(
     worker: float, cap: float, host: str, plain: bool
 ) -> None:
-    """Demand is within 3 %, bound and ceiling are the machine's; no more workers than leave no gap with 5 % to spare."""
+    """Demand is within 3 %, bound and ceiling are the machine's; no more workers than leave no gap
+    with 5 % to spare.
+    """
     with gpu() as device:
         report, machine = tuned(device, worker, cap, host, plain=plain)
     assert report.complete
@@ -119,7 +125,9 @@ def test_the_fewest_workers_that_leave_no_gap(
 
 
 class Coarse(Launching):
-    """A step of which one kernel, the first, is a third, and a tenth of what launching takes the host."""
+    """A step of which one kernel, the first, is a third, and a tenth of what launching takes the
+    host.
+    """
 
     def __init__(self, device: EmulatedDevice, device_s: float, launch_s: float) -> None:
         super().__init__(device, 2 / 3 * device_s, 0.9 * launch_s, 169)
@@ -133,7 +141,9 @@ class Coarse(Launching):
 def demanded(
     step_s: float, *, plain: bool, limit_s: float = 1.0, parts: int = 1, ahead: bool = True
 ) -> tuple[StepRun, float]:
-    """What the demand's steps took, and how long they were measured; launching a step takes a fifth of ``step_s``."""
+    """What the demand's steps took, and how long they were measured; launching a step takes a fifth
+    of ``step_s``.
+    """
     with gpu() as device:
         machine, network = Machine(device, 1e-5), Coarse(device, step_s, step_s / 5)
         batch = next(iter(machine.probe(own())))
@@ -150,7 +160,9 @@ def demanded(
 @pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
 @pytest.mark.parametrize("step_s", [30e-3, 60e-3, 200e-3])
 def test_demand_is_not_low_where_the_first_kernel_is_coarse(step_s: float, plain: bool) -> None:
-    """The device idles until a group's first kernel is launched: over three steps that is less than 1 %."""
+    """The device idles until a group's first kernel is launched: over three steps that is less than
+    1 %.
+    """
     run, _ = demanded(step_s, plain=plain)
     takes = SIZE / (step_s + 0.7e-3) if plain else SIZE / step_s
     assert Rate.typical(run.images, run.seconds).images_per_s == pytest.approx(takes, rel=0.01)
@@ -169,7 +181,9 @@ def test_demand_is_not_low_where_the_first_kernel_is_coarse(step_s: float, plain
 def test_long_steps_are_timed_one_by_one(
     step_s: float, limit_s: float, steps: int, plain: bool
 ) -> None:
-    """Where three would take longer than the limit; demand then takes the warm-up and two groups."""
+    """Where three would take longer than the limit; demand then
+    takes the warm-up and two groups.
+    """
     run, took_s = demanded(step_s, plain=plain, limit_s=limit_s)
     assert set(run.images) == {SIZE * steps}
     warm_up_s = 5.2 * step_s
@@ -184,14 +198,18 @@ def test_groups_of_three_grow_to_whole_updates() -> None:
 @pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
 @pytest.mark.parametrize("step_s", [8e-3, 60e-3])
 def test_launching_is_the_hosts_own_time(step_s: float, plain: bool) -> None:
-    """The host's part of a step is what launching takes it, without what it waits for a device that is two steps behind."""
+    """The host's part of a step is what launching takes it, without what it waits for a device that
+    is two steps behind.
+    """
     run, _ = demanded(step_s, plain=plain, ahead=False)
     assert run.launch_s * SIZE == pytest.approx(step_s / 5, abs=0.1e-3)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["the harness' step", "a loop of one's own"])
 def test_a_first_step_of_a_minute_is_not_the_tuners(plain: bool) -> None:
-    """Compiling comes on top of the budget: everything is tried, and the answer is complete, so that it is remembered."""
+    """Compiling comes on top of the budget: everything is tried, and the answer is complete, so
+    that it is remembered.
+    """
     with gpu() as device:
         report, _ = tuned(device, 0.3, math.inf, "compiled", plain=plain, first_s=60.0)
         quick, _ = tuned(device, 0.3, math.inf, "compiled", plain=plain)
@@ -207,7 +225,9 @@ def test_a_first_step_of_a_minute_is_not_the_tuners(plain: bool) -> None:
 def test_the_check_warns_where_the_devices_stall_has_grown(
     slower: float, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Within a hundred steps, and only if it is 5 points over the prediction, whatever the host waits."""
+    """Within a hundred steps, and only if it is 5 points over the prediction, whatever the host
+    waits.
+    """
     with gpu() as device:
         machine = Machine(device, 1 / (0.3 * TAKES))
         step, trainee = trials(device, Launching(device, STEP_S, *HOSTS["eager"]))

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def apart(*command: str) -> list[str]:
-    """``command`` with a /dev/shm of 64 MB of its own; skips the test where that is not permitted."""
+    """``command`` with a /dev/shm of 64 MB of its own; skips the
+    test where that is not permitted.
+    """
     alone = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", MOUNT, "sh"]
     if (
         shutil.which("unshare") is None
@@ -32,7 +34,9 @@ def apart(*command: str) -> list[str]:
     ("batch_size", "most"), [(192, 1), (512, 0)], ids=["little fits", "nothing fits"]
 )
 def test_a_small_shared_memory_is_respected(batch_size: int, most: int, tmp_path: Path) -> None:
-    """The run is tuned to what fits and trains; what does not is in the report with the arithmetic."""
+    """The run is tuned to what fits and trains; what does not
+    is in the report with the arithmetic.
+    """
     command = [
         sys.executable, str(ROOT / "train.py"), "data=digits", "data.image_size=128", "data.eval_resize=null",
         f"loader.batch_size={batch_size}", "loader.val.batch_size=32", "loader.num_workers=6", "loader.autotune=true",

@@ -33,7 +33,9 @@ class Loop:
 
 
 def predicted(step_ms: float = 20.0, wait_fraction: float | None = PREDICTED) -> TuningReport:
-    """A report of a step that takes ``step_ms`` for its batch and waits for ``wait_fraction`` of the time."""
+    """A report of a step that takes ``step_ms`` for its batch and waits for ``wait_fraction`` of
+    the time.
+    """
     report = reports.report()
     demand = report.settings.batch_size / step_ms * 1e3
     after = dataclasses.replace(

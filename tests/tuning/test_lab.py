@@ -1,4 +1,6 @@
-"""How settings are measured on all ranks together, and what becomes of those that do not fit or fail."""
+"""How settings are measured on all ranks together, and what becomes of those that do not fit or
+fail.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,9 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
 
 
 def test_a_supply_probe_teaches_how_slowly_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later ones are given as much, once for each time that the cores have to; until their first sample and first batch."""
+    """Later ones are given as much, once for each time that the cores have to; until their first
+    sample and first batch.
+    """
     allowed = []
     found = probe.Supply(
         Rate(200.0, 190.0, 210.0),
@@ -198,7 +202,9 @@ def test_this_process_loads_only_what_a_worker_has_loaded_before(num_workers: in
 
 @pytest.mark.usefixtures("supply")
 def test_arrays_are_probed_on_what_was_seen() -> None:
-    """So that nothing is decoded in this process while it is measured; the first probe of a run has seen nothing yet."""
+    """So that nothing is decoded in this process while it is measured; the first probe of a run has
+    seen nothing yet.
+    """
     own, arrays = lab(), in_form(OWN, "arrays")
     for settings in (arrays, OWN, arrays):
         own.attempt(Ask(settings, "supply"))

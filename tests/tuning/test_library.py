@@ -40,7 +40,9 @@ class PairsAtOnce(Pairs):
 
 
 def test_any_loop_can_tune_its_loader() -> None:
-    """The answer is what DataLoader takes, and nothing that the step changed, and no random number, is used up."""
+    """The answer is what DataLoader takes, and nothing that the step changed, and no random number,
+    is used up.
+    """
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)

@@ -23,7 +23,9 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Machine:
-    """Samples of ``wait_s`` of waiting and ``cpu_s`` of work, and a step that takes ``demand`` images/s."""
+    """Samples of ``wait_s`` of waiting and ``cpu_s`` of work, and a step that takes ``demand``
+    images/s.
+    """
 
     wait_s: float = 0.0
     cpu_s: float = 0.25e-3
@@ -61,7 +63,9 @@ def changes(numbers: list[int]) -> list[int]:
 
 
 def test_late_files_get_as_many_threads_as_the_model_asks_for() -> None:
-    """After two periods that say the same, at once and for good: 5.25 ms for 1,500 images/s and a twentieth more are 9."""
+    """After two periods that say the same, at once and for good: 5.25 ms for 1,500 images/s and a
+    twentieth more are 9.
+    """
     policy = Policy(2, CORES, 32)
     assert course(policy, LATE) == [2, *[9] * 7]
     assert policy.reason == "Training waited for data 75% of the time. A sample takes 5.2 ms"
@@ -90,7 +94,9 @@ def test_nothing_is_changed_where_nothing_would_help(machine: Machine) -> None:
 
 
 def test_what_gains_nothing_is_taken_back_and_seldom_tried_again() -> None:
-    """A storage that gives no more to more threads costs a try in 30 periods, then in 120, then in 480."""
+    """A storage that gives no more to more threads costs a try in 30 periods, then in 120, then in
+    480.
+    """
     policy = Policy(2, CORES, MOST)
     numbers = course(policy, Machine(wait_s=5e-3, storage=390), each=300)
     assert changes(numbers) == [2, 8, 2, 8, 2, 8, 2]
@@ -125,7 +131,9 @@ def test_a_look_that_chose_many_is_no_floor() -> None:
 
 @dataclass(frozen=True)
 class Crowd(Machine):
-    """Threads that wait for each other: each takes the longer the more there are, and all together give the less."""
+    """Threads that wait for each other: each takes the longer the more there are, and all together
+    give the less.
+    """
 
     def period(self, threads: int, luck: float = 1.0) -> Period:
         alone = super().period(threads, luck)
@@ -164,7 +172,9 @@ def test_a_hiccup_in_a_try_is_not_for_ever() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_varying_storage_makes_few_changes(seed: int) -> None:
-    """Ten minutes in which a sample's wait varies by a third, and all threads share what the storage gives."""
+    """Ten minutes in which a sample's wait varies by a third, and all threads share what the
+    storage gives.
+    """
     policy, luck = Policy(2, CORES, 32), random.Random(seed)
     machine = Machine(
         wait_s=luck.uniform(2e-3, 20e-3), storage=luck.uniform(200, 1500), demand=2000
@@ -283,7 +293,9 @@ def test_what_is_gained_is_counted_from_the_rate_before_the_change(run: Run) -> 
 
 
 def test_windows_with_an_evaluation_tell_nothing_of_the_steps_processors(run: Run) -> None:
-    """Of one epoch a window, each with a pause that takes all processors: threads are tried all the same."""
+    """Of one epoch a window, each with a pause that takes all processors: threads are tried all the
+    same.
+    """
     pause = {"pauses_s": {"evaluate": 1.0}, "first_steps": 1}
     run.windows(LATE, 12, extra_cpu_s=4.0, **pause)
     assert run.feeds[0].settings.num_workers == 8

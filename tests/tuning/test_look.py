@@ -69,9 +69,11 @@ def asked(machine: Machine) -> list[tuple[str, int]]:
 def test_the_fewest_workers_that_deliver_are_chosen(
     machine: Machine, before: int, expected: set[int], noise: float
 ) -> None:
-    """Where demand can be met, no more workers than meet it; where not, no more than give what can be had.
+    """Where demand can be met, no more workers than meet it; where not, no more than give what can
+    be had.
 
-    Beside a step that fills the processors it stays with the user's own: there fewer workers would get less of these.
+    Beside a step that fills the processors it stays with the user's own: there fewer workers would
+    get less of these.
     """
     for seed in range(5 if noise else 1):
         machine = dataclasses.replace(machine, noise=noise, seed=seed, asked=[])
@@ -124,7 +126,9 @@ def test_the_choice_is_the_best_or_near_it(seed: int, before: int, form: str) ->
 
 
 class Disturbed(Machine):
-    """Where the first measurement falls into a moment in which other programs have the processors."""
+    """Where the first measurement falls into a moment in which
+    other programs have the processors.
+    """
 
     def answer(self, ask: Ask) -> Trial:
         found = super().answer(ask)
@@ -141,7 +145,9 @@ class Disturbed(Machine):
 def test_a_disturbed_measurement_of_the_users_own_does_not_replace_it(
     before: str, budget_s: float
 ) -> None:
-    """Two workers fill both processors: neither one alone, nor another form, is better, whatever the first figure says."""
+    """Two workers fill both processors: neither one alone, nor another form, is better, whatever
+    the first figure says.
+    """
     forms = {before: 1.0, "processes" if before == "threads" else "threads": 0.95}
     machine = Disturbed(0.0015, 0.0015, demand=1700, form_speed=forms)
     have = in_form(own(2), before)
@@ -206,7 +212,9 @@ def test_a_setting_that_fails_is_not_chosen() -> None:
 def test_the_form_that_delivers_is_chosen(
     machine: Machine, before: str, expected: set[str], noise: float
 ) -> None:
-    """By what was measured: nothing is known of a form by its name but that arrays have no workers."""
+    """By what was measured: nothing is known of a form by its
+    name but that arrays have no workers.
+    """
     machine = dataclasses.replace(machine, noise=noise, asked=[])
     chosen = search(machine, in_form(own(8), before)).settings
     assert chosen.backend in expected
@@ -221,7 +229,9 @@ def test_processes_are_not_tried_where_the_processors_are_full() -> None:
 
 
 def test_a_form_that_does_not_fit_is_not_started() -> None:
-    """Images larger than the memory: refused before anything runs, and the other forms are looked at."""
+    """Images larger than the memory: refused before anything runs, and the other forms are looked
+    at.
+    """
     machine = Machine(267e-6, 267e-6, demand=16_000, form_speed=DECODED)
     choice = search(machine, own(1), fits=lambda s: "too large" if s.backend == "arrays" else None)
     assert choice.settings.backend == "threads"
@@ -364,7 +374,9 @@ def test_each_form_has_its_own_limit() -> None:
 
 @pytest.mark.parametrize("workers", [3, 4])
 def test_what_real_steps_got_is_not_outbid_by_the_model(workers: int) -> None:
-    """Handing over is the limit: no other number is said to feed the model, whatever the loader alone gives."""
+    """Handing over is the limit: no other number is said to feed the model, whatever the loader
+    alone gives.
+    """
 
     class Handing(Machine):
         def delivered(self, s: FeedSettings) -> float:

@@ -1,4 +1,6 @@
-"""The tuner's memory: an answer comes back to runs alike, for a while, whole or not at all; one of several tunes."""
+"""The tuner's memory: an answer comes back to runs alike, for a while, whole or not at all; one of
+several tunes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def test_what_was_kept_is_recalled_by_runs_alike(one: Memory, tmp_path: Path) -> None:
-    """Another run with the same fingerprint has the answer, whatever the order of its keys; another fingerprint has not."""
+    """Another run with the same fingerprint has the answer, whatever the order of its keys; another
+    fingerprint has not.
+    """
     one.keep({"num_workers": 3, "rates": [1.5, 2.5]})
     assert Memory({"ranks": [1, 1], "cores": 4}, tmp_path / "tuning").recall(dict) == {
         "num_workers": 3,
@@ -226,7 +230,9 @@ def test_of_two_runs_one_tunes_and_the_other_recalls(
 
 
 def test_a_holder_that_died_frees_the_block(one: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was killed while it tuned leaves the others neither locked out nor with an answer."""
+    """A run that was killed while it tuned leaves the others neither
+    locked out nor with an answer.
+    """
     with holder(one.path.parent) as first:
         on_third_look(monkeypatch, first.kill)
         with one.held():

@@ -38,11 +38,13 @@ class OneRank:
 
 
 class TimedFeed:
-    """Workers that each make ``rate`` samples a second from ``start_s`` on, on a clock of their own; ``queue_s`` more at first.
+    """Workers that each make ``rate`` samples a second from ``start_s`` on, on a clock of their
+    own; ``queue_s`` more at first.
 
-    In the first ``queue_s`` seconds they are ten times as fast, as long as the queue takes them. ``failure`` is raised at 2 s.
-    The work of ``idle`` ones is done by the others. In the first ``cold_s`` seconds they are ten times as slow. Each sample
-    takes this process ``receive_s`` of a processor, and half its time more where it is made here.
+    In the first ``queue_s`` seconds they are ten times as fast, as long as the queue takes them.
+    ``failure`` is raised at 2 s. The work of ``idle`` ones is done by the others. In the first
+    ``cold_s`` seconds they are ten times as slow. Each sample takes this process ``receive_s`` of a
+    processor, and half its time more where it is made here.
     """
 
     on_device = False
@@ -143,7 +145,9 @@ def measure(
 
 
 def test_samples_are_counted_in_the_workers() -> None:
-    """The rate is theirs, although not one batch of theirs may be ready: start-up and end are left out."""
+    """The rate is theirs, although not one batch of theirs may be ready: start-up and end are left
+    out.
+    """
     feed = TimedFeed(rate=0.8)  # a batch takes a worker twelve seconds
     supply = measure(feed)
     assert supply.batches <= 1
@@ -166,7 +170,9 @@ def test_a_probe_may_begin_after_some_batches() -> None:
 
 
 def test_what_is_skipped_is_not_measured_however_long_it_takes() -> None:
-    """The window opens behind it, not a second after the start: what is made only once may be slow."""
+    """The window opens behind it, not a second after the start: what
+    is made only once may be slow.
+    """
     feed = TimedFeed(rate=100.0, cold_s=3.0)  # in which time six batches come
     supply = measure_supply(feed, feed.gauge, OneRank(), Until(1.5, skip=6), now=feed.now)
     assert supply.rate.images_per_s == pytest.approx(200.0, rel=0.03)
@@ -201,7 +207,9 @@ def test_the_cost_of_a_sample_comes_with_it() -> None:
     ids=["none", "far", "near"],
 )
 def test_a_target_that_is_decided_ends_a_probe(target: float | None, shorter: bool) -> None:
-    """An interval that lies on one side of the target is enough; else five per cent, or the limit, are awaited."""
+    """An interval that lies on one side of the target is enough; else five per cent, or the limit,
+    are awaited.
+    """
     plain, aimed = TimedFeed(rate=2.0, workers=5), TimedFeed(rate=2.0, workers=5)
     measure(plain, limit_s=3.0)
     measure(aimed, limit_s=3.0, target=target)

@@ -39,7 +39,9 @@ def test_waiting_for_the_device_costs_no_processor_time() -> None:
 
 
 def test_a_snapshot_is_the_hosts_and_goes_back_in_place() -> None:
-    """Weights on the device are as before, at the same address, without a copy there; its random state too."""
+    """Weights on the device are as before, at the same address, without a copy there; its random
+    state too.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     network = torch.nn.Linear(1000, 1000).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)

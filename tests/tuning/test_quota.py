@@ -1,4 +1,6 @@
-"""Tuned runs with half a processor: one that the kernel holds to it, and one that only reads of it."""
+"""Tuned runs with half a processor: one that the kernel holds to it,
+and one that only reads of it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def tuned(folder: Path, group: Path) -> None:
-    """What the run in ``folder`` says of its tuning, which came to its end in time and names the quota of ``group``."""
+    """What the run in ``folder`` says of its tuning, which came to its end in time and names the
+    quota of ``group``.
+    """
     tuning: dict[str, Any] = json.loads((folder / "tuning.json").read_text())
     assert tuning["limits"]["cores"] == 0.5
     assert tuning["limits"]["sources"]["cores"].startswith(f"quota in {group}/cpu.")
@@ -51,7 +55,9 @@ def members_ever(group: Path, run: subprocess.Popen[str], limit_s: float) -> set
 
 
 def test_a_run_is_tuned_under_a_real_quota(tmp_path: Path) -> None:
-    """It chooses in time, the report has what the quota did, and neither process nor segment is left."""
+    """It chooses in time, the report has what the quota did, and neither process nor segment is
+    left.
+    """
     # workers, of which none may be left
     more = ("loader.num_workers=1", "watch.sample_s=0.2", "run.name=half")
     command = [sys.executable, str(ROOT / "train.py"), *OVERRIDES, *more]
@@ -88,7 +94,9 @@ def test_a_run_is_tuned_under_a_real_quota(tmp_path: Path) -> None:
 def test_a_run_is_tuned_to_a_quota_that_it_reads(
     composed: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine where no control group may be made, one that is only written down is respected all the same."""
+    """On a machine where no control group may be made, one that is only written down is respected
+    all the same.
+    """
     group = tmp_path / "root/sys/fs/cgroup/job"
     for path, text in (
         (group / "cpu.max", "50000 100000"),

@@ -51,23 +51,29 @@ class Pages:
     [
         pytest.param(
             workers(3), samples.settings(3, batch_size=64),
-            "loader.num_workers=3 loader.prefetch_factor=2 loader.pin_memory=false loader.persistent_workers=true",
+            "loader.num_workers=3 loader.prefetch_factor=2 loader.pin_memory=false "
+            "loader.persistent_workers=true",
             id="workers",
         ),
         pytest.param(
-            samples.settings(0), samples.settings(0), "loader.num_workers=0 loader.pin_memory=false", id="no workers"
+            samples.settings(0), samples.settings(0), "loader.num_workers=0 "
+                                                      "loader.pin_memory=false", id="no workers"
         ),
         pytest.param(
             samples.settings(2, prefetch_factor=5), samples.settings(1, batch_size=9, prefetch_factor=7),
-            "loader.num_workers=2 loader.prefetch_factor=5 loader.pin_memory=false loader.persistent_workers=false "
-            "loader.val.batch_size=9 loader.val.num_workers=1 loader.val.prefetch_factor=7", id="validation of its own",
+            "loader.num_workers=2 loader.prefetch_factor=5 loader.pin_memory=false "
+            "loader.persistent_workers=false "
+            "loader.val.batch_size=9 loader.val.num_workers=1 "
+            "loader.val.prefetch_factor=7", id="validation of its own",
         ),
     ],
 )  # fmt: skip
 def test_the_override_gives_the_choice(
     composed: Callable[..., Config], settings: FeedSettings, val: FeedSettings, expected: str
 ) -> None:
-    """Typed on the command line it gives the very settings that were chosen, for training and validation."""
+    """Typed on the command line it gives the very settings that were chosen, for training and
+    validation.
+    """
     override = report(settings=settings, val=val).override
     assert override == expected
     loader = composed(
@@ -83,13 +89,16 @@ def test_the_override_gives_the_choice(
     ("chosen", "tried", "expected"),
     [
         pytest.param(in_form(workers(3), "threads"), ("processes", "threads"),
-                     "loader.backend=threads loader.num_workers=3 loader.prefetch_factor=2 loader.pin_memory=false "
+                     "loader.backend=threads loader.num_workers=3 loader.prefetch_factor=2 "
+                     "loader.pin_memory=false "
                      "loader.persistent_workers=true", id="threads"),
         pytest.param(in_form(workers(3), "arrays"), ("processes", "arrays"), "loader.backend=arrays loader.pin_memory=false",
                      id="arrays, which have no workers"),
         pytest.param(workers(0), ("processes", "threads"),
-                     "loader.backend=processes loader.num_workers=0 loader.pin_memory=false", id="processes among others"),
-        pytest.param(workers(0), ("processes",), "loader.num_workers=0 loader.pin_memory=false", id="processes alone"),
+                     "loader.backend=processes loader.num_workers=0 "
+                     "loader.pin_memory=false", id="processes among others"),
+        pytest.param(workers(0), ("processes",), "loader.num_workers=0 "
+                                                 "loader.pin_memory=false", id="processes alone"),
     ],
 )  # fmt: skip
 def test_the_override_names_the_form(
@@ -107,7 +116,9 @@ def test_the_override_names_the_form(
 
 @pytest.mark.parametrize("form", ["threads", "arrays"])
 def test_the_line_of_a_form_that_torch_has_not_is_python(form: str) -> None:
-    """It builds this project's feed with the settings that were chosen, and is not said to be torch's."""
+    """It builds this project's feed with the settings that were chosen, and is not said to be
+    torch's.
+    """
     settings = in_form(workers(3), form)
     own = report(settings=settings)
     pixels = ArraySource(np.zeros((100, 8, 8, 3), np.uint8), np.zeros(100), ("a",), "none")
@@ -143,7 +154,9 @@ def test_the_torch_line_is_python(settings: FeedSettings) -> None:
 
 
 def test_the_user_reads_the_outcome() -> None:
-    """Before and after, the sentence, both ways to get it again, what was refused and why, and the notes."""
+    """Before and after, the sentence, both ways to get it again, what was refused and why, and the
+    notes.
+    """
     own = report()
     assert own.lines() == [
         "tuner=auto: 4 measurements in 9.2 s",
@@ -153,7 +166,11 @@ def test_the_user_reads_the_outcome() -> None:
         "Training gets 620 images/s instead of 240.",
         f"the same without tuning: {own.override}",
         f"the same with torch alone: {own.dataloader}",
-        "refused num_workers=8 pin_memory=false prefetch_factor=2: worker 7 exited: /dev/shm is full",
+        (
+            "refused num_workers=8 pin_memory=false prefetch_factor=2: worker 7 exited: /dev/shm "
+            "is "
+            "full"
+        ),
         "note: pin_memory has no use without an accelerator",
     ]
 
@@ -224,7 +241,9 @@ def test_an_answer_of_another_version_is_refused(damage: dict[str, Any]) -> None
 
 
 def test_everything_is_written(tmp_path: Path) -> None:
-    """tuning.json is strict JSON and holds all that is needed to recall the answer, and the two lines to type."""
+    """tuning.json is strict JSON and holds all that is needed to recall the answer, and the two
+    lines to type.
+    """
     own = report()
     own.write(tmp_path)
 

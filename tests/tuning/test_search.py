@@ -55,7 +55,9 @@ def run(curve: Curve, cores: int, pins: tuple[bool, ...] = (False,), budget_s: f
 def test_the_grid_visits_what_the_tutorial_does(
     cores: int, curve: Curve, expected: list[int]
 ) -> None:
-    """Steps of four until one is no faster, then the three values on each side of the best so far; never below zero."""
+    """Steps of four until one is no faster, then the three values on each side of the best so far;
+    never below zero.
+    """
     seen, _ = run(curve, cores, own=samples.settings(99))
     assert [settings.num_workers for settings in seen] == [99, *expected]
 

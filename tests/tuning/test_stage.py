@@ -67,7 +67,9 @@ def run(composed: Composed, *overrides: str, limits: Limits = LIMITS) -> Tuned:
 
 
 def test_a_sweep_tunes_once(composed: Composed, searches: list[int]) -> None:
-    """Eight jobs that differ in learning rate and seed and in the user's own loader settings: one search, one answer."""
+    """Eight jobs that differ in learning rate and seed and in the user's own loader settings: one
+    search, one answer.
+    """
     jobs = [
         run(composed, f"optim.lr={0.1 * i}", f"seed={i}", f"loader.num_workers={i % 3}")
         for i in range(1, 9)
@@ -199,7 +201,9 @@ def test_an_odd_answer_is_tuned_again(
     value: object,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What no search of this run could have kept is said, forgotten and made again, whatever it parses to."""
+    """What no search of this run could have kept is said, forgotten and made again, whatever it
+    parses to.
+    """
     quick()
     (file,) = cache.glob("*.json")
     entry = json.loads(file.read_text())
@@ -266,7 +270,9 @@ def test_threads_follow_the_run(
     overrides: tuple[str, ...],
     followed: list[int],
 ) -> None:
-    """Those of the training feed, and of the validation feed unless the user gave it a number; never processes."""
+    """Those of the training feed, and of the validation feed unless the user gave it a number;
+    never processes.
+    """
     monkeypatch.setattr(stage, "tune", chosen_as_it_was)
     found, feeds = run(composed, *overrides), made(composed, *overrides)
     watch = Watch(StepClock("cpu"))
@@ -390,9 +396,11 @@ def _parts(value: object) -> Iterator[bytes]:
 
 
 def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: None) -> None:
-    """A real search with the real step: one hash of weights, buffers, optimizer and random states before and after.
+    """A real search with the real step: one hash of weights, buffers, optimizer and random states
+    before and after.
 
-    Whether it ranks by steps on a feed depends on what it measures; that those leave no trace is test_trial's.
+    Whether it ranks by steps on a feed depends on what it measures; that those leave no trace is
+    test_trial's.
     """
     config = composed(
         "data=digits",

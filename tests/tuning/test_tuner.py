@@ -146,7 +146,9 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_report_tells_before_and_after(on: On) -> None:
-    """What the user's setting delivers, what the choice does, the ceiling, the bound and the reason."""
+    """What the user's setting delivers, what the choice does, the ceiling, the bound and the
+    reason.
+    """
     report = on(Machine(0.002, 0.0019, demand=700), 1)
     assert (report.before.settings, report.settings.num_workers) == (own(1), 2)
     assert (
@@ -177,7 +179,9 @@ def test_the_report_tells_before_and_after(on: On) -> None:
 def test_a_look_takes_a_tenth_of_the_run_at_most(
     on: On, images_left: float, budget_s: float | None, measured: int
 ) -> None:
-    """What no longer fits is left out, said, and not remembered; the user's own setting delivers 500 images/s."""
+    """What no longer fits is left out, said, and not remembered; the user's own setting delivers
+    500 images/s.
+    """
     machine = Machine(0.01, 0.0001, demand=700, cores=8.0, ceiling=500.0)
     report = on(machine, 8, images_left=images_left, budget_s=budget_s)
     assert [trial.settings.num_workers for trial in report.trials] == [8, 1, 5, 8][:measured]
@@ -211,13 +215,16 @@ def test_other_programs_are_warned_of(
     on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, looks: tuple[float | None, ...],
     others: float | None,
 ) -> None:  # fmt: skip
-    """One warning says how much they took, with the demand as it is at the end; the report holds the most."""
+    """One warning says how much they took, with the demand as it is at the end; the report holds
+    the most.
+    """
     left = list(looks)
     monkeypatch.setattr(Neighbours, "look", lambda self: left.pop(0))
     report = on(Machine(0.002, 0.0019, demand=700), 1)
     assert report.others_cores == others and not left
     assert warned(caplog) == ([] if others is None else [
-        f"other programs took {others} of the 2 cores meanwhile, so that the figures are theirs too; the step took about 700 "
+        f"other programs took {others} of the 2 cores meanwhile, so that the figures are theirs "
+        "too; the step took about 700 "
         "images/s at first and about 700 at last; tune again when they have ended"
     ])  # fmt: skip
 
@@ -229,7 +236,10 @@ def test_the_grid_warns_as_well(
     monkeypatch.setattr(Neighbours, "look", lambda self: 1.5)
     assert on(Machine(0.002, 0.0019, demand=700), 1, name=TunerName.grid).others_cores == 1.5
     assert warned(caplog) == [
-        "other programs took 1.5 of the 2 cores meanwhile, so that the figures are theirs too; tune again when they have ended"
+        (
+            "other programs took 1.5 of the 2 cores meanwhile, so that the figures are theirs too; "
+            "tune again when they have ended"
+        )
     ]
 
 
@@ -278,7 +288,9 @@ def test_the_most_workers_are_the_users_to_set(on: On) -> None:
 
 
 def test_what_cannot_be_measured_stays_as_it_is(on: On, caplog: pytest.LogCaptureFixture) -> None:
-    """The user's setting and one modest worker fail: one warning, and training begins with the user's own."""
+    """The user's setting and one modest worker fail: one warning, and training begins with the
+    user's own.
+    """
     report = on(Machine(0.01, 0.01, demand=100, broken=lambda _: True), 3)
     assert (report.settings, report.after.images_per_s, report.complete) == (own(3), None, False)
     assert [(t.settings.num_workers, t.settings.prefetch_factor) for t in report.trials] == [
@@ -291,7 +303,9 @@ def test_what_cannot_be_measured_stays_as_it_is(on: On, caplog: pytest.LogCaptur
 def test_where_not_one_worker_fits_the_trainer_loads(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches larger than the shared memory: refused before they run, and no workers are the answer."""
+    """Batches larger than the shared memory: refused before they run, and no workers are the
+    answer.
+    """
     monkeypatch.setattr(Feeds, "batch_bytes", lambda *_: 10**9)
     report = real(samples.Noise(40), 3)
     assert report.settings == samples.settings(0)
@@ -310,7 +324,9 @@ def test_where_no_process_fits_threads_are_measured(monkeypatch: pytest.MonkeyPa
 
 
 def test_threads_are_not_tried_after_workers_that_died(on: On) -> None:
-    """What kills a worker would kill this process, and what hangs there would hang here for good."""
+    """What kills a worker would kill this process, and what hangs
+    there would hang here for good.
+    """
     machine = Machine(
         0.01, 0.01, demand=100, form_speed=dict.fromkeys(FORMS_HERE, 1.0), broken=lambda _: True
     )
@@ -374,7 +390,9 @@ def real(dataset: samples.Noise, workers: int = 1, step: Step | None = None, bud
 
 
 def test_a_real_search_leaves_no_trace() -> None:
-    """With real workers: figures in every row; no worker, file, shared memory or random number is left or used up."""
+    """With real workers: figures in every row; no worker, file, shared memory or random number is
+    left or used up.
+    """
     samples.start_server()
     real(samples.Noise(40), forms=FORMS_HERE)  # whatever is opened once for good
     before = traces()

@@ -102,7 +102,9 @@ def test_a_run_of_first_steps_has_no_rates(clock: StepClock, hand: Hand) -> None
 
 
 def test_pauses_are_kept_apart_by_name(clock: StepClock, hand: Hand) -> None:
-    """Evaluation and checkpoints lengthen no step, whether between two steps or in the middle of one."""
+    """Evaluation and checkpoints lengthen no step, whether between two steps or in the middle of
+    one.
+    """
     one_step(clock, hand, 0.0, 1.0)
     with clock.pause("evaluate"):
         hand.pass_(50.0)
@@ -195,7 +197,9 @@ def test_several_batches_in_one_step_add_up(clock: StepClock, hand: Hand) -> Non
 
 
 def test_mps_has_no_compute_time(hand: Hand) -> None:
-    """Where a call returns before its work is done, host time would pass for compute time: it is absent."""
+    """Where a call returns before its work is done, host time would pass for compute time: it is
+    absent.
+    """
     clock = StepClock("mps", now=hand)
     one_step(clock, hand, 0.1, 0.1)
     one_step(clock, hand, 0.1, 0.1)
@@ -243,7 +247,9 @@ class SlowLoader:
 
 
 def test_watch_gives_a_plain_loop_its_figures(clock: StepClock, hand: Hand) -> None:
-    """One changed line: next() is data wait, the loop's body is compute, and every batch is a step."""
+    """One changed line: next() is data wait, the loop's body is compute,
+    and every batch is a step.
+    """
     for images, _ in clock.watch(SlowLoader(hand, 5)):
         assert images.shape[0] == 2
         hand.pass_(1.5)
@@ -321,5 +327,8 @@ def test_watch_takes_a_count_of_the_callers_own() -> None:
 
 def test_the_clock_is_light_to_import() -> None:
     """Workers import the clock: neither torch nor numpy comes with it."""
-    code = "import sys, harness.watch.clock; sys.exit(bool({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+    code = (
+        "import sys, harness.watch.clock; sys.exit(bool({'torch', 'numpy', 'rich'} & "
+        "set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

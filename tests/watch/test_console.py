@@ -156,7 +156,9 @@ def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -
 def test_long_work_in_a_pipe_says_a_few_lines(
     capsys: pytest.CaptureFixture[str], unit_s: float, expected: list[str]
 ) -> None:
-    """A line once it has taken 5 s, then at most ten, at least 5 s apart; the last one tells that all is done."""
+    """A line once it has taken 5 s, then at most ten, at least 5 s apart; the last one tells that
+    all is done.
+    """
     hand = Hand()
     with console.progress("unpacking", 100, "files", now=hand) as bar:
         for _ in range(100):
@@ -177,7 +179,8 @@ def test_what_work_shows_so_far_stands_after_its_counts(capsys: pytest.CaptureFi
         hand.now += 1
         bar.describe("end")
     assert capsys.readouterr().out.splitlines() == [
-        "epoch 1/5: 1 of 4 steps", "epoch 1/5: 2 of 4 steps, loss 0.9", "epoch 1/5: 3 of 4 steps, loss 0.8",
+        "epoch 1/5: 1 of 4 steps", "epoch 1/5: 2 of 4 steps, loss 0.9", ("epoch 1/5: 3 of 4 steps, "
+                                                                         "loss 0.8"),
         "epoch 1/5: 4 of 4 steps, loss 0.7",
     ]  # fmt: skip
 
@@ -289,7 +292,9 @@ def test_progress_inside_progress_on_a_terminal_does_not_raise() -> None:
 def test_a_live_table_in_a_pipe_is_lines(
     capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
 ) -> None:
-    """Title and header at once, each row when it comes, padded to the widths; no status; all of it in the log."""
+    """Title and header at once, each row when it comes, padded to the widths; no status; all of it
+    in the log.
+    """
     with console.live_table("Trials", ["num_workers", "images/s", "note"], [0, 10, 0]) as shown:
         shown.status("measuring num_workers=4")
         assert capsys.readouterr().out.splitlines() == ["Trials", "num_workers  images/s    note"]
@@ -301,7 +306,9 @@ def test_a_live_table_in_a_pipe_is_lines(
 
 
 def test_a_live_table_on_a_terminal_grows_and_stays() -> None:
-    """Status lines come and go; at the end the table stands there once, with every row as plain text and aligned."""
+    """Status lines come and go; at the end the table stands there once, with every row as plain
+    text and aligned.
+    """
     seen = on_terminal(
         "from harness.watch.console import live_table, say, progress\n"
         "with live_table('Trials', ['num_workers', 'images/s']) as shown:\n"
@@ -330,7 +337,8 @@ def test_a_live_table_inside_progress_is_lines_on_a_terminal_too() -> None:
     seen = on_terminal(
         "from harness.watch.console import live_table, progress\n"
         "with progress('outer', 2, 'parts') as bar:\n"
-        "    with live_table('Trials', ['a']) as shown: shown.status('unseen'); shown.add(['row'])\n"
+        "    with live_table('Trials', ['a']) as shown: shown.status('unseen'); "
+        "shown.add(['row'])\n"
         "    bar.advance(2)\n"
     )
     assert "row" in seen
@@ -339,7 +347,9 @@ def test_a_live_table_inside_progress_is_lines_on_a_terminal_too() -> None:
 
 
 def test_a_live_table_gives_way_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    """Progress inside it is silent, and shows again after it, also where it ended with an exception."""
+    """Progress inside it is silent, and shows again after it, also where it ended with an
+    exception.
+    """
     hand = Hand()
     for end in ("inside", "after"):
         with contextlib.suppress(KeyError), console.live_table("Trials", ["a"]):
@@ -380,7 +390,10 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
 
 def test_a_full_disk_under_the_output_does_not_end_the_run() -> None:
     """`train.py > log` goes on training where the log's disk is full."""
-    code = "import sys; from harness.watch.console import say\nsay('a'); say('b'); sys.stderr.write('done')"
+    code = (
+        "import sys; from harness.watch.console import say\nsay('a'); say('b'); "
+        "sys.stderr.write('done')"
+    )
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, check=True
@@ -391,7 +404,8 @@ def test_a_full_disk_under_the_output_does_not_end_the_run() -> None:
 def test_a_terminal_without_unicode_gets_escapes() -> None:
     """Letters that the output's encoding lacks are escaped and do not raise."""
     done = subprocess.run(
-        [sys.executable, "-c", "from harness.watch.console import say; say('Z\\u00fcrich \\u6771')"],
+        [sys.executable, "-c", ("from harness.watch.console import say; say('Z\\u00fcrich "
+                                "\\u6771')")],
         capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True,
     )  # fmt: skip
     assert done.stdout == b"Z\\xfcrich \\u6771\n"

@@ -1,4 +1,6 @@
-"""Runs whose figures fail: they train to the end, and their report leaves out what could not be had."""
+"""Runs whose figures fail: they train to the end, and their report leaves out what could not be
+had.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class NVMLError(Exception):
 
 
 def nvml(refused: tuple[str, ...] = (), fails_at: int | None = None) -> SimpleNamespace:
-    """A library that knows one GPU without performance counters, refuses some calls, and fails from one reading on."""
+    """A library that knows one GPU without performance counters, refuses some calls, and fails from
+    one reading on.
+    """
     readings = 0
 
     def answer(name: str, value: object = None) -> Callable[..., object]:
@@ -65,7 +69,8 @@ def nvml(refused: tuple[str, ...] = (), fails_at: int | None = None) -> SimpleNa
 
 @pytest.fixture
 def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReportOf:
-    """A run of two steps that is looked at three times before the first: its report, and what its log says is missing.
+    """A run of two steps that is looked at three times before the first: its report, and what its
+    log says is missing.
 
     ``gpu`` asks that NVML's figures be taken, though the run is on the CPU.
     """
@@ -104,7 +109,8 @@ def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         pytest.param(None, set(), "no GPU figures: NVML is not there", id="no NVML"),
         pytest.param(
             nvml(fails_at=2), set(),
-            "no gpu/utilization, gpu/memory_used_bytes, gpu/power_w from here on: GPU is lost", id="NVML fails midway",
+            "no gpu/utilization, gpu/memory_used_bytes, gpu/power_w from here on: GPU is "
+            "lost", id="NVML fails midway",
         ),
         pytest.param(
             nvml(refused=("UtilizationRates", "PowerUsage")), {Tag.GPU_MEMORY_USED_BYTES},
@@ -119,7 +125,9 @@ def test_nvml_costs_its_figures_and_no_more(
     kept: set[Tag],
     line: str,
 ) -> None:
-    """The run ends as any other, with one line in the log; what the library did not give to the end is in no report."""
+    """The run ends as any other, with one line in the log; what the library did not give to the end
+    is in no report.
+    """
     monkeypatch.setitem(sys.modules, "pynvml", library)
     report, missing = report_of(gpu=True)
     assert "gpu_utilization" not in report
@@ -131,7 +139,9 @@ def test_nvml_costs_its_figures_and_no_more(
 def test_without_permissions_a_run_has_no_figures_of_the_machine(
     report_of: ReportOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where neither psutil nor /proc may be read the run trains all the same; one line in the log names what is lost."""
+    """Where neither psutil nor /proc may be read the run trains all the same; one line in the log
+    names what is lost.
+    """
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise psutil.AccessDenied(msg="hidden")
@@ -141,8 +151,10 @@ def test_without_permissions_a_run_has_no_figures_of_the_machine(
     monkeypatch.setattr(Tree, "_read", refuse)
     report, missing = report_of()
     tags = (
-        "host/cpu_fraction, host/machine_cpu_cores, host/ram_used_bytes, host/disk_read_bytes_per_s, host/own_cpu_cores, "
-        "host/major_faults_per_s, host/own_read_bytes_per_s, host/own_storage_bytes_per_s, host/own_queued_threads"
+        "host/cpu_fraction, host/machine_cpu_cores, host/ram_used_bytes, "
+        "host/disk_read_bytes_per_s, host/own_cpu_cores, "
+        "host/major_faults_per_s, host/own_read_bytes_per_s, host/own_storage_bytes_per_s, "
+        "host/own_queued_threads"
     )
     assert missing[0] == f"no {tags} from here on: hidden"
     assert not {*tags.split(", "), "host/others_cpu_cores"} & set(report.get("sampled", {}))
@@ -152,7 +164,9 @@ def test_without_permissions_a_run_has_no_figures_of_the_machine(
 def test_a_machine_without_proc_trains(
     report_of: ReportOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where /proc says nothing of processes and of pressure, each missing file is named once, and the other figures stay."""
+    """Where /proc says nothing of processes and of pressure, each missing file is named once, and
+    the other figures stay.
+    """
     whole = station.HostSource
     monkeypatch.setattr(station, "HostSource", lambda cores: whole(root=tmp_path / "empty"))
     report, missing = report_of()
@@ -163,6 +177,9 @@ def test_a_machine_without_proc_trains(
         if "own_" in tag or "memory_stall" in tag or "throttled" in tag
     }
     assert [text.split(" from here on")[0] for text in missing] == [
-        "no host/own_cpu_cores, host/major_faults_per_s, host/own_read_bytes_per_s, host/own_storage_bytes_per_s",
+        (
+            "no host/own_cpu_cores, host/major_faults_per_s, host/own_read_bytes_per_s, "
+            "host/own_storage_bytes_per_s"
+        ),
         "no host/memory_stall_fraction",
     ]

@@ -27,8 +27,8 @@ class NVMLError(Exception):
 class Nvml:
     """Two GPUs, of which the second is asked for; ``broken`` names the calls that fail.
 
-    ``sm_percent`` is what the performance counters say, in the library's own structures; None where there are none, an
-    error's number where reading them fails.
+    ``sm_percent`` is what the performance counters say, in the library's own structures; None where
+    there are none, an error's number where reading them fails.
     """
 
     NVMLError = NVMLError
@@ -177,7 +177,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None], None]:
 
 
 def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> None:
-    """Utilisation is a fraction, memory is in bytes and power in watts, of the GPU that torch uses."""
+    """Utilisation is a fraction, memory is in bytes and power in watts,
+    of the GPU that torch uses.
+    """
     install(Nvml())
     expected = {
         Tag.GPU_UTILIZATION: 0.37,
@@ -190,7 +192,9 @@ def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> N
 def test_a_mig_instance_gives_what_it_has(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On MIG there is neither utilisation nor power: both are absent, with one warning for the two, and memory stays."""
+    """On MIG there is neither utilisation nor power: both are absent, with one warning for the two,
+    and memory stays.
+    """
     install(Nvml(broken=("utilization", "power"), prefix="MIG"))
     source = GpuSource(UUID)
     assert [set(source.sample()) for _ in range(3)] == [{Tag.GPU_MEMORY_USED_BYTES}] * 3
@@ -203,7 +207,9 @@ def test_a_mig_instance_gives_what_it_has(
 def test_multiprocessors_are_counted_where_the_gpu_does(
     install: Callable[[Nvml | None], None], prefix: str
 ) -> None:
-    """From the second sample on there is the mean share at work since the one before, of a MIG instance its own."""
+    """From the second sample on there is the mean share at work since the one before, of a MIG
+    instance its own.
+    """
     nvml = Nvml(prefix=prefix, sm_percent=25.0)
     install(nvml)
     source = GpuSource(UUID)
@@ -230,7 +236,9 @@ def test_others_on_the_gpu_are_those_that_are_not_ours(
     users: dict[int, int] | None,
     others: float | None,
 ) -> None:
-    """Where this process is not among those that NVML knows, nobody can be told apart: the figure is absent, with no word."""
+    """Where this process is not among those that NVML knows, nobody can be told apart: the figure
+    is absent, with no word.
+    """
     nvml = Nvml()
     nvml.users = users
     install(nvml)
@@ -261,7 +269,9 @@ def test_without_counters_no_warning_is_due(
 def test_counters_that_fail_are_given_up(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """An error when the sample is taken, and one that the library puts beside the figure, end this figure alone."""
+    """An error when the sample is taken, and one that the library puts beside the figure, end this
+    figure alone.
+    """
     nvml = Nvml(broken=("gpm sample",) if how == "sample" else (), sm_percent=ctypes.c_uint(999))
     install(nvml)
     source = GpuSource(UUID)
@@ -334,7 +344,9 @@ def test_nvml_without_gpus_sees_none(
 
 @pytest.mark.gpu
 def test_a_real_gpu_can_be_sampled() -> None:
-    """While kernels run, every figure is in its range; Hopper and later count their multiprocessors."""
+    """While kernels run, every figure is in its range; Hopper and later count their
+    multiprocessors.
+    """
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     properties = torch.cuda.get_device_properties(0)

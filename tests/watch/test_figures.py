@@ -84,7 +84,9 @@ def test_an_empty_ledger_has_no_figures() -> None:
 
 
 def test_device_sums_come_before_the_hosts() -> None:
-    """Where a device told of its time, shares are of that; the host's clock keeps its own figures."""
+    """Where a device told of its time, shares are of that; the
+    host's clock keeps its own figures.
+    """
     ledger = Ledger(steps=1, elapsed_s=10.0, wait_s=9.0)
     ledger.sketches["data_wait_ms"].add(9000.0)
     window = ledger.window()

@@ -25,7 +25,9 @@ Times = namedtuple("Times", "user system idle iowait guest guest_nice")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """A machine whose counters a test sets; its ``root`` holds no /proc and no control groups yet."""
+    """A machine whose counters a test sets; its ``root`` holds no
+    /proc and no control groups yet.
+    """
     state = SimpleNamespace(
         times=Times(10.0, 5.0, 80.0, 5.0, 2.0, 0.0), read_bytes=1000, now=10.0, root=tmp_path
     )
@@ -42,7 +44,9 @@ def source_of(machine: SimpleNamespace) -> HostSource:
 
 
 def test_rates_are_since_the_sample_before(machine: SimpleNamespace) -> None:
-    """The first sample has no rates; the second has the mean between the two; waiting for a disk is not being busy."""
+    """The first sample has no rates; the second has the mean between the two; waiting for a disk is
+    not being busy.
+    """
     source = source_of(machine)
     assert source.sample() == {Tag.RAM_USED_BYTES: 7_000_000.0}
     machine.times, machine.read_bytes, machine.now = (
@@ -79,7 +83,9 @@ def write_kernel(
     stalled_us: int,
     periods: list[str],
 ) -> None:
-    """What a kernel says of this process, in a group "job" with a quota in a group with another one."""
+    """What a kernel says of this process, in a group "job" with a quota in a group with another
+    one.
+    """
     ticks = round(cores_s * os.sysconf("SC_CLK_TCK"))
     pid = os.getpid()
     files = {
@@ -87,7 +93,9 @@ def write_kernel(
         f"proc/{pid}/stat": f"{pid} (python) R 1 0 0 0 0 0 0 0 {faults} 0 {ticks} 0 0 0",
         f"proc/{pid}/io": f"rchar: {read[0]}\nread_bytes: {read[1]}",
         "proc/pressure/memory": "some avg10=0 avg60=0 avg300=0 total=0",
-        "sys/fs/cgroup/pod/job/memory.pressure": f"some avg10=0 avg60=0 avg300=0 total={stalled_us}",
+        "sys/fs/cgroup/pod/job/memory.pressure": (
+            f"some avg10=0 avg60=0 avg300=0 total={stalled_us}"
+        ),
         "sys/fs/cgroup/pod/job/cpu.stat": periods[0],
         "sys/fs/cgroup/pod/cpu.stat": periods[1],
     }
@@ -97,7 +105,9 @@ def write_kernel(
 
 
 def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNamespace) -> None:
-    """Processors, faults, bytes and waiting for memory are per second; throttling is per period, of the group that has most."""
+    """Processors, faults, bytes and waiting for memory are per second; throttling is per period, of
+    the group that has most.
+    """
     write_kernel(
         machine.root,
         3.0,
@@ -142,7 +152,9 @@ def test_others_take_what_is_busy_and_not_ours(
     cores: float | None,
     others: float | None,
 ) -> None:
-    """Of two busy cores half a one is ours; the rest is counted as far as cores that this run may not use cannot hold it."""
+    """Of two busy cores half a one is ours; the rest is counted as far as cores that this run may
+    not use cannot hold it.
+    """
     monkeypatch.setattr(psutil, "cpu_count", lambda: count)
     source, found = HostSource(lambda: machine.now, machine.root, cores), {}
     for own_s in (0.0, 1.0):
@@ -171,7 +183,9 @@ def test_what_others_take_is_not_known_without_what_is_ours(
 
 
 def test_a_total_that_shrinks_gives_no_rate(machine: SimpleNamespace) -> None:
-    """A descendant that ended as another's child took its part along: no rate this once, and none is negative."""
+    """A descendant that ended as another's child took its part along: no rate this once, and none
+    is negative.
+    """
     source = source_of(machine)
     rates = []
     for cores_s in (3.0, 2.0, 2.5):
@@ -271,7 +285,9 @@ class Counting(Source):
 
 
 def test_a_read_is_the_mean_since_the_last_one() -> None:
-    """Each window has the samples of its own time; the run's mean has all; without samples a figure is absent."""
+    """Each window has the samples of its own time; the run's mean has all; without samples a figure
+    is absent.
+    """
     sampler = Sampler([Counting()], 1.0)
     sampler.look()
     sampler.look()
@@ -294,7 +310,9 @@ def test_the_means_of_the_run_begin_anew() -> None:
 
 
 def test_the_means_of_the_run_leave_out_what_is_aside() -> None:
-    """Samples in an evaluation, and the first after it, whose rates reach back into it, are in the windows alone."""
+    """Samples in an evaluation, and the first after it, whose rates reach back into it, are in the
+    windows alone.
+    """
     sampler = Sampler([Counting()], 1.0)
     sampler.look()
     with sampler.aside():
@@ -305,7 +323,9 @@ def test_the_means_of_the_run_leave_out_what_is_aside() -> None:
 
 
 def test_a_restart_during_a_look_is_not_lost() -> None:
-    """A sample that is under way at the restart, and the next one, whose rates reach back before it, do not count."""
+    """A sample that is under way at the restart, and the next one, whose rates reach back before
+    it, do not count.
+    """
     meanwhile = [lambda: sampler.restart(), lambda: None, lambda: None]
     sampler = Sampler([Counting(lambda: meanwhile.pop(0)())], 1.0)
     for _ in range(3):
@@ -314,7 +334,9 @@ def test_a_restart_during_a_look_is_not_lost() -> None:
 
 
 def test_a_figure_that_was_lost_has_no_mean_of_the_run() -> None:
-    """What came before is in its window; the run's mean would speak for a time that nobody saw, and is absent."""
+    """What came before is in its window; the run's mean would speak for a time that nobody saw, and
+    is absent.
+    """
     sampler = Sampler([Counting(last=2)], 1.0)
     for _ in range(3):
         sampler.look()

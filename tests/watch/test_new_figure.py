@@ -12,7 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DECLARED = '    copy_ms: Spread | None = _figure("time/copy_ms"'
-NEW = '    rest_ms: Spread | None = _figure("time/rest_ms", "ms", "all but the wait", "The rest", "rest")\n'
+NEW = (
+    '    rest_ms: Spread | None = _figure("time/rest_ms", "ms", "all but the wait", "The rest", '
+    '"rest")\n'
+)
 COUNTED = '        sketches["data_wait_ms"].add(1e3 * self._wait_s)\n'
 COUNT = '        sketches["rest_ms"].add(1e3 * (took_s - self._wait_s))\n'
 
@@ -25,7 +28,9 @@ def insert(path: Path, before: str, line: str) -> None:
 
 
 def test_a_figure_is_added_in_two_lines(tmp_path: Path) -> None:
-    """Declared in one file and counted in another, it is in the lines, in the report, and among what the page shows."""
+    """Declared in one file and counted in another, it is in the lines, in the report, and among
+    what the page shows.
+    """
     for name in ("harness", "conf"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", tmp_path)

@@ -1,4 +1,6 @@
-"""Quotas that stop us and memory that must be waited for, in made-up control groups and in a real one."""
+"""Quotas that stop us and memory that must be waited for, in made-up control groups and in a real
+one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 
 from harness.watch import host
 
-PRESSURE = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n"
+PRESSURE = (
+    "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg60=0.00 "
+    "avg300=0.00 total=7\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +35,9 @@ PRESSURE = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg
 def test_both_versions_count_throttled_periods(
     tmp_path: Path, stat: str | None, counts: tuple[int, int] | None
 ) -> None:
-    """Periods and throttled periods are read under the same names; a group that does not count them is left out."""
+    """Periods and throttled periods are read under the same names; a group that does not count them
+    is left out.
+    """
     if stat is not None:
         (tmp_path / "cpu.stat").write_text(stat)
     assert host.throttled([tmp_path]) == ({} if counts is None else {tmp_path: counts})
@@ -58,7 +65,9 @@ def test_a_kernel_without_pressure_figures_is_named(tmp_path: Path) -> None:
 
 
 def test_a_real_quota_throttles() -> None:
-    """A process that wants a processor and has a fiftieth of one is stopped in most of its periods."""
+    """A process that wants a processor and has a fiftieth of one
+    is stopped in most of its periods.
+    """
     burn = "import os\nwhile sum(os.times()[:2]) < 0.03: pass"
     with control_groups.quota(0.02) as group:
         subprocess.run(

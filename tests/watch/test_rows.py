@@ -1,4 +1,6 @@
-"""Rows in shared memory; that they reach worker processes and leave nothing behind is tested with the gauge."""
+"""Rows in shared memory; that they reach worker processes and leave nothing behind is tested with
+the gauge.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tags, keys and values of the figures are those that earlier versions wrote: people read them with scripts of their own."""
+"""Tags, keys and values of the figures are those that earlier versions wrote: people read them with
+scripts of their own.
+"""
 
 from __future__ import annotations
 

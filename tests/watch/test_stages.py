@@ -30,7 +30,9 @@ Sample = Sequence[tuple[float, float]]  # wall and processor seconds of each sta
 
 @dataclass
 class Clocks:
-    """A wall clock and a processor clock that stand still between two looks, each of which takes ``look_s``."""
+    """A wall clock and a processor clock that stand still between two looks, each of which takes
+    ``look_s``.
+    """
 
     wall_s: float = 1000.0
     cpu_s: float = 50.0
@@ -69,7 +71,9 @@ def make(
     collate_s: float = 0.0,
     share_s: float | None = None,
 ) -> Stamps:
-    """One batch, whose samples go through all stages; before them it computes for ``collate_s``, and then for ``share_s``."""
+    """One batch, whose samples go through all stages; before them it computes for ``collate_s``,
+    and then for ``share_s``.
+    """
     timers = timer.begin(len(batch))
     clocks.go(collate_s, collate_s)
     if share_s is not None:
@@ -96,7 +100,9 @@ def walls(totals: StageTotals) -> list[float]:
 
 
 def test_a_batch_is_divided_exactly(clocks: Clocks) -> None:
-    """Where all samples are timed, wall and processor seconds of every stage and of the batch around them are those it took."""
+    """Where all samples are timed, wall and processor seconds of every stage and of the batch
+    around them are those it took.
+    """
     meter = StageMeter(STAGES, 0)
     batch = [[(0.5, 0.1), (1.0, 1.0), (0.25, 0.25)], [(3.5, 0.3), (2.0, 2.0), (0.25, 0.25)]]
     make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, batch, collate_s=0.125)
@@ -132,7 +138,9 @@ def test_nothing_has_been_done_at_first() -> None:
 
 
 def test_memory_that_processes_share_is_handing_over(clocks: Clocks) -> None:
-    """What a worker takes to get memory that the trainer can map is a stage of its own, of processes alone."""
+    """What a worker takes to get memory that the trainer can map is a stage of its own, of
+    processes alone.
+    """
     meter = StageMeter(STAGES, 1)
     timer = meter.timer(0, clocks.now, clocks.cpu_now)
     for _ in range(3):
@@ -211,7 +219,9 @@ def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
 def test_a_sample_that_fails_is_booked_where_it_did(
     clocks: Clocks, ended: tuple[str, ...], booked: str
 ) -> None:
-    """The time until the error goes to the stage after the last one that ended; at the end, to that one."""
+    """The time until the error goes to the stage after the last one that ended; at the end, to that
+    one.
+    """
     meter = StageMeter(STAGES, 0)
     timer = meter.timer(0, clocks.now, clocks.cpu_now)
     (laps,) = timer.begin(1) or ()
@@ -237,7 +247,11 @@ def test_a_sample_that_fails_is_booked_where_it_did(
         ),
         (
             [],
-            r"names the stages \('read', 'decode', 'crop'\) and never tells the end of one: call lap\(stage\)",
+            (
+                r"names the stages \('read', 'decode', 'crop'\) and never tells the end of one: "
+                r"call "
+                r"lap\(stage\)"
+            ),
         ),
     ],
     ids=["unknown", "none"],
@@ -245,7 +259,9 @@ def test_a_sample_that_fails_is_booked_where_it_did(
 def test_a_data_set_must_tell_the_stages_it_names(
     clocks: Clocks, told: list[str], text: str
 ) -> None:
-    """A stage that was not named, and stages that never end, are errors of the data set's author."""
+    """A stage that was not named, and stages that never end, are
+    errors of the data set's author.
+    """
     timer = StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now)
     (laps,) = timer.begin(1) or ()
     timer.fill()
@@ -259,7 +275,9 @@ def test_a_data_set_must_tell_the_stages_it_names(
 def fed(
     batches: int, batch: Callable[[int], list[Sample]], look_s: float = 2e-7
 ) -> tuple[StageTotals, Clocks, list[float]]:
-    """The totals after so many batches, with clocks that cost ``look_s``; and the true wall seconds by stage."""
+    """The totals after so many batches, with clocks that cost ``look_s``; and the true wall seconds
+    by stage.
+    """
     clocks, meter = Clocks(look_s=look_s), StageMeter(STAGES, 0)
     timer, true = meter.timer(0, clocks.now, clocks.cpu_now), [0.0] * len(STAGES)
     clocks.looks = 0
@@ -273,7 +291,9 @@ def fed(
 
 
 def test_timing_microseconds_costs_a_thousandth() -> None:
-    """With samples of 20 us few are timed: besides two looks a batch, the looks take less than 0.1 % of the work."""
+    """With samples of 20 us few are timed: besides two looks a batch, the looks take less than 0.1
+    % of the work.
+    """
     sample = [(5e-6, 5e-6), (5e-6, 5e-6), (10e-6, 10e-6)]
     totals, clocks, _ = fed(1000, lambda _: [sample] * 128)
     assert totals.samples == 1000 * 128
@@ -295,7 +315,9 @@ def test_all_samples_are_timed_where_they_take_their_time() -> None:
 
 @pytest.mark.parametrize("size", [8, 32])
 def test_rare_slow_samples_count_on_average(size: int) -> None:
-    """Where one sample in some is timed, reads of which one in a hundred is slow have their share all the same."""
+    """Where one sample in some is timed, reads of which one in a hundred is slow have their share
+    all the same.
+    """
     rng = random.Random(5)
     plain, slow = (
         [(1e-5, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)],
@@ -322,7 +344,9 @@ def test_no_place_in_a_batch_is_favoured(place: int) -> None:
 
 
 def test_what_warming_up_took_is_not_taken_for_the_rule() -> None:
-    """The first batch decodes slowly, once; those that follow are divided by samples of their own."""
+    """The first batch decodes slowly, once; those that follow are
+    divided by samples of their own.
+    """
     cold, warm = (
         [(1e-6, 1e-6), (1e-3, 1e-3), (1e-6, 1e-6)],
         [(1e-5, 1e-5), (1e-6, 1e-6), (1e-5, 1e-5)],
@@ -332,7 +356,9 @@ def test_what_warming_up_took_is_not_taken_for_the_rule() -> None:
 
 
 def test_batches_count_before_they_are_divided(clocks: Clocks) -> None:
-    """A reading between two timed batches divides the others like those before them, and the next one puts it right."""
+    """A reading between two timed batches divides the others like those before them, and the next
+    one puts it right.
+    """
     clocks.look_s = 1e-6
     meter = StageMeter(STAGES, 0)
     timer = meter.timer(0, clocks.now, clocks.cpu_now)
@@ -376,7 +402,9 @@ def _work(meter: StageMeter) -> None:
 def test_stamps_tell_when_a_batch_was_made_and_when_it_came(
     monkeypatch: pytest.MonkeyPatch, clocks: Clocks
 ) -> None:
-    """Made by the worker's clock; received where they are unpickled, pinned where torch asks for it."""
+    """Made by the worker's clock; received where they are unpickled, pinned where torch asks for
+    it.
+    """
     stamps = make(
         StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now), clocks, [[(2.0, 2.0)] * 3]
     )

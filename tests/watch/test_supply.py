@@ -68,7 +68,9 @@ def test_a_sample_costs_what_its_stages_do() -> None:
 def test_waiting_is_told_from_work_on_crowded_processors(
     stages: dict[str, tuple[float, float]], kind: str, waits: bool
 ) -> None:
-    """All stages last longer than their processor time where processors are scarce; only one that waits does so alone."""
+    """All stages last longer than their processor time where processors are scarce; only one that
+    waits does so alone.
+    """
     found = supply(stages)
     assert (found.kind, found.waits) == (kind, waits)
 
@@ -81,12 +83,16 @@ def test_waiting_is_told_from_work_on_crowded_processors(
 def test_a_lone_stage_waits_unless_the_processors_can_explain_it(
     lone_crowding: float | None, waits: bool
 ) -> None:
-    """With nothing to compare it with, a stage that lasts four times its processor time may just have been crowded out."""
+    """With nothing to compare it with, a stage that lasts four times its processor time may just
+    have been crowded out.
+    """
     assert supply({"sample": (8.0, 2.0)}, lone_crowding).waits == waits
 
 
 def test_full_processors_hide_all_but_long_waits() -> None:
-    """Where processors are full, only a stage that hardly ever has one is said to wait, whatever the others look like."""
+    """Where processors are full, only a stage that hardly ever has one is said to wait, whatever
+    the others look like.
+    """
     crowded, waiting = (
         {"decode": (8.0, 1.0), "crop": (1.0, 1.0)},
         {"read": (8.0, 0.5), "crop": (1.0, 1.0)},
@@ -115,7 +121,9 @@ def test_processors_bound_the_rate() -> None:
 
 
 def test_full_processors_have_no_room_beside_work() -> None:
-    """Where processors are full, all of the work's time is taken for a wish to have one; waiting leaves them to others."""
+    """Where processors are full, all of the work's time is taken for a wish to have one; waiting
+    leaves them to others.
+    """
     assert supply({"decode": (8.0, 2.0), "crop": (8.0, 4.0)}, None).rate_of(
         2.0, 0.4
     ) == pytest.approx(1.0)

@@ -58,7 +58,9 @@ def spread(ms: float | None) -> Spread | None:
 
 
 def totals(stages: Mapping[str, tuple[float, float]]) -> StageTotals:
-    """A thousand samples whose stages take so many milliseconds of wall and of processor time each."""
+    """A thousand samples whose stages take so many milliseconds of
+    wall and of processor time each.
+    """
     costs = {name: StageCost(wall_ms, cpu_ms) for name, (wall_ms, cpu_ms) in stages.items()}
     return StageTotals(1000, 100, sum(cost.wall_s for cost in costs.values()), costs)
 
@@ -71,7 +73,9 @@ def evidence(
     window: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Evidence:
-    """A CUDA run of 200 steps in 10 s at 500 images/s; the shares are of the time, the stages as ``totals`` takes them."""
+    """A CUDA run of 200 steps in 10 s at 500 images/s; the shares are of the time, the stages as
+    ``totals`` takes them.
+    """
     shares = {"starved": starved, "exposed_copy": copy, "host": host or 0.0}
     shares["compute"] = 1 - sum(shares.values())
     figures = {
@@ -109,120 +113,150 @@ def rank(
 CASES = [
     pytest.param(
         evidence(0.4, stages=READING, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 5e7}), "storage",
-        "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms of a sample, mostly "
-        "waiting. Of 60 MB/s, 50 came from a disk or NFS: the files were not in the page cache. Faster loading gives at "
-        "most 1.67x. Try: loader.num_workers=12, or put the files on a faster disk, or keep them in memory.",
+        "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
+        "of a sample, mostly "
+        "waiting. Of 60 MB/s, 50 came from a disk or NFS: the files were not in the page cache. "
+        "Faster loading gives at "
+        "most 1.67x. Try: loader.num_workers=12, or put the files on a faster disk, or keep them "
+        "in memory.",
         id="cold files",
     ),
     pytest.param(
         evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e7}),
         "storage",
-        "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms of a sample, mostly "
-        "waiting. Of 60 MB/s, 10 came from a disk or NFS. Faster loading gives at most 1.67x. Try: put the files on a "
+        "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
+        "of a sample, mostly "
+        "waiting. Of 60 MB/s, 10 came from a disk or NFS. Faster loading gives at most 1.67x. Try: "
+        "put the files on a "
         "faster disk, or keep them in memory.",
         id="some cold files",
     ),
     pytest.param(
         evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 2e4, Tag.STORAGE_BYTES_PER_S: 3e5}),
         "storage",
-        "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms of a sample, mostly "
-        "waiting. Of 0.3 MB/s, 0.3 came from a disk or NFS: the files were not in the page cache. Faster loading gives "
+        "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
+        "of a sample, mostly "
+        "waiting. Of 0.3 MB/s, 0.3 came from a disk or NFS: the files were not in the page cache. "
+        "Faster loading gives "
         "at most 1.67x. Try: put the files on a faster disk, or keep them in memory.",
         id="mapped files",
     ),
     pytest.param(
         evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e5}),
         "storage",
-        "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms of a sample, mostly "
-        "waiting. Hardly a byte came from a disk: opening files is slow, or a network's file system. Faster loading "
+        "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
+        "of a sample, mostly "
+        "waiting. Hardly a byte came from a disk: opening files is slow, or a network's file "
+        "system. Faster loading "
         "gives at most 1.67x. Try: put the files on a faster disk, or keep them in memory.",
         id="a network's files, tuned",
     ),
     pytest.param(
         evidence(0.4, stages=DECODING, cores=2.0), "decode",
-        "Decode-bound. The device waited for data 40% of the time. Decoding takes 3 of the 4 ms of a sample. The 2 cores "
-        "have no room for more workers. Faster loading gives at most 1.67x. Try: store smaller files (shorter side 1.15 "
+        "Decode-bound. The device waited for data 40% of the time. Decoding takes 3 of the 4 ms of "
+        "a sample. The 2 cores "
+        "have no room for more workers. Faster loading gives at most 1.67x. Try: store smaller "
+        "files (shorter side 1.15 "
         "to 2 times the crop), or add cores.",
         id="decoding fills the cores",
     ),
     pytest.param(
         evidence(0.4, stages=CROPPING, autotuned=True), "augment",
-        "Augmentation-bound. The device waited for data 40% of the time. Augmentation takes 6.5 of the 8 ms of a sample, "
-        "most of them in resize. Faster loading gives at most 1.67x. Try: make the augmentation cheaper, or add cores.",
+        "Augmentation-bound. The device waited for data 40% of the time. Augmentation takes 6.5 of "
+        "the 8 ms of a sample, "
+        "most of them in resize. Faster loading gives at most 1.67x. Try: make the augmentation "
+        "cheaper, or add cores.",
         id="one slow transform",
     ),
     pytest.param(
         evidence(0.4, stages=COLLATING, cores=2.0), "collate",
-        "Collate-bound. The device waited for data 40% of the time. Putting batches together takes 5 of the 6.7 ms of a "
-        "sample. The 2 cores have no room for more workers. Faster loading gives at most 1.67x. Try: make images or "
+        "Collate-bound. The device waited for data 40% of the time. Putting batches together takes "
+        "5 of the 6.7 ms of a "
+        "sample. The 2 cores have no room for more workers. Faster loading gives at most 1.67x. "
+        "Try: make images or "
         "batches smaller, or add cores.",
         id="slow collate",
     ),
     pytest.param(
         evidence(0.4, stages=SHARING, cores=2.0), "transport",
-        "Transport-bound. The device waited for data 40% of the time. Getting memory that processes share takes 4.8 of "
-        "the 6.7 ms of a sample. The 2 cores have no room for more workers. Faster loading gives at most 1.67x. Try: "
+        "Transport-bound. The device waited for data 40% of the time. Getting memory that "
+        "processes share takes 4.8 of "
+        "the 6.7 ms of a sample. The 2 cores have no room for more workers. Faster loading gives "
+        "at most 1.67x. Try: "
         "loader.autotune=true, or make images or batches smaller.",
         id="huge batches of processes",
     ),
     pytest.param(
         evidence(0.4, stages=DECODING), "workers",
-        "Too few workers. The device waited for data 40% of the time. A sample takes one of the 2 workers 4 ms. The 8 "
+        "Too few workers. The device waited for data 40% of the time. A sample takes one of the 2 "
+        "workers 4 ms. The 8 "
         "cores have room for more. Faster loading gives at most 1.67x. Try: loader.num_workers=4.",
         id="too few workers",
     ),
     pytest.param(
         evidence(0.4, stages=DECODING, window={"images_per_s": 100.0}), "workers",
-        "Too few workers. The device waited for data 40% of the time. 2 workers are enough on average, but their batches "
+        "Too few workers. The device waited for data 40% of the time. 2 workers are enough on "
+        "average, but their batches "
         "come unevenly. Faster loading gives at most 1.67x. Try: loader.prefetch_factor=4.",
         id="uneven batches",
     ),
     pytest.param(
         evidence(0.4, stages=DECODING, window={"images_per_s": 100.0},
                  settings=samples.settings(2, batch_size=64, prefetch_factor=8, backend="threads")), "workers",
-        "Too few workers. The device waited for data 40% of the time. 2 workers are enough on average, but their batches "
+        "Too few workers. The device waited for data 40% of the time. 2 workers are enough on "
+        "average, but their batches "
         "come unevenly. Faster loading gives at most 1.67x. Try: loader.prefetch_factor=16.",
         id="uneven batches of threads, which are in flight for all of them",
     ),
     pytest.param(
         on_cpu(0.4, stages=DECODING, settings=samples.settings(0, batch_size=64), window={"images_per_s": 150.0},
                sampled={Tag.CPU_CORES: 0.9}), "workers",
-        "Too few workers. Training waited for data 40% of the time. Loading has no workers. The 2 cores have room for "
-        "more. Faster loading gives at most 1.67x, and less where it takes processors from the step. Try: "
+        "Too few workers. Training waited for data 40% of the time. Loading has no workers. The 2 "
+        "cores have room for "
+        "more. Faster loading gives at most 1.67x, and less where it takes processors from the "
+        "step. Try: "
         "loader.num_workers=2.",
         id="no workers",
     ),
     pytest.param(
         evidence(0.4, stages=WRITING, window={"wait_parts": {"make": 0.2, "transport": 0.6, "pin": 0.2, "move": 0.0}}),
         "transport",
-        "Transport-bound. The device waited for data 40% of the time. For 80% of that, batches were made but not here "
-        "yet: 60% on the way from a worker, 20% into page-locked memory. Faster loading gives at most 1.67x. Try: "
+        "Transport-bound. The device waited for data 40% of the time. For 80% of that, batches "
+        "were made but not here "
+        "yet: 60% on the way from a worker, 20% into page-locked memory. Faster loading gives at "
+        "most 1.67x. Try: "
         "loader.autotune=true, or make images or batches smaller.",
         id="batches on their way",
     ),
     pytest.param(
         evidence(0.1, 0.3, stages=DECODING, settings=samples.settings(2)), "copy",
-        "Copy-bound. The device waited for data 40% of the time. Copies took 30% of the time while nothing ran, from "
-        "pageable memory. Faster loading gives at most 1.67x. Try: loader.pin_memory=true, or make images smaller, or "
+        "Copy-bound. The device waited for data 40% of the time. Copies took 30% of the time while "
+        "nothing ran, from "
+        "pageable memory. Faster loading gives at most 1.67x. Try: loader.pin_memory=true, or make "
+        "images smaller, or "
         "steps longer.",
         id="pageable copies",
     ),
     pytest.param(
         on_cpu(0.4, stages=WRITING, window={"wait_parts": {"make": 0.1, "transport": 0.1, "pin": 0.0, "move": 0.8}}), "copy",
-        "Copy-bound. Training waited for data 40% of the time. Moving and normalising batches took 80% of that. Faster "
-        "loading gives at most 1.67x, and less where it takes processors from the step. Try: make images smaller, or "
+        "Copy-bound. Training waited for data 40% of the time. Moving and normalising batches took "
+        "80% of that. Faster "
+        "loading gives at most 1.67x, and less where it takes processors from the step. Try: make "
+        "images smaller, or "
         "steps longer.",
         id="normalising on a CPU",
     ),
     pytest.param(
         evidence(0.01, host=0.3, window={"host_parts_s": {"logging": 2.5, "gc": 0.3}}), "host",
-        "Held up by Python. Python held the steps up 30% of the time: logging 25%, garbage collection 3%, unnamed work "
+        "Held up by Python. Python held the steps up 30% of the time: logging 25%, garbage "
+        "collection 3%, unnamed work "
         "2%. Try: watch.window_steps=100.",
         id="logging",
     ),
     pytest.param(
         on_cpu(0.01, host=0.3, window={"host_parts_s": {"gc": 3.0}}), "host",
-        "Held up by Python. Python held the steps up 30% of the time: garbage collection 30%. Try: keep fewer objects "
+        "Held up by Python. Python held the steps up 30% of the time: garbage collection 30%. Try: "
+        "keep fewer objects "
         "alive, or call gc.freeze() before training.",
         id="collections",
     ),
@@ -233,14 +267,16 @@ CASES = [
     ),
     pytest.param(
         evidence(0.01, host=0.3), "host",
-        "Held up by Python. Python held the steps up 30% of the time: unnamed work 30%. Try: loader.batch_size=128, or "
+        "Held up by Python. Python held the steps up 30% of the time: unnamed work 30%. Try: "
+        "loader.batch_size=128, or "
         "do less between two steps.",
         id="callbacks",
     ),
     pytest.param(
         evidence(0.01, window={"launch_ms": spread(44.0), "shares": {"compute": 0.36, "launch": 0.63, "starved": 0.01}}),
         "launch",
-        "Launch-bound. The device waited for Python within the step 63% of the time. Launching a step takes 44.0 ms. "
+        "Launch-bound. The device waited for Python within the step 63% of the time. Launching a "
+        "step takes 44.0 ms. "
         "Try: trainer.compile=true.",
         id="launches",
     ),
@@ -251,44 +287,54 @@ CASES = [
     ),
     pytest.param(
         on_cpu(0.01), "compute",
-        "Compute-bound. The network takes 99% of the time. Try: a smaller network or image, or a GPU.",
+        "Compute-bound. The network takes 99% of the time. Try: a smaller network or image, or a "
+        "GPU.",
         id="slow steps on a CPU",
     ),
     pytest.param(
         evidence(0.06, host=0.01), "balanced",
-        "Balanced. The device waited for data 6% of the time, and for Python 1%. Faster loading gives at most 1.06x.",
+        "Balanced. The device waited for data 6% of the time, and for Python 1%. Faster loading "
+        "gives at most 1.06x.",
         id="balanced",
     ),
     pytest.param(
         on_cpu(0.4, stages=DECODING, sampled={Tag.THROTTLED_FRACTION: 0.8}, cores=0.5), "quota",
-        "Held back by the processor quota. The quota stopped this run in 80% of its periods. 0.5 cores are too few. "
-        "Faster loading gives at most 1.67x, and less where it takes processors from the step. Try: raise the quota "
+        "Held back by the processor quota. The quota stopped this run in 80% of its periods. 0.5 "
+        "cores are too few. "
+        "Faster loading gives at most 1.67x, and less where it takes processors from the step. "
+        "Try: raise the quota "
         "(cpu.max, docker --cpus, Kubernetes limits.cpu).",
         id="quota",
     ),
     pytest.param(
         evidence(0.4, stages=READING, sampled={Tag.MEMORY_STALL_FRACTION: 0.3}), "memory",
-        "Short of memory. Work stood still for memory 30% of the time. Faster loading gives at most 1.67x. Try: "
+        "Short of memory. Work stood still for memory 30% of the time. Faster loading gives at "
+        "most 1.67x. Try: "
         "loader.num_workers=1, or give the run more memory.",
         id="memory",
     ),
     pytest.param(
         on_cpu(0.04, sampled=CROWDED), "neighbours",
-        "Held back by other programs. Other programs take 1.6 of the 2 cores. On average, 1.2 threads of this run waited "
-        "for a core. Faster loading gives at most 1.04x, and less where it takes processors from the step. Try: wait "
+        "Held back by other programs. Other programs take 1.6 of the 2 cores. On average, 1.2 "
+        "threads of this run waited "
+        "for a core. Faster loading gives at most 1.04x, and less where it takes processors from "
+        "the step. Try: wait "
         "until these programs end, or train on cores of your own.",
         id="other programs",
     ),
     pytest.param(
         evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.4}), "neighbours",
-        "Held back by other programs. Other programs keep the GPU busy 40% of the time. Try: wait until these programs "
+        "Held back by other programs. Other programs keep the GPU busy 40% of the time. Try: wait "
+        "until these programs "
         "end, or train on another GPU.",
         id="other programs on the GPU",
     ),
     pytest.param(
         on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 1.0), rank(2, 9.0), rank(3, 1.2))), "rank",
-        "One rank is slow. Rank 2 holds the others up by 8.0 ms a step. Most of that is waiting for data. Faster loading "
-        "gives at most 1.25x, and less where it takes processors from the step. Try: loader.autotune=true, or look at "
+        "One rank is slow. Rank 2 holds the others up by 8.0 ms a step. Most of that is waiting "
+        "for data. Faster loading "
+        "gives at most 1.25x, and less where it takes processors from the step. Try: "
+        "loader.autotune=true, or look at "
         "that rank's storage and cores.",
         id="a rank that waits",
     ),
@@ -299,21 +345,25 @@ CASES = [
     ),
     pytest.param(
         evidence(0.4), "unknown",
-        "Unknown. The device waited for data 40% of the time. The feed does not say for what. Faster loading gives at "
+        "Unknown. The device waited for data 40% of the time. The feed does not say for what. "
+        "Faster loading gives at "
         "most 1.67x. Try: loader.autotune=true.",
         id="a feed that does not tell",
     ),
     pytest.param(
         evidence(0.01, device="mps", window={"stall_basis": "host", "shares": {"starved": 0.01}, "compute_fraction": None}),
         "unknown",
-        "Unknown. Loading does not hold the steps up. The loop waited for data 1% of the time, the device at most as "
+        "Unknown. Loading does not hold the steps up. The loop waited for data 1% of the time, the "
+        "device at most as "
         "long. On mps, the network's time and Python's cannot be told apart.",
         id="mps",
     ),
     pytest.param(
         evidence(0.2, stages=DECODING, cores=2.0), "decode",
-        "Mostly compute (80%), then decoding. The device waited for data 20% of the time. Decoding takes 3 of the 4 ms "
-        "of a sample. The 2 cores have no room for more workers. Faster loading gives at most 1.25x. Try: store smaller "
+        "Mostly compute (80%), then decoding. The device waited for data 20% of the time. Decoding "
+        "takes 3 of the 4 ms "
+        "of a sample. The 2 cores have no room for more workers. Faster loading gives at most "
+        "1.25x. Try: store smaller "
         "files (shorter side 1.15 to 2 times the crop), or add cores.",
         id="mostly the network",
     ),
@@ -382,7 +432,8 @@ def kind(given: Evidence) -> str:
         pytest.param(
             evidence(0.4, stages=READING, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3}), "storage", id="mapped files fault where read"
         ),
-        pytest.param(evidence(0.0, sampled=CROWDED), "compute", id="a crowded host of a busy device"),
+        pytest.param(evidence(0.0, sampled=CROWDED), "compute", id="a crowded host of a busy "
+                                                                   "device"),
         pytest.param(evidence(0.4, stages=DECODING, sampled=CROWDED), "neighbours", id="a crowded host of a device that waits"),
         pytest.param(evidence(0.4, stages=READING, sampled=CROWDED), "storage", id="crowded readers"),
         pytest.param(
@@ -395,7 +446,8 @@ def kind(given: Evidence) -> str:
         pytest.param(
             evidence(0.4, stages=READING, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.9}), "storage", id="a shared GPU that waits"
         ),
-        pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 5.1))), "rank", id="a rank a tenth behind"),
+        pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 5.1))), "rank", id="a rank a tenth "
+                                                                                 "behind"),
         pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 4.9))), "compute", id="a rank a little behind"),
         pytest.param(on_cpu(0.0, ranks=(rank(0, 30.0), rank(1, 30.0))), "compute", id="ranks that wait alike"),
     ],
@@ -426,7 +478,9 @@ def test_thresholds_hold_from_both_sides(given: Evidence, bottleneck: str) -> No
     ],
 )
 def test_a_straggler_is_named_with_what_keeps_it(ranks: tuple[RankFigures, ...], said: str) -> None:
-    """The cause is what that rank has more of than the others; what one rank cannot tell counts for none."""
+    """The cause is what that rank has more of than the others; what one rank cannot tell counts for
+    none.
+    """
     verdict = judge(on_cpu(0.0, ranks=ranks))
     assert verdict.bottleneck == "rank"
     assert re.search(said, verdict.sentence)
@@ -446,12 +500,17 @@ def test_without_figures_there_is_no_ceiling() -> None:
 
 
 def test_the_evidence_has_the_figures_and_the_two_next_suspects() -> None:
-    """Each clause is one figure; the suspects are the two largest shares of the time that the verdict does not name."""
+    """Each clause is one figure; the suspects are the two largest shares of the time that the
+    verdict does not name.
+    """
     given = evidence(0.4, 0.05, 0.1, stages=READING, window={"host_parts_s": {"gc": 0.5}})
     assert judge(given).evidence == (
         "time on the device's clock: compute 45%, starved 40%, exposed copy 5%, host 10%",
         "waiting for a batch: make 90%, transport 5%, pin 3%, move 2%",
-        "a sample takes 12.8 ms, 4 ms of them on a processor: storage 70%, decode 23%, augment 4%, collate 2%",
+        (
+            "a sample takes 12.8 ms, 4 ms of them on a processor: storage 70%, decode 23%, augment "
+            "4%, collate 2%"
+        ),
         "named work between steps: gc 5%",
         "next suspect: compute, 45% of the time",
         "next suspect: host, 10% of the time",
@@ -478,7 +537,9 @@ def test_the_evidence_has_the_figures_and_the_two_next_suspects() -> None:
 def test_a_data_set_without_stages_waits_unless_processors_were_scarce(
     sampled: dict[str, float], workers: int, bottleneck: str
 ) -> None:
-    """Eight milliseconds with two of a processor are reading where there were idle ones, and else may be work."""
+    """Eight milliseconds with two of a processor are reading where there were idle ones, and else
+    may be work.
+    """
     slow = {"sample": (8.0, 2.0)}
     assert (
         kind(
@@ -558,7 +619,9 @@ def test_the_next_step_fits_the_settings(given: Evidence, next_step: str | None)
 
 
 def drawn(rng: random.Random) -> Evidence:
-    """Evidence of any kind, with figures that contradict each other and figures that are missing."""
+    """Evidence of any kind, with figures that contradict each other
+    and figures that are missing.
+    """
     maybe = lambda value: None if rng.random() < 0.2 else value
     share = lambda: rng.choice([0.0, 1.0, rng.random(), 10 ** rng.uniform(-4, 0)])
     names = ("read", "decode", "crop", "sample", "own", "collate", "share")
@@ -598,7 +661,9 @@ def drawn(rng: random.Random) -> Evidence:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_any_figures_give_a_verdict(seed: int) -> None:
-    """Whatever is missing or makes no sense: no error, no inf or nan in the text, a ceiling of 1 or more, a known kind."""
+    """Whatever is missing or makes no sense: no error, no inf or nan in the text, a ceiling of 1 or
+    more, a known kind.
+    """
     rng = random.Random(seed)
     for _ in range(300):
         given = drawn(rng)
