@@ -1,0 +1,170 @@
+"""What an earlier version showed still works: its run folder, settings, commands and imports.
+
+``943a066.tar.xz`` is a run folder as that commit wrote it, of 96 images and one epoch; its weights
+are rounded so that the archive is small. ``943a066.json`` holds what README and ``--help`` showed,
+and what that commit printed when it evaluated and resumed the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from harness import job
+from harness.compare.__main__ import main as compare
+from harness.config import Config, ConfigError, load, to_plain
+from harness.page.__main__ import main as page
+from harness.runtime import errors
+
+HERE = Path(__file__).parent
+THEN = json.loads((HERE / "943a066.json").read_text())
+Composed = Callable[..., Config]
+SAME = (
+    "data=shapes",
+    "data.generate.train_images=96",
+    "data.generate.val_images=32",
+    "data.image_size=32",
+    "loader.batch_size=16",
+    "loader.num_workers=0",
+    "device=cpu",
+    "seed=3",
+    "optim.lr=0.01",
+    "watch.window_steps=2",
+)
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder that the earlier version wrote."""
+    folder = tmp_path_factory.mktemp("earlier")
+    with tarfile.open(HERE / "943a066.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "run"
+
+
+def reported(config: Config, folder: Path) -> dict[str, Any]:
+    """The report of a run in this process."""
+    folder.mkdir()
+    job.main_worker(0, job.Job(config, folder, ()))
+    return report(folder)
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """The report in a run's folder."""
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return found
+
+
+def keys(found: dict[str, Any]) -> set[str]:
+    """The names in a report and in its sections."""
+    inner = (
+        f"{name}.{key}" for name, part in found.items() if isinstance(part, dict) for key in part
+    )
+    return {*found, *inner}
+
+
+@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.parametrize("name", ["best.pt", "last.pt", ""])
+def test_a_checkpoint_is_evaluated(
+    earlier: Path, tmp_path: Path, composed: Composed, name: str
+) -> None:
+    """The same top-1, top-5 and loss as then, from a checkpoint and from the run's folder."""
+    path = earlier / "checkpoints" / name if name else earlier
+    config = composed(*SAME, "mode=evaluate", f"resume={path}")
+    found = reported(config, tmp_path / "run")
+    assert {key: found[key] for key in THEN["evaluated"]} == pytest.approx(
+        THEN["evaluated"], rel=1e-4
+    )
+
+
+@pytest.mark.usefixtures("kept_globals")
+def test_a_run_is_resumed(earlier: Path, tmp_path: Path, composed: Composed) -> None:
+    """The second epoch ends as it did then, and report and metrics have every key of then."""
+    checkpoint = earlier / "checkpoints/last.pt"
+    config = composed(*SAME, "trainer.epochs=2", f"resume={checkpoint}")
+    found = reported(config, tmp_path / "run")
+    assert {key: found[key] for key in THEN["resumed"]} == pytest.approx(THEN["resumed"], rel=1e-4)
+    # what was sampled depends on how long the run took
+    lost = {key for key in keys(report(earlier)) - keys(found) if not key.startswith("sampled")}
+    assert not lost
+    lines = [
+        set().union(*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+        for folder in (earlier, tmp_path / "run")
+    ]
+    assert not {tag for tag in lines[0] - lines[1] if not tag.startswith("host/")}
+
+
+def test_its_settings_start_again(earlier: Path) -> None:
+    """The settings that the run kept are settings of today, each value as it was."""
+    kept = OmegaConf.load(earlier / ".hydra/config.yaml")
+    assert isinstance(kept, DictConfig)
+    again = to_plain(load(kept))
+
+    def same(old: Any, new: Any) -> None:
+        if isinstance(old, dict):
+            for name, value in old.items():
+                same(value, new[name])
+        else:
+            assert new == old
+
+    same(OmegaConf.to_container(kept), again)
+
+
+def test_the_page_and_the_table_show_it(earlier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``report.html`` is written from what the run left; the table has its speed."""
+    assert page([str(earlier)]) == 0
+    assert json.dumps(report(earlier)["images_per_s"]) in (earlier / "report.html").read_text()
+    assert compare([str(earlier)]) == 0
+    assert "images/s" in capsys.readouterr().out
+
+
+def test_every_setting_is_there(composed: Composed) -> None:
+    """All settings of then, each with its value of then, make a config."""
+
+    def override(name: str, value: Any) -> str:
+        if value is None:
+            return f"{name}=null"
+        return f"{name}={json.dumps(value).replace(chr(34), '').replace(' ', '')}"
+
+    composed(*(override(name, value) for name, value in THEN["settings"].items()))
+
+
+@pytest.mark.parametrize(
+    "choice", [f"{group}={name}" for group, names in THEN["choices"].items() for name in names]
+)
+def test_every_choice_composes(composed: Composed, choice: str) -> None:
+    """Each file of a group, and each experiment."""
+    more = ("data.root=FOLDER",) if choice.startswith(("data=image", "experiment=image")) else ()
+    composed(choice, *more)
+
+
+@pytest.mark.parametrize("command", THEN["commands"])
+def test_every_command_composes(composed: Composed, command: str) -> None:
+    """The overrides that README named."""
+    composed(*command.split())
+
+
+@pytest.mark.parametrize("name", THEN["imports"])
+def test_every_import_works(name: str) -> None:
+    """What README told people to import."""
+    module, attribute = name.split(":")
+    assert hasattr(import_module(module), attribute)
+
+
+@pytest.mark.parametrize(("name", "code"), THEN["exit_codes"].items())
+def test_exit_codes_are_the_same(name: str, code: int) -> None:
+    """People's job scripts look at them."""
+    assert getattr(errors, name).exit_code == code
+
+
+def test_other_exit_codes_are_the_same() -> None:
+    """Wrong settings, and no memory."""
+    codes = [errors.described(error) for error in (ConfigError("x"), MemoryError())]
+    assert [found[1] for found in codes if found] == [2, 8]
