@@ -17,7 +17,7 @@ from typing import TypeVar
 from urllib.request import urlopen
 
 import pytest
-from page import runs
+import runs
 from PIL import Image
 
 pytest.importorskip("selenium", reason="needs selenium (uv sync)")

@@ -44,7 +44,7 @@ def run(plugin: str, place: Path, *arguments: str) -> subprocess.CompletedProces
     machine has not.
     """
     (place / "more_of_pytest.py").write_text(plugin)
-    paths = os.pathsep.join((str(place), str(TESTS), str(TESTS.parent)))
+    paths = os.pathsep.join((str(place), str(TESTS / "support"), str(TESTS.parent)))
     marked = [
         str(path)
         for path in TESTS.rglob("test_*.py")

@@ -1,7 +1,7 @@
 """Bottlenecks planted into real runs: loading, engine and report are the project's own, the device
 is often emulated.
 
-    python tests/planted.py --runs 3 --write
+    python tests/support/planted.py --runs 3 --write
 
 plants each of them so many times, in sizes drawn anew, and writes what the runs said to
 docs/benchmarks/planted.md.
@@ -38,7 +38,7 @@ from harness.job import Job, main_worker
 from harness.runtime import distributed
 from scripts.measured import machine, machine_line, markdown, write
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
@@ -86,7 +86,7 @@ def in_group(plant: Plant, size: float, job: Job) -> None:
         ]
         env = os.environ | {
             acts.GROUP: str(group),
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support"))),
         }
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=110, check=False
