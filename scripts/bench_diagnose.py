@@ -118,7 +118,8 @@ def measure(_: int, work: Work) -> None:
             runs = found.runs
             answer: dict[str, Any] = {
                 "ceiling": found.ceiling, "class": found.bottleneck, "seconds": found.seconds,
-                "G": runs.demand.images_per_s, "A": runs.delivered.images_per_s if runs.delivered else None,
+                "G": runs.demand.images_per_s,
+                "A": runs.delivered.images_per_s if runs.delivered else None,
             }  # fmt: skip
         else:
             answer = {"images_per_s": trained(work, feeds, step, place)}
@@ -226,12 +227,12 @@ Made by `uv run scripts/bench_diagnose.py --write`. {machine_line(machine())}.
 
 {markdown(rows)}
 
-Medians (quartiles) of {rows[0]["n"]} rounds. In each, in processes of their own and in turns, there and back: a diagnosis;
-whole epochs of real training for at least {seconds:g} s, by the wall, after one that is left out; the same on
-{_CACHED_BATCHES} real batches that lie ready in memory. A and G: the diagnosis' own rates of real steps and of steps on a batch
-at hand. Speed-up: cached over real images/s of one round. Off: median ceiling over median speed-up, less one; the claim is at
-most 10 %. The step ran
-{step}. Load averages between the workloads, this benchmark's own included: {busy}.
+Medians (quartiles) of {rows[0]["n"]} rounds. In each, in processes of their own and in turns, there
+and back: a diagnosis; whole epochs of real training for at least {seconds:g} s, by the wall, after
+one that is left out; the same on {_CACHED_BATCHES} real batches that lie ready in memory. A and G:
+the diagnosis' own rates of real steps and of steps on a batch at hand. Speed-up: cached over real
+images/s of one round. Off: median ceiling over median speed-up, less one; at most 10 % is claimed.
+The step ran {step}. Load averages between the workloads, this benchmark's own included: {busy}.
 """
 
 

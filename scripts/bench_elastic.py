@@ -259,10 +259,10 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
             rows.append({
                 "workload": name, "strategy": strategy, "n": len(mine),
                 "before": f"{statistics.median(rate(line, 9, workload.at_s) or math.nan for line in mine):.0f}",
-                "after": f"{statistics.median(after):.0f}", "of the best": f"{statistics.median(after) / best:.2f}",
+                "after": f"{statistics.median(after):.0f}",
+                "of the best": f"{statistics.median(after) / best:.2f}",
                 "back after": f"{back:.1f} s" if math.isfinite(back) else "never",
-                "changes": "; ".join(", ".join(f"{c['before']} to "
-                                               f"{c['threads']}" for c in line["changes"]) for line in mine),
+                "changes": "; ".join(", ".join(f"{c['before']} to {c['threads']}" for c in line["changes"]) for line in mine),
             })  # fmt: skip
     return markdown(rows) if rows else ""
 

@@ -247,7 +247,8 @@ def _measure(row: Row, there: dict[str, Any], setup: Setup, results: Results) ->
     """Add a line: what was found, or why nothing was, and that it is of ``there``."""
     told = row.arguments | ({"back": there["round"] % 2 == 1} if row.measure == "paced" else {})
     alone = () if row.shm_mb is None else (
-        "unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", _MOUNT, str(row.shm_mb))  # fmt: skip
+        "unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", _MOUNT,
+        str(row.shm_mb))  # fmt: skip
     served = "processes" in (told.get("form"), told.get("row")) or row.measure == "tuned"
     try:
         if row.measure == many.__name__:

@@ -248,7 +248,10 @@ def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> lis
 
 def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
     """The comparison as text: two tables, how they were made, and what becomes of the claim."""
-    batch_size, same = config.loader.batch_size, found["largest_weight_difference"]
+    batch_size = config.loader.batch_size
+    weights = "bitwise the same on both sides"
+    if apart := found["largest_weight_difference"]:
+        weights = f"differ by up to {apart:.3g}"
     epochs = [
         {
             "epochs of": side.replace("_", " "),
@@ -266,26 +269,26 @@ def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
         )
     ]
     return f"""{machine_line(found["machine"])}
-{config.model.name}, {config.data.image_size} px, batch {batch_size}, fp32 on {found["device"]}; epochs of {steps} steps \
-in turns, loss read every {config.watch.window_steps} steps
+{config.model.name}, {config.data.image_size} px, batch {batch_size}, fp32 on {found["device"]};
+epochs of {steps} steps in turns, loss read every {config.watch.window_steps} steps
 
 {markdown(epochs)}
 
 {markdown(ratios)}
 
-Steps: median (quartiles). Ratios: median of the pairs [95 % interval of it, percentile bootstrap of {_RESAMPLES}, seed 0].
-Weights after all epochs: {"bitwise the same on both sides" if same == 0 else f"differ by up to {same:.3g}"}.
-Claim, the interval of harness / hand written does not lie below {FLOOR}: {_verdict(found["ratio"])}."""
+Steps: median (quartiles). Ratios: median of the pairs [95 % interval of it, percentile bootstrap of
+{_RESAMPLES}, seed 0].
+Weights after all epochs: {weights}.
+Claim, the interval of harness / hand written does not lie below {FLOOR}: {verdict(found["ratio"])}."""
 
 
-def _verdict(ratio: Ratio) -> str:
+def verdict(ratio: Ratio) -> str:
+    """Returns what the interval says of the claim."""
     if ratio.low >= FLOOR:
         return "holds, the whole interval is above"
-    return (
-        "FAILS, the whole interval is below"
-        if ratio.high < FLOOR
-        else "not refuted, but the interval reaches below"
-    )
+    if ratio.high < FLOOR:
+        return "FAILS, the whole interval is below"
+    return "not refuted, but the interval reaches below"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

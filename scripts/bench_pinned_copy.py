@@ -303,10 +303,12 @@ def parts(a: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 NOT_SHOWN = """No CUDA device, so this run cannot show
-- a: the rate of a copy to the GPU, pageable or pinned, nor what pinning costs (torch pins only through CUDA);
+- a: the rate of a copy to the GPU, pageable or pinned, nor what pinning costs (torch pins only
+  through CUDA);
 - b: what the loader's pin_memory and non_blocking bring when there is GPU work to overlap with;
 - c: whether GPU work that does not need x overlaps with the copy of x.
-It shows the rate of the host's own memory, which bounds both the copy into a pinned buffer and the driver's staging."""
+It shows the rate of the host's own memory, which bounds both the copy into a pinned buffer and the
+driver's staging."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -336,10 +336,16 @@ def cost_rows(turns: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[s
 def said_rows(said: Sequence[Said]) -> list[dict[str, object]]:
     """What was said, a row for each run."""
     return [
-        {"planted": one.plant.replace("_", " "), "tool": one.tool, "says": one.words, "figures": one.figures,
-         "loop s": f"{one.loop_s:.0f}", "command s": f"{one.command_s:.0f}"}
+        {
+            "planted": one.plant.replace("_", " "),
+            "tool": one.tool,
+            "says": one.words,
+            "figures": one.figures,
+            "loop s": f"{one.loop_s:.0f}",
+            "command s": f"{one.command_s:.0f}",
+        }
         for one in said
-    ]  # fmt: skip
+    ]
 
 
 def show(
@@ -350,29 +356,32 @@ def show(
     found = machine() | {"torch_threads": 1}  # the loops', not this process's
     return f"""# TraceML beside this project
 
-{machine_line(found)}; traceml-ai {metadata.version("traceml-ai")}; load average {os.getloadavg()[0]:.1f} at the end
+{machine_line(found)}; traceml-ai {metadata.version("traceml-ai")}; load average
+{os.getloadavg()[0]:.1f} at the end
 
 ## What each says
 
 {markdown(said_rows(said))}
 
-One run each of {steps} steps, batch {BATCH}, one worker, on the CPU, so that both have host clocks only. What is slow sleeps:
-{_plants()}. TraceML watches a loop written by hand as its documentation has it, `traceml run` with
-`trace_step` around `zero_grad` to `optimizer.step`; ours is `train.py` with the same data, network and settings, and a board
-that writes the slow line. Quotes are word for word: Verdict, Why and Next of TraceML's summary, `verdict` of our
-`report.json`. Loop: seconds of the training loop, in ours with its start-up and evaluation; command: all, start to exit.
+One run each of {steps} steps, batch {BATCH}, one worker, on the CPU, so that both have host clocks
+only. What is slow sleeps: {_plants()}. TraceML watches a loop written by hand as its documentation
+has it, `traceml run` with `trace_step` around `zero_grad` to `optimizer.step`; ours is `train.py`
+with the same data, network and settings, and a board that writes the slow line. Quotes are word for
+word: Verdict, Why and Next of TraceML's summary, `verdict` of our `report.json`. Loop: seconds of
+the training loop, in ours with its start-up and evaluation; command: all, start to exit.
 
-TraceML's step is the wait for input and the traced block: what comes behind the block is in none of its figures. Its averages
-hold the first batch, for which the worker has to start; ours keep an epoch's first step apart.
+TraceML's step is the wait for input and the traced block: what comes behind the block is in none of
+its figures. Its averages hold the first batch, for which the worker has to start; ours keep an
+epoch's first step apart.
 
 ## What watching costs
 
 {markdown(cost_rows(turns))}
 
-Medians of differences to the bare loop, whose step takes {bare} us: median (quartiles). Pairs are turns of
-{block} steps of the same round, in random order; [95 % interval, percentile bootstrap of {_RESAMPLES}, seed 0]. Whoever has
-no turn is stopped. Processor time is that of all processes of a side, TraceML's aggregator among them. The control says what
-cannot be told apart.
+Medians of differences to the bare loop, whose step takes {bare} us: median (quartiles). Pairs are
+turns of {block} steps of the same round, in random order; [95 % interval, percentile bootstrap of
+{_RESAMPLES}, seed 0]. Whoever has no turn is stopped. Processor time is that of all processes of a
+side, TraceML's aggregator among them. The control says what cannot be told apart.
 
 To repeat: `uv run --with traceml-ai scripts/bench_traceml.py --write`.
 """

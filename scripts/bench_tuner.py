@@ -160,7 +160,8 @@ def choose(rig: Rig, folder: Path, results: Results, plan: Plan) -> None:
                 continue
             _tell(f"{name}: {strategy} chose {made.setting} in {made.seconds:.1f} s")
             results.add(
-                kind="choice", workload=name, strategy=strategy, repeat=repeat, seconds=made.seconds,
+                kind="choice", workload=name, strategy=strategy, repeat=repeat,
+                seconds=made.seconds,
                 setting=None if made.setting is None else str(made.setting), note=made.note,
             )  # fmt: skip
 

@@ -209,9 +209,10 @@ def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, 
     print("workers' timers ...", file=sys.stderr, flush=True)
     stages = [timers_cost(work, batches) for work in _WORK]
     return {
-        "machine": machine(), "steps": steps, "window_steps": _SETTINGS.window_steps, "sample_s": _SETTINGS.sample_s,
-        "clocks": costs, "window": window, "sampler_fraction": sampler, "alone_fraction": alone, "memory_growth_bytes": growth,
-        "stages": stages,
+        "machine": machine(), "steps": steps, "window_steps": _SETTINGS.window_steps,
+        "sample_s": _SETTINGS.sample_s,
+        "clocks": costs, "window": window, "sampler_fraction": sampler, "alone_fraction": alone,
+        "memory_growth_bytes": growth, "stages": stages,
     }  # fmt: skip
 
 
@@ -267,11 +268,16 @@ def show(found: Mapping[str, Any]) -> str:
         for name, us in per_step_us(found).items()
     ]
     workers = [
-        {"a sample's own us": f"{cost.bare_us.median / BATCH:.1f}", "us a batch": cost.us, "control us": cost.control_us,
-         "n": cost.us.n, "us a sample": f"{cost.mean_us.value / BATCH:.3f}",
-         "of the work [95 %]": _shown(cost.mean_us * (1 / cost.bare_us.median))}
+        {
+            "a sample's own us": f"{cost.bare_us.median / BATCH:.1f}",
+            "us a batch": cost.us,
+            "control us": cost.control_us,
+            "n": cost.us.n,
+            "us a sample": f"{cost.mean_us.value / BATCH:.3f}",
+            "of the work [95 %]": _shown(cost.mean_us * (1 / cost.bare_us.median)),
+        }
         for cost in found["stages"]
-    ]  # fmt: skip
+    ]
     told = "\n".join(f"Claim, {claim}." for claim in claims(found))
     return f"""{machine_line(found["machine"])}
 median (quartiles) of paired runs in turns; control: the loop without, against itself
@@ -305,13 +311,20 @@ def _costs(found: Mapping[str, Any]) -> list[Row]:
         )
     )
     rows = [
-        {"what": name, "us each": cost.us, "control us": cost.control_us, "n": cost.us.n, "us a step": f"{us:.2f}",
-         "of 20 ms": _of_step(us)}
+        {
+            "what": name,
+            "us each": cost.us,
+            "control us": cost.control_us,
+            "n": cost.us.n,
+            "us a step": f"{us:.2f}",
+            "of 20 ms": _of_step(us),
+        }
         for name, cost, us in costs
-    ]  # fmt: skip
+    ]
     sampler: Row = {
         "what": f"sampler's thread, every {found['sample_s']:g} s, {_CHILDREN} workers",
-        "us each": f"{fraction.value:.3%} of a processor", "control us": f"{found['alone_fraction']:.3%}", "n": _SAMPLED_TURNS,
+        "us each": f"{fraction.value:.3%} of a processor",
+        "control us": f"{found['alone_fraction']:.3%}", "n": _SAMPLED_TURNS,
         "us a step": f"{1e6 * STEP_S * fraction.value:.2f}", "of 20 ms": f"{fraction.value:.3%}",
     }  # fmt: skip
     return [*rows, sampler]
@@ -330,16 +343,19 @@ def page(text: str) -> str:
     day = f"{datetime.now(UTC).date():%d %B %Y}"
     return f"""# What watching costs
 
-`uv run scripts/bench_watch.py` measures all that the harness does to see where time goes. This is its whole output of {day}:
+`uv run scripts/bench_watch.py` measures all that the harness does to see where time goes. This is
+its whole output of {day}:
 
 ```
 {text}
 ```
 
-"Caches cold" is a step after {_COLD_BYTES >> 20} MiB were read: a training has better to do than to watch itself. The events
-cost next to nothing here; CUDA's have a row of their own where there is a GPU. What memory there is more are buckets of
-quantiles, which fill up as rarer times occur: a figure has 1,383 at most. One batch in several times some of its samples: the
-workers' share is the mean over batches that do and that do not, each by its median. Intervals are those of order statistics.
+"Caches cold" is a step after {_COLD_BYTES >> 20} MiB were read: a training has better to do than to
+watch itself. The events cost next to nothing here; CUDA's have a row of their own where there is a
+GPU. What memory there is more are buckets of quantiles, which fill up as rarer times occur: a
+figure has 1,383 at most. One batch in several times some of its samples: the workers' share is the
+mean over batches that do and that do not, each by its median. Intervals are those of order
+statistics.
 """
 
 

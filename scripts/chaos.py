@@ -41,7 +41,8 @@ _COMMON = (
 )
 _DIGITS, _DIGITS_IMAGES = ("data=digits", *_COMMON), 1438
 _SHAPES = (
-    "data=shapes", *_COMMON, "data.image_size=32", "data.generate.train_images=400", "data.generate.val_images=100",
+    "data=shapes", *_COMMON, "data.image_size=32", "data.generate.train_images=400",
+    "data.generate.val_images=100",
     "trainer.epochs=2", "tuner.budget_s=2", "tuner.max_workers=2", "tuner.fresh=true",
 )  # fmt: skip
 _SHAPES_STEPS = 50
@@ -342,7 +343,8 @@ def user(plan: Plan) -> list[Row]:
 
 
 PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
-    "kills": (kills, 20), "terms": (terms, 120), "forms": (forms, 24), "ranks": (ranks, 1), "user": (user, 1),
+    "kills": (kills, 20), "terms": (terms, 120), "forms": (forms, 24), "ranks": (ranks, 1),
+    "user": (user, 1),
 }  # fmt: skip
 
 

@@ -22,10 +22,10 @@ from harness.watch.figures import Window
 from harness.watch.timeline import Events
 
 LOADS = (
-    (0.5, 0.0), (0.9, 0.0), (1.1, 0.0), (1.25, 0.0), (1.5, 0.0), (2.0, 0.0), (3.3, 0.0), (10.0, 0.0),
-    (0.0, 1.5), (0.5, 0.5), (0.5, 1.5), (1.5, 0.3),
+    (0.5, 0.0), (0.9, 0.0), (1.1, 0.0), (1.25, 0.0), (1.5, 0.0), (2.0, 0.0), (3.3, 0.0),
+    (10.0, 0.0), (0.0, 1.5), (0.5, 0.5), (0.5, 1.5), (1.5, 0.3),
 )  # fmt: skip
-"""What a load asks beside each step, in steps: of the loader for a batch, and of the loop for work of its own."""
+"""What a load asks beside each step, in steps: of the loader for a batch, and of the loop."""
 _ROUNDS = 5  # of which the median counts
 _WINDOW = 20  # steps after which training reads its loss, for which the host waits for the device
 

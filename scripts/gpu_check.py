@@ -32,10 +32,12 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {
-    "torch": "torch", "torchvision": "torchvision", "numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "rich": "rich",
-    "pynvml": "nvidia-ml-py", "tensorboard": "tensorboard", "pytest": "pytest", "hydra": "hydra-core==1.3.2",
-    "omegaconf": "omegaconf==2.3.0", "antlr4": "antlr4-python3-runtime==4.9.3", "yaml": "PyYAML", "simplejpeg": "simplejpeg",
-    "packaging": "packaging", "xxhash": "xxhash",
+    "torch": "torch", "torchvision": "torchvision", "numpy": "numpy", "PIL": "pillow",
+    "psutil": "psutil", "rich": "rich",
+    "pynvml": "nvidia-ml-py", "tensorboard": "tensorboard", "pytest": "pytest",
+    "hydra": "hydra-core==1.3.2",
+    "omegaconf": "omegaconf==2.3.0", "antlr4": "antlr4-python3-runtime==4.9.3", "yaml": "PyYAML",
+    "simplejpeg": "simplejpeg", "packaging": "packaging", "xxhash": "xxhash",
 }  # fmt: skip
 """Modules, and the distributions that they come with."""
 GROUPS = {
@@ -176,7 +178,8 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     log, until = scratch / f"{name}.log", time.monotonic() + limit_s
     with log.open("wb") as errors:
         child = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, "WELLFED_CACHE": str(scratch / "cache")},
+            command, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": paths, "WELLFED_CACHE": str(scratch / "cache")},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
         )  # fmt: skip
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()

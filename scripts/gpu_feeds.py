@@ -71,9 +71,10 @@ def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[st
     datasets.load(data, AugmentConfig(), 0)
     numbers = [f"data.generate.{name}={value}" for name, value in asdict(data.generate).items()]
     common = [
-        "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true", "loader.batch_size=256",
-        f"data.image_size={data.image_size}", *numbers, "trainer.epochs=1000", "trainer.eval_every_epochs=1000",
-        f"trainer.max_steps={steps}", "checkpoint.enabled=false",
+        "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true",
+        "loader.batch_size=256",
+        f"data.image_size={data.image_size}", *numbers, "trainer.epochs=1000",
+        "trainer.eval_every_epochs=1000", f"trainer.max_steps={steps}", "checkpoint.enabled=false",
     ]  # fmt: skip
     return common, ["data=shapes", f"data.root={data.root}"]
 
@@ -165,7 +166,8 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
             (alone, _), (beside, rates) = (zip(*turns[busy], strict=True) for busy in (False, True))
             yield {
                 "cores": count, "alone ms": median(alone), "beside threads ms": median(beside),
-                "images/s beside": round(median(rates)), "ratio": median(b / a for a, b in zip(alone, beside, strict=True)),
+                "images/s beside": round(median(rates)),
+                "ratio": median(b / a for a, b in zip(alone, beside, strict=True)),
             }  # fmt: skip
         _confine(allowed)
 

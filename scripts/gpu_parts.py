@@ -320,9 +320,10 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     demand = json.loads(tuning.read_text(encoding="utf-8"))["demand"] if tuning.exists() else None
     step, loader = report["step_ms"], report["loader"]
     return {
-        "images/s": round(report["images_per_s"]), "step ms": (f"{step['median']:.1f} (p95 "
-                                                               f"{step['p95']:.1f})"),
-        "stall": round(report["stall_fraction"], 3), "data wait": round(report["data_wait_fraction"], 3),
+        "images/s": round(report["images_per_s"]),
+        "step ms": (f"{step['median']:.1f} (p95 {step['p95']:.1f})"),
+        "stall": round(report["stall_fraction"], 3),
+        "data wait": round(report["data_wait_fraction"], 3),
         "num_workers": loader["num_workers"], "pin_memory": loader["pin_memory"],
         "demand": round(demand["images_per_s"]) if demand else 0,
     }  # fmt: skip
@@ -360,8 +361,10 @@ def _run(
 
 PARTS: dict[str, Part] = {
     "conformance": check_conformance,
-    "elapsed": gpu_unsettled.elapsed, "reserved": gpu_unsettled.reserved, "events": gpu_unsettled.events,
-    "finish": gpu_unsettled.finish, "staging": gpu_unsettled.staging, "pinning": gpu_unsettled.pinning,
+    "elapsed": gpu_unsettled.elapsed, "reserved": gpu_unsettled.reserved,
+    "events": gpu_unsettled.events,
+    "finish": gpu_unsettled.finish, "staging": gpu_unsettled.staging,
+    "pinning": gpu_unsettled.pinning,
     "stall": check_stall, "stall_compiled": check_stall_compiled, "prefetcher": check_prefetcher,
     "pytest": check_pytest, "copies": check_copies, "demand": check_demand,
     "launches": check_launches, "launches_compiled": check_launches_compiled,

@@ -102,8 +102,8 @@ def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoa
     collate.
     """
     return endless(ImageFolder(str(root / "train"), transforms.Compose([
-        transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-        transforms.Normalize(_MEAN, _STD),
+        transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(), transforms.Normalize(_MEAN, _STD),
     ])), workers, **how)  # fmt: skip
 
 
@@ -132,9 +132,10 @@ def timm(root: Path, workers: int) -> Counts:
     """
     data = import_module("timm.data")
     loader = data.create_loader(
-        data.create_dataset("", root=str(root), split="train", is_training=True), (3, _SIDE, _SIDE), BATCH_SIZE,
-        is_training=True, scale=_SCALE, ratio=_RATIO, color_jitter=0.0, interpolation="bilinear", num_workers=workers,
-        device=torch.device("cpu"), use_multi_epochs_loader=True,
+        data.create_dataset("", root=str(root), split="train", is_training=True), (3, _SIDE, _SIDE),
+        BATCH_SIZE,
+        is_training=True, scale=_SCALE, ratio=_RATIO, color_jitter=0.0, interpolation="bilinear",
+        num_workers=workers, device=torch.device("cpu"), use_multi_epochs_loader=True,
     )  # fmt: skip
     return itertools.chain.from_iterable(counted(loader.loader) for _ in itertools.count())
 
@@ -235,8 +236,10 @@ def ffcv(root: Path, threads: int) -> Counts:
         part.rename(file)
     crop = decoders.RandomResizedCropRGBImageDecoder((_SIDE, _SIDE), _SCALE, _RATIO)
     loader = loaders.Loader(
-        str(file), BATCH_SIZE, threads, os_cache=True, order=loaders.OrderOption.RANDOM, drop_last=True, pipelines={
-            "image": [crop, made.RandomHorizontalFlip(), made.ToTensor()], "label": [decoders.IntDecoder(), made.ToTensor()],
+        str(file), BATCH_SIZE, threads, os_cache=True, order=loaders.OrderOption.RANDOM,
+        drop_last=True, pipelines={
+            "image": [crop, made.RandomHorizontalFlip(), made.ToTensor()],
+            "label": [decoders.IntDecoder(), made.ToTensor()],
         },
     )  # fmt: skip
     for _ in itertools.count():

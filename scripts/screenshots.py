@@ -30,8 +30,8 @@ from scripts.slept import READ, STEP
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 COMMON = (
-    "data=shapes", "data.generate.train_images=2000", "data.generate.val_images=100", "trainer.epochs=10", "device=cpu",
-    "checkpoint.enabled=false", "watch.tensorboard=false",
+    "data=shapes", "data.generate.train_images=2000", "data.generate.val_images=100",
+    "trainer.epochs=10", "device=cpu", "checkpoint.enabled=false", "watch.tensorboard=false",
 )  # fmt: skip
 RUNS = {
     "stalled": ("loader.backend=threads", "loader.num_workers=2"),

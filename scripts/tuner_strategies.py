@@ -162,8 +162,8 @@ class Rig:
         """``setting`` as a feed takes it."""
         workers = setting.num_workers
         return replace(
-            self.own, num_workers=workers, prefetch_factor=setting.prefetch_factor or None, persistent_workers=workers > 0,
-            timeout_s=timeout_s, backend=setting.backend,
+            self.own, num_workers=workers, prefetch_factor=setting.prefetch_factor or None,
+            persistent_workers=workers > 0, timeout_s=timeout_s, backend=setting.backend,
         )  # fmt: skip
 
     def steps(self, feed: Feed) -> Iterator[int]:
@@ -251,8 +251,18 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
         f"def get_workload():\n    return loadtune_workload({rig.workload.name!r}, "
         f"{str(folder)!r})\n"
     )
-    command = [*python, "-m", "loadtune.cli", "tune", str(file), "--steps", str(LOADTUNE_STEPS), "--no-plots",
-               "--out", str(folder / "loadtune.md")]  # fmt: skip
+    command = [
+        *python,
+        "-m",
+        "loadtune.cli",
+        "tune",
+        str(file),
+        "--steps",
+        str(LOADTUNE_STEPS),
+        "--no-plots",
+        "--out",
+        str(folder / "loadtune.md"),
+    ]
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - begin

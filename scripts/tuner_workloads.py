@@ -230,9 +230,13 @@ WORKLOADS = {workload.name: workload for workload in _ALL}
 def _variants() -> Iterator[Workload]:
     base = WORKLOADS["sleep_10"]
     assert base.step_s is not None
-    yield replace(base, name="slowed_step", about="sleep_10 with a step of four times the "
-                                                  "time", step_s=4 * base.step_s,
-                  changes=base.name)  # fmt: skip
+    yield replace(
+        base,
+        name="slowed_step",
+        about="sleep_10 with a step of four times the time",
+        step_s=4 * base.step_s,
+        changes=base.name,
+    )
     base = WORKLOADS["jpeg_64"]
     yield replace(
         base,

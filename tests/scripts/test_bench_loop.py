@@ -52,7 +52,7 @@ def test_the_verdict_follows_the_interval(factor: float, verdict: str) -> None:
     """A ratio without noise is its own interval, and the claim is judged by it."""
     ratio = Ratio.of([factor * t for t in (1.0, 2.0, 3.0)], [1.0, 2.0, 3.0])
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((factor, factor, factor))
-    assert bench_loop._verdict(ratio) == verdict
+    assert bench_loop.verdict(ratio) == verdict
 
 
 def test_the_interval_is_the_same_in_every_run() -> None:

@@ -58,7 +58,8 @@ def test_traceml_is_launched_as_it_documents(tmp_path: Path) -> None:
     line = bench_traceml.command("traceml", "slow_read", tmp_path, "--steps", "3")
     assert line[1:3] == ["run", str(bench_traceml.LOOP)]
     assert line[line.index("--args") :] == [
-        "--args", "--side", "traceml", "--plant", "slow_read", "--folder", str(tmp_path), "--steps", "3",
+        "--args", "--side", "traceml", "--plant", "slow_read", "--folder", str(tmp_path), "--steps",
+        "3",
     ]  # fmt: skip
     assert bench_traceml.command("bare", "nothing", tmp_path)[:2] == [
         sys.executable,

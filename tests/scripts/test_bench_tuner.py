@@ -31,24 +31,50 @@ def setting(text: str) -> Setting:
 
 
 def rate(text: str, phase: str, number: int, value: float, *, twin: bool = False) -> Line:
-    return {"kind": "rate", "workload": W, "phase": phase, "round": number, "setting": text, "twin": twin,
-            "images_per_s": value}  # fmt: skip
+    return {
+        "kind": "rate",
+        "workload": W,
+        "phase": phase,
+        "round": number,
+        "setting": text,
+        "twin": twin,
+        "images_per_s": value,
+    }
 
 
 def choice(strategy: str, text: str | None, seconds: float = 1.0, repeat: int = 0) -> Line:
-    return {"kind": "choice", "workload": W, "strategy": strategy, "repeat": repeat, "seconds": seconds,
-            "setting": text, "note": ""}  # fmt: skip
+    return {
+        "kind": "choice",
+        "workload": W,
+        "strategy": strategy,
+        "repeat": repeat,
+        "seconds": seconds,
+        "setting": text,
+        "note": "",
+    }
 
 
 LINES = [
     {"kind": "demand", "workload": W, "images_per_s": 200.0},
-    choice("own", "1x2", 0.0), choice("auto", "2x2", 4.0), choice("auto", "3x2", 6.0, repeat=1), choice("grid", "4x2", 50.0),
+    choice("own", "1x2", 0.0),
+    choice("auto", "2x2", 4.0),
+    choice("auto", "3x2", 6.0, repeat=1),
+    choice("grid", "4x2", 50.0),
     choice("loadtune", None, 9.0),
-    *(rate(s, "choose", r, v) for r in (0, 1) for s, v in (("1x2", 100), ("2x2", 197), ("3x2", 199), ("4x2", 200))),
+    *(
+        rate(s, "choose", r, v)
+        for r in (0, 1)
+        for s, v in (("1x2", 100), ("2x2", 197), ("3x2", 199), ("4x2", 200))
+    ),
     rate("0", "choose", 0, 50),
-    *(rate(s, "score", r, v) for r in (0, 1) for s, v in (("1x2", 100), ("2x2", 190), ("3x2", 200), ("4x2", 200 + 0 * r))),
-    rate("4x2", "score", 0, 202, twin=True), rate("4x2", "score", 1, 198, twin=True),
-]  # fmt: skip
+    *(
+        rate(s, "score", r, v)
+        for r in (0, 1)
+        for s, v in (("1x2", 100), ("2x2", 190), ("3x2", 200), ("4x2", 200 + 0 * r))
+    ),
+    rate("4x2", "score", 0, 202, twin=True),
+    rate("4x2", "score", 1, 198, twin=True),
+]
 
 
 @pytest.fixture
@@ -286,8 +312,22 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(tuner_strategies.Rig, "demand", lambda rig: 40_000.0)
     monkeypatch.setattr(tuner_strategies, "candidates", lambda rig: [setting("0"), setting("1x2")])
     results = tmp_path / "results.jsonl"
-    arguments = ["--only", "tiny", "--strategies", "own,lightning", "--results", str(results), "--folder", str(tmp_path),
-                 "--choosing-rounds", "1", "--rounds", "1", "--seconds", "0.01"]  # fmt: skip
+    arguments = [
+        "--only",
+        "tiny",
+        "--strategies",
+        "own,lightning",
+        "--results",
+        str(results),
+        "--folder",
+        str(tmp_path),
+        "--choosing-rounds",
+        "1",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.01",
+    ]
     assert bench_tuner.main([*arguments, "--minutes", "0"]) == 0
     assert bench_tuner.main(arguments) == 0
     first = [json.loads(line) for line in results.read_text().splitlines()]

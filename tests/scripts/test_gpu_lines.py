@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 FILES = sorted((gpu_check.ROOT / "scripts").glob("gpu_*.py"))
 ON_A_CPU = ("elapsed", "prefetcher", "copies", "stall", "demand", "feeds")
 GPU_ONLY: dict[str, dict[str, str]] = {}
-"""By file the first lines of statements that only a real GPU runs, and why. Nothing here goes around ``accelerator``."""
+"""By file the first lines of statements that only a real GPU runs, and why."""
 
 pytestmark = [
     pytest.mark.timeout(200),
@@ -67,8 +67,8 @@ os.system("sleep 0.5 >/dev/null 2>&1 &")
 os.write(1, b'{"wrong": "off"}\\n{"ok": "ran"}\\n')
 """
 REPORT: Row = {
-    "images_per_s": 100.0, "step_ms": {"median": 1.0, "p95": 2.0}, "stall_fraction": 0.0, "data_wait_fraction": 0.0,
-    "loader": {"num_workers": 1, "pin_memory": True},
+    "images_per_s": 100.0, "step_ms": {"median": 1.0, "p95": 2.0}, "stall_fraction": 0.0,
+    "data_wait_fraction": 0.0, "loader": {"num_workers": 1, "pin_memory": True},
 }  # fmt: skip
 """What a run of ``train.py`` leaves."""
 RUN, SCALED, LEFT, PEERS = gpu_parts._run, Options.scaled, gpu_unsettled._left, gpu_loaders.peers

@@ -151,8 +151,8 @@ class Loop:
         decoding = StageCost(1000 * workers * self.decode_s, 1000 * workers * self.decode_s)
         made = StageTotals(1000, 4, decoding.wall_s, {"decode": decoding})
         evidence = Evidence(
-            window=total, stages=made, settings=self.settings, cores=16, device="cuda", sampled={}, autotuned=False,
-            precision="bf16", channels_last=True, compiled=True,
+            window=total, stages=made, settings=self.settings, cores=16, device="cuda", sampled={},
+            autotuned=False, precision="bf16", channels_last=True, compiled=True,
         )  # fmt: skip
         return Result(own, total, judge(evidence), spans, SIZE * self.parts * (epoch - 1))
 
