@@ -78,7 +78,8 @@ def timed_ms(work: Callable[[], object]) -> float:
 
 def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
     """A row of the table: ``pairs`` saves of a state of ``megabytes``."""
-    state, step = make_state(megabytes), make_step()
+    state = make_state(megabytes)
+    step = make_step()
     saver = Saver(folder / str(megabytes), 2)
     ms: dict[str, list[float]] = {
         name: [] for name in ("copy", "save", "written", "step", "step beside")

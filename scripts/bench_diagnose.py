@@ -41,7 +41,8 @@ from harness.runtime.launch import run_processes
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "bench_diagnose.md"
 CLAIM = 0.10  # the ceiling may be so far from the measured speed-up
 _KINDS = ("diagnose", "real", "cached")
-_WIDTH, _HEIGHT = 1400, 1000
+_WIDTH = 1400
+_HEIGHT = 1000
 _CACHED_BATCHES = 8
 _LEAST_STEPS = 100  # of an epoch on cached batches: what surrounds an epoch is not the step's
 
@@ -84,7 +85,8 @@ def make_photos(root: Path, count: int) -> None:
         path = root / f"class{i % len(photos)}" / f"{i:05d}.jpg"
         width = int(rng.integers(300, 590))
         height = width * _HEIGHT // _WIDTH
-        left, top = int(rng.integers(640 - width)), int(rng.integers(427 - height))
+        left = int(rng.integers(640 - width))
+        top = int(rng.integers(427 - height))
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             part = photos[i % len(photos)].crop((left, top, left + width, top + height))
@@ -112,7 +114,8 @@ def measure(_: int, work: Work) -> None:
         splits = datasets.load(config.data, config.augment, config.seed)
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
-        step, allowed = Step(state, config, world), limits.measure()
+        step = Step(state, config, world)
+        allowed = limits.measure()
         if work.kind == "diagnose":
             found = diagnose(feeds, StepTrials(step, config, world), allowed, (), place, None)
             runs = found.runs
@@ -163,7 +166,8 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
         engine._train_epoch(
             engine.state.epoch
         )  # not fit(), which adds evaluations: the claim is about the epochs alone
-        began, epochs = time.perf_counter(), 0
+        began = time.perf_counter()
+        epochs = 0
         while (took := time.perf_counter() - began) < work.seconds:
             engine._train_epoch(engine.state.epoch)
             epochs += 1
@@ -263,7 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     a = parser.parse_args(argv)
     make_photos(a.photos, a.images)
-    rows, load = [], [os.getloadavg()[0]]
+    rows = []
+    load = [os.getloadavg()[0]]
     for name, config in workloads(a.photos, a.threads).items():
         if name.startswith(a.only or ""):
             rows.append(row(name, config, compare(name, config, a.rounds, a.seconds)))

@@ -197,7 +197,8 @@ def many(folder: str, files: int, later: int) -> dict[str, Any]:
     In this process, so that the tree goes however a measurement ends.
     """
     with many_files(Path(folder), files) as tree:
-        root, cache = str(tree), str(tree / "cache")
+        root = str(tree)
+        cache = str(tree / "cache")
         seconds = [ask("index", cache, root=root)["seconds"] for _ in range(1 + later)]
         readers = {
             method: ask("index_readers", cache, root=root, method=method)

@@ -99,7 +99,9 @@ class HandWritten:
         self.scale = torch.tensor([1 / (255 * s) for s in config.data.std], device=device).view(
             1, 3, 1, 1
         )
-        self.batches, self.device, self.window = batches, device, config.watch.window_steps
+        self.batches = batches
+        self.device = device
+        self.window = config.watch.window_steps
 
     def epoch(self) -> None:
         """Train on every batch once."""
@@ -127,7 +129,8 @@ def harness_engine(
         )
         state = make_state(config, CLASSES, world, len(batches))
         with station.watched(config, world, place, time.perf_counter()) as watch:
-            feed, val_feed = CachedFeed(batches, settings), CachedFeed(batches[:1], settings)
+            feed = CachedFeed(batches, settings)
+            val_feed = CachedFeed(batches[:1], settings)
             step = Step(state, config, world)
             engine = Engine(
                 config,

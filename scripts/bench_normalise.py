@@ -25,7 +25,8 @@ from harness.feed.normalise import Normalise
 from scripts.measured import Sample, machine, machine_line, markdown, write
 from scripts.paired import Estimate
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Way = Callable[[Tensor], Tensor]

@@ -55,7 +55,8 @@ class Timing:
 
 def timed(own: Accelerator, call: Call) -> Timing:
     """``call`` on an idle device; what it returns lives until the device is done."""
-    start, end = own.event(timed=True), own.event(timed=True)
+    start = own.event(timed=True)
+    end = own.event(timed=True)
     own.synchronize()
     begin = time.perf_counter()
     start.record(own.stream())
@@ -105,7 +106,8 @@ class Work:
 
 def plain_copies(device: torch.device, sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
     """Part a: one tensor, copied alone, for each size and way."""
-    own, rows = accelerator.of(device), []
+    own = accelerator.of(device)
+    rows = []
     for mib in sizes_mib:
         pageable = torch.ones(mib * MIB, dtype=torch.uint8)
         pinned = own.pin(pageable)
@@ -141,7 +143,8 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, count: int, batch_size: int) -> None:
-        self.count, self.batch_size = count, batch_size
+        self.count = count
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
         return self.count
@@ -160,13 +163,17 @@ def loop_copies(
     Raises:
         MemoryError: the workers' batches do not fit into shared memory.
     """
-    shm, needed = limits.measure().shm_bytes, (2 * workers + 2) * batch_size * 3 * 224 * 224
+    shm = limits.measure().shm_bytes
+    needed = (2 * workers + 2) * batch_size * 3 * 224 * 224
     if shm is not None and needed > 0.8 * shm:
-        free, want = shm / MIB, needed / MIB
+        free = shm / MIB
+        want = needed / MIB
         raise MemoryError(
             f"/dev/shm: {free:.0f} MiB free, {want:.0f} MiB needed; lower --batch-size or --workers"
         )
-    own, data, work = accelerator.of(device), Batches(20, batch_size), Work(device, work_ms)
+    own = accelerator.of(device)
+    data = Batches(20, batch_size)
+    work = Work(device, work_ms)
     made: dict[str, Any] = {
         "num_workers": workers,
         "persistent_workers": True,
@@ -217,7 +224,9 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
     """Part c: the copy of ``x`` and work that does not need it, on one stream and on two."""
     pageable = torch.ones(mib * MIB, dtype=torch.uint8)
     own = accelerator.of(device)
-    pinned, side, copy = own.pin(pageable), own.side_stream(), own.copy
+    pinned = own.pin(pageable)
+    side = own.side_stream()
+    copy = own.copy
     work = Work(device, min(timed(own, partial(copy, pinned)).total_ms for _ in range(5)))
 
     def one_stream(x: Tensor) -> Tensor:
@@ -265,10 +274,8 @@ def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
     """
     rows = []
     for mib in sizes_mib:
-        source, target = (
-            torch.ones(mib * MIB, dtype=torch.uint8),
-            torch.zeros(mib * MIB, dtype=torch.uint8),
-        )
+        source = torch.ones(mib * MIB, dtype=torch.uint8)
+        target = torch.zeros(mib * MIB, dtype=torch.uint8)
         taken = []
         for _ in range(n + 2):
             begin = time.perf_counter()

@@ -124,7 +124,8 @@ def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
 def listen_to(side: str, plant: str, steps: int) -> Said:
     """What ``side`` says of one run of ``plant``."""
     with tempfile.TemporaryDirectory() as place:
-        folder, begin_s = Path(place), time.perf_counter()
+        folder = Path(place)
+        begin_s = time.perf_counter()
         done = subprocess.run(
             command(side, plant, folder, "--steps", str(steps)),
             env=environment(), capture_output=True, text=True, timeout=600, check=False,
@@ -184,7 +185,8 @@ class Side:
     """
 
     def __init__(self, name: str, folder: Path, block: int) -> None:
-        self._name, self._block = name, block
+        self._name = name
+        self._block = block
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(folder / f"{name}.socket"))
         self._server.listen()

@@ -88,7 +88,8 @@ def stepping(clock: StepClock, copies: bool) -> Work:
                 now_s = time.perf_counter()
                 clock.arrived(Stamps(now_s, now_s, now_s, now_s))
                 if copies:
-                    start, end = HostEvent(), HostEvent()
+                    start = HostEvent()
+                    end = HostEvent()
                     start.record()
                     end.record()
                     clock.copied(start, end)
@@ -128,7 +129,8 @@ def window_cost(folder: Path, runs: int) -> Cost:
     """Of the end of a window: its figures, the workers' and the sampler's, into ``metrics.jsonl``
     and the event file.
     """
-    clock, meter = StepClock(events=Events(HostEvent, lambda: None, None)), StageMeter(STAGES, 8)
+    clock = StepClock(events=Events(HostEvent, lambda: None, None))
+    meter = StageMeter(STAGES, 8)
     stepping(clock, copies=True)(_SETTINGS.window_steps)
     Worker(1, meter).make(1)
     window = clock.total()
@@ -161,7 +163,8 @@ def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
     """
 
     def spent() -> float:
-        begin, cpu = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
+        cpu = time.process_time()
         time.sleep(seconds / _SAMPLED_TURNS)
         return (time.process_time() - cpu) / (time.perf_counter() - begin)
 
@@ -196,7 +199,8 @@ def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, 
         batches: of each length of samples, over which the workers' timers are.
     """
     cold = np.zeros(_COLD_BYTES // 8)
-    costs, growth = {}, {}
+    costs = {}
+    growth = {}
     for name, (clock, copies) in clocks().items():
         print(f"{name} ...", file=sys.stderr, flush=True)
         work = stepping(clock, copies)
@@ -230,12 +234,11 @@ def claims(found: Mapping[str, Any]) -> list[str]:
     """
     dearest = max(per_step_us(found).values(), key=lambda us: us.high) * (1e-6 / STEP_S)
     longest: Cost = found["stages"][-1]
-    timers, sample_us = (
-        longest.mean_us * (1 / longest.bare_us.median),
-        longest.bare_us.median / BATCH,
-    )
+    timers = longest.mean_us * (1 / longest.bare_us.median)
+    sample_us = longest.bare_us.median / BATCH
     grown = max(found["memory_growth_bytes"].values())
-    a_step, most = grown / (0.9 * found["steps"]), _BYTES_A_STEP
+    a_step = grown / (0.9 * found["steps"])
+    most = _BYTES_A_STEP
     flat = (
         "holds" if a_step <= most else "does not hold" if grown > _BUCKETS_BYTES else "not resolved"
     )
@@ -301,7 +304,8 @@ Memory after {found["steps"]} steps against after {found["steps"] // 10}
 
 def _costs(found: Mapping[str, Any]) -> list[Row]:
     """A row for everything that is done in the process that trains."""
-    window, fraction = found["window"], found["sampler_fraction"]
+    window = found["window"]
+    fraction = found["sampler_fraction"]
     costs = [(name, cost, cost.us.median) for name, cost in found["clocks"].items()]
     costs.append(
         (

@@ -39,7 +39,8 @@ _COMMON = (
     "augment.crop=pad",
     "run.name=x",
 )
-_DIGITS, _DIGITS_IMAGES = ("data=digits", *_COMMON), 1438
+_DIGITS = ("data=digits", *_COMMON)
+_DIGITS_IMAGES = 1438
 _SHAPES = (
     "data=shapes", *_COMMON, "data.image_size=32", "data.generate.train_images=400",
     "data.generate.val_images=100",
@@ -85,12 +86,16 @@ def kills(plan: Plan) -> list[Row]:
 
 
 def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
-    draw, wrong, killed, runs = random.Random(f"{plan.seed} {name}"), [], 0, 0
+    draw = random.Random(f"{plan.seed} {name}")
+    wrong = []
+    killed = 0
+    runs = 0
     whole = ended(plan, f"{name}/whole", *overrides).folder
     most_s = lines(whole)[-1]["time_s"] / 2
     while killed < plan.n and runs < plan.n:
         runs += 1
-        place, goes_on = plan.place(f"{name}/{runs}"), True
+        place = plan.place(f"{name}/{runs}")
+        goes_on = True
         while goes_on:
             saved = checkpoint.records(place / "outputs/x/checkpoints")
             with Run(plan, place, [*NOTED, *overrides, "resume=auto"]) as life:
@@ -121,7 +126,8 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
 
 def _differences(last: Run, whole: Path) -> list[str]:
     """What tells a run that was killed from the ``whole`` one."""
-    folder, wrong = last.folder, wrong_lines(last.folder)
+    folder = last.folder
+    wrong = wrong_lines(last.folder)
     wrong += ["another state"] if digest(folder) != digest(whole) else []
     wrong += ["other lines"] if logged(folder) != logged(whole) else []
     wrong += (
@@ -134,11 +140,14 @@ def terms(plan: Plan) -> list[Row]:
     """Signals to the whole group at random moments, half of them after the first step, in runs of
     one rank and of two.
     """
-    draw, rows = random.Random(plan.seed), []
+    draw = random.Random(plan.seed)
+    rows = []
     wholes: dict[tuple[int, bool], Run] = {}
     kinds: dict[tuple[Signals, int], list[_End]] = {}
     for i in range(plan.n):
-        ranks, tuned, sign = 1 + i % 2, i % 3 == 2, SIGUSR1 if i % 12 in (4, 9) else SIGTERM
+        ranks = 1 + i % 2
+        tuned = i % 3 == 2
+        sign = SIGUSR1 if i % 12 in (4, 9) else SIGTERM
         tuner = (
             "loader.autotune=true",
             "tuner.budget_s=3",
@@ -153,16 +162,15 @@ def terms(plan: Plan) -> list[Row]:
         overrides = (*_DIGITS, "trainer.epochs=3", "checkpoint.every_steps=10", *ways)
         if (ranks, tuned) not in wholes:
             wholes[ranks, tuned] = ended(plan, f"whole-{ranks}-{tuned}", *overrides)
-        whole, trained = wholes[ranks, tuned], i % 4 > 1
+        whole = wholes[ranks, tuned]
+        trained = i % 4 > 1
         after_s = draw.uniform(0, lines(whole.folder)[-1]["time_s"] if trained else whole.lasted_s)
         kinds.setdefault((sign, ranks), []).append(
             _signalled(plan, str(i), overrides, sign, after_s, trained)
         )
     for (sign, ranks), ends in sorted(kinds.items()):
-        wrong, exits_s = (
-            [text for end in ends for text in end.wrong],
-            sorted(end.exit_s for end in ends),
-        )
+        wrong = [text for end in ends for text in end.wrong]
+        exits_s = sorted(end.exit_s for end in ends)
         stopped = [end.run for end in ends if "\ngo on with " in end.run.said]
         if stopped:
             wrong += _continued(
@@ -204,7 +212,8 @@ def _signalled(
         while (left := life.alive()) and time.monotonic() < until_s:
             time.sleep(POLL_S)
         exit_s = time.monotonic() - sent_s
-    said, complete = life.said, "\ntop-1 " in life.said
+    said = life.said
+    complete = "\ntop-1 " in life.said
     # after the last step there is nothing left to end
     wrong = [] if code == 128 + sign or (complete and code == 0) else [f"exit code {code}"]
     wrong += [f"{len(left)} processes after {exit_s:.1f} s"] if left or exit_s > plan.exit_s else []
@@ -245,19 +254,20 @@ def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:
 
 def forms(plan: Plan) -> list[Row]:
     """Other loaders before and after a stop at a random step."""
-    rows, required = (
-        [],
-        (
-            "other backend, workers, cache and tuning after the stop: the same samples in the same "
-            "order, the same state"
-        ),
+    rows = []
+    required = (
+        "other backend, workers, cache and tuning after the stop: the same samples in the same "
+        "order, the same state"
     )
     for ranks in (1, 2):
-        draw, wrong = random.Random(plan.seed), []
+        draw = random.Random(plan.seed)
+        wrong = []
         overrides = (*_SHAPES, *_RANKS[ranks], f"loader.batch_size={16 // ranks}")
         whole = ended(plan, f"{ranks}/whole", *overrides, "loader.num_workers=0")
         for i in range(plan.n):
-            before, after, stop = _form(draw), _form(draw), draw.randrange(1, _SHAPES_STEPS)
+            before = _form(draw)
+            after = _form(draw)
+            stop = draw.randrange(1, _SHAPES_STEPS)
             ended(plan, f"{ranks}/{i}", *overrides, *before, stop=stop)
             last = ended(plan, f"{ranks}/{i}", *overrides, *after, "resume=auto")
             if (digest(last.folder), updates(last.notes)) != (
@@ -274,7 +284,8 @@ def forms(plan: Plan) -> list[Row]:
 def _form(draw: random.Random) -> tuple[str, ...]:
     backend = draw.choice(("processes", "threads", "arrays"))
     workers = "null" if backend == "arrays" else draw.choice("012")
-    cache, tuned = draw.choice(("none", "ram", "disk")), draw.choice(("true", "false"))
+    cache = draw.choice(("none", "ram", "disk"))
+    tuned = draw.choice(("true", "false"))
     return (
         f"loader.backend={backend}",
         f"loader.num_workers={workers}",
@@ -288,7 +299,9 @@ def ranks(plan: Plan) -> list[Row]:
     rows = []
     # an epoch of 2 x 64 leaves too few samples for another batch of one rank
     for before, after, batch in ((2, 1, 48), (1, 2, 96), (2, 3, 48), (2, 3, 32)):
-        name, draw, wrong = f"{before} ranks of {batch} to {after}", random.Random(plan.seed), []
+        name = f"{before} ranks of {batch} to {after}"
+        draw = random.Random(plan.seed)
+        wrong = []
         overrides = (
             *_DIGITS,
             "trainer.epochs=2",
@@ -324,7 +337,8 @@ def user(plan: Plan) -> list[Row]:
     """Ctrl-C in the first epoch, and on with the command that was printed."""
     rows = []
     for how, more in ("run.name=mine", ("run.name=mine",)), ("no run.name", ()):
-        wrong, overrides = [], ("data=digits", "trainer.epochs=5", *more)
+        wrong = []
+        overrides = ("data=digits", "trainer.epochs=5", *more)
         whole = ended(plan, f"{how}/whole", *overrides)
         for i in range(plan.n):
             with Run(plan, plan.place(f"{how}/{i}"), [*NOTED, *overrides]) as life:

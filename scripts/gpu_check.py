@@ -103,7 +103,8 @@ def scrubbed(value: Any) -> Any:
 
 def _secrets() -> list[str]:
     """The longest first, so that a part of a secret leaves no rest of it."""
-    home, host = os.path.expanduser("~"), platform.node()
+    home = os.path.expanduser("~")
+    host = platform.node()
     found = {value for value in os.environ.values() if len(value) >= 6}
     found |= {str(ROOT), home, Path(home).name, host, host.partition(".")[0]}
     found |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
@@ -175,7 +176,8 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
         *(["--quick"] if quick else []),
     ]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    log, until = scratch / f"{name}.log", time.monotonic() + limit_s
+    log = scratch / f"{name}.log"
+    until = time.monotonic() + limit_s
     with log.open("wb") as errors:
         child = subprocess.Popen(
             command, cwd=ROOT,

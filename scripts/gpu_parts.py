@@ -66,10 +66,8 @@ def check_pytest(o: Options) -> Said:
 
 
 def _tested(marked: str, *files: str) -> Said:
-    command, outcomes = (
-        [sys.executable, "-m", "scripts.gpu_tests", "-m", marked, *files],
-        Counter[str](),
-    )
+    command = [sys.executable, "-m", "scripts.gpu_tests", "-m", marked, *files]
+    outcomes = Counter[str]()
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     ) as child:
@@ -90,12 +88,14 @@ def check_prefetcher(o: Options) -> Said:
     """
     device = o.device
     if o.on_gpu:  # batches of ImageNet's size, and work that takes twice as long as their copy
-        what, loader = "copy", Slow(make_batches(4, 256, 224, pin=True), count=40)
+        what = "copy"
+        loader = Slow(make_batches(4, 256, 224, pin=True), count=40)
         work: Callable[[], object] = Work(
             device, 2 * step_ms(DataPrefetcher(loader, device, ahead=False), lambda: None, device)
         )
     else:
-        what, loader = "loading", Slow(make_batches(1, 1, 8, pin=False), 0.004, count=25)
+        what = "loading"
+        loader = Slow(make_batches(1, 1, 8, pin=False), 0.004, count=25)
         work = lambda: time.sleep(0.008)
     times: dict[str, list[float]] = {"step alone": [], "ahead=False": [], "ahead=True": []}
     for _ in range(o.turns):
@@ -119,14 +119,10 @@ def check_prefetcher(o: Options) -> Said:
 def resnet_rig(device: torch.device, compiled: bool) -> Rig:
     """ResNet-18 in bf16 and channels_last on 128 images of 160 pixels, fed by the prefetcher."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
-    config, world = (
-        Config(model=ModelConfig(name="resnet18"), trainer=trainer),
-        World(0, 1, 0, 1, device),
-    )
-    step, ready = (
-        Step(make_state(config, 10, world, 1000), config, world),
-        make_batches(4, 128, 160, pin=True),
-    )
+    config = Config(model=ModelConfig(name="resnet18"), trainer=trainer)
+    world = World(0, 1, 0, 1, device)
+    step = Step(make_state(config, 10, world, 1000), config, world)
+    ready = make_batches(4, 128, 160, pin=True)
     how: Row = {
         "mean": config.data.mean,
         "std": config.data.std,
@@ -147,9 +143,11 @@ def check_stall(o: Options) -> Said:
     """The step clock's stall against the differential method; without a
     GPU on an emulated device.
     """
-    rig, tolerance = emulated_rig(), EMULATED_TOLERANCE
+    rig = emulated_rig()
+    tolerance = EMULATED_TOLERANCE
     if o.on_gpu:
-        rig, tolerance = resnet_rig(o.device, compiled=False), STALL_TOLERANCE
+        rig = resnet_rig(o.device, compiled=False)
+        tolerance = STALL_TOLERANCE
     return (yield from compare(rig, 10 if o.quick else 20, tolerance))
 
 
@@ -205,7 +203,8 @@ def check_demand(o: Options) -> Said:
         "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"],
         "untuned": files,
     }
-    demand, rates = 0.0, dict[str, list[float]]()
+    demand = 0.0
+    rates = dict[str, list[float]]()
     for turn in range(1 if o.quick or not o.on_gpu else 2):
         for name in runs:
             if (
@@ -318,7 +317,8 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     report = json.loads((run_folder / "report.json").read_text(encoding="utf-8"))
     tuning = run_folder / "tuning.json"
     demand = json.loads(tuning.read_text(encoding="utf-8"))["demand"] if tuning.exists() else None
-    step, loader = report["step_ms"], report["loader"]
+    step = report["step_ms"]
+    loader = report["loader"]
     return {
         "images/s": round(report["images_per_s"]),
         "step ms": (f"{step['median']:.1f} (p95 {step['p95']:.1f})"),
@@ -401,7 +401,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("scratch", type=Path, help="folder that is thrown away")
     parser.add_argument("--quick", action="store_true")
     a = parser.parse_args(argv)
-    deadline, answers = time.monotonic() + a.limit_s, os.dup(1)
+    deadline = time.monotonic() + a.limit_s
+    answers = os.dup(1)
     threading.Thread(target=_end_with, args=(os.dup(0),), daemon=True).start()
     os.dup2(2, 1)  # what libraries print is no answer
 

@@ -92,7 +92,8 @@ def many_files(folder: Path, count: int) -> Iterator[Path]:
     Raises:
         OSError: the file system has no room for so many files.
     """
-    free, needed = os.statvfs(folder).f_favail, count + 2 * (count // _FILES_A_FOLDER + 1)
+    free = os.statvfs(folder).f_favail
+    needed = count + 2 * (count // _FILES_A_FOLDER + 1)
     if needed > free:
         raise OSError(
             f"{folder}: {needed} files are wanted, the file system has room for {free}; set "

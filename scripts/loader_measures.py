@@ -69,7 +69,9 @@ def window(batches: Counts, *, skip: int, seconds: float, cycle: int) -> Found:
     tree = Tree()
     for _ in islice(batches, skip):
         pass
-    cpu_s, begin, images = _processor_s(tree), time.perf_counter(), 0
+    cpu_s = _processor_s(tree)
+    begin = time.perf_counter()
+    images = 0
     for taken, size in enumerate(batches, 1):
         images += size
         wall_s = time.perf_counter() - begin
@@ -89,10 +91,9 @@ def composed(*overrides: str) -> Config:
     schema.register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
-    before, GlobalHydra.instance().hydra = (
-        GlobalHydra.instance().hydra,
-        None,
-    )  # there is one in the whole process
+    # there is one in the whole process
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().hydra = None
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             return schema.load(
@@ -203,13 +204,12 @@ def pixels(root: str) -> Found:
         assert isinstance(dataset, ImageDataset)
         transform = dataset.transform
         assert isinstance(transform, TrainTransform)
-        out, errors = np.empty((3, 224, 224), np.uint8), []
+        out = np.empty((3, 224, 224), np.uint8)
+        errors = []
         for index in range(0, len(dataset), max(1, len(dataset) // _COMPARED)):
             dataset.fill(0, index, out)
-            rng, picture = (
-                SampleRng(dataset.seed, 0, index),
-                Image.open(dataset.where(index)).convert("RGB"),
-            )
+            rng = SampleRng(dataset.seed, 0, index)
+            picture = Image.open(dataset.where(index)).convert("RGB")
             left, top, width, height = random_crop_box(
                 rng, *picture.size, transform.scale, transform.ratio
             )
@@ -232,7 +232,9 @@ class _Items(Dataset[tuple[Any, int]]):
     """
 
     def __init__(self, source: Source, transform: Callable[[Any], Any], pictures: bool) -> None:
-        self.source, self.transform, self.pictures = source, transform, pictures
+        self.source = source
+        self.transform = transform
+        self.pictures = pictures
 
     def __len__(self) -> int:
         return len(self.source)
@@ -302,10 +304,8 @@ def equal(folder: str, form: str) -> Found:
         feed.set_epoch(1)
         for batch in feed:
             for index, image in zip(batch.indices.tolist(), batch.images.numpy(), strict=True):
-                seen, same = (
-                    seen + 1,
-                    same + np.array_equal(_by_pil(dataset, 1, index), image.transpose(1, 2, 0)),
-                )
+                seen += 1
+                same += np.array_equal(_by_pil(dataset, 1, index), image.transpose(1, 2, 0))
     return {"images": seen, "same": same}
 
 
@@ -313,7 +313,10 @@ def _by_pil(dataset: ImageDataset, epoch: int, index: int) -> np.ndarray:
     """Sample ``index`` of a data set of arrays that are padded by 4 pixels, cropped to their size
     and mirrored at random.
     """
-    rng, values = SampleRng(dataset.seed, epoch, index), np.asarray(dataset.source.read(index)[0])
-    top, left, mirrored = rng.randrange(9), rng.randrange(9), rng.random() < 0.5
+    rng = SampleRng(dataset.seed, epoch, index)
+    values = np.asarray(dataset.source.read(index)[0])
+    top = rng.randrange(9)
+    left = rng.randrange(9)
+    mirrored = rng.random() < 0.5
     picture = ImageOps.expand(Image.fromarray(values), 4).crop((left, top, left + 32, top + 32))
     return np.asarray(ImageOps.mirror(picture) if mirrored else picture)

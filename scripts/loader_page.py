@@ -92,7 +92,8 @@ def jpeg(part: Part) -> Iterator[Piece]:
     """JPEG files at 224 pixels, beside the peers."""
     yield [*_cost_rows(part, _ABOUT, 1.0, EXAMPLES, DECODE)]
     yield _control(part, "threads")
-    best, rival = part.least(_OURS, cpu_ms), part.least(PEERS, cpu_ms)
+    best = part.least(_OURS, cpu_ms)
+    rival = part.least(PEERS, cpu_ms)
     yield from _at_least(part, "times cheaper than pytorch/examples", EXAMPLES, best, 2.5)
     missing = [peer for peer in PEERS if peer not in part.rows]
     among = (
@@ -213,7 +214,8 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
     )
     slow, fast = (max(rows, key=lambda row: part.middle(row, rate)) for rows in (old, new))
     rival = _best({row: part.middle(row, rate) for row in old})
-    gained, possible = part.ratio(fast, slow, rate), (before + step) / (after + step)
+    gained = part.ratio(fast, slow, rate)
+    possible = (before + step) / (after + step)
     text = (
         "training images/s against pytorch/examples' loader at its best: at least 0.9 of "
         "(L_old + T) / (L_new + T)"
@@ -230,10 +232,8 @@ def _best(rates: Mapping[str, float]) -> str:
     """The row with the best rate; says so where none with more workers, by which a row's name ends,
     was tried.
     """
-    best, most = (
-        max(rates, key=lambda row: rates[row]),
-        max(rates, key=lambda row: int(row.rpartition(" ")[2])),
-    )
+    best = max(rates, key=lambda row: rates[row])
+    most = max(rates, key=lambda row: int(row.rpartition(" ")[2]))
     return f"{best} (the most workers that were tried)" if best == most else best
 
 
@@ -267,7 +267,8 @@ def start(part: Part) -> Iterator[Piece]:
             found.median <= 0.3,
             f"{found}, n = {found.n}",
         )
-    many, few = added.get("processes, 8"), added.get("threads, 8")
+    many = added.get("processes, 8")
+    few = added.get("threads, 8")
     if many is not None and few is not None:
         figures = f"{many} MB over {few} MB, n = {few.n}"
         yield Claim(
@@ -311,13 +312,12 @@ def tuner(part: Part) -> Iterator[Piece]:
     """What the tuner chooses where it may choose the form, and what it chooses of each form when
     that is set.
     """
-    rows, claims = [], []
+    rows = []
+    claims = []
     for workload, rounds in part.rows.items():
         line = rounds[max(rounds)]
-        chosen, best = (
-            line["choices"]["auto"],
-            max(line["mean"], key=lambda setting: line["mean"][setting]),
-        )
+        chosen = line["choices"]["auto"]
+        best = max(line["mean"], key=lambda setting: line["mean"][setting])
         found = Ratio.of(line["rates"][chosen], line["rates"][best])
         each = [
             f"{form} {setting.split()[-1]}: {line['mean'][setting]:.0f}"
@@ -382,7 +382,8 @@ NOTES = """## How to read it
 
 def show(lines: Sequence[Line]) -> str:
     """Everything that was measured, as Markdown."""
-    parts, machines = collect(lines), [line for line in lines if line["kind"] == "machine"]
+    parts = collect(lines)
+    machines = [line for line in lines if line["kind"] == "machine"]
     told = dict.fromkeys(
         f"{line['date']}: {machine_line(line['machine'])}; {', '.join(line['versions'])}"
         for line in machines

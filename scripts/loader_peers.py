@@ -30,8 +30,11 @@ from torchvision.transforms import v2
 
 BATCH_SIZE = 128
 _SIDE = 224
-_SCALE, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # every recipe's
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# every recipe's
+_SCALE = (0.08, 1.0)
+_RATIO = (3 / 4, 4 / 3)
+_MEAN = (0.485, 0.456, 0.406)
+_STD = (0.229, 0.224, 0.225)
 _ENDLESS = 10**9  # samples
 
 Counts = Iterator[int]  # the images of one batch after the other
@@ -163,7 +166,8 @@ def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
 
     Its tensors ``[N, H, W, C]``, whose memory it uses again for the next batch.
     """
-    of_dali, fn = import_module("nvidia.dali"), import_module("nvidia.dali.fn")
+    of_dali = import_module("nvidia.dali")
+    fn = import_module("nvidia.dali.fn")
 
     def graph() -> Any:
         files, labels = fn.readers.file(file_root=str(root / "train"), random_shuffle=True)
@@ -222,8 +226,10 @@ def ffcv(root: Path, threads: int) -> Counts:
     """FFCV's JPEG mode: its own file, its fused decode and crop (area interpolation), flips
     compiled by numba.
     """
-    fields, decoders = import_module("ffcv.fields"), import_module("ffcv.fields.decoders")
-    loaders, made = import_module("ffcv.loader"), import_module("ffcv.transforms")
+    fields = import_module("ffcv.fields")
+    decoders = import_module("ffcv.fields.decoders")
+    loaders = import_module("ffcv.loader")
+    made = import_module("ffcv.transforms")
     file = root.with_suffix(".beton")
     if not file.exists():
         part = file.with_suffix(".part")

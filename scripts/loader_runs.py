@@ -52,10 +52,9 @@ from scripts.tuner_strategies import Rig
 from scripts.tuner_workloads import WORKLOADS
 
 _READ_STEPS = 10  # steps between two readings of the loss, as in training
-_MOST_TURNS, _CLEAR = (
-    12,
-    0.03,
-)  # of measuring what was chosen, in turns until ratios are known so well
+# of measuring what was chosen, in turns until ratios are known so well
+_MOST_TURNS = 12
+_CLEAR = 0.03
 _READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the other
 
 
@@ -215,10 +214,12 @@ def index_readers(root: str, method: str) -> Found:
     """A worker's own memory before and after it has read every sample, as another one did beside
     it, in random order.
     """
-    config, context = composed(*of_files(root)), _context(method)
+    config = composed(*of_files(root))
+    context = _context(method)
     train = datasets.load(config.data, config.augment, config.seed).train
     assert isinstance(train, ImageDataset)
-    answers, together = context.SimpleQueue(), context.Barrier(2)
+    answers = context.SimpleQueue()
+    together = context.Barrier(2)
     readers = [
         context.Process(target=_read_all, args=(train.source, together, answers), daemon=True)
         for _ in range(2)

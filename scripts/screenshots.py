@@ -44,7 +44,9 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
 )
-WIDTH, HEIGHT = 540, 1600  # of each page, in CSS pixels
+# of each page, in CSS pixels
+WIDTH = 540
+HEIGHT = 1600
 SCALE = 1.5  # picture's pixels to one of these
 GAP = 24  # between the two pages, in the picture's pixels
 QUALITY = 70  # of WebP, 0..100

@@ -153,10 +153,8 @@ def rival_rows(
         pairs = [(one, ratio) for one in found.values() if (ratio := one.ratio(mine, rival))]
         if not pairs:
             continue
-        more, less = (
-            sum(ratio.low > 1 for _, ratio in pairs),
-            sum(ratio.high < 1 for _, ratio in pairs),
-        )
+        more = sum(ratio.low > 1 for _, ratio in pairs)
+        less = sum(ratio.high < 1 for _, ratio in pairs)
         times = [one.seconds(rival) / one.seconds(mine) for one, _ in pairs]
         yield {
             f"{mine} against": rival, "delivers more": more, "the same": len(pairs) - more - less,

@@ -84,7 +84,8 @@ class PacedTrainee:
         images: list[int] = []
         seconds: list[float] = []
         waits: list[float] = []
-        cpu, begin = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
+        begin = time.perf_counter()
         last = begin
         while len(images) < 2 or last - begin < limit_s:
             images.append(len(next(batches).labels))
@@ -115,9 +116,11 @@ class Rig:
     _step: Step | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        found, cores = limits.measure(), self.workload.cores
+        found = limits.measure()
+        cores = self.workload.cores
         self.limits = found if cores is None else replace(found, cores=float(cores))
-        size, batch_size = self.dataset.image_size, self.workload.batch_size
+        size = self.dataset.image_size
+        batch_size = self.workload.batch_size
         self.config = Config(
             data=DataConfig(image_size=size), loader=LoaderConfig(batch_size=batch_size)
         )
@@ -219,7 +222,8 @@ def _tuned(name: TunerName, budget_s: float | None, rig: Rig, folder: Path) -> C
         report = tune(rig.feeds(), rig.trainee, rig.own, config, rig.limits, rig.world)
     finally:
         console.set_quiet(False)
-    seconds, chosen = time.perf_counter() - begin, report.settings
+    seconds = time.perf_counter() - begin
+    chosen = report.settings
     setting = Setting.of(chosen.num_workers, chosen.prefetch_factor, chosen.backend)
     return Choice(setting, seconds, f"{report.sentence} ({len(report.trials)} measurements)")
 
@@ -377,7 +381,8 @@ def candidates(rig: Rig) -> list[Setting]:
     """What the oracle looks at: every number of workers and form at two prefetch factors; arrays
     have no workers.
     """
-    forms, counts = rig.feeds().forms, range(1, rig.most + 1)
+    forms = rig.feeds().forms
+    counts = range(1, rig.most + 1)
     alone = {Setting.of(0, None, form) for form in {PROCESSES, *forms} & {PROCESSES, ARRAYS}}
     return sorted(
         alone

@@ -92,8 +92,12 @@ class RateLimitedSource:
     """
 
     def __init__(self, source: Source, bytes_per_s: float, clock_file: Path) -> None:
-        self.source, self.bytes_per_s, self.clock_file = source, bytes_per_s, clock_file
-        self.classes, self.labels, self.where = source.classes, source.labels, source.where
+        self.source = source
+        self.bytes_per_s = bytes_per_s
+        self.clock_file = clock_file
+        self.classes = source.classes
+        self.labels = source.labels
+        self.where = source.where
         clock_file.write_bytes(struct.pack("d", 0.0))
 
     def __len__(self) -> int:

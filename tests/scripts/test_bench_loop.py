@@ -57,7 +57,8 @@ def test_the_verdict_follows_the_interval(factor: float, verdict: str) -> None:
 
 def test_the_interval_is_the_same_in_every_run() -> None:
     """The bootstrap is seeded, and holds the median."""
-    over, under = [1.0, 1.2, 0.9, 1.1, 1.05], [1.0] * 5
+    over = [1.0, 1.2, 0.9, 1.1, 1.05]
+    under = [1.0] * 5
     ratio = Ratio.of(over, under)
     assert ratio == Ratio.of(over, under)
     assert ratio.low <= ratio.median == 1.05 <= ratio.high

@@ -92,7 +92,8 @@ class FakeClock:
     """Steps that take the seconds given, over and over."""
 
     def __init__(self, *durations: float) -> None:
-        self.durations, self.now = durations, 0.0
+        self.durations = durations
+        self.now = 0.0
 
     def steps(self) -> Iterator[int]:
         while True:
@@ -184,7 +185,8 @@ def test_the_control_is_the_pick_over_itself(found: Found) -> None:
 
 def test_the_interval_holds_the_ratio_and_is_the_same_in_every_run() -> None:
     """The bootstrap is seeded."""
-    over, under = [1.0, 1.2, 0.9, 1.1], [1.0, 1.1, 1.0, 1.0]
+    over = [1.0, 1.2, 0.9, 1.1]
+    under = [1.0, 1.1, 1.0, 1.0]
     ratio = Ratio.of(over, under)
     assert ratio == Ratio.of(over, under) and ratio.low < ratio.value < ratio.high
 
@@ -259,7 +261,8 @@ def test_every_hundredth_sample_is_in_the_tail(monkeypatch: pytest.MonkeyPatch) 
     """One sample in a hundred waits long."""
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
-    sleeper, out = Sleeper(2, 200, 0.002, 0.5), np.empty((3, 2, 2), np.uint8)
+    sleeper = Sleeper(2, 200, 0.002, 0.5)
+    out = np.empty((3, 2, 2), np.uint8)
     for index in range(200):
         sleeper.fill(0, index, out)
     assert (waited.count(0.5), waited.count(0.002)) == (2, 198)

@@ -71,14 +71,18 @@ REPORT: Row = {
     "data_wait_fraction": 0.0, "loader": {"num_workers": 1, "pin_memory": True},
 }  # fmt: skip
 """What a run of ``train.py`` leaves."""
-RUN, SCALED, LEFT, PEERS = gpu_parts._run, Options.scaled, gpu_unsettled._left, gpu_loaders.peers
+RUN = gpu_parts._run
+SCALED = Options.scaled
+LEFT = gpu_unsettled._left
+PEERS = gpu_loaders.peers
 
 
 class DeviceStep:
     """A step that keeps the device busy for so long."""
 
     def __init__(self, seconds: float, *_: object) -> None:
-        self.seconds, self.model = seconds, torch.nn.Identity()
+        self.seconds = seconds
+        self.model = torch.nn.Identity()
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         own = accelerator.of("cpu")
@@ -302,7 +306,8 @@ def test_every_statement_runs_on_the_emulated_gpu(
     """Each part to its end, on the GPU and what a CPU does in its place; what is left is listed,
     and all that is listed is.
     """
-    lines, ends = Lines(FILES), dict[tuple[str, str], Row]()
+    lines = Lines(FILES)
+    ends = dict[tuple[str, str], Row]()
     with lines.watching():
         with pytest.MonkeyPatch.context() as patch, emulated(EmulatedDevice(), patch):
             for part in gpu_parts.PARTS.keys() - {"conformance", "pytest"}:

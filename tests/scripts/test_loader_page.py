@@ -316,10 +316,8 @@ def test_the_tuner_may_miss_the_best_form_by_noise_alone() -> None:
     """One workload within 2 %, one far from the best; one that failed is none that was chosen well
     for.
     """
-    choices, costs = (
-        {"auto": "threads 2x2", "processes": "2x2", "threads": "threads 2x2"},
-        {"auto": 9.0},
-    )
+    choices = {"auto": "threads 2x2", "processes": "2x2", "threads": "threads 2x2"}
+    costs = {"auto": 9.0}
 
     def line(workload: str, threads: float) -> Line:
         rates = {"threads 2x2": [threads, threads], "2x2": [100.0, 100.0]}

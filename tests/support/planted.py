@@ -346,7 +346,8 @@ def main(argv: list[str] | None = None) -> None:
     if a.folder:
         dataclasses.replace(chosen[0], start=here).run(a.size, a.folder)
         return
-    rng, rows = random.Random(a.seed), []
+    rng = random.Random(a.seed)
+    rows = []
     for plant in chosen:
         rows.append(row(plant, [a.size or plant.draw(rng) for _ in range(a.runs)]))
         print(f"{' | '.join(rows[-1].values())}", flush=True)

@@ -255,8 +255,10 @@ def sweep(root: Path) -> Path:
     accuracy.
     """
     for job in range(6):
-        workers, batch = (1, 2, 4)[job % 3], (128, 256)[job // 3]
-        starved, noise = (0.7, 0.4, 0.05)[job % 3], random.Random(job)
+        workers = (1, 2, 4)[job % 3]
+        batch = (128, 256)[job // 3]
+        starved = (0.7, 0.4, 0.05)[job % 3]
+        noise = random.Random(job)
         lines = [
             window(
                 step, parts_of(starved, noise, device=True), **{"gpu/utilization": 0.9 - starved}
