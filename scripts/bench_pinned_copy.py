@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator, limits
 from harness.runtime.accelerator import Accelerator
-from scripts.measured import Sample, machine, machine_line, markdown, write
+from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 
 MIB = 2**20
 WORK_SIDE = 4096  # of the square matrices that stand for the work: large enough to fill a GPU
@@ -319,30 +318,15 @@ driver's staging."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Measure pinned and pageable copies to the GPU: alone, in a loop with work, "
-        "and beside unrelated work.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="sizes of a tensor in MiB"
-    )
-    parser.add_argument(
-        "-n",
-        type=int,
-        default=30,
-        help="measurements of each row (part b: a quarter of it, of 20 batches)",
-    )
-    parser.add_argument("--batch-size", type=int, default=256, help="images in a batch of part b")
-    parser.add_argument("--workers", type=int, default=4, help="DataLoader workers of part b")
-    parser.add_argument(
-        "--work-ms",
-        type=float,
-        default=20.0,
-        help="GPU work for a batch of part b, in milliseconds",
-    )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    a = parser.parse_args(argv)
+    options = parser("Measure copies to the GPU: alone, in a loop, and beside unrelated work.")
+    add = options.add_argument
+    mib = [1, 4, 16, 64, 256]
+    add("--sizes", type=int, nargs="+", default=mib, help="sizes of a tensor in MiB")
+    add("-n", type=int, default=30, help="measurements of a row; in part b a quarter of it")
+    add("--batch-size", type=int, default=256, help="images in a batch of part b")
+    add("--workers", type=int, default=4, help="DataLoader workers of part b")
+    add("--work-ms", type=float, default=20.0, help="milliseconds of GPU work a batch of part b")
+    a = options.parse_args(argv)
     tables = {}
     found = machine()
     print(machine_line(found))

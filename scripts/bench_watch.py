@@ -12,7 +12,6 @@ whole 95 % interval does, does not hold if none of it does, and is not resolved 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from harness.watch.figures import by_tag
 from harness.watch.host import HostSource, Sampler
 from harness.watch.stages import StageMeter, Stamps
 from harness.watch.timeline import Events
-from scripts.measured import machine, machine_line, markdown, write
+from scripts.measured import machine, machine_line, markdown, parser, write
 from scripts.paired import Cost, Estimate, Plan, Work
 from scripts.watched_worker import BATCH, STAGES, Worker, timers_cost
 
@@ -51,9 +50,8 @@ _WORK = (50, 500, 15_000)  # a sample of microseconds, one of tens of them, one 
 _CHILDREN = 16
 _SAMPLED_TURNS = 5
 _BYTES_A_STEP = 1.0  # of growth; the smallest thing that could be kept has 16
-_BUCKETS_BYTES = (
-    1 << 20
-)  # of growth that a clock's buckets of quantiles may be, over however many steps
+# of growth that a clock's buckets of quantiles may be, over however many steps
+_BUCKETS_BYTES = 1 << 20
 _SETTINGS = WatchConfig()
 
 Row = dict[str, Any]
@@ -239,17 +237,19 @@ def claims(found: Mapping[str, Any]) -> list[str]:
     grown = max(found["memory_growth_bytes"].values())
     a_step = grown / (0.9 * found["steps"])
     most = _BYTES_A_STEP
-    flat = (
-        "holds" if a_step <= most else "does not hold" if grown > _BUCKETS_BYTES else "not resolved"
-    )
+    flat = "not resolved"
+    if a_step <= most:
+        flat = "holds"
+    elif grown > _BUCKETS_BYTES:
+        flat = "does not hold"
     return [
         (
-            f"all watching takes at most {CEILING:.0%} of a step of 20 ms: {_shown(dearest)}: "
+            f"all watching takes at most {CEILING:.0%} of a step of 20 ms: {dearest:.3%}: "
             f"{dearest.judged(CEILING)}"
         ),
         f"the workers' timers take at most {WORKERS_CEILING:.1%} of their time, samples of "
         f"{sample_us:.0f} us: "
-        f"{_shown(timers)}: {timers.judged(WORKERS_CEILING)}",
+        f"{timers:.3%}: {timers.judged(WORKERS_CEILING)}",
         f"memory stays as it was, to {most:g} byte a step: {a_step:.2f} bytes: {flat}",
     ]
 
@@ -266,7 +266,7 @@ def show(found: Mapping[str, Any]) -> str:
         {
             "all of it, with": name,
             "us a step": f"{us.value:.1f}",
-            "of 20 ms [95 %]": _shown(us * (1e-6 / STEP_S)),
+            "of 20 ms [95 %]": f"{us * (1e-6 / STEP_S):.3%}",
         }
         for name, us in per_step_us(found).items()
     ]
@@ -277,7 +277,7 @@ def show(found: Mapping[str, Any]) -> str:
             "control us": cost.control_us,
             "n": cost.us.n,
             "us a sample": f"{cost.mean_us.value / BATCH:.3f}",
-            "of the work [95 %]": _shown(cost.mean_us * (1 / cost.bare_us.median)),
+            "of the work [95 %]": f"{cost.mean_us * (1 / cost.bare_us.median):.3%}",
         }
         for cost in found["stages"]
     ]
@@ -321,7 +321,7 @@ def _costs(found: Mapping[str, Any]) -> list[Row]:
             "control us": cost.control_us,
             "n": cost.us.n,
             "us a step": f"{us:.2f}",
-            "of 20 ms": _of_step(us),
+            "of 20 ms": f"{us / (1e6 * STEP_S):.3%}",
         }
         for name, cost, us in costs
     ]
@@ -332,14 +332,6 @@ def _costs(found: Mapping[str, Any]) -> list[Row]:
         "us a step": f"{1e6 * STEP_S * fraction.value:.2f}", "of 20 ms": f"{fraction.value:.3%}",
     }  # fmt: skip
     return [*rows, sampler]
-
-
-def _of_step(us: float) -> str:
-    return f"{us / (1e6 * STEP_S):.3%}"
-
-
-def _shown(share: Estimate) -> str:
-    return f"{share.value:.3%} [{share.low:.3%}, {share.high:.3%}]"
 
 
 def page(text: str) -> str:
@@ -364,28 +356,15 @@ statistics.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Measure what all watching costs a training step, a worker and memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=100_000, help="steps of each clock")
-    parser.add_argument(
-        "--runs", type=int, default=500, help="of everything else, with and without it in turns"
-    )
-    parser.add_argument(
-        "--sampled-s",
-        type=float,
-        default=20.0,
-        help="seconds over which the sampler's thread is measured",
-    )
-    parser.add_argument(
-        "--batches", type=int, default=2400, help="with the workers' timers and without, in turns"
-    )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    a = parser.parse_args(argv)
+    options = parser("Measure what all watching costs a step, a worker and memory.", PAGE)
+    add = options.add_argument
+    add("--steps", type=int, default=100_000, help="steps of each clock")
+    add("--runs", type=int, default=500, help="of everything else, with and without it in turns")
+    add("--sampled-s", type=float, default=20.0, help="seconds of the sampler's thread")
+    add("--batches", type=int, default=2400, help="with the workers' timers and without, in turns")
+    a = options.parse_args(argv)
     if a.steps < 10 or min(a.runs, a.batches) < 2 or a.sampled_s <= 0:
-        parser.error(
+        options.error(
             "--steps: at least 10; --runs and --batches: at least 2; --sampled-s: more than 0"
         )
     found = measure(a.steps, a.runs, a.sampled_s, a.batches)

@@ -88,10 +88,10 @@ def test_stops_within_epochs_change_nothing(
 @pytest.mark.parametrize(
     ("crop", "seeds"),
     [
-        ("pad", range(4)),
-        ("random_resized", range(4, 8)),
-        pytest.param("pad", range(8, 29), marks=pytest.mark.slow),
-        pytest.param("random_resized", range(29, 50), marks=pytest.mark.slow),
+        ("pad", range(2)),
+        ("random_resized", range(2, 4)),
+        pytest.param("pad", range(4, 27), marks=pytest.mark.slow),
+        pytest.param("random_resized", range(27, 50), marks=pytest.mark.slow),
     ],
 )
 def test_threads_that_come_and_go_change_nothing(

@@ -374,7 +374,7 @@ def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Pat
             "loader.persistent_workers=false",
             "loader.device_prefetch=false",
         ),
-        "tuned": ("loader.autotune=true", "tuner.budget_s=6"),
+        "tuned": ("loader.autotune=true", "tuner.budget_s=3"),
     }
     digests = {}
     for name, overrides in ways.items():
@@ -829,7 +829,13 @@ def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
     """
     for name in "abc":
         process = started(
-            tmp_path, "data=shapes", "data.image_size=32", "trainer.epochs=500", f"run.name={name}"
+            tmp_path,
+            "data=shapes",
+            "data.image_size=32",
+            "data.generate.train_images=1000",
+            "data.generate.val_images=100",
+            "trainer.epochs=500",
+            f"run.name={name}",
         )
         wait_for((tmp_path / "outputs" / name / "metrics.jsonl").exists, 90, process)
         process.send_signal(signal.SIGSEGV)
@@ -845,7 +851,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     """A SIGKILL of the trainer alone leaves no worker; the next run goes on where it was and gets
     better.
     """
-    arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=4")
+    arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=3")
     process = started(tmp_path, *arguments)
     folder = tmp_path / "outputs/x"
     wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
@@ -866,7 +872,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
-    assert report["epochs"] == 4
+    assert report["epochs"] == 3
     assert f"{before.epoch} epochs and {before.step} steps are done" in done.stdout
     assert before.top1 is not None
     assert report["top1"] > before.top1
