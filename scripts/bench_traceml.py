@@ -363,7 +363,9 @@ def _plants() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = parser("Compare what TraceML and this project say of planted bottlenecks.", PAGE)
+    made = parser(
+        "Compare what TraceML and this project say of planted bottlenecks.", PAGE, json=False
+    )
     made.add_argument("--steps", type=int, default=300, help="steps of each run to be judged")
     made.add_argument("--rounds", type=int, default=60, help="turns of each loop that is measured")
     made.add_argument("--block", type=int, default=500, help="steps in a turn")

@@ -11,7 +11,6 @@ requirement is not met.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import re
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 from harness.training import checkpoint
 from scripts.chaos_left import batches, digest, lines, logged, updates, wrong_lines, wrong_samples
 from scripts.chaos_start import NOTED, POLL_S, ROOT, TRAIN, Plan, Run, ended
-from scripts.measured import listed, machine, machine_line, markdown, write
+from scripts.measured import listed, machine, machine_line, markdown, parser, write
 
 PAGE = ROOT / "docs" / "benchmarks" / "chaos.md"
 _COMMON = (
@@ -49,20 +48,25 @@ _SHAPES = (
 _SHAPES_STEPS = 50
 _RANKS = {1: (), **{ranks: ("dist=spawn", f"dist.nprocs={ranks}") for ranks in (2, 3)}}
 
+_LOADERS = {
+    False: ("loader.num_workers=1",),
+    True: ("loader.autotune=true", "tuner.budget_s=3", "tuner.max_workers=2", "tuner.fresh=true"),
+}
+
 Row = dict[str, Any]
 
 
 def row(part: str, n: int, required: str, wrong: Sequence[str], *told: str) -> Row:
-    """A row of the table; ``wrong`` is what was not as ``required``, and ``told`` figures."""
-    more = [f"{len(wrong) - 3} more"] if len(wrong) > 3 else []
-    found = "; ".join([*told, *wrong[:3], *more] if wrong else [*told, "as required"])
-    return {
-        "part": part,
-        "n": n,
-        "required": required,
-        "found": found,
-        "passed": "no" if wrong else "yes",
-    }
+    """Returns a row of the table; ``wrong`` is what was not as ``required``, ``told`` figures."""
+    found = [*told, *wrong[:3]]
+    if len(wrong) > 3:
+        found.append(f"{len(wrong) - 3} more")
+    passed = "no"
+    if not wrong:
+        found.append("as required")
+        passed = "yes"
+    found_text = "; ".join(found)
+    return {"part": part, "n": n, "required": required, "found": found_text, "passed": passed}
 
 
 def kills(plan: Plan) -> list[Row]:
@@ -108,11 +112,9 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
                     killed += goes_on
                 if (code := life.code()) != (128 + SIGKILL if goes_on else 0):
                     wrong.append(f"run {runs}: exit code {code}")
-            begun = (
-                f" {saved[-1].step} steps are done"
-                if saved
-                else "no checkpoint yet, starting at epoch 1"
-            )
+            begun = "no checkpoint yet, starting at epoch 1"
+            if saved:
+                begun = f" {saved[-1].step} steps are done"
             if begun not in life.said:
                 wrong.append(f"run {runs}: did not say {begun!r}")
         wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
@@ -127,12 +129,13 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
 def _differences(last: Run, whole: Path) -> list[str]:
     """What tells a run that was killed from the ``whole`` one."""
     folder = last.folder
-    wrong = wrong_lines(last.folder)
-    wrong += ["another state"] if digest(folder) != digest(whole) else []
-    wrong += ["other lines"] if logged(folder) != logged(whole) else []
-    wrong += (
-        ["a checkpoint was damaged"] if "falling back" in (folder / "train.log").read_text() else []
-    )
+    wrong = wrong_lines(folder)
+    if digest(folder) != digest(whole):
+        wrong.append("another state")
+    if logged(folder) != logged(whole):
+        wrong.append("other lines")
+    if "falling back" in (folder / "train.log").read_text():
+        wrong.append("a checkpoint was damaged")
     return wrong + wrong_samples(updates(last.notes), _DIGITS_IMAGES, 1)
 
 
@@ -148,18 +151,8 @@ def terms(plan: Plan) -> list[Row]:
         ranks = 1 + i % 2
         tuned = i % 3 == 2
         sign = SIGUSR1 if i % 12 in (4, 9) else SIGTERM
-        tuner = (
-            "loader.autotune=true",
-            "tuner.budget_s=3",
-            "tuner.max_workers=2",
-            "tuner.fresh=true",
-        )
-        ways = (
-            *_RANKS[ranks],
-            *(tuner if tuned else ("loader.num_workers=1",)),
-            f"loader.batch_size={64 // ranks}",
-        )
-        overrides = (*_DIGITS, "trainer.epochs=3", "checkpoint.every_steps=10", *ways)
+        overrides = (*_DIGITS, "trainer.epochs=3", "checkpoint.every_steps=10", *_RANKS[ranks])
+        overrides += (f"loader.batch_size={64 // ranks}", *_LOADERS[tuned])
         if (ranks, tuned) not in wholes:
             wholes[ranks, tuned] = ended(plan, f"whole-{ranks}-{tuned}", *overrides)
         whole = wholes[ranks, tuned]
@@ -214,17 +207,23 @@ def _signalled(
         exit_s = time.monotonic() - sent_s
     said = life.said
     complete = "\ntop-1 " in life.said
+    wrong = []
     # after the last step there is nothing left to end
-    wrong = [] if code == 128 + sign or (complete and code == 0) else [f"exit code {code}"]
-    wrong += [f"{len(left)} processes after {exit_s:.1f} s"] if left or exit_s > plan.exit_s else []
-    wrong += ["a traceback"] if "Traceback" in said else []
+    if code != 128 + sign and not (complete and code == 0):
+        wrong.append(f"exit code {code}")
+    if left or exit_s > plan.exit_s:
+        wrong.append(f"{len(left)} processes after {exit_s:.1f} s")
+    if "Traceback" in said:
+        wrong.append("a traceback")
     # what torch's compiler keeps is a cache
     temporary = [
         path for path in (life.place / "tmp").iterdir() if not path.name.startswith("torchinductor")
     ]
     wrong += [f"{path.name} left" for path in (*temporary, *life.place.rglob("checkpoints/.*"))]
     for folder in life.place.glob("outputs/x"):
-        wrong += wrong_lines(folder) + ([] if complete else _untold(folder, said))
+        wrong += wrong_lines(folder)
+        if not complete:
+            wrong += _untold(folder, said)
     return _End(life, exit_s, [f"run {name} at {after_s:.1f} s: {text}" for text in wrong])
 
 
@@ -233,14 +232,10 @@ def _untold(folder: Path, said: str) -> list[str]:
     made = [line["step"] for line in lines(folder) if "train/lr" in line]
     saved = [record.step for record in checkpoint.records(folder / "checkpoints")]
     ends = [*made[-1:], *saved[-1:], *map(int, re.findall(r"\nstopped after step (\d+)", said))]
-    is_told = (
-        len(ends) == 3 and len(set(ends)) == 1 and "\nsaved  " in said and "\ngo on with " in said
-    )
-    return (
-        []
-        if is_told or not (made or saved)
-        else [f"the last steps logged, saved and told are {ends}"]
-    )
+    agree = len(ends) == 3 and len(set(ends)) == 1
+    if not (made or saved) or (agree and "\nsaved  " in said and "\ngo on with " in said):
+        return []
+    return [f"the last steps logged, saved and told are {ends}"]
 
 
 def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:
@@ -248,8 +243,12 @@ def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:
     (command,) = re.findall(r"^go on with\s+(.*)$", stopped.said, re.MULTILINE)
     with Run(plan, stopped.place, ["bash", "-c", command]) as life:
         code = life.code()
-    wrong = [f"exit code {code} of {command}"] if code else wrong_lines(life.folder)
-    return wrong if digest(life.folder) == digest(whole.folder) else [*wrong, "another state"]
+    wrong = wrong_lines(life.folder)
+    if code:
+        wrong = [f"exit code {code} of {command}"]
+    if digest(life.folder) != digest(whole.folder):
+        wrong.append("another state")
+    return wrong
 
 
 def forms(plan: Plan) -> list[Row]:
@@ -284,13 +283,11 @@ def forms(plan: Plan) -> list[Row]:
 def _form(draw: random.Random) -> tuple[str, ...]:
     backend = draw.choice(("processes", "threads", "arrays"))
     workers = "null" if backend == "arrays" else draw.choice("012")
-    cache = draw.choice(("none", "ram", "disk"))
-    tuned = draw.choice(("true", "false"))
     return (
         f"loader.backend={backend}",
         f"loader.num_workers={workers}",
-        f"data.cache={cache}",
-        f"loader.autotune={tuned}",
+        f"data.cache={draw.choice(('none', 'ram', 'disk'))}",
+        f"loader.autotune={draw.choice(('true', 'false'))}",
     )
 
 
@@ -364,33 +361,19 @@ PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     usual = ", ".join(f"{name} {n}" for name, (_, n) in PARTS.items())
-    parser = argparse.ArgumentParser(
-        description="Stop runs in many ways, go on with them, and compare them with runs that were "
-        "not stopped.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--parts", help=f"some of {','.join(PARTS)}; by default all")
-    parser.add_argument(
-        "--n", type=int, help=f"how often each part does what it does; by default {usual}"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments, steps and forms")
-    parser.add_argument(
-        "--exit-s",
-        type=float,
-        default=10.0,
-        help="longest time from a signal to the end of the last process",
-    )
-    parser.add_argument(
-        "--run-s", type=float, default=300.0, help="longest time that one start of a run may take"
-    )
-    parser.add_argument(
-        "--keep", type=Path, help="leave the runs in this folder, which must be new"
-    )
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    a = parser.parse_args(argv)
-    names = listed(parser, "--parts", a.parts, tuple(PARTS))
+    about = "Stop runs, go on with them, and compare them with runs that were not stopped."
+    options = parser(about, PAGE, json=False)
+    add = options.add_argument
+    add("--parts", help=f"some of {','.join(PARTS)}; by default all")
+    add("--n", type=int, help=f"how often each part does what it does; by default {usual}")
+    add("--seed", type=int, default=0, help="of the moments, steps and forms")
+    add("--exit-s", type=float, default=10.0, help="most seconds from a signal to the end of all")
+    add("--run-s", type=float, default=300.0, help="most seconds of one start of a run")
+    add("--keep", type=Path, help="leave the runs in this folder, which must be new")
+    a = options.parse_args(argv)
+    names = listed(options, "--parts", a.parts, tuple(PARTS))
     if (a.n is not None and a.n < 1) or min(a.exit_s, a.run_s) <= 0:
-        parser.error("--n: at least 1; --exit-s and --run-s: more than 0")
+        options.error("--n: at least 1; --exit-s and --run-s: more than 0")
     if a.keep:
         a.keep.mkdir(parents=True)
     rows = []
@@ -402,17 +385,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 rows += part(plan)
             except Exception as error:  # the other parts go on
-                rows.append(
-                    row(
-                        name,
-                        plan.n,
-                        "every run starts and ends",
-                        [f"{type(error).__name__}: {error}"],
-                    )
-                )
-    command = shlex.join(
-        ["uv", "run", "scripts/chaos.py", *(sys.argv[1:] if argv is None else argv)]
-    )
+                said = f"{type(error).__name__}: {error}"
+                rows.append(row(name, plan.n, "every run starts and ends", [said]))
+    if argv is None:
+        argv = sys.argv[1:]
+    command = shlex.join(["uv", "run", "scripts/chaos.py", *argv])
     told = f"{machine_line(machine())}\n\n`{command}`, {datetime.now(UTC):%d %B %Y}."
     text = f"# Runs that were stopped\n\n{told}\n\n{markdown(rows)}\n"
     print(text)

@@ -128,13 +128,8 @@ class Findings:
 
     def begin(self, name: str) -> None:
         """A part has begun: the file says so until it has ended."""
-        self.parts[name] |= {
-            "status": "cut short",
-            "seconds": 0.0,
-            "found": "",
-            "rows": [],
-            "problems": [],
-        }
+        part = self.parts[name]
+        part |= {"status": "cut short", "seconds": 0.0, "found": "", "rows": [], "problems": []}
         self.write()
 
     def add(self, name: str, said: Row, seconds: float) -> None:
@@ -166,15 +161,7 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     The last one says how it ended: ``ok``, ``skipped``, ``failed`` or ``cut short``.
     """
     limit = str(max(1.0, limit_s - _PUT_AWAY_S))
-    command = [
-        sys.executable,
-        "-m",
-        PARTS,
-        name,
-        limit,
-        str(scratch),
-        *(["--quick"] if quick else []),
-    ]
+    command = [sys.executable, "-m", PARTS, name, limit, str(scratch), *["--quick"] * quick]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     log = scratch / f"{name}.log"
     until = time.monotonic() + limit_s
@@ -199,9 +186,8 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # one that hangs in the driver cannot be killed
+        # one that hangs in the driver cannot be killed
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_PUT_AWAY_S)
             listener.join()
             for pipe in (child.stdin, child.stdout):
@@ -284,22 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = a.out / f"gpu_check{'-' + a.group if a.group else ''}.json"
     findings = Findings(path, groups, a.quick)
     run(groups, findings, a.quick, DEADLINE_S)
+    said = str(path)
     left = [name for name, part in findings.parts.items() if part["status"] == "not run"]
-    print(
-        f"{path}"
-        + (
-            f"; no time was left for {', '.join(left)}: name their group with --group"
-            if left
-            else ""
-        )
-    )
-    return (
-        1
-        if any(
-            part["status"] in ("failed", "wrong", "cut short") for part in findings.parts.values()
-        )
-        else 0
-    )
+    if left:
+        said += f"; no time was left for {', '.join(left)}: name their group with --group"
+    print(said)
+    bad = {"failed", "wrong", "cut short"}
+    return int(any(part["status"] in bad for part in findings.parts.values()))
 
 
 if __name__ == "__main__":

@@ -90,12 +90,13 @@ def write(path: Path, value: Mapping[str, Any] | str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def parser(text: str, page: Path | None = None) -> argparse.ArgumentParser:
-    """Returns a benchmark's parser, with --json, and with --write if it has a page."""
+def parser(text: str, page: Path | None = None, *, json: bool = True) -> argparse.ArgumentParser:
+    """Returns a benchmark's parser, with --json, and with --write if there is a page."""
     made = argparse.ArgumentParser(
         description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    made.add_argument("--json", type=Path, help="write all figures to this file")
+    if json:
+        made.add_argument("--json", type=Path, help="write all figures to this file")
     if page is not None:
         made.add_argument("--write", action="store_true", help=f"write docs/benchmarks/{page.name}")
     return made

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,11 +43,9 @@ from scripts.tuner_workloads import CLASSES, WORKLOADS, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 LOADTUNE = "loadtune==0.3.0"
-LOADTUNE_STEPS = (
-    50  # as in its README's example; its command line's default of 100 doubles what it costs
-)
+# as in its README's example; its command line's default of 100 doubles what it costs
+LOADTUNE_STEPS = 50
 _GRID_BUDGET_S = 3600.0  # the tutorial's search has none
-_READ_STEPS = 10  # steps between two readings of the loss, as in training
 
 
 class PacedTrainee:
@@ -98,6 +96,16 @@ class PacedTrainee:
         return StepRun(
             tuple(images), tuple(seconds), sum(waits) / sum(seconds), time.process_time() - cpu
         )
+
+
+def trained(step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[int]:
+    """Trains on ``batches``, and gives the images of each step when it is done."""
+    step.model.train()
+    for done, (images, labels) in enumerate(batches, 1):
+        step(images, labels)
+        if done % 10 == 0:  # as training reads its loss
+            step.read()
+        yield len(labels)
 
 
 @dataclass(slots=True)
@@ -177,13 +185,8 @@ class Rig:
                 time.sleep(self.workload.step_s)
                 yield len(batch.labels)
             return
-        self._step.model.train()
         with closing(device_batches(feed, self.config, self.world.device)) as batches:
-            for done, (images, labels) in enumerate(batches, 1):
-                self._step(images, labels)
-                if done % _READ_STEPS == 0:
-                    self._step.read()
-                yield len(labels)
+            yield from trained(self._step, batches)
 
     def demand(self) -> float:
         """Images/s that the consumer takes with batches at hand."""
@@ -244,29 +247,17 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
     """
     python = _loadtune_python()
     file = folder / f"loadtune_{rig.workload.name}.py"
-    count = (
-        ""
-        if rig.workload.cores is None
-        else f"os.cpu_count = lambda: {rig.cores}  # the only limit that it looks at\n"
-    )
+    count = ""
+    if rig.workload.cores is not None:
+        count = f"os.cpu_count = lambda: {rig.cores}  # the only limit that it looks at\n"
     file.write_text(
         f"import os, sys\n{count}sys.path.insert(0, {str(ROOT)!r})\n"
         "from scripts.tuner_strategies import loadtune_workload\n\n\n"
         f"def get_workload():\n    return loadtune_workload({rig.workload.name!r}, "
         f"{str(folder)!r})\n"
     )
-    command = [
-        *python,
-        "-m",
-        "loadtune.cli",
-        "tune",
-        str(file),
-        "--steps",
-        str(LOADTUNE_STEPS),
-        "--no-plots",
-        "--out",
-        str(folder / "loadtune.md"),
-    ]
+    command = [*python, "-m", "loadtune.cli", "tune", str(file), "--no-plots"]
+    command += ["--steps", str(LOADTUNE_STEPS), "--out", str(folder / "loadtune.md")]
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - begin
