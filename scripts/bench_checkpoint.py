@@ -10,7 +10,6 @@ and steps without one alternate by save.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.training.saver import Saver
-from scripts.measured import Sample, machine, machine_line, markdown, write
+from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 from scripts.paired import Estimate
 
 TENSORS = 200
@@ -78,7 +77,8 @@ def timed_ms(work: Callable[[], object]) -> float:
 
 def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
     """A row of the table: ``pairs`` saves of a state of ``megabytes``."""
-    state, step = make_state(megabytes), make_step()
+    state = make_state(megabytes)
+    step = make_step()
     saver = Saver(folder / str(megabytes), 2)
     ms: dict[str, list[float]] = {
         name: [] for name in ("copy", "save", "written", "step", "step beside")
@@ -109,25 +109,17 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
         f"{name}, ms": Sample.of(values) for name, values in ms.items()
     }
     for after, before in (("save", "copy"), ("step beside", "step")):
-        ratio = Estimate.of([one / other for one, other in zip(ms[after], ms[before], strict=True)])
-        row[f"{after} / {before}"] = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        row[f"{after} / {before}"] = f"{Estimate.ratio(ms[after], ms[before]):.2f}"
     return row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Measure what saving a checkpoint in the background costs the training step.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--megabytes", type=int, nargs="+", default=[100, 1000], help="sizes of a state"
-    )
-    parser.add_argument("-n", type=int, default=10, help="pairs of each size")
-    parser.add_argument(
-        "--folder", type=Path, help="where checkpoints go; by default a temporary folder"
-    )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    a = parser.parse_args(argv)
+    options = parser("Measure what saving in the background costs the training step.")
+    add = options.add_argument
+    add("--megabytes", type=int, nargs="+", default=[100, 1000], help="sizes of a state")
+    add("-n", type=int, default=10, help="pairs of each size")
+    add("--folder", type=Path, help="where checkpoints go; by default a temporary folder")
+    a = options.parse_args(argv)
     found = machine()
     print(machine_line(found))
     print(

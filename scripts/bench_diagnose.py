@@ -41,7 +41,8 @@ from harness.runtime.launch import run_processes
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "bench_diagnose.md"
 CLAIM = 0.10  # the ceiling may be so far from the measured speed-up
 _KINDS = ("diagnose", "real", "cached")
-_WIDTH, _HEIGHT = 1400, 1000
+_WIDTH = 1400
+_HEIGHT = 1000
 _CACHED_BATCHES = 8
 _LEAST_STEPS = 100  # of an epoch on cached batches: what surrounds an epoch is not the step's
 
@@ -84,7 +85,8 @@ def make_photos(root: Path, count: int) -> None:
         path = root / f"class{i % len(photos)}" / f"{i:05d}.jpg"
         width = int(rng.integers(300, 590))
         height = width * _HEIGHT // _WIDTH
-        left, top = int(rng.integers(640 - width)), int(rng.integers(427 - height))
+        left = int(rng.integers(640 - width))
+        top = int(rng.integers(427 - height))
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             part = photos[i % len(photos)].crop((left, top, left + width, top + height))
@@ -112,13 +114,15 @@ def measure(_: int, work: Work) -> None:
         splits = datasets.load(config.data, config.augment, config.seed)
         feeds = Feeds(splits, config, world)
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
-        step, allowed = Step(state, config, world), limits.measure()
+        step = Step(state, config, world)
+        allowed = limits.measure()
         if work.kind == "diagnose":
             found = diagnose(feeds, StepTrials(step, config, world), allowed, (), place, None)
             runs = found.runs
             answer: dict[str, Any] = {
                 "ceiling": found.ceiling, "class": found.bottleneck, "seconds": found.seconds,
-                "G": runs.demand.images_per_s, "A": runs.delivered.images_per_s if runs.delivered else None,
+                "G": runs.demand.images_per_s,
+                "A": runs.delivered.images_per_s if runs.delivered else None,
             }  # fmt: skip
         else:
             answer = {"images_per_s": trained(work, feeds, step, place)}
@@ -162,7 +166,8 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
         engine._train_epoch(
             engine.state.epoch
         )  # not fit(), which adds evaluations: the claim is about the epochs alone
-        began, epochs = time.perf_counter(), 0
+        began = time.perf_counter()
+        epochs = 0
         while (took := time.perf_counter() - began) < work.seconds:
             engine._train_epoch(engine.state.epoch)
             epochs += 1
@@ -226,12 +231,12 @@ Made by `uv run scripts/bench_diagnose.py --write`. {machine_line(machine())}.
 
 {markdown(rows)}
 
-Medians (quartiles) of {rows[0]["n"]} rounds. In each, in processes of their own and in turns, there and back: a diagnosis;
-whole epochs of real training for at least {seconds:g} s, by the wall, after one that is left out; the same on
-{_CACHED_BATCHES} real batches that lie ready in memory. A and G: the diagnosis' own rates of real steps and of steps on a batch
-at hand. Speed-up: cached over real images/s of one round. Off: median ceiling over median speed-up, less one; the claim is at
-most 10 %. The step ran
-{step}. Load averages between the workloads, this benchmark's own included: {busy}.
+Medians (quartiles) of {rows[0]["n"]} rounds. In each, in processes of their own and in turns, there
+and back: a diagnosis; whole epochs of real training for at least {seconds:g} s, by the wall, after
+one that is left out; the same on {_CACHED_BATCHES} real batches that lie ready in memory. A and G:
+the diagnosis' own rates of real steps and of steps on a batch at hand. Speed-up: cached over real
+images/s of one round. Off: median ceiling over median speed-up, less one; at most 10 % is claimed.
+The step ran {step}. Load averages between the workloads, this benchmark's own included: {busy}.
 """
 
 
@@ -262,7 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     a = parser.parse_args(argv)
     make_photos(a.photos, a.images)
-    rows, load = [], [os.getloadavg()[0]]
+    rows = []
+    load = [os.getloadavg()[0]]
     for name, config in workloads(a.photos, a.threads).items():
         if name.startswith(a.only or ""):
             rows.append(row(name, config, compare(name, config, a.rounds, a.seconds)))

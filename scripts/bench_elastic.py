@@ -185,7 +185,8 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
             "windows": [],
         }
     report = json.loads((place / "outputs/x/report.json").read_text())
-    tuning, metrics = report.get("tuning") or {}, place / "outputs/x/metrics.jsonl"
+    tuning = report.get("tuning") or {}
+    metrics = place / "outputs/x/metrics.jsonl"
     windows = [
         line
         for line in map(json.loads, metrics.read_text().splitlines())
@@ -256,13 +257,18 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
                 math.inf if b is None else b
                 for b in (back_s(line, workload.at_s, best) for line in mine)
             )
+            before = [rate(line, 9, workload.at_s) or math.nan for line in mine]
+            changes = [
+                ", ".join(f"{c['before']} to {c['threads']}" for c in line["changes"])
+                for line in mine
+            ]
             rows.append({
                 "workload": name, "strategy": strategy, "n": len(mine),
-                "before": f"{statistics.median(rate(line, 9, workload.at_s) or math.nan for line in mine):.0f}",
-                "after": f"{statistics.median(after):.0f}", "of the best": f"{statistics.median(after) / best:.2f}",
+                "before": f"{statistics.median(before):.0f}",
+                "after": f"{statistics.median(after):.0f}",
+                "of the best": f"{statistics.median(after) / best:.2f}",
                 "back after": f"{back:.1f} s" if math.isfinite(back) else "never",
-                "changes": "; ".join(", ".join(f"{c['before']} to "
-                                               f"{c['threads']}" for c in line["changes"]) for line in mine),
+                "changes": "; ".join(changes),
             })  # fmt: skip
     return markdown(rows) if rows else ""
 
@@ -291,17 +297,16 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         paired = [(own[i]["seconds"], base[i]["seconds"]) for i in own.keys() & base.keys()]
         if not paired:  # stopped amid its first round
             continue
-        later, ratio = (
-            Estimate.of([a - b for a, b in paired]),
-            Estimate.of([a / b for a, b in paired]),
-        )
+        later = Estimate.of([a - b for a, b in paired])
+        ratio = Estimate.of([a / b for a, b in paired])
+        chosen = sorted({str(line["chosen"]) for line in own.values() if line["chosen"]})
         rows.append({
             "workload": name, "epochs": epochs, "strategy": strategy, "n": len(paired),
             "seconds": f"{statistics.median(line['seconds'] for line in own.values()):.1f}",
-            "later than the default": f"{later.value:+.1f} s [{later.low:+.1f}, {later.high:+.1f}]",
-            "ratio": f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+            "later than the default": f"{later:+.1f} s",
+            "ratio": f"{ratio:.2f}",
             "tuning": f"{statistics.median(line['tuning_s'] for line in own.values()):.1f} s",
-            "chosen": ", ".join(sorted({str(line["chosen"]) for line in own.values() if line["chosen"]})),
+            "chosen": ", ".join(chosen),
         })  # fmt: skip
     return markdown(rows) if rows else ""
 

@@ -33,19 +33,18 @@ from pathlib import Path
 from typing import Any
 
 from harness.runtime import limits
-from scripts.bench_tuner import Results
-from scripts.loader_data import jpegs, many_files, warm
+from scripts.bench_tuner import Results, tell, with_shm
+from scripts.loader_data import jpegs, many_files
 from scripts.loader_page import NORMALISED, UNCACHED, show
 from scripts.loader_peers import DECODE, EXAMPLES, PEERS
 from scripts.loader_score import AGAIN, BARE, KEY
 from scripts.loader_turn import FailedError, ask
 from scripts.measured import listed, machine, write
-from scripts.tuner_workloads import WORKLOADS, cifar_like
+from scripts.tuner_workloads import WORKLOADS, cifar_like, warm
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "bench_loader.md"
 _SMALL = 48  # side of the crops on which a small network is trained, in pixels
-_MOUNT = 'mount -t tmpfs -o size="$0"m tmpfs /dev/shm && exec "$@"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +196,8 @@ def many(folder: str, files: int, later: int) -> dict[str, Any]:
     In this process, so that the tree goes however a measurement ends.
     """
     with many_files(Path(folder), files) as tree:
-        root, cache = str(tree), str(tree / "cache")
+        root = str(tree)
+        cache = str(tree / "cache")
         seconds = [ask("index", cache, root=root)["seconds"] for _ in range(1 + later)]
         readers = {
             method: ask("index_readers", cache, root=root, method=method)
@@ -246,21 +246,23 @@ def run(part: str, setup: Setup, rounds: int, results: Results, deadline: float)
 def _measure(row: Row, there: dict[str, Any], setup: Setup, results: Results) -> None:
     """Add a line: what was found, or why nothing was, and that it is of ``there``."""
     told = row.arguments | ({"back": there["round"] % 2 == 1} if row.measure == "paced" else {})
-    alone = () if row.shm_mb is None else (
-        "unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", _MOUNT, str(row.shm_mb))  # fmt: skip
     served = "processes" in (told.get("form"), told.get("row")) or row.measure == "tuned"
     try:
         if row.measure == many.__name__:
             found = many(**told)
         else:
             found = ask(
-                row.measure, str(setup.folder / "cache"), before=alone, serves=served, **told
+                row.measure,
+                str(setup.folder / "cache"),
+                before=with_shm(row.shm_mb),
+                serves=served,
+                **told,
             )
     except (FailedError, OSError) as error:
         results.add(kind="missing", **there, reason=str(error).rstrip("."))
     else:
         results.add(kind="turn", **there, **found)
-    _tell(json.dumps(results.lines[-1])[:300])
+    tell(json.dumps(results.lines[-1])[:300])
 
 
 def _commit() -> str:
@@ -278,10 +280,6 @@ def _versions() -> list[str]:
     return own + sorted(
         {peer.version() for peer in PEERS.values() if peer.module and peer.missing() is None}
     )
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -353,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     versions=_versions(),
                 )
                 if not run(part, setup, a.rounds or _ROUNDS.get(part, 3), results, deadline):
-                    _tell("the time is over; start again to go on")
+                    tell("the time is over; start again to go on")
                     break
         except KeyboardInterrupt:
             return 130

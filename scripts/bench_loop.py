@@ -12,7 +12,6 @@ that both are known to have done the same work.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import io
 import sys
@@ -20,11 +19,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -50,11 +47,11 @@ from harness.training.saving import Place
 from harness.training.state import make_state
 from harness.training.step import Step
 from harness.watch import station
-from scripts.measured import Sample, machine, machine_line, markdown, write
+from scripts.measured import Sample, machine, machine_line, markdown, parser, write
+from scripts.paired import Estimate
 
 CLASSES = 10
 FLOOR = 0.98  # the interval of harness / hand-written may not lie below
-_RESAMPLES = 10_000
 
 Epoch = Callable[[], object]
 
@@ -99,7 +96,9 @@ class HandWritten:
         self.scale = torch.tensor([1 / (255 * s) for s in config.data.std], device=device).view(
             1, 3, 1, 1
         )
-        self.batches, self.device, self.window = batches, device, config.watch.window_steps
+        self.batches = batches
+        self.device = device
+        self.window = config.watch.window_steps
 
     def epoch(self) -> None:
         """Train on every batch once."""
@@ -127,7 +126,8 @@ def harness_engine(
         )
         state = make_state(config, CLASSES, world, len(batches))
         with station.watched(config, world, place, time.perf_counter()) as watch:
-            feed, val_feed = CachedFeed(batches, settings), CachedFeed(batches[:1], settings)
+            feed = CachedFeed(batches, settings)
+            val_feed = CachedFeed(batches[:1], settings)
             step = Step(state, config, world)
             engine = Engine(
                 config,
@@ -169,31 +169,6 @@ def in_turns(
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Median of paired ratios with its 95 % interval."""
-
-    n: int
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
-        """Of ``over[i] / under[i]``; percentile bootstrap of the median over the pairs, seeded
-        (Efron 1979).
-        """
-        ratios = np.asarray(over) / np.asarray(under)
-        drawn = np.random.Generator(np.random.Philox(0)).integers(
-            len(ratios), size=(_RESAMPLES, len(ratios))
-        )
-        low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975)).tolist()
-        return cls(len(ratios), float(np.median(ratios)), low, high)
-
-    def __str__(self) -> str:
-        return f"{self.median:.4f} [{self.low:.4f}, {self.high:.4f}]"
-
-
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
     """The largest absolute difference of two networks' weights and buffers; 0.0 means bitwise the
     same.
@@ -221,8 +196,8 @@ def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
     return {
         "machine": found,
         "device": str(world.device),
-        "ratio": Ratio.of(seconds["hand_written"], seconds["harness"]),
-        "control": Ratio.of(seconds["control_b"], seconds["control_a"]),
+        "ratio": Estimate.ratio(seconds["hand_written"], seconds["harness"]),
+        "control": Estimate.ratio(seconds["control_b"], seconds["control_a"]),
         "step_ms": {
             name: Sample.of([1e3 * s / steps for s in took]) for name, took in seconds.items()
         },
@@ -248,7 +223,10 @@ def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> lis
 
 def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
     """The comparison as text: two tables, how they were made, and what becomes of the claim."""
-    batch_size, same = config.loader.batch_size, found["largest_weight_difference"]
+    batch_size = config.loader.batch_size
+    weights = "bitwise the same on both sides"
+    if apart := found["largest_weight_difference"]:
+        weights = f"differ by up to {apart:.3g}"
     epochs = [
         {
             "epochs of": side.replace("_", " "),
@@ -259,61 +237,45 @@ def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
         for side, ms in found["step_ms"].items()
     ]
     ratios = [
-        {"images/s of": what, "paired ratio": found[key], "n": found[key].n}
+        {"images/s of": what, "paired ratio": f"{found[key]:.4f}", "n": epochs[0]["n"]}
         for what, key in (
             ("harness / hand written", "ratio"),
             ("hand written / itself (control)", "control"),
         )
     ]
     return f"""{machine_line(found["machine"])}
-{config.model.name}, {config.data.image_size} px, batch {batch_size}, fp32 on {found["device"]}; epochs of {steps} steps \
-in turns, loss read every {config.watch.window_steps} steps
+{config.model.name}, {config.data.image_size} px, batch {batch_size}, fp32 on {found["device"]};
+epochs of {steps} steps in turns, loss read every {config.watch.window_steps} steps
 
 {markdown(epochs)}
 
 {markdown(ratios)}
 
-Steps: median (quartiles). Ratios: median of the pairs [95 % interval of it, percentile bootstrap of {_RESAMPLES}, seed 0].
-Weights after all epochs: {"bitwise the same on both sides" if same == 0 else f"differ by up to {same:.3g}"}.
-Claim, the interval of harness / hand written does not lie below {FLOOR}: {_verdict(found["ratio"])}."""
+Steps: median (quartiles). Ratios: median of the pairs [95 % interval, of order statistics].
+Weights after all epochs: {weights}.
+Claim, the interval of harness / hand written does not lie below {FLOOR}: {verdict(found["ratio"])}."""
 
 
-def _verdict(ratio: Ratio) -> str:
+def verdict(ratio: Estimate) -> str:
+    """Returns what the interval says of the claim."""
     if ratio.low >= FLOOR:
         return "holds, the whole interval is above"
-    return (
-        "FAILS, the whole interval is below"
-        if ratio.high < FLOOR
-        else "not refuted, but the interval reaches below"
-    )
+    if ratio.high < FLOOR:
+        return "FAILS, the whole interval is below"
+    return "not refuted, but the interval reaches below"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Compare the harness's epoch with a hand-written PyTorch loop on the same "
-        "cached batches.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=40, help="pairs of epochs; 30 or more for a figure to quote"
-    )
-    parser.add_argument("--steps", type=int, default=50, help="steps in an epoch")
-    parser.add_argument(
-        "--window",
-        type=int,
-        default=10,
-        help="steps between two readings of the loss, on both sides",
-    )
-    parser.add_argument("--model", default="small", help="model.name as in train.py")
-    parser.add_argument("--image-size", type=int, default=32, help="side of an image in pixels")
-    parser.add_argument("--batch-size", type=int, default=64, help="images in a batch")
-    parser.add_argument("--device", default="auto", help="as in train.py: auto, cpu or cuda")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        help="write all figures, every epoch's seconds among them, to this file",
-    )
-    a = parser.parse_args(argv)
+    options = parser("Compare the harness's epoch with a hand-written loop on the same batches.")
+    add = options.add_argument
+    add("--pairs", type=int, default=40, help="pairs of epochs; 30 or more for a figure to quote")
+    add("--steps", type=int, default=50, help="steps in an epoch")
+    add("--window", type=int, default=10, help="steps between two readings of the loss")
+    add("--model", default="small", help="model.name as in train.py")
+    add("--image-size", type=int, default=32, help="side of an image in pixels")
+    add("--batch-size", type=int, default=64, help="images in a batch")
+    add("--device", default="auto", help="as in train.py: auto, cpu or cuda")
+    a = options.parse_args(argv)
     config = Config(
         device=a.device,
         data=DataConfig(image_size=a.image_size),

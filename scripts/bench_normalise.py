@@ -11,21 +11,20 @@ those of one batch; the ratio is of pairs of wall times.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.feed.normalise import Normalise
-from scripts.measured import Sample, machine, machine_line, markdown, write
+from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 from scripts.paired import Estimate
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Way = Callable[[Tensor], Tensor]
@@ -72,35 +71,21 @@ def compare(
     row |= {f"{name}, ms": Sample.of(wall_ms[name]) for name in ways}
     row |= {f"{name}, processor ms": f"{Sample.of(processor_ms[name]).median:.3g}" for name in ways}
     for name in ("new", "new, reuse"):
-        ratio = Estimate.of(
-            [after / before for after, before in zip(wall_ms[name], wall_ms["old"], strict=True)]
-        )
-        row[f"{name} / old"] = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+        row[f"{name} / old"] = f"{Estimate.ratio(wall_ms[name], wall_ms['old']):.3f}"
     return row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Measure normalising a batch on a CPU, the harness's way beside torch's "
-        "expression.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--sizes",
-        type=int,
-        nargs="+",
-        default=[32, 64, 128, 224],
-        help="sides of an image in pixels",
-    )
-    parser.add_argument("--batch-size", type=int, default=64, help="images in a batch")
-    parser.add_argument("-n", type=int, default=40, help="batches of each way")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="the network's type")
-    parser.add_argument(
-        "--nchw", action="store_true", help="lay results out as NCHW, not channels last"
-    )
-    parser.add_argument("--threads", type=int, help="torch's threads; by default as torch chooses")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    a = parser.parse_args(argv)
+    options = parser("Measure normalising on a CPU, the harness's way beside torch's expression.")
+    add = options.add_argument
+    sides = [32, 64, 128, 224]
+    add("--sizes", type=int, nargs="+", default=sides, help="sides of an image in pixels")
+    add("--batch-size", type=int, default=64, help="images in a batch")
+    add("-n", type=int, default=40, help="batches of each way")
+    add("--dtype", choices=DTYPES, default="float32", help="the network's type")
+    add("--nchw", action="store_true", help="lay results out as NCHW, not channels last")
+    add("--threads", type=int, help="torch's threads; by default as torch chooses")
+    a = options.parse_args(argv)
     if a.threads:
         torch.set_num_threads(a.threads)
     found = machine()
@@ -112,15 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [compare(size, a.batch_size, a.n, DTYPES[a.dtype], not a.nchw) for size in a.sizes]
     print(markdown(rows))
     if a.json:
-        write(
-            a.json,
-            {
-                "machine": found,
-                "n": a.n,
-                "arguments": {**vars(a), "json": str(a.json)},
-                "rows": rows,
-            },
-        )
+        arguments = {**vars(a), "json": str(a.json)}
+        write(a.json, {"machine": found, "n": a.n, "arguments": arguments, "rows": rows})
     return 0
 
 

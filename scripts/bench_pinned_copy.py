@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator, limits
 from harness.runtime.accelerator import Accelerator
-from scripts.measured import Sample, machine, machine_line, markdown, write
+from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 
 MIB = 2**20
 WORK_SIDE = 4096  # of the square matrices that stand for the work: large enough to fill a GPU
@@ -55,7 +54,8 @@ class Timing:
 
 def timed(own: Accelerator, call: Call) -> Timing:
     """``call`` on an idle device; what it returns lives until the device is done."""
-    start, end = own.event(timed=True), own.event(timed=True)
+    start = own.event(timed=True)
+    end = own.event(timed=True)
     own.synchronize()
     begin = time.perf_counter()
     start.record(own.stream())
@@ -105,7 +105,8 @@ class Work:
 
 def plain_copies(device: torch.device, sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
     """Part a: one tensor, copied alone, for each size and way."""
-    own, rows = accelerator.of(device), []
+    own = accelerator.of(device)
+    rows = []
     for mib in sizes_mib:
         pageable = torch.ones(mib * MIB, dtype=torch.uint8)
         pinned = own.pin(pageable)
@@ -141,7 +142,8 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, count: int, batch_size: int) -> None:
-        self.count, self.batch_size = count, batch_size
+        self.count = count
+        self.batch_size = batch_size
 
     def __len__(self) -> int:
         return self.count
@@ -160,13 +162,17 @@ def loop_copies(
     Raises:
         MemoryError: the workers' batches do not fit into shared memory.
     """
-    shm, needed = limits.measure().shm_bytes, (2 * workers + 2) * batch_size * 3 * 224 * 224
+    shm = limits.measure().shm_bytes
+    needed = (2 * workers + 2) * batch_size * 3 * 224 * 224
     if shm is not None and needed > 0.8 * shm:
-        free, want = shm / MIB, needed / MIB
+        free = shm / MIB
+        want = needed / MIB
         raise MemoryError(
             f"/dev/shm: {free:.0f} MiB free, {want:.0f} MiB needed; lower --batch-size or --workers"
         )
-    own, data, work = accelerator.of(device), Batches(20, batch_size), Work(device, work_ms)
+    own = accelerator.of(device)
+    data = Batches(20, batch_size)
+    work = Work(device, work_ms)
     made: dict[str, Any] = {
         "num_workers": workers,
         "persistent_workers": True,
@@ -217,7 +223,9 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
     """Part c: the copy of ``x`` and work that does not need it, on one stream and on two."""
     pageable = torch.ones(mib * MIB, dtype=torch.uint8)
     own = accelerator.of(device)
-    pinned, side, copy = own.pin(pageable), own.side_stream(), own.copy
+    pinned = own.pin(pageable)
+    side = own.side_stream()
+    copy = own.copy
     work = Work(device, min(timed(own, partial(copy, pinned)).total_ms for _ in range(5)))
 
     def one_stream(x: Tensor) -> Tensor:
@@ -265,10 +273,8 @@ def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
     """
     rows = []
     for mib in sizes_mib:
-        source, target = (
-            torch.ones(mib * MIB, dtype=torch.uint8),
-            torch.zeros(mib * MIB, dtype=torch.uint8),
-        )
+        source = torch.ones(mib * MIB, dtype=torch.uint8)
+        target = torch.zeros(mib * MIB, dtype=torch.uint8)
         taken = []
         for _ in range(n + 2):
             begin = time.perf_counter()
@@ -303,37 +309,24 @@ def parts(a: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 NOT_SHOWN = """No CUDA device, so this run cannot show
-- a: the rate of a copy to the GPU, pageable or pinned, nor what pinning costs (torch pins only through CUDA);
+- a: the rate of a copy to the GPU, pageable or pinned, nor what pinning costs (torch pins only
+  through CUDA);
 - b: what the loader's pin_memory and non_blocking bring when there is GPU work to overlap with;
 - c: whether GPU work that does not need x overlaps with the copy of x.
-It shows the rate of the host's own memory, which bounds both the copy into a pinned buffer and the driver's staging."""
+It shows the rate of the host's own memory, which bounds both the copy into a pinned buffer and the
+driver's staging."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Measure pinned and pageable copies to the GPU: alone, in a loop with work, "
-        "and beside unrelated work.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="sizes of a tensor in MiB"
-    )
-    parser.add_argument(
-        "-n",
-        type=int,
-        default=30,
-        help="measurements of each row (part b: a quarter of it, of 20 batches)",
-    )
-    parser.add_argument("--batch-size", type=int, default=256, help="images in a batch of part b")
-    parser.add_argument("--workers", type=int, default=4, help="DataLoader workers of part b")
-    parser.add_argument(
-        "--work-ms",
-        type=float,
-        default=20.0,
-        help="GPU work for a batch of part b, in milliseconds",
-    )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    a = parser.parse_args(argv)
+    options = parser("Measure copies to the GPU: alone, in a loop, and beside unrelated work.")
+    add = options.add_argument
+    mib = [1, 4, 16, 64, 256]
+    add("--sizes", type=int, nargs="+", default=mib, help="sizes of a tensor in MiB")
+    add("-n", type=int, default=30, help="measurements of a row; in part b a quarter of it")
+    add("--batch-size", type=int, default=256, help="images in a batch of part b")
+    add("--workers", type=int, default=4, help="DataLoader workers of part b")
+    add("--work-ms", type=float, default=20.0, help="milliseconds of GPU work a batch of part b")
+    a = options.parse_args(argv)
     tables = {}
     found = machine()
     print(machine_line(found))

@@ -18,7 +18,6 @@ of its processes, so that each one's threads and helpers cost its own turns alon
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -40,7 +39,8 @@ from typing import IO
 import numpy as np
 import psutil
 
-from scripts.measured import Sample, machine, machine_line, markdown, write
+from scripts.measured import Sample, machine, machine_line, markdown, parser, write
+from scripts.paired import Estimate
 from scripts.traceml_loop import BATCH, GO, PLANTS, Plant
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +52,6 @@ COSTS = {
     "traceml": "TraceML",
     "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl",
 }
-_RESAMPLES = 10_000
 _PATIENCE_S = 300.0  # for a loop to begin, to take its turn, or to end
 
 
@@ -83,17 +82,8 @@ def command(side: str, plant: str, folder: Path, *more: str) -> list[str]:
     if not side.startswith("traceml"):
         return [sys.executable, str(LOOP), *own]
     traceml = shutil.which("traceml", path=str(Path(sys.executable).parent)) or "traceml"
-    return [
-        traceml,
-        "run",
-        str(LOOP),
-        "--logs-dir",
-        str(folder / "logs"),
-        "--run-name",
-        "run",
-        "--args",
-        *own,
-    ]
+    logs = ("--logs-dir", str(folder / "logs"), "--run-name", "run")
+    return [traceml, "run", str(LOOP), *logs, "--args", *own]
 
 
 def environment() -> dict[str, str]:
@@ -124,7 +114,8 @@ def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
 def listen_to(side: str, plant: str, steps: int) -> Said:
     """What ``side`` says of one run of ``plant``."""
     with tempfile.TemporaryDirectory() as place:
-        folder, begin_s = Path(place), time.perf_counter()
+        folder = Path(place)
+        begin_s = time.perf_counter()
         done = subprocess.run(
             command(side, plant, folder, "--steps", str(steps)),
             env=environment(), capture_output=True, text=True, timeout=600, check=False,
@@ -184,19 +175,14 @@ class Side:
     """
 
     def __init__(self, name: str, folder: Path, block: int) -> None:
-        self._name, self._block = name, block
+        self._name = name
+        self._block = block
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(folder / f"{name}.socket"))
         self._server.listen()
         self._server.settimeout(_PATIENCE_S)
-        more = (
-            "--turns",
-            str(folder / f"{name}.socket"),
-            "--block",
-            str(block),
-            "--steps",
-            str(10**9 // BATCH),
-        )
+        turns = ("--turns", str(folder / f"{name}.socket"), "--block", str(block))
+        more = (*turns, "--steps", str(10**9 // BATCH))
         with (folder / f"{name}.txt").open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 command("bare" if name == "control" else name, "nothing", folder / name, *more),
@@ -289,46 +275,17 @@ def take_turns(rounds: int, block: int) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Median of paired differences with its 95 % interval (percentile bootstrap over the pairs,
-    seeded; Efron 1979).
-    """
-
-    n: int
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
-        """Of ``values[i] - others[i]``."""
-        differences = np.asarray(values) - np.asarray(others)
-        drawn = np.random.Generator(np.random.Philox(0)).integers(
-            len(differences), size=(_RESAMPLES, len(differences))
-        )
-        low, high = np.quantile(np.median(differences[drawn], axis=1), (0.025, 0.975)).tolist()
-        return cls(len(differences), float(np.median(differences)), low, high)
-
-    def __str__(self) -> str:
-        return f"{self.median:+.0f} [{self.low:+.0f}, {self.high:+.0f}]"
-
-
 def cost_rows(turns: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[str, object]]:
     """What each side's step takes longer than the bare one."""
     found: list[dict[str, object]] = []
     for name, about in COSTS.items():
         side = "control" if name == "bare" else name
-        wall, cpu = (
-            Difference.of(
-                [1e6 * turn[part] for turn in turns[side]],
-                [1e6 * turn[part] for turn in turns["bare"]],
-            )
-            for part in (0, 1)
-        )
+        longer_us = 1e6 * (np.asarray(turns[side]) - np.asarray(turns["bare"]))
+        wall, cpu = map(Estimate.of, longer_us.T)
         found.append({
-            "watched by": about, "us a step longer": wall, "us of a processor more": cpu,
-            f"of a {STEP_MS:g} ms step": f"{wall.median / STEP_MS / 10:.2f} %", "n": wall.n,
+            "watched by": about, "us a step longer": f"{wall:+.0f}",
+            "us of a processor more": f"{cpu:+.0f}",
+            f"of a {STEP_MS:g} ms step": f"{wall.value / STEP_MS / 10:.2f} %", "n": len(longer_us),
         })  # fmt: skip
     return found
 
@@ -336,10 +293,16 @@ def cost_rows(turns: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[s
 def said_rows(said: Sequence[Said]) -> list[dict[str, object]]:
     """What was said, a row for each run."""
     return [
-        {"planted": one.plant.replace("_", " "), "tool": one.tool, "says": one.words, "figures": one.figures,
-         "loop s": f"{one.loop_s:.0f}", "command s": f"{one.command_s:.0f}"}
+        {
+            "planted": one.plant.replace("_", " "),
+            "tool": one.tool,
+            "says": one.words,
+            "figures": one.figures,
+            "loop s": f"{one.loop_s:.0f}",
+            "command s": f"{one.command_s:.0f}",
+        }
         for one in said
-    ]  # fmt: skip
+    ]
 
 
 def show(
@@ -350,29 +313,32 @@ def show(
     found = machine() | {"torch_threads": 1}  # the loops', not this process's
     return f"""# TraceML beside this project
 
-{machine_line(found)}; traceml-ai {metadata.version("traceml-ai")}; load average {os.getloadavg()[0]:.1f} at the end
+{machine_line(found)}; traceml-ai {metadata.version("traceml-ai")}; load average
+{os.getloadavg()[0]:.1f} at the end
 
 ## What each says
 
 {markdown(said_rows(said))}
 
-One run each of {steps} steps, batch {BATCH}, one worker, on the CPU, so that both have host clocks only. What is slow sleeps:
-{_plants()}. TraceML watches a loop written by hand as its documentation has it, `traceml run` with
-`trace_step` around `zero_grad` to `optimizer.step`; ours is `train.py` with the same data, network and settings, and a board
-that writes the slow line. Quotes are word for word: Verdict, Why and Next of TraceML's summary, `verdict` of our
-`report.json`. Loop: seconds of the training loop, in ours with its start-up and evaluation; command: all, start to exit.
+One run each of {steps} steps, batch {BATCH}, one worker, on the CPU, so that both have host clocks
+only. What is slow sleeps: {_plants()}. TraceML watches a loop written by hand as its documentation
+has it, `traceml run` with `trace_step` around `zero_grad` to `optimizer.step`; ours is `train.py`
+with the same data, network and settings, and a board that writes the slow line. Quotes are word for
+word: Verdict, Why and Next of TraceML's summary, `verdict` of our `report.json`. Loop: seconds of
+the training loop, in ours with its start-up and evaluation; command: all, start to exit.
 
-TraceML's step is the wait for input and the traced block: what comes behind the block is in none of its figures. Its averages
-hold the first batch, for which the worker has to start; ours keep an epoch's first step apart.
+TraceML's step is the wait for input and the traced block: what comes behind the block is in none of
+its figures. Its averages hold the first batch, for which the worker has to start; ours keep an
+epoch's first step apart.
 
 ## What watching costs
 
 {markdown(cost_rows(turns))}
 
-Medians of differences to the bare loop, whose step takes {bare} us: median (quartiles). Pairs are turns of
-{block} steps of the same round, in random order; [95 % interval, percentile bootstrap of {_RESAMPLES}, seed 0]. Whoever has
-no turn is stopped. Processor time is that of all processes of a side, TraceML's aggregator among them. The control says what
-cannot be told apart.
+Medians of differences to the bare loop, whose step takes {bare} us: median (quartiles). Pairs are
+turns of {block} steps of the same round, in random order; [95 % interval, of order statistics]. A
+side without a turn is stopped. Processor time is that of all processes of a side, TraceML's
+aggregator among them. The control says what cannot be told apart.
 
 To repeat: `uv run --with traceml-ai scripts/bench_traceml.py --write`.
 """
@@ -397,20 +363,13 @@ def _plants() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Compare what TraceML and this project say of planted bottlenecks, and what "
-        "they cost a step.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    made = parser(
+        "Compare what TraceML and this project say of planted bottlenecks.", PAGE, json=False
     )
-    parser.add_argument(
-        "--steps", type=int, default=300, help="steps of each run that is to be judged"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=60, help="turns of each loop whose cost is measured"
-    )
-    parser.add_argument("--block", type=int, default=500, help="steps in a turn")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    options = parser.parse_args(argv)
+    made.add_argument("--steps", type=int, default=300, help="steps of each run to be judged")
+    made.add_argument("--rounds", type=int, default=60, help="turns of each loop that is measured")
+    made.add_argument("--block", type=int, default=500, help="steps in a turn")
+    options = made.parse_args(argv)
     if importlib.util.find_spec("traceml_ai") is None:
         print(
             "error: TraceML is not installed here; run it with uv run --with traceml-ai "
@@ -420,11 +379,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     said = []
     for plant in ("slow_read", "slow_step", "slow_logging"):
-        for side in (
-            "traceml",
-            *(["traceml_log_inside"] if plant == "slow_logging" else []),
-            "harness",
-        ):
+        own_way = ["traceml_log_inside"] if plant == "slow_logging" else []
+        for side in ("traceml", *own_way, "harness"):
             print(f"{plant}, {side}", file=sys.stderr)
             said.append(heard(side, plant, options.steps))
     page = show(said, take_turns(options.rounds, options.block), options.steps, options.block)

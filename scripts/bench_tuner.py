@@ -35,7 +35,7 @@ from harness.config import Config
 from harness.runtime import workers
 from harness.runtime.errors import LoaderError
 from scripts.tuner_score import Found, Line, Setting, choosing, steady
-from scripts.tuner_workloads import VARIANTS, WORKLOADS, Workload
+from scripts.tuner_workloads import VARIANTS, WORKLOADS, Workload, warm
 
 # the rest is imported where it is used: each worker imports this file, as a user's worker does
 # train.py
@@ -47,7 +47,6 @@ TIMEOUT_S = 8.0  # the longest wait for a batch; one that found no room in share
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "bench_tuner.md"
 _INSIDE = "WELLFED_BENCH_SHM"  # set where /dev/shm is the workload's own
-_MOUNT = 'mount -t tmpfs -o size="$0"m tmpfs /dev/shm && exec "$@"'
 
 
 class StoppedError(Exception):
@@ -116,10 +115,7 @@ def run_workload(
     from scripts.tuner_strategies import Rig, candidates
 
     rig = Rig(workload, workload.make(folder), world)
-    for file in folder.rglob(
-        "*"
-    ):  # into the page cache: no strategy is to pay for having been the first
-        file.read_bytes() if file.is_file() else None
+    warm(folder)
     if not results.has(kind="demand", workload=workload.name):
         results.add(kind="demand", workload=workload.name, images_per_s=rig.demand())
     choose(rig, folder, results, plan)
@@ -152,15 +148,16 @@ def choose(rig: Rig, folder: Path, results: Results, plan: Plan) -> None:
             ):
                 continue
             plan.check()
-            _tell(f"{name}: {strategy} chooses")
+            tell(f"{name}: {strategy} chooses")
             try:
                 made = STRATEGIES[strategy](rig, folder)
             except MissingError as reason:
-                _tell(f"{strategy} skipped: {reason}")
+                tell(f"{strategy} skipped: {reason}")
                 continue
-            _tell(f"{name}: {strategy} chose {made.setting} in {made.seconds:.1f} s")
+            tell(f"{name}: {strategy} chose {made.setting} in {made.seconds:.1f} s")
             results.add(
-                kind="choice", workload=name, strategy=strategy, repeat=repeat, seconds=made.seconds,
+                kind="choice", workload=name, strategy=strategy, repeat=repeat,
+                seconds=made.seconds,
                 setting=None if made.setting is None else str(made.setting), note=made.note,
             )  # fmt: skip
 
@@ -196,7 +193,7 @@ def measure_round(
             rig, setting, seed, max(plan.seconds, rig.workload.seconds)
         )
         rate = images / seconds if images else 0.0
-        _tell(f"{name}: {phase} {number}: {setting} {refused or f'{rate:.0f} images/s'}")
+        tell(f"{name}: {phase} {number}: {setting} {refused or f'{rate:.0f} images/s'}")
         results.add(**key, images_per_s=rate, images=images, seconds=seconds, refused=refused)
 
 
@@ -214,34 +211,27 @@ def deliver(rig: Rig, setting: Setting, seed: int, seconds: float) -> tuple[int,
         return 0, 0.0, str(error)
 
 
+def with_shm(megabytes: int | None) -> list[str]:
+    """Returns what runs a command with a /dev/shm of its own, where it is to have one."""
+    if megabytes is None:
+        return []
+    mount = 'mount -t tmpfs -o size="$0"m tmpfs /dev/shm && exec "$@"'
+    return ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, str(megabytes)]
+
+
 def run_apart(workload: Workload, arguments: Sequence[str]) -> bool:
-    """Run this script for one workload with a /dev/shm of its own; False, and a word, where that is
-    not permitted.
-    """
-    alone = [
-        "unshare",
-        "-m" if os.geteuid() == 0 else "-rm",
-        "sh",
-        "-c",
-        _MOUNT,
-        str(workload.shm_mb),
-    ]
+    """Runs this script for one workload with a /dev/shm of its own; False if not permitted."""
+    alone = with_shm(workload.shm_mb)
     try:
         tried = subprocess.run([*alone, "true"], capture_output=True, text=True, check=False)
         reason = tried.stderr.strip() if tried.returncode else None
     except FileNotFoundError:
         reason = "there is no unshare"
     if reason is not None:
-        _tell(f"{workload.name} skipped: {reason}")
+        tell(f"{workload.name} skipped: {reason}")
         return False
-    command = [
-        *alone,
-        sys.executable,
-        str(Path(__file__).resolve()),
-        *arguments,
-        "--only",
-        workload.name,
-    ]
+    here = str(Path(__file__).resolve())
+    command = [*alone, sys.executable, here, *arguments, "--only", workload.name]
     subprocess.run(command, env={**os.environ, _INSIDE: "1"}, check=True)
     return True
 
@@ -273,7 +263,8 @@ def run(
                 results.lines = Results(results.path).lines
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Prints ``text`` on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -319,15 +310,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _passed_on(a: argparse.Namespace) -> Iterator[str]:
     """The options that a run of this script in another namespace needs."""
-    for name in (
-        "results",
-        "folder",
-        "strategies",
-        "auto_repeats",
-        "choosing_rounds",
-        "rounds",
-        "seconds",
-    ):
+    names = "results folder strategies auto_repeats choosing_rounds rounds seconds"
+    for name in names.split():
         if (value := getattr(a, name)) is not None:
             yield from (f"--{name.replace('_', '-')}", str(value))
 
@@ -348,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(names, [*_passed_on(a)], a.folder, results, plan)
         except StoppedError:
-            _tell("the time is over; start again to go on")
+            tell("the time is over; start again to go on")
             return 0
         except KeyboardInterrupt:
             return 130

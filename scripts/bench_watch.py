@@ -12,7 +12,6 @@ whole 95 % interval does, does not hold if none of it does, and is not resolved 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import subprocess
 import sys
@@ -36,7 +35,7 @@ from harness.watch.figures import by_tag
 from harness.watch.host import HostSource, Sampler
 from harness.watch.stages import StageMeter, Stamps
 from harness.watch.timeline import Events
-from scripts.measured import machine, machine_line, markdown, write
+from scripts.measured import machine, machine_line, markdown, parser, write
 from scripts.paired import Cost, Estimate, Plan, Work
 from scripts.watched_worker import BATCH, STAGES, Worker, timers_cost
 
@@ -51,9 +50,8 @@ _WORK = (50, 500, 15_000)  # a sample of microseconds, one of tens of them, one 
 _CHILDREN = 16
 _SAMPLED_TURNS = 5
 _BYTES_A_STEP = 1.0  # of growth; the smallest thing that could be kept has 16
-_BUCKETS_BYTES = (
-    1 << 20
-)  # of growth that a clock's buckets of quantiles may be, over however many steps
+# of growth that a clock's buckets of quantiles may be, over however many steps
+_BUCKETS_BYTES = 1 << 20
 _SETTINGS = WatchConfig()
 
 Row = dict[str, Any]
@@ -88,7 +86,8 @@ def stepping(clock: StepClock, copies: bool) -> Work:
                 now_s = time.perf_counter()
                 clock.arrived(Stamps(now_s, now_s, now_s, now_s))
                 if copies:
-                    start, end = HostEvent(), HostEvent()
+                    start = HostEvent()
+                    end = HostEvent()
                     start.record()
                     end.record()
                     clock.copied(start, end)
@@ -128,7 +127,8 @@ def window_cost(folder: Path, runs: int) -> Cost:
     """Of the end of a window: its figures, the workers' and the sampler's, into ``metrics.jsonl``
     and the event file.
     """
-    clock, meter = StepClock(events=Events(HostEvent, lambda: None, None)), StageMeter(STAGES, 8)
+    clock = StepClock(events=Events(HostEvent, lambda: None, None))
+    meter = StageMeter(STAGES, 8)
     stepping(clock, copies=True)(_SETTINGS.window_steps)
     Worker(1, meter).make(1)
     window = clock.total()
@@ -161,7 +161,8 @@ def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
     """
 
     def spent() -> float:
-        begin, cpu = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
+        cpu = time.process_time()
         time.sleep(seconds / _SAMPLED_TURNS)
         return (time.process_time() - cpu) / (time.perf_counter() - begin)
 
@@ -196,7 +197,8 @@ def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, 
         batches: of each length of samples, over which the workers' timers are.
     """
     cold = np.zeros(_COLD_BYTES // 8)
-    costs, growth = {}, {}
+    costs = {}
+    growth = {}
     for name, (clock, copies) in clocks().items():
         print(f"{name} ...", file=sys.stderr, flush=True)
         work = stepping(clock, copies)
@@ -209,9 +211,10 @@ def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, 
     print("workers' timers ...", file=sys.stderr, flush=True)
     stages = [timers_cost(work, batches) for work in _WORK]
     return {
-        "machine": machine(), "steps": steps, "window_steps": _SETTINGS.window_steps, "sample_s": _SETTINGS.sample_s,
-        "clocks": costs, "window": window, "sampler_fraction": sampler, "alone_fraction": alone, "memory_growth_bytes": growth,
-        "stages": stages,
+        "machine": machine(), "steps": steps, "window_steps": _SETTINGS.window_steps,
+        "sample_s": _SETTINGS.sample_s,
+        "clocks": costs, "window": window, "sampler_fraction": sampler, "alone_fraction": alone,
+        "memory_growth_bytes": growth, "stages": stages,
     }  # fmt: skip
 
 
@@ -229,23 +232,24 @@ def claims(found: Mapping[str, Any]) -> list[str]:
     """
     dearest = max(per_step_us(found).values(), key=lambda us: us.high) * (1e-6 / STEP_S)
     longest: Cost = found["stages"][-1]
-    timers, sample_us = (
-        longest.mean_us * (1 / longest.bare_us.median),
-        longest.bare_us.median / BATCH,
-    )
+    timers = longest.mean_us * (1 / longest.bare_us.median)
+    sample_us = longest.bare_us.median / BATCH
     grown = max(found["memory_growth_bytes"].values())
-    a_step, most = grown / (0.9 * found["steps"]), _BYTES_A_STEP
-    flat = (
-        "holds" if a_step <= most else "does not hold" if grown > _BUCKETS_BYTES else "not resolved"
-    )
+    a_step = grown / (0.9 * found["steps"])
+    most = _BYTES_A_STEP
+    flat = "not resolved"
+    if a_step <= most:
+        flat = "holds"
+    elif grown > _BUCKETS_BYTES:
+        flat = "does not hold"
     return [
         (
-            f"all watching takes at most {CEILING:.0%} of a step of 20 ms: {_shown(dearest)}: "
+            f"all watching takes at most {CEILING:.0%} of a step of 20 ms: {dearest:.3%}: "
             f"{dearest.judged(CEILING)}"
         ),
         f"the workers' timers take at most {WORKERS_CEILING:.1%} of their time, samples of "
         f"{sample_us:.0f} us: "
-        f"{_shown(timers)}: {timers.judged(WORKERS_CEILING)}",
+        f"{timers:.3%}: {timers.judged(WORKERS_CEILING)}",
         f"memory stays as it was, to {most:g} byte a step: {a_step:.2f} bytes: {flat}",
     ]
 
@@ -262,16 +266,21 @@ def show(found: Mapping[str, Any]) -> str:
         {
             "all of it, with": name,
             "us a step": f"{us.value:.1f}",
-            "of 20 ms [95 %]": _shown(us * (1e-6 / STEP_S)),
+            "of 20 ms [95 %]": f"{us * (1e-6 / STEP_S):.3%}",
         }
         for name, us in per_step_us(found).items()
     ]
     workers = [
-        {"a sample's own us": f"{cost.bare_us.median / BATCH:.1f}", "us a batch": cost.us, "control us": cost.control_us,
-         "n": cost.us.n, "us a sample": f"{cost.mean_us.value / BATCH:.3f}",
-         "of the work [95 %]": _shown(cost.mean_us * (1 / cost.bare_us.median))}
+        {
+            "a sample's own us": f"{cost.bare_us.median / BATCH:.1f}",
+            "us a batch": cost.us,
+            "control us": cost.control_us,
+            "n": cost.us.n,
+            "us a sample": f"{cost.mean_us.value / BATCH:.3f}",
+            "of the work [95 %]": f"{cost.mean_us * (1 / cost.bare_us.median):.3%}",
+        }
         for cost in found["stages"]
-    ]  # fmt: skip
+    ]
     told = "\n".join(f"Claim, {claim}." for claim in claims(found))
     return f"""{machine_line(found["machine"])}
 median (quartiles) of paired runs in turns; control: the loop without, against itself
@@ -295,7 +304,8 @@ Memory after {found["steps"]} steps against after {found["steps"] // 10}
 
 def _costs(found: Mapping[str, Any]) -> list[Row]:
     """A row for everything that is done in the process that trains."""
-    window, fraction = found["window"], found["sampler_fraction"]
+    window = found["window"]
+    fraction = found["sampler_fraction"]
     costs = [(name, cost, cost.us.median) for name, cost in found["clocks"].items()]
     costs.append(
         (
@@ -305,24 +315,23 @@ def _costs(found: Mapping[str, Any]) -> list[Row]:
         )
     )
     rows = [
-        {"what": name, "us each": cost.us, "control us": cost.control_us, "n": cost.us.n, "us a step": f"{us:.2f}",
-         "of 20 ms": _of_step(us)}
+        {
+            "what": name,
+            "us each": cost.us,
+            "control us": cost.control_us,
+            "n": cost.us.n,
+            "us a step": f"{us:.2f}",
+            "of 20 ms": f"{us / (1e6 * STEP_S):.3%}",
+        }
         for name, cost, us in costs
-    ]  # fmt: skip
+    ]
     sampler: Row = {
         "what": f"sampler's thread, every {found['sample_s']:g} s, {_CHILDREN} workers",
-        "us each": f"{fraction.value:.3%} of a processor", "control us": f"{found['alone_fraction']:.3%}", "n": _SAMPLED_TURNS,
+        "us each": f"{fraction.value:.3%} of a processor",
+        "control us": f"{found['alone_fraction']:.3%}", "n": _SAMPLED_TURNS,
         "us a step": f"{1e6 * STEP_S * fraction.value:.2f}", "of 20 ms": f"{fraction.value:.3%}",
     }  # fmt: skip
     return [*rows, sampler]
-
-
-def _of_step(us: float) -> str:
-    return f"{us / (1e6 * STEP_S):.3%}"
-
-
-def _shown(share: Estimate) -> str:
-    return f"{share.value:.3%} [{share.low:.3%}, {share.high:.3%}]"
 
 
 def page(text: str) -> str:
@@ -330,42 +339,32 @@ def page(text: str) -> str:
     day = f"{datetime.now(UTC).date():%d %B %Y}"
     return f"""# What watching costs
 
-`uv run scripts/bench_watch.py` measures all that the harness does to see where time goes. This is its whole output of {day}:
+`uv run scripts/bench_watch.py` measures all that the harness does to see where time goes. This is
+its whole output of {day}:
 
 ```
 {text}
 ```
 
-"Caches cold" is a step after {_COLD_BYTES >> 20} MiB were read: a training has better to do than to watch itself. The events
-cost next to nothing here; CUDA's have a row of their own where there is a GPU. What memory there is more are buckets of
-quantiles, which fill up as rarer times occur: a figure has 1,383 at most. One batch in several times some of its samples: the
-workers' share is the mean over batches that do and that do not, each by its median. Intervals are those of order statistics.
+"Caches cold" is a step after {_COLD_BYTES >> 20} MiB were read: a training has better to do than to
+watch itself. The events cost next to nothing here; CUDA's have a row of their own where there is a
+GPU. What memory there is more are buckets of quantiles, which fill up as rarer times occur: a
+figure has 1,383 at most. One batch in several times some of its samples: the workers' share is the
+mean over batches that do and that do not, each by its median. Intervals are those of order
+statistics.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Measure what all watching costs a training step, a worker and memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=100_000, help="steps of each clock")
-    parser.add_argument(
-        "--runs", type=int, default=500, help="of everything else, with and without it in turns"
-    )
-    parser.add_argument(
-        "--sampled-s",
-        type=float,
-        default=20.0,
-        help="seconds over which the sampler's thread is measured",
-    )
-    parser.add_argument(
-        "--batches", type=int, default=2400, help="with the workers' timers and without, in turns"
-    )
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    a = parser.parse_args(argv)
+    options = parser("Measure what all watching costs a step, a worker and memory.", PAGE)
+    add = options.add_argument
+    add("--steps", type=int, default=100_000, help="steps of each clock")
+    add("--runs", type=int, default=500, help="of everything else, with and without it in turns")
+    add("--sampled-s", type=float, default=20.0, help="seconds of the sampler's thread")
+    add("--batches", type=int, default=2400, help="with the workers' timers and without, in turns")
+    a = options.parse_args(argv)
     if a.steps < 10 or min(a.runs, a.batches) < 2 or a.sampled_s <= 0:
-        parser.error(
+        options.error(
             "--steps: at least 10; --runs and --batches: at least 2; --sampled-s: more than 0"
         )
     found = measure(a.steps, a.runs, a.sampled_s, a.batches)

@@ -11,7 +11,6 @@ requirement is not met.
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import re
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 from harness.training import checkpoint
 from scripts.chaos_left import batches, digest, lines, logged, updates, wrong_lines, wrong_samples
 from scripts.chaos_start import NOTED, POLL_S, ROOT, TRAIN, Plan, Run, ended
-from scripts.measured import listed, machine, machine_line, markdown, write
+from scripts.measured import listed, machine, machine_line, markdown, parser, write
 
 PAGE = ROOT / "docs" / "benchmarks" / "chaos.md"
 _COMMON = (
@@ -39,28 +38,35 @@ _COMMON = (
     "augment.crop=pad",
     "run.name=x",
 )
-_DIGITS, _DIGITS_IMAGES = ("data=digits", *_COMMON), 1438
+_DIGITS = ("data=digits", *_COMMON)
+_DIGITS_IMAGES = 1438
 _SHAPES = (
-    "data=shapes", *_COMMON, "data.image_size=32", "data.generate.train_images=400", "data.generate.val_images=100",
+    "data=shapes", *_COMMON, "data.image_size=32", "data.generate.train_images=400",
+    "data.generate.val_images=100",
     "trainer.epochs=2", "tuner.budget_s=2", "tuner.max_workers=2", "tuner.fresh=true",
 )  # fmt: skip
 _SHAPES_STEPS = 50
 _RANKS = {1: (), **{ranks: ("dist=spawn", f"dist.nprocs={ranks}") for ranks in (2, 3)}}
 
+_LOADERS = {
+    False: ("loader.num_workers=1",),
+    True: ("loader.autotune=true", "tuner.budget_s=3", "tuner.max_workers=2", "tuner.fresh=true"),
+}
+
 Row = dict[str, Any]
 
 
 def row(part: str, n: int, required: str, wrong: Sequence[str], *told: str) -> Row:
-    """A row of the table; ``wrong`` is what was not as ``required``, and ``told`` figures."""
-    more = [f"{len(wrong) - 3} more"] if len(wrong) > 3 else []
-    found = "; ".join([*told, *wrong[:3], *more] if wrong else [*told, "as required"])
-    return {
-        "part": part,
-        "n": n,
-        "required": required,
-        "found": found,
-        "passed": "no" if wrong else "yes",
-    }
+    """Returns a row of the table; ``wrong`` is what was not as ``required``, ``told`` figures."""
+    found = [*told, *wrong[:3]]
+    if len(wrong) > 3:
+        found.append(f"{len(wrong) - 3} more")
+    passed = "no"
+    if not wrong:
+        found.append("as required")
+        passed = "yes"
+    found_text = "; ".join(found)
+    return {"part": part, "n": n, "required": required, "found": found_text, "passed": passed}
 
 
 def kills(plan: Plan) -> list[Row]:
@@ -84,12 +90,16 @@ def kills(plan: Plan) -> list[Row]:
 
 
 def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
-    draw, wrong, killed, runs = random.Random(f"{plan.seed} {name}"), [], 0, 0
+    draw = random.Random(f"{plan.seed} {name}")
+    wrong = []
+    killed = 0
+    runs = 0
     whole = ended(plan, f"{name}/whole", *overrides).folder
     most_s = lines(whole)[-1]["time_s"] / 2
     while killed < plan.n and runs < plan.n:
         runs += 1
-        place, goes_on = plan.place(f"{name}/{runs}"), True
+        place = plan.place(f"{name}/{runs}")
+        goes_on = True
         while goes_on:
             saved = checkpoint.records(place / "outputs/x/checkpoints")
             with Run(plan, place, [*NOTED, *overrides, "resume=auto"]) as life:
@@ -102,11 +112,9 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
                     killed += goes_on
                 if (code := life.code()) != (128 + SIGKILL if goes_on else 0):
                     wrong.append(f"run {runs}: exit code {code}")
-            begun = (
-                f" {saved[-1].step} steps are done"
-                if saved
-                else "no checkpoint yet, starting at epoch 1"
-            )
+            begun = "no checkpoint yet, starting at epoch 1"
+            if saved:
+                begun = f" {saved[-1].step} steps are done"
             if begun not in life.said:
                 wrong.append(f"run {runs}: did not say {begun!r}")
         wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
@@ -120,12 +128,14 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
 
 def _differences(last: Run, whole: Path) -> list[str]:
     """What tells a run that was killed from the ``whole`` one."""
-    folder, wrong = last.folder, wrong_lines(last.folder)
-    wrong += ["another state"] if digest(folder) != digest(whole) else []
-    wrong += ["other lines"] if logged(folder) != logged(whole) else []
-    wrong += (
-        ["a checkpoint was damaged"] if "falling back" in (folder / "train.log").read_text() else []
-    )
+    folder = last.folder
+    wrong = wrong_lines(folder)
+    if digest(folder) != digest(whole):
+        wrong.append("another state")
+    if logged(folder) != logged(whole):
+        wrong.append("other lines")
+    if "falling back" in (folder / "train.log").read_text():
+        wrong.append("a checkpoint was damaged")
     return wrong + wrong_samples(updates(last.notes), _DIGITS_IMAGES, 1)
 
 
@@ -133,35 +143,27 @@ def terms(plan: Plan) -> list[Row]:
     """Signals to the whole group at random moments, half of them after the first step, in runs of
     one rank and of two.
     """
-    draw, rows = random.Random(plan.seed), []
+    draw = random.Random(plan.seed)
+    rows = []
     wholes: dict[tuple[int, bool], Run] = {}
     kinds: dict[tuple[Signals, int], list[_End]] = {}
     for i in range(plan.n):
-        ranks, tuned, sign = 1 + i % 2, i % 3 == 2, SIGUSR1 if i % 12 in (4, 9) else SIGTERM
-        tuner = (
-            "loader.autotune=true",
-            "tuner.budget_s=3",
-            "tuner.max_workers=2",
-            "tuner.fresh=true",
-        )
-        ways = (
-            *_RANKS[ranks],
-            *(tuner if tuned else ("loader.num_workers=1",)),
-            f"loader.batch_size={64 // ranks}",
-        )
-        overrides = (*_DIGITS, "trainer.epochs=3", "checkpoint.every_steps=10", *ways)
+        ranks = 1 + i % 2
+        tuned = i % 3 == 2
+        sign = SIGUSR1 if i % 12 in (4, 9) else SIGTERM
+        overrides = (*_DIGITS, "trainer.epochs=3", "checkpoint.every_steps=10", *_RANKS[ranks])
+        overrides += (f"loader.batch_size={64 // ranks}", *_LOADERS[tuned])
         if (ranks, tuned) not in wholes:
             wholes[ranks, tuned] = ended(plan, f"whole-{ranks}-{tuned}", *overrides)
-        whole, trained = wholes[ranks, tuned], i % 4 > 1
+        whole = wholes[ranks, tuned]
+        trained = i % 4 > 1
         after_s = draw.uniform(0, lines(whole.folder)[-1]["time_s"] if trained else whole.lasted_s)
         kinds.setdefault((sign, ranks), []).append(
             _signalled(plan, str(i), overrides, sign, after_s, trained)
         )
     for (sign, ranks), ends in sorted(kinds.items()):
-        wrong, exits_s = (
-            [text for end in ends for text in end.wrong],
-            sorted(end.exit_s for end in ends),
-        )
+        wrong = [text for end in ends for text in end.wrong]
+        exits_s = sorted(end.exit_s for end in ends)
         stopped = [end.run for end in ends if "\ngo on with " in end.run.said]
         if stopped:
             wrong += _continued(
@@ -203,18 +205,25 @@ def _signalled(
         while (left := life.alive()) and time.monotonic() < until_s:
             time.sleep(POLL_S)
         exit_s = time.monotonic() - sent_s
-    said, complete = life.said, "\ntop-1 " in life.said
+    said = life.said
+    complete = "\ntop-1 " in life.said
+    wrong = []
     # after the last step there is nothing left to end
-    wrong = [] if code == 128 + sign or (complete and code == 0) else [f"exit code {code}"]
-    wrong += [f"{len(left)} processes after {exit_s:.1f} s"] if left or exit_s > plan.exit_s else []
-    wrong += ["a traceback"] if "Traceback" in said else []
+    if code != 128 + sign and not (complete and code == 0):
+        wrong.append(f"exit code {code}")
+    if left or exit_s > plan.exit_s:
+        wrong.append(f"{len(left)} processes after {exit_s:.1f} s")
+    if "Traceback" in said:
+        wrong.append("a traceback")
     # what torch's compiler keeps is a cache
     temporary = [
         path for path in (life.place / "tmp").iterdir() if not path.name.startswith("torchinductor")
     ]
     wrong += [f"{path.name} left" for path in (*temporary, *life.place.rglob("checkpoints/.*"))]
     for folder in life.place.glob("outputs/x"):
-        wrong += wrong_lines(folder) + ([] if complete else _untold(folder, said))
+        wrong += wrong_lines(folder)
+        if not complete:
+            wrong += _untold(folder, said)
     return _End(life, exit_s, [f"run {name} at {after_s:.1f} s: {text}" for text in wrong])
 
 
@@ -223,14 +232,10 @@ def _untold(folder: Path, said: str) -> list[str]:
     made = [line["step"] for line in lines(folder) if "train/lr" in line]
     saved = [record.step for record in checkpoint.records(folder / "checkpoints")]
     ends = [*made[-1:], *saved[-1:], *map(int, re.findall(r"\nstopped after step (\d+)", said))]
-    is_told = (
-        len(ends) == 3 and len(set(ends)) == 1 and "\nsaved  " in said and "\ngo on with " in said
-    )
-    return (
-        []
-        if is_told or not (made or saved)
-        else [f"the last steps logged, saved and told are {ends}"]
-    )
+    agree = len(ends) == 3 and len(set(ends)) == 1
+    if not (made or saved) or (agree and "\nsaved  " in said and "\ngo on with " in said):
+        return []
+    return [f"the last steps logged, saved and told are {ends}"]
 
 
 def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:
@@ -238,25 +243,30 @@ def _continued(plan: Plan, stopped: Run, whole: Run) -> list[str]:
     (command,) = re.findall(r"^go on with\s+(.*)$", stopped.said, re.MULTILINE)
     with Run(plan, stopped.place, ["bash", "-c", command]) as life:
         code = life.code()
-    wrong = [f"exit code {code} of {command}"] if code else wrong_lines(life.folder)
-    return wrong if digest(life.folder) == digest(whole.folder) else [*wrong, "another state"]
+    wrong = wrong_lines(life.folder)
+    if code:
+        wrong = [f"exit code {code} of {command}"]
+    if digest(life.folder) != digest(whole.folder):
+        wrong.append("another state")
+    return wrong
 
 
 def forms(plan: Plan) -> list[Row]:
     """Other loaders before and after a stop at a random step."""
-    rows, required = (
-        [],
-        (
-            "other backend, workers, cache and tuning after the stop: the same samples in the same "
-            "order, the same state"
-        ),
+    rows = []
+    required = (
+        "other backend, workers, cache and tuning after the stop: the same samples in the same "
+        "order, the same state"
     )
     for ranks in (1, 2):
-        draw, wrong = random.Random(plan.seed), []
+        draw = random.Random(plan.seed)
+        wrong = []
         overrides = (*_SHAPES, *_RANKS[ranks], f"loader.batch_size={16 // ranks}")
         whole = ended(plan, f"{ranks}/whole", *overrides, "loader.num_workers=0")
         for i in range(plan.n):
-            before, after, stop = _form(draw), _form(draw), draw.randrange(1, _SHAPES_STEPS)
+            before = _form(draw)
+            after = _form(draw)
+            stop = draw.randrange(1, _SHAPES_STEPS)
             ended(plan, f"{ranks}/{i}", *overrides, *before, stop=stop)
             last = ended(plan, f"{ranks}/{i}", *overrides, *after, "resume=auto")
             if (digest(last.folder), updates(last.notes)) != (
@@ -273,12 +283,11 @@ def forms(plan: Plan) -> list[Row]:
 def _form(draw: random.Random) -> tuple[str, ...]:
     backend = draw.choice(("processes", "threads", "arrays"))
     workers = "null" if backend == "arrays" else draw.choice("012")
-    cache, tuned = draw.choice(("none", "ram", "disk")), draw.choice(("true", "false"))
     return (
         f"loader.backend={backend}",
         f"loader.num_workers={workers}",
-        f"data.cache={cache}",
-        f"loader.autotune={tuned}",
+        f"data.cache={draw.choice(('none', 'ram', 'disk'))}",
+        f"loader.autotune={draw.choice(('true', 'false'))}",
     )
 
 
@@ -287,7 +296,9 @@ def ranks(plan: Plan) -> list[Row]:
     rows = []
     # an epoch of 2 x 64 leaves too few samples for another batch of one rank
     for before, after, batch in ((2, 1, 48), (1, 2, 96), (2, 3, 48), (2, 3, 32)):
-        name, draw, wrong = f"{before} ranks of {batch} to {after}", random.Random(plan.seed), []
+        name = f"{before} ranks of {batch} to {after}"
+        draw = random.Random(plan.seed)
+        wrong = []
         overrides = (
             *_DIGITS,
             "trainer.epochs=2",
@@ -323,7 +334,8 @@ def user(plan: Plan) -> list[Row]:
     """Ctrl-C in the first epoch, and on with the command that was printed."""
     rows = []
     for how, more in ("run.name=mine", ("run.name=mine",)), ("no run.name", ()):
-        wrong, overrides = [], ("data=digits", "trainer.epochs=5", *more)
+        wrong = []
+        overrides = ("data=digits", "trainer.epochs=5", *more)
         whole = ended(plan, f"{how}/whole", *overrides)
         for i in range(plan.n):
             with Run(plan, plan.place(f"{how}/{i}"), [*NOTED, *overrides]) as life:
@@ -342,39 +354,26 @@ def user(plan: Plan) -> list[Row]:
 
 
 PARTS: dict[str, tuple[Callable[[Plan], list[Row]], int]] = {
-    "kills": (kills, 20), "terms": (terms, 120), "forms": (forms, 24), "ranks": (ranks, 1), "user": (user, 1),
+    "kills": (kills, 20), "terms": (terms, 120), "forms": (forms, 24), "ranks": (ranks, 1),
+    "user": (user, 1),
 }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     usual = ", ".join(f"{name} {n}" for name, (_, n) in PARTS.items())
-    parser = argparse.ArgumentParser(
-        description="Stop runs in many ways, go on with them, and compare them with runs that were "
-        "not stopped.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--parts", help=f"some of {','.join(PARTS)}; by default all")
-    parser.add_argument(
-        "--n", type=int, help=f"how often each part does what it does; by default {usual}"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments, steps and forms")
-    parser.add_argument(
-        "--exit-s",
-        type=float,
-        default=10.0,
-        help="longest time from a signal to the end of the last process",
-    )
-    parser.add_argument(
-        "--run-s", type=float, default=300.0, help="longest time that one start of a run may take"
-    )
-    parser.add_argument(
-        "--keep", type=Path, help="leave the runs in this folder, which must be new"
-    )
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    a = parser.parse_args(argv)
-    names = listed(parser, "--parts", a.parts, tuple(PARTS))
+    about = "Stop runs, go on with them, and compare them with runs that were not stopped."
+    options = parser(about, PAGE, json=False)
+    add = options.add_argument
+    add("--parts", help=f"some of {','.join(PARTS)}; by default all")
+    add("--n", type=int, help=f"how often each part does what it does; by default {usual}")
+    add("--seed", type=int, default=0, help="of the moments, steps and forms")
+    add("--exit-s", type=float, default=10.0, help="most seconds from a signal to the end of all")
+    add("--run-s", type=float, default=300.0, help="most seconds of one start of a run")
+    add("--keep", type=Path, help="leave the runs in this folder, which must be new")
+    a = options.parse_args(argv)
+    names = listed(options, "--parts", a.parts, tuple(PARTS))
     if (a.n is not None and a.n < 1) or min(a.exit_s, a.run_s) <= 0:
-        parser.error("--n: at least 1; --exit-s and --run-s: more than 0")
+        options.error("--n: at least 1; --exit-s and --run-s: more than 0")
     if a.keep:
         a.keep.mkdir(parents=True)
     rows = []
@@ -386,17 +385,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 rows += part(plan)
             except Exception as error:  # the other parts go on
-                rows.append(
-                    row(
-                        name,
-                        plan.n,
-                        "every run starts and ends",
-                        [f"{type(error).__name__}: {error}"],
-                    )
-                )
-    command = shlex.join(
-        ["uv", "run", "scripts/chaos.py", *(sys.argv[1:] if argv is None else argv)]
-    )
+                said = f"{type(error).__name__}: {error}"
+                rows.append(row(name, plan.n, "every run starts and ends", [said]))
+    if argv is None:
+        argv = sys.argv[1:]
+    command = shlex.join(["uv", "run", "scripts/chaos.py", *argv])
     told = f"{machine_line(machine())}\n\n`{command}`, {datetime.now(UTC):%d %B %Y}."
     text = f"# Runs that were stopped\n\n{told}\n\n{markdown(rows)}\n"
     print(text)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
 from harness.feed.order import Order
 from harness.training import checkpoint
@@ -69,7 +69,7 @@ def wrong_lines(folder: Path) -> list[str]:
         for path in folder.glob("events.*")
         if not _is_whole(path.read_bytes())
     ]
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    events = event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     told = defaultdict(list)
     for line in lines(folder):
         for tag in line.keys() - {"step", "epoch", "time_s"}:

@@ -16,7 +16,8 @@ from typing import Any
 from harness import app, job
 from harness.runtime import signals
 
-NOTES, STOP = "CHAOS_NOTES", "CHAOS_STOP"
+NOTES = "CHAOS_NOTES"
+STOP = "CHAOS_STOP"
 _main_worker = job.main_worker
 
 
@@ -26,7 +27,8 @@ class _Noted:
     """
 
     def __init__(self, feed: Any) -> None:
-        self.feed, self.given = feed, deque[tuple[int, list[int]]]()
+        self.feed = feed
+        self.given = deque[tuple[int, list[int]]]()
 
     def __iter__(self) -> Iterator[Any]:
         self.given.clear()
@@ -41,7 +43,9 @@ def main_worker(local_rank: int, job: job.Job) -> None:
     from harness.training.engine import Engine
     from harness.training.saving import Boundary
 
-    make, one_step, ask = Engine.__init__, Engine._one_step, Boundary.ask
+    make = Engine.__init__
+    one_step = Engine._one_step
+    ask = Boundary.ask
 
     def made(self: Engine, *parts: Any) -> None:
         make(self, *parts)
@@ -49,7 +53,8 @@ def main_worker(local_rank: int, job: job.Job) -> None:
 
     def stepped(self: Engine, batches: Any, parts: int) -> None:
         one_step(self, batches, parts)
-        taken = [self.train_batches.loader.given.popleft() for _ in range(parts)]  # type: ignore[attr-defined]
+        given: Any = self.train_batches.loader
+        taken = [given.given.popleft() for _ in range(parts)]
         indices = [index for _, part in taken for index in part]
         line = {
             "rank": self.world.rank,
@@ -65,7 +70,9 @@ def main_worker(local_rank: int, job: job.Job) -> None:
     def heard(self: Boundary, step: int) -> tuple[int, bool]:
         return (signal.SIGTERM, False) if str(step) == os.environ.get(STOP) else ask(self, step)
 
-    Engine.__init__, Engine._one_step, Boundary.ask = made, stepped, heard  # type: ignore[method-assign, assignment]
+    Engine.__init__ = made  # type: ignore[method-assign, assignment]
+    Engine._one_step = stepped  # type: ignore[method-assign]
+    Boundary.ask = heard  # type: ignore[method-assign]
     _main_worker(local_rank, job)
 
 

@@ -50,8 +50,11 @@ class Run:
     def __init__(
         self, plan: Plan, place: Path, command: list[str], stop: int | None = None
     ) -> None:
-        self.place, self.notes, self.lasted_s = place, place / "notes.jsonl", 0.0
-        self._plan, self._noted = plan, self._size()
+        self.place = place
+        self.notes = place / "notes.jsonl"
+        self.lasted_s = 0.0
+        self._plan = plan
+        self._noted = self._size()
         self._said = place / f"said-{len(list(place.glob('said-*')))}"
         # uv's own variable decides which command a run prints
         env = {key: value for key, value in os.environ.items() if key != "UV"}

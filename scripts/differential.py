@@ -22,10 +22,10 @@ from harness.watch.figures import Window
 from harness.watch.timeline import Events
 
 LOADS = (
-    (0.5, 0.0), (0.9, 0.0), (1.1, 0.0), (1.25, 0.0), (1.5, 0.0), (2.0, 0.0), (3.3, 0.0), (10.0, 0.0),
-    (0.0, 1.5), (0.5, 0.5), (0.5, 1.5), (1.5, 0.3),
+    (0.5, 0.0), (0.9, 0.0), (1.1, 0.0), (1.25, 0.0), (1.5, 0.0), (2.0, 0.0), (3.3, 0.0),
+    (10.0, 0.0), (0.0, 1.5), (0.5, 0.5), (0.5, 1.5), (1.5, 0.3),
 )  # fmt: skip
-"""What a load asks beside each step, in steps: of the loader for a batch, and of the loop for work of its own."""
+"""What a load asks beside each step, in steps: of the loader for a batch, and of the loop."""
 _ROUNDS = 5  # of which the median counts
 _WINDOW = 20  # steps after which training reads its loss, for which the host waits for the device
 
@@ -75,7 +75,8 @@ def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[flo
         if done == 0:
             begin = rig.now()
     rig.wait()
-    seconds, window = (rig.now() - begin) / steps, clock.close_window()
+    seconds = (rig.now() - begin) / steps
+    window = clock.close_window()
     assert window is not None
     return seconds, window
 
@@ -183,7 +184,8 @@ class EmulatedEvent:
     """What is used of ``torch.cuda.Event``, for an ``EmulatedStream``."""
 
     def __init__(self) -> None:
-        self.passed, self.at = threading.Event(), 0.0
+        self.passed = threading.Event()
+        self.at = 0.0
 
     def record(self, stream: Any = None) -> None:
         """Mark the point that an ``EmulatedStream`` has reached; a later recording takes the place
@@ -219,7 +221,8 @@ def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
         if not load_s:
             return None
         time.sleep(load_s)
-        start, end = EmulatedEvent(), EmulatedEvent()
+        start = EmulatedEvent()
+        end = EmulatedEvent()
         start.record(copy)
         copy.sleep(copy_s)
         end.record(copy)

@@ -32,10 +32,12 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {
-    "torch": "torch", "torchvision": "torchvision", "numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "rich": "rich",
-    "pynvml": "nvidia-ml-py", "tensorboard": "tensorboard", "pytest": "pytest", "hydra": "hydra-core==1.3.2",
-    "omegaconf": "omegaconf==2.3.0", "antlr4": "antlr4-python3-runtime==4.9.3", "yaml": "PyYAML", "simplejpeg": "simplejpeg",
-    "packaging": "packaging", "xxhash": "xxhash",
+    "torch": "torch", "torchvision": "torchvision", "numpy": "numpy", "PIL": "pillow",
+    "psutil": "psutil", "rich": "rich",
+    "pynvml": "nvidia-ml-py", "tensorboard": "tensorboard", "pytest": "pytest",
+    "hydra": "hydra-core==1.3.2",
+    "omegaconf": "omegaconf==2.3.0", "antlr4": "antlr4-python3-runtime==4.9.3", "yaml": "PyYAML",
+    "simplejpeg": "simplejpeg", "packaging": "packaging", "xxhash": "xxhash",
 }  # fmt: skip
 """Modules, and the distributions that they come with."""
 GROUPS = {
@@ -101,7 +103,8 @@ def scrubbed(value: Any) -> Any:
 
 def _secrets() -> list[str]:
     """The longest first, so that a part of a secret leaves no rest of it."""
-    home, host = os.path.expanduser("~"), platform.node()
+    home = os.path.expanduser("~")
+    host = platform.node()
     found = {value for value in os.environ.values() if len(value) >= 6}
     found |= {str(ROOT), home, Path(home).name, host, host.partition(".")[0]}
     found |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
@@ -125,13 +128,8 @@ class Findings:
 
     def begin(self, name: str) -> None:
         """A part has begun: the file says so until it has ended."""
-        self.parts[name] |= {
-            "status": "cut short",
-            "seconds": 0.0,
-            "found": "",
-            "rows": [],
-            "problems": [],
-        }
+        part = self.parts[name]
+        part |= {"status": "cut short", "seconds": 0.0, "found": "", "rows": [], "problems": []}
         self.write()
 
     def add(self, name: str, said: Row, seconds: float) -> None:
@@ -163,20 +161,14 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     The last one says how it ended: ``ok``, ``skipped``, ``failed`` or ``cut short``.
     """
     limit = str(max(1.0, limit_s - _PUT_AWAY_S))
-    command = [
-        sys.executable,
-        "-m",
-        PARTS,
-        name,
-        limit,
-        str(scratch),
-        *(["--quick"] if quick else []),
-    ]
+    command = [sys.executable, "-m", PARTS, name, limit, str(scratch), *["--quick"] * quick]
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    log, until = scratch / f"{name}.log", time.monotonic() + limit_s
+    log = scratch / f"{name}.log"
+    until = time.monotonic() + limit_s
     with log.open("wb") as errors:
         child = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, "WELLFED_CACHE": str(scratch / "cache")},
+            command, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": paths, "WELLFED_CACHE": str(scratch / "cache")},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
         )  # fmt: skip
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -194,9 +186,8 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # one that hangs in the driver cannot be killed
+        # one that hangs in the driver cannot be killed
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_PUT_AWAY_S)
             listener.join()
             for pipe in (child.stdin, child.stdout):
@@ -279,22 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = a.out / f"gpu_check{'-' + a.group if a.group else ''}.json"
     findings = Findings(path, groups, a.quick)
     run(groups, findings, a.quick, DEADLINE_S)
+    said = str(path)
     left = [name for name, part in findings.parts.items() if part["status"] == "not run"]
-    print(
-        f"{path}"
-        + (
-            f"; no time was left for {', '.join(left)}: name their group with --group"
-            if left
-            else ""
-        )
-    )
-    return (
-        1
-        if any(
-            part["status"] in ("failed", "wrong", "cut short") for part in findings.parts.values()
-        )
-        else 0
-    )
+    if left:
+        said += f"; no time was left for {', '.join(left)}: name their group with --group"
+    print(said)
+    bad = {"failed", "wrong", "cut short"}
+    return int(any(part["status"] in bad for part in findings.parts.values()))
 
 
 if __name__ == "__main__":

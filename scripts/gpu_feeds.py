@@ -46,7 +46,9 @@ CORES = (1, 2, 4, 6, 8, 16)
 FED = 0.99  # of the rate of a run that loads nothing
 BESIDE = 1.02  # step time with decoding threads over that without, at most
 THREADS = 16
-LIMIT_S, LEAST_S = 120, 90  # of one run, at most; left before one
+# of one run, at most; left before one
+LIMIT_S = 120
+LEAST_S = 90
 # until threads that are no longer needed have filled what they may, and others have been given what
 # lay ready
 _SETTLE_S = 0.2
@@ -56,7 +58,8 @@ Run = Callable[[str, int], Row]  # a loader, cores
 
 def shapes(scratch: Path, images: int) -> DataConfig:
     """So many JPEGs as large as ImageNet's, in a folder of their own."""
-    classes, val_images = min(100, images // 8), min(256, images // 4)
+    classes = min(100, images // 8)
+    val_images = min(256, images // 4)
     numbers = GenerateConfig(
         classes=classes, train_images=images, val_images=val_images, width=500, height=375
     )
@@ -71,9 +74,10 @@ def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[st
     datasets.load(data, AugmentConfig(), 0)
     numbers = [f"data.generate.{name}={value}" for name, value in asdict(data.generate).items()]
     common = [
-        "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true", "loader.batch_size=256",
-        f"data.image_size={data.image_size}", *numbers, "trainer.epochs=1000", "trainer.eval_every_epochs=1000",
-        f"trainer.max_steps={steps}", "checkpoint.enabled=false",
+        "model=resnet50", "trainer.precision=bf16", "trainer.channels_last=true",
+        "loader.batch_size=256",
+        f"data.image_size={data.image_size}", *numbers, "trainer.epochs=1000",
+        "trainer.eval_every_epochs=1000", f"trainer.max_steps={steps}", "checkpoint.enabled=false",
     ]  # fmt: skip
     return common, ["data=shapes", f"data.root={data.root}"]
 
@@ -165,7 +169,8 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
             (alone, _), (beside, rates) = (zip(*turns[busy], strict=True) for busy in (False, True))
             yield {
                 "cores": count, "alone ms": median(alone), "beside threads ms": median(beside),
-                "images/s beside": round(median(rates)), "ratio": median(b / a for a, b in zip(alone, beside, strict=True)),
+                "images/s beside": round(median(rates)),
+                "ratio": median(b / a for a, b in zip(alone, beside, strict=True)),
             }  # fmt: skip
         _confine(allowed)
 
@@ -185,8 +190,11 @@ class Decoding:
     """
 
     def __init__(self, feed: Feed) -> None:
-        self._feed, self._images, self._error = feed, 0, ""
-        self._go, self._stop = threading.Event(), threading.Event()
+        self._feed = feed
+        self._images = 0
+        self._error = ""
+        self._go = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._drain, daemon=True)
 
     def __enter__(self) -> Self:
@@ -208,9 +216,11 @@ class Decoding:
         """
         (self._go.set if busy else self._go.clear)()
         time.sleep(_SETTLE_S)
-        before, begin = self._images, time.perf_counter()
+        before = self._images
+        begin = time.perf_counter()
         found = measured()
-        images, seconds = self._images - before, time.perf_counter() - begin
+        images = self._images - before
+        seconds = time.perf_counter() - begin
         if self._error or (busy and not images):
             raise RuntimeError(
                 f"the feed beside the network gave {images} images: "

@@ -50,9 +50,11 @@ from harness.training.state import make_state
 from harness.training.step import DTYPES, Step
 from scripts.loader_peers import EXAMPLES, PEERS, dali, endless, examples, spdl
 
-NONE, NVJPEG = "no loading", "nvJPEG"
+NONE = "no loading"
+NVJPEG = "nvJPEG"
 OURS = ("threads", "processes")
-_SIDE, _CLASSES = 224, 100
+_SIDE = 224
+_CLASSES = 100
 _WARM = 10  # steps before the loader is made: cuDNN tries its kernels, the network is compiled
 _READ_STEPS = 10  # between two readings of the loss, as in training
 
@@ -149,7 +151,8 @@ def _decoded_on_device(job: Job) -> Generator[Batch]:
     On the side stream, which is waited for: decoders write where the current stream has freed
     memory, without asking it.
     """
-    decode, crop = decoder()[1], v2.RandomResizedCrop(_SIDE, antialias=True)
+    decode = decoder()[1]
+    crop = v2.RandomResizedCrop(_SIDE, antialias=True)
     files = ImageFolder(
         str(job.root / "train"), loader=_read
     )  # arrays: a worker hands over each tensor in a file of its own
@@ -204,7 +207,8 @@ class Training:
     """The warm network of ``config`` on ``device``."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self._config, self._device = config, device
+        self._config = config
+        self._device = device
         world = World(0, 1, 0, 1, device)
         self._step = Step(make_state(config, _CLASSES, world, 1000), config, world)
         self._step.model.train()
@@ -221,7 +225,10 @@ class Training:
             for _ in range(_WARM):
                 self._step(*next(warm))
         accelerator.of(self._device).synchronize()
-        skip, cycle, counted, began = job.num_workers + 2, max(1, job.num_workers), 0, 0.0
+        skip = job.num_workers + 2
+        cycle = max(1, job.num_workers)
+        counted = 0
+        began = 0.0
         with LOADERS[name](job) as batches, closing(self._on_device(name, batches)) as ready:
             for done, (images, labels) in enumerate(ready, 1):
                 self._step(images, labels)
@@ -238,7 +245,8 @@ class Training:
             return counted / (now() - began)
 
     def _on_device(self, name: str, batches: Iterable[Any]) -> DataPrefetcher:
-        data, normalised = self._config.data, name == EXAMPLES
+        data = self._config.data
+        normalised = name == EXAMPLES
         return DataPrefetcher(
             batches,
             self._device,
@@ -264,10 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = parser.parse_args(argv)
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])  # as train.py does
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=a.compile)
-    config, device = (
-        Config(model=ModelConfig(name=a.model), trainer=trainer),
-        accelerator.of(a.device).device,
-    )
+    config = Config(model=ModelConfig(name=a.model), trainer=trainer)
+    device = accelerator.of(a.device).device
     seeding.seed_everything(config.seed)  # cuDNN tries its kernels, as in train.py
     job = Job(a.root, a.num_workers, a.batch_size, device)
     rate = Training(config, device).images_per_s(a.loader, job, a.seconds)

@@ -15,7 +15,7 @@ from harness.runtime import accelerator
 T = TypeVar("T")
 Row = dict[str, Any]
 Said = Generator[Row, None, str]
-"""The rows of a part as they are measured, ``{"wrong": ...}`` for what is wrong, and at the end one line."""
+"""Rows as they are measured, ``{"wrong": ...}`` for what is wrong, and at the end one line."""
 
 
 class SkippedError(Exception):

@@ -21,7 +21,9 @@ class Slow:
     """A loader of ``count`` ready batches that takes ``sleep_s`` over each."""
 
     def __init__(self, batches: Sequence[Any], sleep_s: float = 0.0, count: int = 0) -> None:
-        self.batches, self.sleep_s, self.count = batches, sleep_s, count
+        self.batches = batches
+        self.sleep_s = sleep_s
+        self.count = count
 
     def __iter__(self) -> Iterator[Any]:
         for i in range(self.count):
@@ -32,7 +34,8 @@ class Slow:
 
 def step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of a step that takes a batch and does ``work``; the first one does not count."""
-    begin, steps = 0.0, -1
+    begin = 0.0
+    steps = -1
     for _ in batches:
         work()
         steps += 1
@@ -70,8 +73,10 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
 
     def numbered() -> Iterator[HostBatch]:
         for i in range(_NUMBERED):
-            images, labels = torch.full((64, 3, 64, 64), i, dtype=torch.uint8), torch.full((64,), i)
-            images, labels = own.pin(images), own.pin(labels)
+            images = torch.full((64, 3, 64, 64), i, dtype=torch.uint8)
+            labels = torch.full((64,), i)
+            images = own.pin(images)
+            labels = own.pin(labels)
             if slow == "copy":  # on the side stream, on which the prefetcher takes its batches
                 _hold_up(device)
             yield HostBatch(images, labels, labels)

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,13 +44,12 @@ from scripts.measured import Sample, machine, plain
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN_FLOOR = 0.7  # share of the copy that the prefetcher must hide
-STALL_TOLERANCE = (
-    0.01  # how far the clock's stall may be from the differential method's, as shares of the time
-)
-EMULATED_TOLERANCE = (
-    0.03  # the same where the device is made of threads, which a busy machine wakes late
-)
-DEMAND_TOLERANCE = 0.05  # how far the tuner's demand may be from what a run without loading reaches
+# how far the clock's stall may be from the differential method's, as shares of the time
+STALL_TOLERANCE = 0.01
+# the same where the device is made of threads, which a busy machine wakes late
+EMULATED_TOLERANCE = 0.03
+# how far the tuner's demand may be from what a run without loading reaches
+DEMAND_TOLERANCE = 0.05
 CONFORMANCE = ("tests/runtime/test_accelerator.py", "tests/runtime/test_accelerator_memory.py")
 _RUN_S = 120.0  # of one run of train.py, at most
 _ON_CPU = "; no CUDA device: this shows that the part runs, and nothing of a GPU"
@@ -66,10 +66,8 @@ def check_pytest(o: Options) -> Said:
 
 
 def _tested(marked: str, *files: str) -> Said:
-    command, outcomes = (
-        [sys.executable, "-m", "scripts.gpu_tests", "-m", marked, *files],
-        Counter[str](),
-    )
+    command = [sys.executable, "-m", "scripts.gpu_tests", "-m", marked, *files]
+    outcomes = Counter[str]()
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
     ) as child:
@@ -90,12 +88,14 @@ def check_prefetcher(o: Options) -> Said:
     """
     device = o.device
     if o.on_gpu:  # batches of ImageNet's size, and work that takes twice as long as their copy
-        what, loader = "copy", Slow(make_batches(4, 256, 224, pin=True), count=40)
+        what = "copy"
+        loader = Slow(make_batches(4, 256, 224, pin=True), count=40)
         work: Callable[[], object] = Work(
             device, 2 * step_ms(DataPrefetcher(loader, device, ahead=False), lambda: None, device)
         )
     else:
-        what, loader = "loading", Slow(make_batches(1, 1, 8, pin=False), 0.004, count=25)
+        what = "loading"
+        loader = Slow(make_batches(1, 1, 8, pin=False), 0.004, count=25)
         work = lambda: time.sleep(0.008)
     times: dict[str, list[float]] = {"step alone": [], "ahead=False": [], "ahead=True": []}
     for _ in range(o.turns):
@@ -119,14 +119,10 @@ def check_prefetcher(o: Options) -> Said:
 def resnet_rig(device: torch.device, compiled: bool) -> Rig:
     """ResNet-18 in bf16 and channels_last on 128 images of 160 pixels, fed by the prefetcher."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
-    config, world = (
-        Config(model=ModelConfig(name="resnet18"), trainer=trainer),
-        World(0, 1, 0, 1, device),
-    )
-    step, ready = (
-        Step(make_state(config, 10, world, 1000), config, world),
-        make_batches(4, 128, 160, pin=True),
-    )
+    config = Config(model=ModelConfig(name="resnet18"), trainer=trainer)
+    world = World(0, 1, 0, 1, device)
+    step = Step(make_state(config, 10, world, 1000), config, world)
+    ready = make_batches(4, 128, 160, pin=True)
     how: Row = {
         "mean": config.data.mean,
         "std": config.data.std,
@@ -143,24 +139,14 @@ def resnet_rig(device: torch.device, compiled: bool) -> Rig:
     )
 
 
-def check_stall(o: Options) -> Said:
-    """The step clock's stall against the differential method; without a
-    GPU on an emulated device.
-    """
-    rig, tolerance = emulated_rig(), EMULATED_TOLERANCE
+def check_stall(o: Options, compiled: bool = False) -> Said:
+    """The clock's stall against the differential method; without a GPU on an emulated device."""
+    if compiled:
+        o.need_gpu("the emulated device has no network to compile")
+    steps = 10 if o.quick else 20
     if o.on_gpu:
-        rig, tolerance = resnet_rig(o.device, compiled=False), STALL_TOLERANCE
-    return (yield from compare(rig, 10 if o.quick else 20, tolerance))
-
-
-def check_stall_compiled(o: Options) -> Said:
-    """The same with ``torch.compile``."""
-    o.need_gpu("the emulated device has no network to compile")
-    return (
-        yield from compare(
-            resnet_rig(o.device, compiled=True), 10 if o.quick else 20, STALL_TOLERANCE
-        )
-    )
+        return (yield from compare(resnet_rig(o.device, compiled), steps, STALL_TOLERANCE))
+    return (yield from compare(emulated_rig(), steps, EMULATED_TOLERANCE))
 
 
 def check_copies(o: Options) -> Said:
@@ -171,9 +157,8 @@ def check_copies(o: Options) -> Said:
     if not o.on_gpu:
         yield from host_copies([36], n)
         return "the host's own memory, which bounds both ways of a copy"
-    rows = plain_copies(o.device, [36], n) + overlap(
-        o.device, 256, n
-    )  # 36 MiB: 256 uint8 images of 224 pixels
+    # 36 MiB: 256 uint8 images of 224 pixels
+    rows = plain_copies(o.device, [36], n) + overlap(o.device, 256, n)
     yield from (
         {key: row.get(key, "") for key in ("way", "done after ms", "GB/s", "hidden")}
         for row in rows
@@ -193,24 +178,19 @@ def check_demand(o: Options) -> Said:
     """
     common, files = gpu_feeds.resnet50(o.scratch, o.images, 100 if o.on_gpu and not o.quick else 25)
     if not o.on_gpu:
-        common += [
-            "model=small",
-            "loader.batch_size=8",
-            "trainer.precision=fp32",
-            "data.image_size=32",
-            "tuner.budget_s=5",
-        ]
+        common += ["model=small", "loader.batch_size=8", "trainer.precision=fp32"]
+        common += ["data.image_size=32", "tuner.budget_s=5"]
     runs = {
         "fake": ["data=fake"],
         "tuned": [*files, "loader.autotune=true", "tuner.fresh=true"],
         "untuned": files,
     }
-    demand, rates = 0.0, dict[str, list[float]]()
+    demand = 0.0
+    rates = dict[str, list[float]]()
     for turn in range(1 if o.quick or not o.on_gpu else 2):
         for name in runs:
-            if (
-                turn and o.left_s() < _RUN_S / 2
-            ):  # the second turn is for the spread; the first one is owed
+            # the second turn is for the spread; the first one is owed
+            if turn and o.left_s() < _RUN_S / 2:
                 break
             row = train(
                 [*runs[name], *common], o.scratch / f"{name}-{turn}", min(_RUN_S, o.left_s())
@@ -227,6 +207,8 @@ def check_demand(o: Options) -> Said:
 
 def check_launches(o: Options, compiled: bool = False) -> Said:
     """Step time of ResNet-50 with 16 decoding threads beside it, on ever fewer cores."""
+    if compiled:
+        o.need_gpu("a CPU's step has no launches")
     ratios: dict[int, float] = {}
     for row in gpu_feeds.launches(o, compiled):
         ratios[row["cores"]] = row["ratio"]
@@ -236,34 +218,17 @@ def check_launches(o: Options, compiled: bool = False) -> Said:
     return f"{fewest} keep the step within {gpu_feeds.BESIDE} times the step alone"
 
 
-def check_launches_compiled(o: Options) -> Said:
-    """The same with ``torch.compile``."""
-    o.need_gpu("a CPU's step has no launches")
-    return (yield from check_launches(o, compiled=True))
-
-
-def check_feeds(o: Options) -> Said:
-    """ResNet-50 fed by threads and by processes, on ever fewer cores, against a run that loads
-    nothing.
-    """
-    return (yield from _fed(o, gpu_loaders.OURS))
-
-
-def check_feeds_compiled(o: Options) -> Said:
-    """The same with ``torch.compile``."""
-    o.need_gpu("a CPU's step has no launches")
-    return (yield from _fed(o, gpu_loaders.OURS, "--compile"))
+def check_feeds(o: Options, compiled: bool = False) -> Said:
+    """ResNet-50 fed by threads and by processes, on ever fewer cores, against no loading."""
+    if compiled:
+        o.need_gpu("a CPU's step has no launches")
+    return (yield from _fed(o, gpu_loaders.OURS, *["--compile"] * compiled))
 
 
 def check_peers(o: Options) -> Said:
-    """The same fed by the loaders of other projects that can be imported: pytorch/examples, nvJPEG,
-    DALI and SPDL.
-    """
-    return (
-        yield from _fed(
-            o, [name for name in gpu_loaders.peers() if o.on_gpu or name != gpu_loaders.NVJPEG]
-        )
-    )
+    """The same fed by the loaders of other projects that can be imported here."""
+    names = [name for name in gpu_loaders.peers() if o.on_gpu or name != gpu_loaders.NVJPEG]
+    return (yield from _fed(o, names))
 
 
 def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
@@ -273,13 +238,8 @@ def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
         how = (*how, "--device", "cpu", "--model", "small", "--batch-size", "8", "--seconds", "1")
 
     def run(name: str, cores: int) -> Row:
-        arguments = [
-            str(ROOT / "scripts" / "gpu_loaders.py"),
-            name,
-            str(data.root),
-            str(cores),
-            *how,
-        ]
+        script = str(ROOT / "scripts" / "gpu_loaders.py")
+        arguments = [script, name, str(data.root), str(cores), *how]
         done = _run(arguments, min(gpu_feeds.LIMIT_S, o.left_s()), cores)
         if done.returncode != 0:
             raise RuntimeError(
@@ -318,11 +278,13 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     report = json.loads((run_folder / "report.json").read_text(encoding="utf-8"))
     tuning = run_folder / "tuning.json"
     demand = json.loads(tuning.read_text(encoding="utf-8"))["demand"] if tuning.exists() else None
-    step, loader = report["step_ms"], report["loader"]
+    step = report["step_ms"]
+    loader = report["loader"]
     return {
-        "images/s": round(report["images_per_s"]), "step ms": (f"{step['median']:.1f} (p95 "
-                                                               f"{step['p95']:.1f})"),
-        "stall": round(report["stall_fraction"], 3), "data wait": round(report["data_wait_fraction"], 3),
+        "images/s": round(report["images_per_s"]),
+        "step ms": (f"{step['median']:.1f} (p95 {step['p95']:.1f})"),
+        "stall": round(report["stall_fraction"], 3),
+        "data wait": round(report["data_wait_fraction"], 3),
         "num_workers": loader["num_workers"], "pin_memory": loader["pin_memory"],
         "demand": round(demand["images_per_s"]) if demand else 0,
     }  # fmt: skip
@@ -360,12 +322,16 @@ def _run(
 
 PARTS: dict[str, Part] = {
     "conformance": check_conformance,
-    "elapsed": gpu_unsettled.elapsed, "reserved": gpu_unsettled.reserved, "events": gpu_unsettled.events,
-    "finish": gpu_unsettled.finish, "staging": gpu_unsettled.staging, "pinning": gpu_unsettled.pinning,
-    "stall": check_stall, "stall_compiled": check_stall_compiled, "prefetcher": check_prefetcher,
-    "pytest": check_pytest, "copies": check_copies, "demand": check_demand,
-    "launches": check_launches, "launches_compiled": check_launches_compiled,
-    "feeds": check_feeds, "feeds_compiled": check_feeds_compiled, "peers": check_peers,
+    "elapsed": gpu_unsettled.elapsed, "reserved": gpu_unsettled.reserved,
+    "events": gpu_unsettled.events,
+    "finish": gpu_unsettled.finish, "staging": gpu_unsettled.staging,
+    "pinning": gpu_unsettled.pinning,
+    "stall": check_stall, "stall_compiled": partial(check_stall, compiled=True),
+    "prefetcher": check_prefetcher, "pytest": check_pytest, "copies": check_copies,
+    "demand": check_demand,
+    "launches": check_launches, "launches_compiled": partial(check_launches, compiled=True),
+    "feeds": check_feeds, "feeds_compiled": partial(check_feeds, compiled=True),
+    "peers": check_peers,
 }  # fmt: skip
 
 
@@ -398,7 +364,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("scratch", type=Path, help="folder that is thrown away")
     parser.add_argument("--quick", action="store_true")
     a = parser.parse_args(argv)
-    deadline, answers = time.monotonic() + a.limit_s, os.dup(1)
+    deadline = time.monotonic() + a.limit_s
+    answers = os.dup(1)
     threading.Thread(target=_end_with, args=(os.dup(0),), daemon=True).start()
     os.dup2(2, 1)  # what libraries print is no answer
 

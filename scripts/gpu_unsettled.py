@@ -45,14 +45,17 @@ _PASSES_S = 20.0  # until workers that were killed must be noticed
 def elapsed(o: Options) -> Said:
     """What ``elapsed_time`` says of an event that came earlier, on one stream and between two."""
     o.need_gpu("events are a GPU's")
-    own, worst = accelerator.of(o.device), 0.0
-    main, side = own.stream(), own.side_stream()
+    own = accelerator.of(o.device)
+    worst = 0.0
+    main = own.stream()
+    side = own.side_stream()
     for streams, first, second in (
         ("one", main, main),
         ("main to side", main, side),
         ("side to main", side, main),
     ):
-        forwards, backwards = [], []
+        forwards = []
+        backwards = []
         for _ in range(o.turns):
             early, late = (own.event(timed=True) for _ in range(2))
             early.record(first)
@@ -80,7 +83,9 @@ def elapsed(o: Options) -> Said:
 
 def reserved(o: Options) -> Said:
     """The memory that prefetchers leave reserved, made and ended one after the other."""
-    own, size, held = accelerator.of(o.device), o.scaled((256, 224), (16, 64)), list[Any]()
+    own = accelerator.of(o.device)
+    size = o.scaled((256, 224), (16, 64))
+    held = list[Any]()
     batches = Slow(make_batches(4, *size, pin=o.on_gpu), count=12)
     for made in range(1, _PREFETCHERS + 1):
         prefetcher = DataPrefetcher(batches, o.device, mean=(0.5,) * 3, std=(0.5,) * 3, ahead=True)
@@ -153,14 +158,17 @@ def finish(o: Options) -> Said:
             lambda _: own.delay(5 * BUSY_S),
             own.synchronize,
         )
-    clock, shares = rig.clock(), []
+    clock = rig.clock()
+    shares = []
     for name, settle in {"StepClock.settle": clock.settle, "a blocking event": rig.wait}.items():
         settle()
-        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        wall_s = time.perf_counter()
+        cpu_s = time.process_time()
         for _ in range(2 * o.turns):
             rig.launch(None)
             settle()
-        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        wall_s = time.perf_counter() - wall_s
+        cpu_s = time.process_time() - cpu_s
         shares.append(f"{name} {cpu_s / wall_s:.2f}")
         yield {
             "waited with": name,
@@ -185,7 +193,8 @@ def staging(o: Options) -> Said:
     summary = []
     for name, source in sources.items():
         launch_us = _launches_beside(source, o)
-        longest_ms, median_us = max(launch_us) / 1e3, float(np.median(launch_us))
+        longest_ms = max(launch_us) / 1e3
+        median_us = float(np.median(launch_us))
         p99_us = float(np.quantile(launch_us, 0.99))
         yield {
             "beside": name,
@@ -202,7 +211,9 @@ def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
     """Microseconds of launches on the current stream until eight copies of ``source`` are done;
     without one, of many.
     """
-    done, value, taken_us = threading.Event(), torch.zeros(1, device=o.device), [0.0]
+    done = threading.Event()
+    value = torch.zeros(1, device=o.device)
+    taken_us = [0.0]
     own = accelerator.of(o.device)
 
     def copy() -> None:
@@ -227,7 +238,9 @@ def pinning(o: Options) -> Said:
     their workers killed.
     """
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])
-    data, before, slowest_s = shapes(o.scratch, 64), set(threading.enumerate()), 0.0
+    data = shapes(o.scratch, 64)
+    before = set(threading.enumerate())
+    slowest_s = 0.0
     datasets.load(data, AugmentConfig(), 0)
     for end in ("closed", "workers killed"):
         for _ in range(1 if o.quick else 3):
@@ -236,10 +249,13 @@ def pinning(o: Options) -> Said:
                 batches = iter(feed)
                 pinned = [batch.images.is_pinned() for batch in islice(batches, 3)]
                 begin = time.monotonic()
-                said = "" if end == "closed" else _killed(feed.worker_pids, batches)  # type: ignore[attr-defined]
+                said = ""
+                if end != "closed":
+                    said = _killed(feed.worker_pids, batches)  # type: ignore[attr-defined]
                 del batches
             took_s = time.monotonic() - begin
-            slowest_s, left = max(slowest_s, took_s), _left(before)
+            slowest_s = max(slowest_s, took_s)
+            left = _left(before)
             yield {
                 "pass": end,
                 "s": round(took_s, 2),

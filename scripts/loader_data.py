@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,14 +21,8 @@ from harness.runtime import limits
 
 CLASSES = 10
 JPEGS = 2000
-_SIZES = {
-    (500, 375): 11,
-    (375, 500): 4,
-    (500, 333): 3,
-    (333, 500): 1,
-    (400, 300): 1,
-}  # width, height: how many of twenty
-_QUALITIES = (92, 96)
+# width and height, as often as of twenty images
+_SIZES = [(500, 375)] * 11 + [(375, 500)] * 4 + [(500, 333)] * 3 + [(333, 500), (400, 300)]
 _FILES_A_FOLDER = 1000
 
 
@@ -63,25 +56,11 @@ def _write_jpegs(root: Path) -> None:
 def _write_jpeg(root: Path, image: tuple[str, int]) -> None:
     split, index = image
     rng = np.random.default_rng((len(split), index))
-    (width, height), look = _size(rng.random()), drawing.look(index % CLASSES, CLASSES)
-    quality = int(rng.integers(_QUALITIES[0], _QUALITIES[1] + 1))
+    width, height = _SIZES[int(len(_SIZES) * rng.random())]
+    look = drawing.look(index % CLASSES, CLASSES)
+    quality = int(rng.integers(92, 97))
     data = drawing.encode(drawing.draw(look, width, height, rng), quality)
     (root / split / look.name / f"{index:05d}.jpg").write_bytes(data)
-
-
-def _size(share: float) -> tuple[int, int]:
-    """The size that lies at ``share``, 0..1, of the sizes laid out by how common they are."""
-    ends = accumulate(_SIZES.values())
-    return next(
-        size for size, end in zip(_SIZES, ends, strict=True) if share * sum(_SIZES.values()) < end
-    )
-
-
-def warm(root: Path) -> int:
-    """The bytes of all files below ``root``, which are in the page cache now: no loader is to pay
-    for having been the first.
-    """
-    return sum(len(file.read_bytes()) for file in root.rglob("*") if file.is_file())
 
 
 @contextmanager
@@ -92,7 +71,8 @@ def many_files(folder: Path, count: int) -> Iterator[Path]:
     Raises:
         OSError: the file system has no room for so many files.
     """
-    free, needed = os.statvfs(folder).f_favail, count + 2 * (count // _FILES_A_FOLDER + 1)
+    free = os.statvfs(folder).f_favail
+    needed = count + 2 * (count // _FILES_A_FOLDER + 1)
     if needed > free:
         raise OSError(
             f"{folder}: {needed} files are wanted, the file system has room for {free}; set "

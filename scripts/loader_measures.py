@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -55,21 +55,29 @@ _COMPARED = 256  # images whose pixels are held against PIL's
 Found = dict[str, Any]
 
 
-def window(batches: Counts, *, skip: int, seconds: float, cycle: int) -> Found:
+def window(
+    batches: Counts, seconds: float, workers: int = 0, *, skip: int | None = None, cycle: int = 1
+) -> Found:
     """What batches cost once the loader runs: images, processor seconds of all its processes,
     seconds by the clock.
 
     Args:
         batches: endless; each one's images.
-        skip: batches before the window, in which workers start and buffers fill.
         seconds: the window is at least so long.
-        cycle: the window is a multiple of so many batches: workers that hand over in turn are at
-            its end as far with the next ones as at its beginning.
+        workers: of the loader. They hand over in turn: the window is a multiple of as many
+            batches, so that at its end they are as far with the next ones as at its beginning.
+        skip: batches before the window, in which workers start and buffers fill.
+        cycle: the window is a multiple of so many batches, if those are more than the workers.
     """
+    if skip is None:
+        skip = 2 * workers + 2
+    cycle = max(cycle, workers)
     tree = Tree()
     for _ in islice(batches, skip):
         pass
-    cpu_s, begin, images = _processor_s(tree), time.perf_counter(), 0
+    cpu_s = _processor_s(tree)
+    begin = time.perf_counter()
+    images = 0
     for taken, size in enumerate(batches, 1):
         images += size
         wall_s = time.perf_counter() - begin
@@ -89,10 +97,9 @@ def composed(*overrides: str) -> Config:
     schema.register()
     for name in ("wellfed.run_dir", "wellfed.sweep_dir"):
         OmegaConf.register_new_resolver(name, lambda *_: "", replace=True)
-    before, GlobalHydra.instance().hydra = (
-        GlobalHydra.instance().hydra,
-        None,
-    )  # there is one in the whole process
+    # there is one in the whole process
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().hydra = None
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             return schema.load(
@@ -116,6 +123,15 @@ def feeds(*overrides: str, splits: Splits | None = None) -> Iterator[tuple[Feeds
         yield made, made.settings(limits.measure())
 
 
+@contextmanager
+def probed(
+    made_by: AbstractContextManager[tuple[Feeds, FeedSettings]],
+) -> Iterator[tuple[Feeds, Feed]]:
+    """Feeds, and an endless one of these with their own settings."""
+    with made_by as (made, settings), closing(made.probe(settings)) as feed:
+        yield made, feed
+
+
 def of_files(root: str, side: int = 224) -> list[str]:
     """The settings that name the generated files."""
     return ["data=imagefolder", f"data.root={root}", f"data.image_size={side}"]
@@ -123,10 +139,8 @@ def of_files(root: str, side: int = 224) -> list[str]:
 
 def of_form(form: str, workers: int) -> list[str]:
     """The settings that name a form and its workers."""
-    return [
-        f"loader.backend={form}",
-        *([] if form == "arrays" else [f"loader.num_workers={workers}"]),
-    ]
+    found = [f"loader.backend={form}", f"loader.num_workers={workers}"]
+    return found[:1] if form == "arrays" else found
 
 
 def counts(feed: Feed) -> Counts:
@@ -139,26 +153,18 @@ def peer(row: str, root: str, workers: int, seconds: float) -> Found:
     batches = (
         full_decode(Path(root), workers) if row == DECODE else PEERS[row].make(Path(root), workers)
     )
-    return window(batches, skip=2 * workers + 2, seconds=seconds, cycle=workers)
+    return window(batches, seconds, workers)
 
 
 def recipe(root: str, workers: int, seconds: float, side: int) -> Found:
     """The window of pytorch/examples' loader with crops of ``side`` pixels."""
-    return window(
-        counted(examples(Path(root), workers, side)),
-        skip=2 * workers + 2,
-        seconds=seconds,
-        cycle=workers,
-    )
+    return window(counted(examples(Path(root), workers, side)), seconds, workers)
 
 
 def form(form: str, root: str, workers: int, seconds: float, side: int = 224) -> Found:
     """The window of one of this project's forms on the JPEG files."""
-    with (
-        feeds(*of_files(root, side), *of_form(form, workers)) as (made, settings),
-        closing(made.probe(settings)) as feed,
-    ):
-        return window(counts(feed), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers))
+    with probed(feeds(*of_files(root, side), *of_form(form, workers))) as (_, feed):
+        return window(counts(feed), seconds, workers)
 
 
 def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Found:
@@ -173,8 +179,8 @@ def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Fo
     ]
     with feeds(*wanted) as (made, settings), closing(made.train(settings)) as feed:
         with closing(_passes(feed)) as batches:
-            second = window(batches, skip=len(feed), seconds=0.0, cycle=len(feed))
-            later = window(batches, skip=0, seconds=seconds, cycle=len(feed))
+            second = window(batches, 0.0, skip=len(feed), cycle=len(feed))
+            later = window(batches, seconds, skip=0, cycle=len(feed))
         return second | {"later": later, "digest": _digest(feed)}
 
 
@@ -203,13 +209,12 @@ def pixels(root: str) -> Found:
         assert isinstance(dataset, ImageDataset)
         transform = dataset.transform
         assert isinstance(transform, TrainTransform)
-        out, errors = np.empty((3, 224, 224), np.uint8), []
+        out = np.empty((3, 224, 224), np.uint8)
+        errors = []
         for index in range(0, len(dataset), max(1, len(dataset) // _COMPARED)):
             dataset.fill(0, index, out)
-            rng, picture = (
-                SampleRng(dataset.seed, 0, index),
-                Image.open(dataset.where(index)).convert("RGB"),
-            )
+            rng = SampleRng(dataset.seed, 0, index)
+            picture = Image.open(dataset.where(index)).convert("RGB")
             left, top, width, height = random_crop_box(
                 rng, *picture.size, transform.scale, transform.ratio
             )
@@ -232,7 +237,9 @@ class _Items(Dataset[tuple[Any, int]]):
     """
 
     def __init__(self, source: Source, transform: Callable[[Any], Any], pictures: bool) -> None:
-        self.source, self.transform, self.pictures = source, transform, pictures
+        self.source = source
+        self.transform = transform
+        self.pictures = pictures
 
     def __len__(self) -> int:
         return len(self.source)
@@ -263,7 +270,7 @@ def per_item(folder: str, workers: int, seconds: float, pictures: bool) -> Found
         ]
     whole = transforms.Compose([*crop, transforms.Normalize(*_CIFAR)])
     loader = endless(_Items(cifar_like(Path(folder)).source, whole, pictures), workers)
-    return window(counted(loader), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers))
+    return window(counted(loader), seconds, workers)
 
 
 @contextmanager
@@ -279,16 +286,13 @@ def arrays(folder: str, form: str, workers: int, seconds: float, normalised: boo
     """The window of one of this project's forms on the small arrays; ``normalised``: up to the
     floats that a step takes.
     """
-    with (
-        array_feeds(folder, form, workers) as (made, settings),
-        closing(made.probe(settings)) as feed,
-    ):
+    with probed(array_feeds(folder, form, workers)) as (made, feed):
         batches = counts(feed)
         if normalised:
             batches = (
                 len(labels) for _, labels in device_batches(feed, made.config, made.world.device)
             )
-        return window(batches, skip=_WARM, seconds=seconds, cycle=max(1, workers))
+        return window(batches, seconds, workers, skip=_WARM)
 
 
 def equal(folder: str, form: str) -> Found:
@@ -302,10 +306,8 @@ def equal(folder: str, form: str) -> Found:
         feed.set_epoch(1)
         for batch in feed:
             for index, image in zip(batch.indices.tolist(), batch.images.numpy(), strict=True):
-                seen, same = (
-                    seen + 1,
-                    same + np.array_equal(_by_pil(dataset, 1, index), image.transpose(1, 2, 0)),
-                )
+                seen += 1
+                same += np.array_equal(_by_pil(dataset, 1, index), image.transpose(1, 2, 0))
     return {"images": seen, "same": same}
 
 
@@ -313,7 +315,10 @@ def _by_pil(dataset: ImageDataset, epoch: int, index: int) -> np.ndarray:
     """Sample ``index`` of a data set of arrays that are padded by 4 pixels, cropped to their size
     and mirrored at random.
     """
-    rng, values = SampleRng(dataset.seed, epoch, index), np.asarray(dataset.source.read(index)[0])
-    top, left, mirrored = rng.randrange(9), rng.randrange(9), rng.random() < 0.5
+    rng = SampleRng(dataset.seed, epoch, index)
+    values = np.asarray(dataset.source.read(index)[0])
+    top = rng.randrange(9)
+    left = rng.randrange(9)
+    mirrored = rng.random() < 0.5
     picture = ImageOps.expand(Image.fromarray(values), 4).crop((left, top, left + 32, top + 32))
     return np.asarray(ImageOps.mirror(picture) if mirrored else picture)

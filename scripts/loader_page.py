@@ -47,7 +47,8 @@ def _cost_rows(
         cells: Row = {
             "loader": row, "what": about.get(row.removesuffix(AGAIN), ""),
             f"CPU {name} an image": Sample.of([unit * value for value in part.values(row, cpu_ms)]),
-            "images/s": f"{part.middle(row, rate):.0f}", "bound": f"{1e3 * part.cores / part.middle(row, cpu_ms):.0f}",
+            "images/s": f"{part.middle(row, rate):.0f}",
+            "bound": f"{1e3 * part.cores / part.middle(row, cpu_ms):.0f}",
             f"x {to}": f"{part.ratio(to, row, cpu_ms).median:.2f}" if part.has(to, row) else "-",
         }  # fmt: skip
         if limit is not None:
@@ -91,7 +92,8 @@ def jpeg(part: Part) -> Iterator[Piece]:
     """JPEG files at 224 pixels, beside the peers."""
     yield [*_cost_rows(part, _ABOUT, 1.0, EXAMPLES, DECODE)]
     yield _control(part, "threads")
-    best, rival = part.least(_OURS, cpu_ms), part.least(PEERS, cpu_ms)
+    best = part.least(_OURS, cpu_ms)
+    rival = part.least(PEERS, cpu_ms)
     yield from _at_least(part, "times cheaper than pytorch/examples", EXAMPLES, best, 2.5)
     missing = [peer for peer in PEERS if peer not in part.rows]
     among = (
@@ -113,9 +115,10 @@ def jpeg(part: Part) -> Iterator[Piece]:
 
 
 _ARRAYS = {
-    "per item": "PIL, no workers", "per item, workers": "PIL, worker processes", "per item, v2": "v2 on tensors, no workers",
-    "processes": "worker processes, whole batches", "arrays": ("crop, flip and gather a batch at a "
-                                                               "time"),
+    "per item": "PIL, no workers", "per item, workers": "PIL, worker processes",
+    "per item, v2": "v2 on tensors, no workers",
+    "processes": "worker processes, whole batches",
+    "arrays": ("crop, flip and gather a batch at a time"),
     NORMALISED: "the same up to normalised floats, as the recipe gives them",
 }  # fmt: skip
 
@@ -166,8 +169,8 @@ def train(part: Part) -> Iterator[Piece]:
     trained = [row for row in part.rows if row.startswith("train ")]
     feeds = [row for row in ("step alone", "feed old", "feed new") if part.has(row)]
     yield [{
-        "what": row, "CPU ms an image": Sample.of(part.values(row, cpu_ms)), "images/s": f"{part.middle(row, rate):.0f}",
-        "n": len(part.rows[row]),
+        "what": row, "CPU ms an image": Sample.of(part.values(row, cpu_ms)),
+        "images/s": f"{part.middle(row, rate):.0f}", "n": len(part.rows[row]),
     } for row in (*feeds, *trained)]  # fmt: skip
     old, new = ([row for row in trained if (EXAMPLES in row) is theirs] for theirs in (True, False))
     if len(feeds) == 3 and old and new:
@@ -211,7 +214,8 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
     )
     slow, fast = (max(rows, key=lambda row: part.middle(row, rate)) for rows in (old, new))
     rival = _best({row: part.middle(row, rate) for row in old})
-    gained, possible = part.ratio(fast, slow, rate), (before + step) / (after + step)
+    gained = part.ratio(fast, slow, rate)
+    possible = (before + step) / (after + step)
     text = (
         "training images/s against pytorch/examples' loader at its best: at least 0.9 of "
         "(L_old + T) / (L_new + T)"
@@ -228,10 +232,8 @@ def _best(rates: Mapping[str, float]) -> str:
     """The row with the best rate; says so where none with more workers, by which a row's name ends,
     was tried.
     """
-    best, most = (
-        max(rates, key=lambda row: rates[row]),
-        max(rates, key=lambda row: int(row.rpartition(" ")[2])),
-    )
+    best = max(rates, key=lambda row: rates[row])
+    most = max(rates, key=lambda row: int(row.rpartition(" ")[2]))
     return f"{best} (the most workers that were tried)" if best == most else best
 
 
@@ -255,8 +257,8 @@ def start(part: Part) -> Iterator[Piece]:
     added = {row: part.added(row, _memory_mb) for row in loaders if part.has(BARE, row)}
     yield [{
         "loader": row, "s to the first batch": Sample.of(part.values(row, _first_s)),
-        "MB of all processes": Sample.of(part.values(row, _memory_mb)), "MB that it adds": added.get(row, "-"),
-        "n": len(part.rows[row]),
+        "MB of all processes": Sample.of(part.values(row, _memory_mb)),
+        "MB that it adds": added.get(row, "-"), "n": len(part.rows[row]),
     } for row in loaders]  # fmt: skip
     for row in (row for row in loaders if row.startswith(("threads", "arrays"))):
         found = Sample.of(part.values(row, _first_s))
@@ -265,7 +267,8 @@ def start(part: Part) -> Iterator[Piece]:
             found.median <= 0.3,
             f"{found}, n = {found.n}",
         )
-    many, few = added.get("processes, 8"), added.get("threads, 8")
+    many = added.get("processes, 8")
+    few = added.get("threads, 8")
     if many is not None and few is not None:
         figures = f"{many} MB over {few} MB, n = {few.n}"
         yield Claim(
@@ -309,21 +312,20 @@ def tuner(part: Part) -> Iterator[Piece]:
     """What the tuner chooses where it may choose the form, and what it chooses of each form when
     that is set.
     """
-    rows, claims = [], []
+    rows = []
+    claims = []
     for workload, rounds in part.rows.items():
         line = rounds[max(rounds)]
-        chosen, best = (
-            line["choices"]["auto"],
-            max(line["mean"], key=lambda setting: line["mean"][setting]),
-        )
+        chosen = line["choices"]["auto"]
+        best = max(line["mean"], key=lambda setting: line["mean"][setting])
         found = Ratio.of(line["rates"][chosen], line["rates"][best])
         each = [
             f"{form} {setting.split()[-1]}: {line['mean'][setting]:.0f}"
             for form, setting in line["choices"].items()
         ]
         rows.append({
-            "workload": workload, "chosen": chosen, "best": best, "chosen / best": found, "each: images/s": ", ".join(each),
-            "s": f"{line['costs_s']['auto']:.1f}",
+            "workload": workload, "chosen": chosen, "best": best, "chosen / best": found,
+            "each: images/s": ", ".join(each), "s": f"{line['costs_s']['auto']:.1f}",
         })  # fmt: skip
         claims.append(chosen == best or found.high >= _NOISE)
     yield rows
@@ -345,37 +347,43 @@ PAGES: dict[str, Callable[[Part], Iterator[Piece]]] = {
 
 NOTES = """## How to read it
 
-- Every measurement is a process of its own, once a round; rounds go there and back through the rows. Figures are medians
-  (quartiles) over the rounds, ratios are taken within a round first. Rows named `again` are controls: the same as the row of
-  that name.
-- CPU: user and system time of the whole process tree, from /proc, between two batches of a loader that runs steadily, divided
-  by the images in between: without imports, the start of workers and full buffers. Images/s: of the same window by the clock,
-  nothing consuming. Bound: what that much CPU time allows with all cores full.
-- JPEG files: 2000 generated pictures with the spectrum of photographs, in ImageNet's common sizes (461 x 396 in the mean),
-  quality 92 to 96, 4:2:0, 104 KB in the mean, in the page cache. All rows give shuffled batches of 128 random resized crops
-  (area 0.08 to 1, ratio 3/4 to 4/3), mirrored half the time, with a filter that is antialiased (FFCV's averages areas), as
-  uint8, pytorch/examples as normalised floats. All have as many workers or threads as there are cores.
-- Full decode: the same bytes, in memory, decoded whole by simplejpeg in as many threads into a buffer that is used again.
+- Every measurement is a process of its own, once a round; rounds go there and back through the
+  rows. Figures are medians (quartiles) over the rounds, ratios are taken within a round first. Rows
+  named `again` are controls: the same as the row of that name.
+- CPU: user and system time of the whole process tree, from /proc, between two batches of a loader
+  that runs steadily, divided by the images in between: without imports, the start of workers and
+  full buffers. Images/s: of the same window by the clock, nothing consuming. Bound: what that much
+  CPU time allows with all cores full.
+- JPEG files: 2000 generated pictures with the spectrum of photographs, in ImageNet's common sizes
+  (461 x 396 in the mean), quality 92 to 96, 4:2:0, 104 KB in the mean, in the page cache. All rows
+  give shuffled batches of 128 random resized crops (area 0.08 to 1, ratio 3/4 to 4/3), mirrored
+  half the time, with a filter that is antialiased (FFCV's averages areas), as uint8,
+  pytorch/examples as normalised floats. All have as many workers or threads as there are cores.
+- Full decode: the same bytes, in memory, decoded whole by simplejpeg in as many threads into a
+  buffer that is used again.
 - Arrays: 50,000 of 32 x 32 pixels, generated; the recipe is torchvision's for CIFAR-10.
-- cache: the first pass fills it; figures are of the second pass, whole, from its beginning with empty buffers. Later: a whole
-  number of passes from the third on. Pixels are compared by the digest of one more pass, with the second one's crops.
-- train: the project's small network on crops of 48 pixels of the same files. `feed old` is pytorch/examples' loader alone,
-  `feed new` the threads form alone, `step alone` the step with its normalising on one batch over and over. The old feed is
-  tried with up to twice as many workers as there are cores. The sleeping device takes 0.95 and 0.2 of what the new feed
-  supplies when nothing consumes.
-- start: from `iter()`, everything imported, the files listed and the loader made, to its first batch. Memory: the proportional
-  set of the whole tree when every worker has made three batches; what it adds: beyond that of a process that has imported
-  the same and loads nothing.
-- index: files made just before, so that their folders are in memory. Memory of a worker's own (what no other process shares),
-  two of them reading beside each other.
-- tuner: `auto` may choose the form; the others are the tuner's choice where that form is set. All choices are then measured
-  in 4 to 12 turns, until the ratios' 95 % intervals are 3 % wide; less than 2 % is not told apart. All files are read once
-  before."""
+- cache: the first pass fills it; figures are of the second pass, whole, from its beginning with
+  empty buffers. Later: a whole number of passes from the third on. Pixels are compared by the
+  digest of one more pass, with the second one's crops.
+- train: the project's small network on crops of 48 pixels of the same files. `feed old` is
+  pytorch/examples' loader alone, `feed new` the threads form alone, `step alone` the step with its
+  normalising on one batch over and over. The old feed is tried with up to twice as many workers as
+  there are cores. The sleeping device takes 0.95 and 0.2 of what the new feed supplies when nothing
+  consumes.
+- start: from `iter()`, everything imported, the files listed and the loader made, to its first
+  batch. Memory: the proportional set of the whole tree when every worker has made three batches;
+  what it adds: beyond that of a process that has imported the same and loads nothing.
+- index: files made just before, so that their folders are in memory. Memory of a worker's own (what
+  no other process shares), two of them reading beside each other.
+- tuner: `auto` may choose the form; the others are the tuner's choice where that form is set. All
+  choices are then measured in 4 to 12 turns, until the ratios' 95 % intervals are 3 % wide; less
+  than 2 % is not told apart. All files are read once before."""
 
 
 def show(lines: Sequence[Line]) -> str:
     """Everything that was measured, as Markdown."""
-    parts, machines = collect(lines), [line for line in lines if line["kind"] == "machine"]
+    parts = collect(lines)
+    machines = [line for line in lines if line["kind"] == "machine"]
     told = dict.fromkeys(
         f"{line['date']}: {machine_line(line['machine'])}; {', '.join(line['versions'])}"
         for line in machines

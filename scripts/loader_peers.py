@@ -30,8 +30,11 @@ from torchvision.transforms import v2
 
 BATCH_SIZE = 128
 _SIDE = 224
-_SCALE, _RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # every recipe's
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# every recipe's
+_SCALE = (0.08, 1.0)
+_RATIO = (3 / 4, 4 / 3)
+_MEAN = (0.485, 0.456, 0.406)
+_STD = (0.229, 0.224, 0.225)
 _ENDLESS = 10**9  # samples
 
 Counts = Iterator[int]  # the images of one batch after the other
@@ -102,8 +105,8 @@ def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoa
     collate.
     """
     return endless(ImageFolder(str(root / "train"), transforms.Compose([
-        transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-        transforms.Normalize(_MEAN, _STD),
+        transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(), transforms.Normalize(_MEAN, _STD),
     ])), workers, **how)  # fmt: skip
 
 
@@ -132,9 +135,10 @@ def timm(root: Path, workers: int) -> Counts:
     """
     data = import_module("timm.data")
     loader = data.create_loader(
-        data.create_dataset("", root=str(root), split="train", is_training=True), (3, _SIDE, _SIDE), BATCH_SIZE,
-        is_training=True, scale=_SCALE, ratio=_RATIO, color_jitter=0.0, interpolation="bilinear", num_workers=workers,
-        device=torch.device("cpu"), use_multi_epochs_loader=True,
+        data.create_dataset("", root=str(root), split="train", is_training=True), (3, _SIDE, _SIDE),
+        BATCH_SIZE,
+        is_training=True, scale=_SCALE, ratio=_RATIO, color_jitter=0.0, interpolation="bilinear",
+        num_workers=workers, device=torch.device("cpu"), use_multi_epochs_loader=True,
     )  # fmt: skip
     return itertools.chain.from_iterable(counted(loader.loader) for _ in itertools.count())
 
@@ -162,7 +166,8 @@ def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
 
     Its tensors ``[N, H, W, C]``, whose memory it uses again for the next batch.
     """
-    of_dali, fn = import_module("nvidia.dali"), import_module("nvidia.dali.fn")
+    of_dali = import_module("nvidia.dali")
+    fn = import_module("nvidia.dali.fn")
 
     def graph() -> Any:
         files, labels = fn.readers.file(file_root=str(root / "train"), random_shuffle=True)
@@ -221,8 +226,10 @@ def ffcv(root: Path, threads: int) -> Counts:
     """FFCV's JPEG mode: its own file, its fused decode and crop (area interpolation), flips
     compiled by numba.
     """
-    fields, decoders = import_module("ffcv.fields"), import_module("ffcv.fields.decoders")
-    loaders, made = import_module("ffcv.loader"), import_module("ffcv.transforms")
+    fields = import_module("ffcv.fields")
+    decoders = import_module("ffcv.fields.decoders")
+    loaders = import_module("ffcv.loader")
+    made = import_module("ffcv.transforms")
     file = root.with_suffix(".beton")
     if not file.exists():
         part = file.with_suffix(".part")
@@ -235,8 +242,10 @@ def ffcv(root: Path, threads: int) -> Counts:
         part.rename(file)
     crop = decoders.RandomResizedCropRGBImageDecoder((_SIDE, _SIDE), _SCALE, _RATIO)
     loader = loaders.Loader(
-        str(file), BATCH_SIZE, threads, os_cache=True, order=loaders.OrderOption.RANDOM, drop_last=True, pipelines={
-            "image": [crop, made.RandomHorizontalFlip(), made.ToTensor()], "label": [decoders.IntDecoder(), made.ToTensor()],
+        str(file), BATCH_SIZE, threads, os_cache=True, order=loaders.OrderOption.RANDOM,
+        drop_last=True, pipelines={
+            "image": [crop, made.RandomHorizontalFlip(), made.ToTensor()],
+            "label": [decoders.IntDecoder(), made.ToTensor()],
         },
     )  # fmt: skip
     for _ in itertools.count():

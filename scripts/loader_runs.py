@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from functools import partial
-from multiprocessing.context import ForkContext, ForkServerContext
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -43,19 +42,18 @@ from scripts.loader_measures import (
     feeds,
     of_files,
     of_form,
+    probed,
     window,
 )
 from scripts.loader_peers import BATCH_SIZE, EXAMPLES, Counts, counted, examples
 from scripts.loader_score import AGAIN, BARE
 from scripts.tuner_score import Ratio, Setting
-from scripts.tuner_strategies import Rig
+from scripts.tuner_strategies import Rig, trained
 from scripts.tuner_workloads import WORKLOADS
 
-_READ_STEPS = 10  # steps between two readings of the loss, as in training
-_MOST_TURNS, _CLEAR = (
-    12,
-    0.03,
-)  # of measuring what was chosen, in turns until ratios are known so well
+# of measuring what was chosen, in turns until ratios are known so well
+_MOST_TURNS = 12
+_CLEAR = 0.03
 _READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the other
 
 
@@ -63,34 +61,19 @@ def step(root: str, side: int, seconds: float) -> Found:
     """The window of the training step alone, its normalising included,
     on one batch over and over.
     """
-    with (
-        feeds(*of_files(root, side), *of_form(PROCESSES, 0)) as (made, settings),
-        closing(made.probe(settings)) as feed,
-    ):
+    with probed(feeds(*of_files(root, side), *of_form(PROCESSES, 0))) as (made, feed):
         batch = next(iter(feed))
-        return window(
-            _steps(made, _normalised(made, itertools.repeat(batch))),
-            skip=3,
-            seconds=seconds,
-            cycle=1,
-        )
+        return window(_steps(made, _normalised(made, itertools.repeat(batch))), seconds, skip=3)
 
 
 def training(row: str, root: str, side: int, workers: int, seconds: float) -> Found:
     """The window of training on a form of this project's, or on pytorch/examples' loader."""
     form = PROCESSES if row == EXAMPLES else row
-    with (
-        feeds(*of_files(root, side), *of_form(form, workers)) as (made, settings),
-        closing(made.probe(settings)) as feed,
-    ):
-        batches = (
-            iter(examples(Path(root), workers, side))
-            if row == EXAMPLES
-            else _normalised(made, feed)
-        )
-        return window(
-            _steps(made, batches), skip=2 * workers + 2, seconds=seconds, cycle=max(1, workers)
-        )
+    with probed(feeds(*of_files(root, side), *of_form(form, workers))) as (made, feed):
+        batches = _normalised(made, feed)
+        if row == EXAMPLES:
+            batches = iter(examples(Path(root), workers, side))
+        return window(_steps(made, batches), seconds, workers)
 
 
 def _normalised(made: Feeds, batches: Any) -> Iterator[Any]:
@@ -104,12 +87,7 @@ def _steps(made: Feeds, batches: Iterator[Any]) -> Counts:
         made.config,
         made.world,
     )
-    step.model.train()
-    for done, (images, labels) in enumerate(batches, 1):
-        step(images, labels)
-        if done % _READ_STEPS == 0:
-            step.read()
-        yield len(labels)
+    return trained(step, batches)
 
 
 def paced(
@@ -138,16 +116,11 @@ def paced(
 
         def ours(step_s: float) -> Found:
             with closing(made.probe(settings)) as feed:
-                return window(
-                    _paced(counts(feed), step_s),
-                    skip=2 * workers + 2,
-                    seconds=seconds,
-                    cycle=workers,
-                )
+                return window(_paced(counts(feed), step_s), seconds, workers)
 
         def theirs(count: int, step_s: float) -> Found:
             batches = _paced(counted(examples(Path(root), count)), step_s)
-            return window(batches, skip=2 * count + 2, seconds=seconds, cycle=count)
+            return window(batches, seconds, count)
 
         supply = _rate(ours(0.0))
         step_s = BATCH_SIZE / (share * supply)
@@ -177,11 +150,9 @@ def start(row: str, root: str, folder: str, workers: int) -> Found:
     if row == EXAMPLES:
         return _started(examples(Path(root), workers), workers)
     form = PROCESSES if row == BARE else row
-    made_by = (
-        array_feeds(folder, form)
-        if form == "arrays"
-        else feeds(*of_files(root), *of_form(form, workers))
-    )
+    made_by = feeds(*of_files(root), *of_form(form, workers))
+    if form == "arrays":
+        made_by = array_feeds(folder, form)
     with (
         made_by as (made, settings),
         nullcontext(["none"]) if row == BARE else closing(made.probe(settings)) as loader,
@@ -215,10 +186,12 @@ def index_readers(root: str, method: str) -> Found:
     """A worker's own memory before and after it has read every sample, as another one did beside
     it, in random order.
     """
-    config, context = composed(*of_files(root)), _context(method)
+    config = composed(*of_files(root))
+    context: Any = multiprocessing.get_context(method)
     train = datasets.load(config.data, config.augment, config.seed).train
     assert isinstance(train, ImageDataset)
-    answers, together = context.SimpleQueue(), context.Barrier(2)
+    answers = context.SimpleQueue()
+    together = context.Barrier(2)
     readers = [
         context.Process(target=_read_all, args=(train.source, together, answers), daemon=True)
         for _ in range(2)
@@ -229,14 +202,6 @@ def index_readers(root: str, method: str) -> Found:
         reader.join()
     found: Found = answers.get()
     return found
-
-
-def _context(method: str) -> ForkContext | ForkServerContext:
-    return (
-        multiprocessing.get_context("fork")
-        if method == "fork"
-        else multiprocessing.get_context("forkserver")
-    )
 
 
 def _read_all(source: Source, together: Barrier, answers: SimpleQueue[Found]) -> None:
@@ -326,7 +291,8 @@ def _choice(rig: Rig, form: Backend) -> Setting:
 MEASURES: dict[str, Callable[..., Found]] = {
     function.__name__: function
     for function in (
-        measures.peer, measures.recipe, measures.form, measures.passes, measures.pixels, measures.per_item, measures.arrays,
+        measures.peer, measures.recipe, measures.form, measures.passes, measures.pixels,
+        measures.per_item, measures.arrays,
         measures.equal, step, training, paced, start, index, index_readers, tuned,
     )
 }  # fmt: skip

@@ -40,14 +40,16 @@ class Part:
 
     def ratio(self, over: str, under: str, figure: Callable[[Line], float]) -> Sample:
         """Of a figure of two rows, paired by round."""
-        one, other = self.rows[over], self.rows[under]
+        one = self.rows[over]
+        other = self.rows[under]
         return Sample.of(
             [figure(one[number]) / figure(other[number]) for number in one.keys() & other.keys()]
         )
 
     def added(self, row: str, figure: Callable[[Line], float]) -> Sample:
         """Of a figure beyond that of a process without a loader, paired by round."""
-        one, bare = self.rows[row], self.rows[BARE]
+        one = self.rows[row]
+        bare = self.rows[BARE]
         return Sample.of(
             [figure(one[number]) - figure(bare[number]) for number in one.keys() & bare.keys()]
         )

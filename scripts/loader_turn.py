@@ -41,10 +41,8 @@ def ask(
         FailedError: it did not come to an end.
     """
     told = json.dumps({"measure": measure, **arguments})
-    command, env = (
-        [*before, sys.executable, "-m", "scripts.loader_turn", told],
-        {**os.environ, "WELLFED_CACHE": cache},
-    )
+    command = [*before, sys.executable, "-m", "scripts.loader_turn", told]
+    env = {**os.environ, "WELLFED_CACHE": cache}
     try:
         done = subprocess.run(
             command,

@@ -46,9 +46,9 @@ def machine() -> dict[str, Any]:
 
 def machine_line(found: Mapping[str, Any]) -> str:
     """``machine()`` in one line; says so where there is no GPU."""
-    cuda = (
-        f" (CUDA {found['cuda']}, driver {found.get('driver', 'none')})" if "cuda" in found else ""
-    )
+    cuda = ""
+    if "cuda" in found:
+        cuda = f" (CUDA {found['cuda']}, driver {found.get('driver', 'none')})"
     return (
         f"{found['cpu']}, {found['usable_cores']:g} of {found['cores']} cores, "
         f"{found['torch_threads']} torch threads; "
@@ -88,6 +88,18 @@ def write(path: Path, value: Mapping[str, Any] | str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def parser(text: str, page: Path | None = None, *, json: bool = True) -> argparse.ArgumentParser:
+    """Returns a benchmark's parser, with --json, and with --write if there is a page."""
+    made = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    if json:
+        made.add_argument("--json", type=Path, help="write all figures to this file")
+    if page is not None:
+        made.add_argument("--write", action="store_true", help=f"write docs/benchmarks/{page.name}")
+    return made
 
 
 def listed(

@@ -17,8 +17,9 @@ _FEWEST_WORDS = 3  # fewer are names, keys and labels
 _NAMES = ("airplane automobile", "apple aquarium_fish")  # where lists of names begin
 _HEAD = """# What a run can say
 
-All texts of three words or more in the source, file by file, for reading them as a whole. `{}` stands for what a run fills in.
-Some are parts of a sentence. Made by `scripts/messages.py`, and a test fails where it is not up to date.
+All texts of three words or more in the source, file by file, for reading them as a whole. `{}`
+stands for what a run fills in. Some are parts of a sentence. Made by `scripts/messages.py`, and a
+test fails where it is not up to date.
 """
 
 

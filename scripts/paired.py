@@ -51,10 +51,17 @@ class Estimate:
         differs by its own noise.
         """
         ordered = np.sort(np.asarray(values, float))
-        beyond = max(
-            0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2)
-        )  # values on each side outside of it
+        # values on each side outside of the interval
+        beyond = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2))
         return cls(float(np.median(ordered)), float(ordered[beyond]), float(ordered[-1 - beyond]))
+
+    @classmethod
+    def ratio(cls, over: Sequence[float], under: Sequence[float]) -> Estimate:
+        """Returns the median of ``over[i] / under[i]``."""
+        return cls.of([one / other for one, other in zip(over, under, strict=True)])
+
+    def __format__(self, digits: str) -> str:
+        return f"{self.value:{digits}} [{self.low:{digits}}, {self.high:{digits}}]"
 
     @classmethod
     def mean(cls, values: Mapping[Hashable, Sequence[float]]) -> Estimate:
@@ -71,10 +78,10 @@ class Estimate:
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def judged(self, most: float) -> str:
-        """Whether the figure is ``most`` at most."""
-        return (
-            "holds" if self.high <= most else "does not hold" if self.low > most else "not resolved"
-        )
+        """Returns whether the figure is ``most`` at most, as words."""
+        if self.high <= most:
+            return "holds"
+        return "does not hold" if self.low > most else "not resolved"
 
 
 @dataclass(frozen=True, slots=True)

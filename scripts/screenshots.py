@@ -30,8 +30,8 @@ from scripts.slept import READ, STEP
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 COMMON = (
-    "data=shapes", "data.generate.train_images=2000", "data.generate.val_images=100", "trainer.epochs=10", "device=cpu",
-    "checkpoint.enabled=false", "watch.tensorboard=false",
+    "data=shapes", "data.generate.train_images=2000", "data.generate.val_images=100",
+    "trainer.epochs=10", "device=cpu", "checkpoint.enabled=false", "watch.tensorboard=false",
 )  # fmt: skip
 RUNS = {
     "stalled": ("loader.backend=threads", "loader.num_workers=2"),
@@ -44,7 +44,9 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
 )
-WIDTH, HEIGHT = 540, 1600  # of each page, in CSS pixels
+# of each page, in CSS pixels
+WIDTH = 540
+HEIGHT = 1600
 SCALE = 1.5  # picture's pixels to one of these
 GAP = 24  # between the two pages, in the picture's pixels
 QUALITY = 70  # of WebP, 0..100

@@ -24,8 +24,8 @@ CONF = ROOT / "conf"
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting, its value in a plain `python train.py`, and what it is. On the command line a setting is
-`name=value`, a list is `[1,2]`, and no value is `null`. `scripts/settings_page.py` makes this page.
+Every setting, its value in a plain `python train.py`, and what it is. On the command line a setting
+is `name=value`, a list is `[1,2]`, no value is `null`. `scripts/settings_page.py` makes this page.
 
 ## Choices
 

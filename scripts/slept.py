@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-STEP, READ, BEGAN = "SLEPT_STEP_MS", "SLEPT_READ_MS", "SLEPT_BEGAN_S"
+STEP = "SLEPT_STEP_MS"
+READ = "SLEPT_READ_MS"
+BEGAN = "SLEPT_BEGAN_S"
 os.environ.setdefault(BEGAN, str(time.time()))
 
 
@@ -14,7 +16,8 @@ def sleep(name: str) -> None:
 
     ``5,0@20`` is 5 ms until 20 s after the start, and 0 from then on.
     """
-    now_ms, since_s = 0.0, time.time() - float(os.environ[BEGAN])
+    now_ms = 0.0
+    since_s = time.time() - float(os.environ[BEGAN])
     for part in os.environ.get(name, "0").split(","):
         ms, _, at_s = part.partition("@")
         if since_s >= float(at_s or 0):

@@ -26,7 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-BATCH, SIDE, CLASSES = 16, 32, 10
+BATCH = 16
+SIDE = 32
+CLASSES = 10
 GO = "go\n"  # to a loop: take your turn; anything else ends it
 WINDOW = 10  # steps that are logged together, as in conf/watch
 SIDES = ("bare", "traceml", "traceml_log_inside", "clock", "harness")
@@ -60,7 +62,8 @@ class Images:
     stages = ("read", "write")
 
     def __init__(self, count: int, read_s: float) -> None:
-        self.count, self.read_s = count, read_s
+        self.count = count
+        self.read_s = read_s
         self.pixels = np.random.default_rng(0).integers(
             256, size=(64, 3, SIDE, SIDE), dtype=np.uint8
         )
@@ -114,7 +117,8 @@ class Turns:
     def __init__(self, path: str, block: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
-        self._line, self._block = self._socket.makefile("rw", encoding="ascii"), block
+        self._line = self._socket.makefile("rw", encoding="ascii")
+        self._block = block
         self._tell(0.0)
 
     def __call__(self, number: int) -> bool:
@@ -154,7 +158,8 @@ def loop(
 
 def run_loop(side: str, plant: Plant, folder: Path, steps: int, turns: Turns | None) -> None:
     """The hand-written loop, watched by ``side``."""
-    network, traced = Network(plant.forward_s), lambda network: nullcontext()
+    network = Network(plant.forward_s)
+    traced = lambda network: nullcontext()
     if side.startswith("traceml"):
         import traceml_ai as traceml  # type: ignore[import-not-found]
 
@@ -225,10 +230,8 @@ def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     config.checkpoint.enabled = False
     images: Any = Images(steps * BATCH, plant.read_s)
     val_images: Any = Images(BATCH, 0.0)
-    splits, scalars = (
-        Splits(images, val_images, tuple(map(str, range(CLASSES))), "planted", ""),
-        Board.scalars,
-    )
+    splits = Splits(images, val_images, tuple(map(str, range(CLASSES))), "planted", "")
+    scalars = Board.scalars
     with (folder / "own.log").open("w", encoding="utf-8") as file:
 
         def slow_scalars(board: Board, *args: Any, **named: Any) -> None:

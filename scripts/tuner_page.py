@@ -48,29 +48,38 @@ def show(lines: Sequence[Line]) -> str:
 
 _NOTES = f"""## How to read it
 
-- A setting is written 3x2: 3 workers, 2 batches in flight each; 0: no workers. `own` is what a user gets who sets nothing.
-- Consumers sleep for a set time per batch, as a host does that waits for a device, so that the demand is known; that of
-  `cpu_step` is the harness's own training step (measured), on the cores that the workers use too. On the `sleep` loads and
-  `heavy_tail` every strategy is told of 8 cores, on `small_shm` of 4; no strategy may take more than two workers a core.
-- Delivered images/s: what the consumer got in at least the window's time, from when every worker has handed a batch over and
-  the primed queue is through, over a whole number of turns of the workers (slow batches come in bursts of one from each).
-  All settings of a round load the same samples, from a warm page cache, in random order of the settings.
-- The oracle looks at every number of workers and form at two prefetch factors. It picks from the choosing rounds: the first
-  measures all settings, the others those within a tenth of the best that have the fewest workers (six) or were fastest (four),
-  and all that a strategy chose. Scores come from the other, later rounds. Where a strategy chose what the oracle picked, both
-  are one measurement and the ratio is 1; A/A is the oracle's pick measured twice in each round: what is noise.
-- Ratios: mean over mean, paired by round [95 % interval, percentile bootstrap over the rounds]. A strategy that was asked
-  several times is scored by the mean of its choices. Below user's: on how many workloads the interval of delivered over the
-  user's lies below 1. Fewest workers: the smallest number that came within 2 % of the best in the choosing rounds.
+- A setting is written 3x2: 3 workers, 2 batches in flight each; 0: no workers. `own` is what a user
+  gets who sets nothing.
+- Consumers sleep for a set time per batch, as a host does that waits for a device, so that the
+  demand is known; that of `cpu_step` is the harness's own training step (measured), on the cores
+  that the workers use too. On the `sleep` loads and `heavy_tail` every strategy is told of 8 cores,
+  on `small_shm` of 4; no strategy may take more than two workers a core.
+- Delivered images/s: what the consumer got in at least the window's time, from when every worker
+  has handed a batch over and the primed queue is through, over a whole number of turns of the
+  workers (slow batches come in bursts of one from each). All settings of a round load the same
+  samples, from a warm page cache, in random order of the settings.
+- The oracle looks at every number of workers and form at two prefetch factors. It picks from the
+  choosing rounds: the first measures all settings, the others those within a tenth of the best that
+  have the fewest workers (six) or were fastest (four), and all that a strategy chose. Scores come
+  from the other, later rounds. Where a strategy chose what the oracle picked, both are one
+  measurement and the ratio is 1; A/A is the oracle's pick measured twice in each round: what is
+  noise.
+- Ratios: mean over mean, paired by round [95 % interval, percentile bootstrap over the rounds]. A
+  strategy that was asked several times is scored by the mean of its choices. Below user's: on how
+  many workloads the interval of delivered over the user's lies below 1. Fewest workers: the
+  smallest number that came within 2 % of the best in the choosing rounds.
 - Seconds: of the whole choice, the start of workers included; 0 for a rule of thumb.
-- `grid`: the PyTorch tutorial's search, four passes over 15 batches a setting, without its guard (as printed it passes
-  `num_workers` on CUDA machines only, and so leaves every trial at 0 workers elsewhere), and without a budget.
-- `loadtune`: {LOADTUNE} from the package index, `loadtune tune FILE --steps {LOADTUNE_STEPS}` in processes of its own as it
-  does by itself, a workload file per workload, `os.cpu_count` set to the cores that the others are told of; its torch threads,
-  compilation and mixed precision are not taken over. `lightning`: cores - 1, at least 1, its `suggested_max_num_workers`.
+- `grid`: the PyTorch tutorial's search, four passes over 15 batches a setting, without its guard
+  (as printed it passes `num_workers` on CUDA machines only, and so leaves every trial at 0 workers
+  elsewhere), and without a budget.
+- `loadtune`: {LOADTUNE} from the package index, `loadtune tune FILE --steps {LOADTUNE_STEPS}` in
+  processes of its own as it does by itself, a workload file per workload, `os.cpu_count` set to the
+  cores that the others are told of; its torch threads, compilation and mixed precision are not
+  taken over. `lightning`: cores - 1, at least 1, its `suggested_max_num_workers`.
 
-To repeat: `uv run scripts/bench_tuner.py`, in parts with `--minutes 30` (what is measured stays measured), then `--write`.
-Ten repeats of one choice: `--only sleep_10 --auto-repeats 10`. All options: `--help`."""
+To repeat: `uv run scripts/bench_tuner.py`, in parts with `--minutes 30` (what is measured stays
+measured), then `--write`. Ten repeats of one choice: `--only sleep_10 --auto-repeats 10`. All
+options: `--help`."""
 
 
 def workload_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
@@ -102,12 +111,14 @@ def strategy_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
             continue
         for strategy, lines in one.choices.items():
             yield {
-                "workload": name, "strategy": strategy,
+                "workload": name,
+                "strategy": strategy,
                 "choice": ", ".join(dict.fromkeys(line["setting"] or "none" for line in lines)),
-                "delivered / oracle": one.ratio(strategy) or "-", "delivered / "
-                                                                  "user's": one.ratio(strategy, "own") or "-",
-                "seconds": f"{one.seconds(strategy):.1f}", "workers over fewest": _signed(one.spare(strategy)),
-            }  # fmt: skip
+                "delivered / oracle": one.ratio(strategy) or "-",
+                "delivered / user's": one.ratio(strategy, "own") or "-",
+                "seconds": f"{one.seconds(strategy):.1f}",
+                "workers over fewest": _signed(one.spare(strategy)),
+            }
 
 
 def summary_rows(
@@ -123,9 +134,12 @@ def summary_rows(
         own = [ratio for one in scored if (ratio := one.ratio(strategy, "own"))]
         spare = [spare for one in scored if (spare := one.spare(strategy)) is not None]
         yield {
-            "strategy": strategy, "workloads": len(scored), "mean": f"{mean(ratios):.3f}", "worst": f"{min(ratios):.3f}",
-            "below user's": sum(ratio.high < 1 for ratio in own), "median s": f"{median(costs):.1f}",
-            "worst s": f"{max(costs):.1f}", "workers <= fewest + 1": f"{sum(s <= 1 for s in spare)} of {len(spare)}",
+            "strategy": strategy, "workloads": len(scored), "mean": f"{mean(ratios):.3f}",
+            "worst": f"{min(ratios):.3f}",
+            "below user's": sum(ratio.high < 1 for ratio in own),
+            "median s": f"{median(costs):.1f}",
+            "worst s": f"{max(costs):.1f}",
+            "workers <= fewest + 1": f"{sum(s <= 1 for s in spare)} of {len(spare)}",
         }  # fmt: skip
 
 
@@ -139,14 +153,14 @@ def rival_rows(
         pairs = [(one, ratio) for one in found.values() if (ratio := one.ratio(mine, rival))]
         if not pairs:
             continue
-        more, less = (
-            sum(ratio.low > 1 for _, ratio in pairs),
-            sum(ratio.high < 1 for _, ratio in pairs),
-        )
+        more = sum(ratio.low > 1 for _, ratio in pairs)
+        less = sum(ratio.high < 1 for _, ratio in pairs)
         times = [one.seconds(rival) / one.seconds(mine) for one, _ in pairs]
         yield {
-            f"{mine} against": rival, "delivers more": more, "the same": len(pairs) - more - less, "less": less,
-            "its cost / ours, median": f"{median(times):.1f}", "least": f"{min(times):.1f}", "most": f"{max(times):.1f}",
+            f"{mine} against": rival, "delivers more": more, "the same": len(pairs) - more - less,
+            "less": less,
+            "its cost / ours, median": f"{median(times):.1f}", "least": f"{min(times):.1f}",
+            "most": f"{max(times):.1f}",
         }  # fmt: skip
 
 

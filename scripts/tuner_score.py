@@ -18,7 +18,10 @@ import numpy as np
 from harness.feed.interface import PROCESSES
 
 SUFFICIENT = 0.98  # share of the best rate that makes a number of workers sufficient
-_NEAR, _FEWEST, _FASTEST = 0.9, 6, 4  # what later choosing rounds keep
+# what later choosing rounds keep
+_NEAR = 0.9
+_FEWEST = 6
+_FASTEST = 4
 _RESAMPLES = 10_000
 
 Line = dict[str, Any]  # one JSON line of the results
@@ -72,8 +75,11 @@ def steady(
             slow workers nothing to put there.
         now: the clock.
     """
-    cycle, primed = max(1, setting.num_workers), setting.num_workers * setting.prefetch_factor
-    images, begin, first = 0, 0.0, 0.0
+    cycle = max(1, setting.num_workers)
+    primed = setting.num_workers * setting.prefetch_factor
+    images = 0
+    begin = 0.0
+    first = 0.0
     opened = 0  # steps taken when the window opened
     for taken, count in enumerate(steps, 1):
         at = now()
@@ -83,7 +89,8 @@ def steady(
             if (taken - opened) % cycle == 0 and at - begin >= seconds:
                 return images, at - begin
         elif taken > cycle and (taken > primed or at - first >= seconds):
-            opened, begin = taken, at
+            opened = taken
+            begin = at
     raise AssertionError("the steps ended; an endless feed is needed")
 
 
@@ -115,7 +122,8 @@ class Ratio:
     @classmethod
     def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
         """Of rates paired by round; percentile bootstrap over the rounds, seeded (Efron 1979)."""
-        one, other = np.asarray(over), np.asarray(under)
+        one = np.asarray(over)
+        other = np.asarray(under)
         drawn = np.random.Generator(np.random.Philox(0)).integers(
             len(one), size=(_RESAMPLES, len(one))
         )
@@ -156,7 +164,8 @@ class Found:
             elif line["kind"] == "choice":
                 found[line["workload"]].choices[line["strategy"]].append(line)
             elif line["kind"] == "rate":
-                one, setting = found[line["workload"]], Setting.parse(line["setting"])
+                one = found[line["workload"]]
+                setting = Setting.parse(line["setting"])
                 place = one.twins[setting] if line["twin"] else one.rates[line["phase"]][setting]
                 place[line["round"]] = line["images_per_s"]
         return dict(found)
@@ -221,7 +230,8 @@ class Found:
 
     def spare(self, strategy: str) -> int | None:
         """Workers chosen beyond the fewest sufficient, at most over the repeats."""
-        settings, oracle = self.settings(strategy), self.oracle()
+        settings = self.settings(strategy)
+        oracle = self.oracle()
         return max(s.num_workers for s in settings) - oracle[1] if settings and oracle else None
 
     def settings(self, strategy: str) -> list[Setting]:

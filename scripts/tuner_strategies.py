@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,11 +43,9 @@ from scripts.tuner_workloads import CLASSES, WORKLOADS, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 LOADTUNE = "loadtune==0.3.0"
-LOADTUNE_STEPS = (
-    50  # as in its README's example; its command line's default of 100 doubles what it costs
-)
+# as in its README's example; its command line's default of 100 doubles what it costs
+LOADTUNE_STEPS = 50
 _GRID_BUDGET_S = 3600.0  # the tutorial's search has none
-_READ_STEPS = 10  # steps between two readings of the loss, as in training
 
 
 class PacedTrainee:
@@ -84,7 +82,8 @@ class PacedTrainee:
         images: list[int] = []
         seconds: list[float] = []
         waits: list[float] = []
-        cpu, begin = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
+        begin = time.perf_counter()
         last = begin
         while len(images) < 2 or last - begin < limit_s:
             images.append(len(next(batches).labels))
@@ -97,6 +96,16 @@ class PacedTrainee:
         return StepRun(
             tuple(images), tuple(seconds), sum(waits) / sum(seconds), time.process_time() - cpu
         )
+
+
+def trained(step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[int]:
+    """Trains on ``batches``, and gives the images of each step when it is done."""
+    step.model.train()
+    for done, (images, labels) in enumerate(batches, 1):
+        step(images, labels)
+        if done % 10 == 0:  # as training reads its loss
+            step.read()
+        yield len(labels)
 
 
 @dataclass(slots=True)
@@ -115,9 +124,11 @@ class Rig:
     _step: Step | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        found, cores = limits.measure(), self.workload.cores
+        found = limits.measure()
+        cores = self.workload.cores
         self.limits = found if cores is None else replace(found, cores=float(cores))
-        size, batch_size = self.dataset.image_size, self.workload.batch_size
+        size = self.dataset.image_size
+        batch_size = self.workload.batch_size
         self.config = Config(
             data=DataConfig(image_size=size), loader=LoaderConfig(batch_size=batch_size)
         )
@@ -162,8 +173,8 @@ class Rig:
         """``setting`` as a feed takes it."""
         workers = setting.num_workers
         return replace(
-            self.own, num_workers=workers, prefetch_factor=setting.prefetch_factor or None, persistent_workers=workers > 0,
-            timeout_s=timeout_s, backend=setting.backend,
+            self.own, num_workers=workers, prefetch_factor=setting.prefetch_factor or None,
+            persistent_workers=workers > 0, timeout_s=timeout_s, backend=setting.backend,
         )  # fmt: skip
 
     def steps(self, feed: Feed) -> Iterator[int]:
@@ -174,13 +185,8 @@ class Rig:
                 time.sleep(self.workload.step_s)
                 yield len(batch.labels)
             return
-        self._step.model.train()
         with closing(device_batches(feed, self.config, self.world.device)) as batches:
-            for done, (images, labels) in enumerate(batches, 1):
-                self._step(images, labels)
-                if done % _READ_STEPS == 0:
-                    self._step.read()
-                yield len(labels)
+            yield from trained(self._step, batches)
 
     def demand(self) -> float:
         """Images/s that the consumer takes with batches at hand."""
@@ -219,7 +225,8 @@ def _tuned(name: TunerName, budget_s: float | None, rig: Rig, folder: Path) -> C
         report = tune(rig.feeds(), rig.trainee, rig.own, config, rig.limits, rig.world)
     finally:
         console.set_quiet(False)
-    seconds, chosen = time.perf_counter() - begin, report.settings
+    seconds = time.perf_counter() - begin
+    chosen = report.settings
     setting = Setting.of(chosen.num_workers, chosen.prefetch_factor, chosen.backend)
     return Choice(setting, seconds, f"{report.sentence} ({len(report.trials)} measurements)")
 
@@ -240,19 +247,17 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
     """
     python = _loadtune_python()
     file = folder / f"loadtune_{rig.workload.name}.py"
-    count = (
-        ""
-        if rig.workload.cores is None
-        else f"os.cpu_count = lambda: {rig.cores}  # the only limit that it looks at\n"
-    )
+    count = ""
+    if rig.workload.cores is not None:
+        count = f"os.cpu_count = lambda: {rig.cores}  # the only limit that it looks at\n"
     file.write_text(
         f"import os, sys\n{count}sys.path.insert(0, {str(ROOT)!r})\n"
         "from scripts.tuner_strategies import loadtune_workload\n\n\n"
         f"def get_workload():\n    return loadtune_workload({rig.workload.name!r}, "
         f"{str(folder)!r})\n"
     )
-    command = [*python, "-m", "loadtune.cli", "tune", str(file), "--steps", str(LOADTUNE_STEPS), "--no-plots",
-               "--out", str(folder / "loadtune.md")]  # fmt: skip
+    command = [*python, "-m", "loadtune.cli", "tune", str(file), "--no-plots"]
+    command += ["--steps", str(LOADTUNE_STEPS), "--out", str(folder / "loadtune.md")]
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - begin
@@ -367,7 +372,8 @@ def candidates(rig: Rig) -> list[Setting]:
     """What the oracle looks at: every number of workers and form at two prefetch factors; arrays
     have no workers.
     """
-    forms, counts = rig.feeds().forms, range(1, rig.most + 1)
+    forms = rig.feeds().forms
+    counts = range(1, rig.most + 1)
     alone = {Setting.of(0, None, form) for form in {PROCESSES, *forms} & {PROCESSES, ARRAYS}}
     return sorted(
         alone

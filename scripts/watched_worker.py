@@ -64,7 +64,8 @@ class Worker:
         self._filler = Filler(Making(work), 0, meter, None)
         if meter is None:
             self._filler._timer = Untimed()
-        self._indices, self._labels = np.arange(BATCH), np.zeros(BATCH, np.int64)
+        self._indices = np.arange(BATCH)
+        self._labels = np.zeros(BATCH, np.int64)
         self._pixels = np.zeros((BATCH, 3, Making.image_size, Making.image_size), np.uint8)
 
     def make(self, batches: int) -> None:
@@ -82,5 +83,6 @@ def timers_cost(work: int, runs: int) -> Cost:
     """Of the stages' timers, a batch whose samples are so much ``work``; those that time samples
     are kinds of their own.
     """
-    timed, bare = Worker(work, StageMeter(STAGES, 0)), Worker(work, None)
+    timed = Worker(work, StageMeter(STAGES, 0))
+    bare = Worker(work, None)
     return Cost.of(timed.make, bare.make, Plan(runs, now=time.thread_time, kind=timed.clocks))

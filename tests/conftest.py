@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# Before torch is imported: its threads would spin for work, on cores that other tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import pytest

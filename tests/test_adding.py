@@ -100,11 +100,12 @@ def test_a_run_goes_on_and_is_evaluated(composed: Composed, tmp_path: Path) -> N
         *DATASET,
         *FEW[:2],
         "model.name=my_model:build",
+        "loader.num_workers=0",
         "trainer.epochs=1",
         "schedule.warmup_epochs=0",
     )
     first = run(composed(*typed), tmp_path / "run", *typed)
-    again = ("mode=evaluate", "resume=run", *FEW[:2])
+    again = ("mode=evaluate", "resume=run", "loader.num_workers=0", *FEW[:2])
     named = ("data.name=my_dataset:open_splits", "model.name=my_model:build")
     for left_out in (0, 1):
         given = (*again, named[1 - left_out])

@@ -28,8 +28,13 @@ GUESSES = [
     ("--lr 0.1", "--lr: settings are written without dashes: optim.lr=0.1"),
     ("--lr=0.1", "--lr: settings are written without dashes: optim.lr=0.1"),
     ("--batch-size 32", "--batch-size: settings are written without dashes: loader.batch_size=32"),
-    ("--pretrained", ("--pretrained: settings are written NAME=VALUE, without dashes; write "
-                      "model.weights=DEFAULT")),
+    (
+        "--pretrained",
+        (
+            "--pretrained: settings are written NAME=VALUE, without dashes; write "
+            "model.weights=DEFAULT"
+        ),
+    ),
     ("--nonsense", "--nonsense: settings are written NAME=VALUE, without dashes; see --help"),
     ("-j 4", "-j: settings are written without dashes: loader.num_workers=4"),
     ("lr=0.1", "lr: unknown setting; did you mean optim.lr?"),
@@ -41,56 +46,122 @@ GUESSES = [
     ("model=vit_b_61", "model=vit_b_61: no such choice; there are "),
     ("model.name=resnet51", "model.name=resnet51: unknown; did you mean resnet50, resnet18"),
     ("optim=adam", "optim=adam: no such choice; there are: adamw, sgd; did you mean adamw?"),
-    ("optim.name=adam", ("optim.name: Invalid value 'adam', expected one of [sgd, adamw]; did you "
-                         "mean adamw?")),
-    ("optim.name=adamw", ("optim.nesterov=true: has an effect with sgd alone; write optim=adamw, "
-                          "which brings its own")),
-    ("loader.num_workers=auto", ("loader.num_workers: Value 'auto' of type 'str' could not be "
-                                 "converted to Integer; to have it")),
-    ("data=mnist", ("data=mnist: no such choice; there are: cifar10, cifar100, digits, fake, "
-                    "imagefolder, imagenet, own, ")),
-    ("data=ImageFolder", "data=ImageFolder: no such choice; there are: cifar10, cifar100, digits, "
-                         "fake, imagefolder, "
-     "imagenet, own, shapes; for your own images write data=imagefolder data.root=FOLDER; did you "
-     "mean imagefolder, imagenet?"),
-    ("data.name=cifar-10", "data.name=cifar-10: no such data set; choose from cifar10, cifar100, "
-                           "digits, fake, imagefolder, "
-     "imagenet, shapes; did you mean cifar10"),
-    ("wandb=true", ("wandb: unknown setting; there is no such logger; a run writes TensorBoard's "
-                    "event file")),
-    ("logger=wandb", ("logger: unknown setting; there is no such logger; a run writes "
-                      "TensorBoard's event file")),
+    (
+        "optim.name=adam",
+        ("optim.name: Invalid value 'adam', expected one of [sgd, adamw]; did you mean adamw?"),
+    ),
+    (
+        "optim.name=adamw",
+        (
+            "optim.nesterov=true: has an effect with sgd alone; write optim=adamw, "
+            "which brings its own"
+        ),
+    ),
+    (
+        "loader.num_workers=auto",
+        (
+            "loader.num_workers: Value 'auto' of type 'str' could not be "
+            "converted to Integer; to have it"
+        ),
+    ),
+    (
+        "data=mnist",
+        (
+            "data=mnist: no such choice; there are: cifar10, cifar100, digits, fake, "
+            "imagefolder, imagenet, own, "
+        ),
+    ),
+    (
+        "data=ImageFolder",
+        "data=ImageFolder: no such choice; there are: cifar10, cifar100, digits, fake, "
+        "imagefolder, imagenet, own, shapes; for your own images write data=imagefolder "
+        "data.root=FOLDER; did you mean imagefolder, imagenet?",
+    ),
+    (
+        "data.name=cifar-10",
+        "data.name=cifar-10: no such data set; choose from cifar10, cifar100, "
+        "digits, fake, imagefolder, "
+        "imagenet, shapes; did you mean cifar10",
+    ),
+    (
+        "wandb=true",
+        ("wandb: unknown setting; there is no such logger; a run writes TensorBoard's event file"),
+    ),
+    (
+        "logger=wandb",
+        ("logger: unknown setting; there is no such logger; a run writes TensorBoard's event file"),
+    ),
     ("pretrained=true", "pretrained: unknown setting; write model.weights=DEFAULT"),
     ("model.pretrained=true", "model.pretrained: unknown setting; write model.weights=DEFAULT"),
-    ("num_classes=4", ("num_classes: unknown setting; leave it out; the number of classes is taken "
-                       "from the data")),
-    ("model.num_classes=4", ("model.num_classes: unknown setting; leave it out; the number of "
-                             "classes is taken from the data")),
-    ("data.num_classes=4", ("data.num_classes: unknown setting; leave it out; the number of "
-                            "classes is taken from the data")),
+    (
+        "num_classes=4",
+        (
+            "num_classes: unknown setting; leave it out; the number of classes is taken "
+            "from the data"
+        ),
+    ),
+    (
+        "model.num_classes=4",
+        (
+            "model.num_classes: unknown setting; leave it out; the number of "
+            "classes is taken from the data"
+        ),
+    ),
+    (
+        "data.num_classes=4",
+        (
+            "data.num_classes: unknown setting; leave it out; the number of "
+            "classes is taken from the data"
+        ),
+    ),
     ("optimizer=adamw", "optimizer: unknown setting; write optim=adamw or optim=sgd"),
     ("data.path=/x", "data.path: unknown setting; did you mean data.root?"),
     ("data.dir=/x", "data.dir: unknown setting; did you mean data.root?"),
-    ("trainer.amp=true", ("trainer.amp: unknown setting; write trainer.precision=bf16 or "
-                          "trainer.precision=fp16")),
-    ("loader=auto", ("loader=auto: no such choice; there are: default; to have the loader's "
-                     "settings found, write loader.auto")),
-    ("output_dir=/x", ("output_dir: unknown setting; write run.name=NAME for the folder "
-                       "outputs/NAME, or hydra.run.dir=FOLDER")),
-    ("run.dir=/x", ("run.dir: unknown setting; write run.name=NAME for the folder outputs/NAME, or "
-                    "hydra.run.dir=FOLDER")),
-    ("mode=eval", ("mode: Invalid value 'eval', expected one of [train, evaluate, diagnose]; did "
-                   "you mean evaluate?")),
+    (
+        "trainer.amp=true",
+        ("trainer.amp: unknown setting; write trainer.precision=bf16 or trainer.precision=fp16"),
+    ),
+    (
+        "loader=auto",
+        (
+            "loader=auto: no such choice; there are: default; to have the loader's "
+            "settings found, write loader.auto"
+        ),
+    ),
+    (
+        "output_dir=/x",
+        (
+            "output_dir: unknown setting; write run.name=NAME for the folder "
+            "outputs/NAME, or hydra.run.dir=FOLDER"
+        ),
+    ),
+    (
+        "run.dir=/x",
+        (
+            "run.dir: unknown setting; write run.name=NAME for the folder outputs/NAME, or "
+            "hydra.run.dir=FOLDER"
+        ),
+    ),
+    (
+        "mode=eval",
+        (
+            "mode: Invalid value 'eval', expected one of [train, evaluate, diagnose]; did "
+            "you mean evaluate?"
+        ),
+    ),
     ("hydra/launcher=nope", "hydra/launcher=nope: no such choice; there are: basic"),
-    ("data.root=a=b", ("data.root=a=b: the value cannot be read; quote it twice: "
-                       "\"data.root='a=b'\"")),
+    (
+        "data.root=a=b",
+        ("data.root=a=b: the value cannot be read; quote it twice: \"data.root='a=b'\""),
+    ),
     ("lr", "lr: settings are written NAME=VALUE; did you mean optim.lr?"),
-]  # fmt: skip
+]
 
 
 def answer(composed: Composed, *arguments: str) -> tuple[str, int]:
     """The line and the exit code that refuse a command line."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever library refused it, the user sees one line
+    # whatever library refuses, the user sees one line
+    with pytest.raises(Exception) as caught:  # noqa: PT011
         job.check(composed(*schema.prepared(list(arguments))))
     known = described(caught.value)
     assert known is not None, caught.value
@@ -138,9 +209,15 @@ def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPat
     here.
     """
     monkeypatch.setenv("HOME", "/home/me")
-    assert schema.prepared(["data.root=~/x,~/y", "resume=~", "~experiment", "a=b~c", "run.name=~"]) == [
-        "data.root=/home/me/x,/home/me/y", "resume=/home/me", "~experiment", "a=b~c", "run.name=~",
-    ]  # fmt: skip
+    assert schema.prepared(
+        ["data.root=~/x,~/y", "resume=~", "~experiment", "a=b~c", "run.name=~"]
+    ) == [
+        "data.root=/home/me/x,/home/me/y",
+        "resume=/home/me",
+        "~experiment",
+        "a=b~c",
+        "run.name=~",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +277,8 @@ def ran(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(cwd), str(ROOT)])
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": path},
+        cwd=cwd, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
 
 
@@ -243,12 +321,17 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
     plain, cifar = ran(tmp_path, "--help"), ran(tmp_path, "data=cifar10", "--help")
     assert (plain.returncode, plain.stderr) == (cifar.returncode, cifar.stderr) == (0, "")
     for text in (
-        "  trainer.epochs=5\n", "  optim.weight_decay=0.0005\n", "  optim.nesterov=true\n", "  augment.scale=[0.5,1.0]\n",
+        "  trainer.epochs=5\n",
+        "  optim.weight_decay=0.0005\n",
+        "  optim.nesterov=true\n",
+        "  augment.scale=[0.5,1.0]\n",
         "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes\n",
-        ("  model= resnet18, resnet50, small, any classifier of torchvision, or "
-         "model.name=my_module:build\n"),
+        (
+            "  model= resnet18, resnet50, small, any classifier of torchvision, or "
+            "model.name=my_module:build\n"
+        ),
         "A run leaves its files in outputs/ in the folder where it is started.\n",
-    ):  # fmt: skip
+    ):
         assert text in plain.stdout
     for text in ("  data.name=cifar10\n", "  data.image_size=32\n", "  augment.crop=pad ["):
         assert text in cifar.stdout

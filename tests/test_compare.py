@@ -104,19 +104,24 @@ def test_runs_are_set_against_the_first_one(
     """
     before = make_run("before")
     after = make_run(
-        "after", {"loader.num_workers": 2}, images_per_s=300.0, step_ms__median=240.0, stall_fraction=0.02,
+        "after", {"loader.num_workers": 2}, images_per_s=300.0, step_ms__median=240.0,
+        stall_fraction=0.02,
         goodput__fraction=0.9, top1=0.9, verdict__bottleneck="compute", loader__num_workers=2,
     )  # fmt: skip
     code, said, errors = compare(capsys, before, after)
     assert (code, errors) == (0, [])
     assert cells(said) == [
         {
-            "run": "before", "steps": "400", "images/s": "200", "step ms": "320", "p95 ms": "350", "stall": "10.0%",
-            "goodput": "80.0%", "top-1": "91.0%", "verdict": "decode", "loader.num_workers": "null", "used.num_workers": "1",
+            "run": "before", "steps": "400", "images/s": "200", "step ms": "320", "p95 ms": "350",
+            "stall": "10.0%",
+            "goodput": "80.0%", "top-1": "91.0%", "verdict": "decode", "loader.num_workers": "null",
+            "used.num_workers": "1",
         },
         {
-            "run": "after", "steps": "400", "images/s": "300 (1.5x)", "step ms": "240 (0.75x)", "p95 ms": "350 (1x)",
-            "stall": "2.0% (-8.0 points)", "goodput": "90.0% (+10.0 points)", "top-1": "90.0% (-1.0 points)",
+            "run": "after", "steps": "400", "images/s": "300 (1.5x)", "step ms": "240 (0.75x)",
+            "p95 ms": "350 (1x)",
+            "stall": "2.0% (-8.0 points)", "goodput": "90.0% (+10.0 points)",
+            "top-1": "90.0% (-1.0 points)",
             "verdict": "compute", "loader.num_workers": "2", "used.num_workers": "2",
         },
     ]  # fmt: skip
@@ -266,27 +271,52 @@ def test_other_machines_and_versions_are_noted(
 @pytest.mark.parametrize(
     ("limit", "report", "text"),
     [
-        pytest.param("speed=0.95", {"images_per_s": 189.0}, "images/s 189 against 200 of main: "
-                                                            "0.945x, where speed=0.95 allows "
-                     "0.95x at least", id="slower"),
-        pytest.param("step=1.05", {"step_ms__median": 340.0}, "step ms 340 against 320 of main: "
-                                                              "1.06x, where step=1.05 allows "
-                     "1.05x at most", id="longer_steps"),
-        pytest.param("p95=1.1", {"step_ms__p95": 400.0}, "p95 ms 400 against 350 of main: "
-                                                         "1.14x", id="longer_tail"),
-        pytest.param("stall=+0.05", {"stall_fraction": 0.16}, "stall 16.0% against 10.0% of main: "
-                                                              "+6.0 points, where "
-                     "stall=+0.05 allows +5.0 points at most", id="more_stall"),
-        pytest.param("goodput=-0.1", {"goodput__fraction": 0.6}, "goodput 60.0% against 80.0% of "
-                                                                 "main: -20.0 points",
-                     id="less_goodput"),
-        pytest.param("top1=-0.01", {"top1": 0.89}, "top-1 89.0% against 91.0% of main: -2.0 "
-                                                   "points, where top1=-0.01 allows "
-                     "-1.0 points at least", id="less_accurate"),
-        pytest.param("speed=1.1", {"images_per_s": 210.0}, "1.05x, where speed=1.1 allows 1.1x at "
-                                                           "least", id="too_little_gain"),
+        pytest.param(
+            "speed=0.95",
+            {"images_per_s": 189.0},
+            "images/s 189 against 200 of main: 0.945x, where speed=0.95 allows 0.95x at least",
+            id="slower",
+        ),
+        pytest.param(
+            "step=1.05",
+            {"step_ms__median": 340.0},
+            "step ms 340 against 320 of main: 1.06x, where step=1.05 allows 1.05x at most",
+            id="longer_steps",
+        ),
+        pytest.param(
+            "p95=1.1",
+            {"step_ms__p95": 400.0},
+            "p95 ms 400 against 350 of main: 1.14x",
+            id="longer_tail",
+        ),
+        pytest.param(
+            "stall=+0.05",
+            {"stall_fraction": 0.16},
+            "stall 16.0% against 10.0% of main: +6.0 points, where "
+            "stall=+0.05 allows +5.0 points at most",
+            id="more_stall",
+        ),
+        pytest.param(
+            "goodput=-0.1",
+            {"goodput__fraction": 0.6},
+            "goodput 60.0% against 80.0% of main: -20.0 points",
+            id="less_goodput",
+        ),
+        pytest.param(
+            "top1=-0.01",
+            {"top1": 0.89},
+            "top-1 89.0% against 91.0% of main: -2.0 points, where top1=-0.01 allows "
+            "-1.0 points at least",
+            id="less_accurate",
+        ),
+        pytest.param(
+            "speed=1.1",
+            {"images_per_s": 210.0},
+            "1.05x, where speed=1.1 allows 1.1x at least",
+            id="too_little_gain",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_regression_fails(
     make_run: MakeRun,
     capsys: pytest.CaptureFixture[str],
@@ -339,21 +369,36 @@ def test_every_run_and_every_limit_is_judged(
     ("limit", "text"),
     [
         pytest.param("speed", "speed: write the allowed ratio", id="no_value"),
-        pytest.param("fps=0.9", "fps=0.9: not a limit; write NAME=LIMIT, where the names are "
-                                "speed, step", id="unknown"),
-        pytest.param("speed=95", "speed=95: write the allowed ratio to the first run, such as "
-                                 "speed=0.95", id="percent"),
-        pytest.param("speed=-0.05", "speed=-0.05: write the allowed ratio", id="difference_of_no_fraction"),
-        pytest.param("top1=0.9", "top1=0.9: write the allowed difference of two fractions, signed, "
-                                 "such as top1=-0.05",
-                     id="absolute"),
-        pytest.param("stall=+5", "stall=+5: write the allowed difference of two fractions, signed, "
-                                 "such as stall=+0.05",
-                     id="points"),
-        pytest.param("step=nan", "step=nan: write the allowed ratio to the first run, such as "
-                                 "step=1.05", id="nan"),
+        pytest.param(
+            "fps=0.9",
+            "fps=0.9: not a limit; write NAME=LIMIT, where the names are speed, step",
+            id="unknown",
+        ),
+        pytest.param(
+            "speed=95",
+            "speed=95: write the allowed ratio to the first run, such as speed=0.95",
+            id="percent",
+        ),
+        pytest.param(
+            "speed=-0.05", "speed=-0.05: write the allowed ratio", id="difference_of_no_fraction"
+        ),
+        pytest.param(
+            "top1=0.9",
+            "top1=0.9: write the allowed difference of two fractions, signed, such as top1=-0.05",
+            id="absolute",
+        ),
+        pytest.param(
+            "stall=+5",
+            "stall=+5: write the allowed difference of two fractions, signed, such as stall=+0.05",
+            id="points",
+        ),
+        pytest.param(
+            "step=nan",
+            "step=nan: write the allowed ratio to the first run, such as step=1.05",
+            id="nan",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_limit_that_cannot_be_meant_is_refused(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, text: str
 ) -> None:
@@ -492,8 +537,8 @@ def test_json_holds_what_programs_need(
     found = json.loads(said)
     assert code == 1
     assert found["runs"][1]["figures"] == {
-        "images_per_s": 150.0, "step_ms_median": 320.0, "step_ms_p95": 350.0, "stall_fraction": 0.1, "goodput_fraction": 0.8,
-        "top1": 0.91,
+        "images_per_s": 150.0, "step_ms_median": 320.0, "step_ms_p95": 350.0, "stall_fraction": 0.1,
+        "goodput_fraction": 0.8, "top1": 0.91,
     }  # fmt: skip
     assert found["runs"][1]["against_first"]["images_per_s"] == 0.75
     assert found["runs"][1]["verdict"]["sentence"] == "Decoding holds training up."

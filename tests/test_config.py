@@ -207,7 +207,8 @@ def test_a_bad_value_is_refused_in_one_line(
     composed: Callable[..., Config], overrides: str, text: str
 ) -> None:
     """Each is refused as a user's error, in one line that names the setting."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever library refused it, the user sees one line
+    # whatever library refuses, the user sees one line
+    with pytest.raises(Exception) as caught:  # noqa: PT011
         composed(*overrides.split())
     known = described(caught.value)
     assert known is not None, caught.value

@@ -103,7 +103,8 @@ FORMS = {
     "threads": ("loader.backend=threads", "loader.num_workers=1"),
     "arrays": ("loader.backend=arrays",),
     "made on the device": (
-        "data=fake", "data.generate.classes=10", "data.generate.train_images=1280", "data.generate.val_images=64",
+        "data=fake", "data.generate.classes=10", "data.generate.train_images=1280",
+        "data.generate.val_images=64",
     ),
 }  # fmt: skip
 

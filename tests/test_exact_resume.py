@@ -88,10 +88,10 @@ def test_stops_within_epochs_change_nothing(
 @pytest.mark.parametrize(
     ("crop", "seeds"),
     [
-        ("pad", range(4)),
-        ("random_resized", range(4, 8)),
-        pytest.param("pad", range(8, 29), marks=pytest.mark.slow),
-        pytest.param("random_resized", range(29, 50), marks=pytest.mark.slow),
+        ("pad", range(2)),
+        ("random_resized", range(2, 4)),
+        pytest.param("pad", range(4, 27), marks=pytest.mark.slow),
+        pytest.param("random_resized", range(27, 50), marks=pytest.mark.slow),
     ],
 )
 def test_threads_that_come_and_go_change_nothing(
@@ -221,9 +221,9 @@ def test_a_kill_at_any_call_to_the_disk_loses_nothing(tmp_path: Path) -> None:
     """Killed before and after each call of a run, then of the run that goes on, it ends as the one
     that never was.
     """
-    here = Path(__file__)
-    path = os.pathsep.join([str(here.parent), str(here.parents[1])])
-    command = [sys.executable, here.with_name("killed_runs.py"), tmp_path]
+    support = Path(__file__).with_name("support")
+    path = os.pathsep.join([str(support), str(support.parents[1])])
+    command = [sys.executable, support / "killed_runs.py", tmp_path]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
     events = set((tmp_path / "events").read_text().splitlines())
     calls = {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}

@@ -39,8 +39,8 @@ from harness.training.trial import StepTrials
 ROOT = Path(__file__).parents[1]
 Composed = Callable[..., Config]
 FAKE = (  # batches of 8, 8 and 4 images, and of 8 and 4 to be validated
-    "data=fake", "data.image_size=32", "data.generate.train_images=20", "data.generate.val_images=12",
-    "loader.batch_size=8", "loader.drop_last=false",
+    "data=fake", "data.image_size=32", "data.generate.train_images=20",
+    "data.generate.val_images=12", "loader.batch_size=8", "loader.drop_last=false",
 )  # fmt: skip
 
 
@@ -90,9 +90,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """
     cwd = tmp_path_factory.mktemp("finished")
     done = subprocess.run(
-        command("data=digits", "loader.autotune=true", "tuner.budget_s=6", "trainer.epochs=2", "run.name=first"),
-        cwd=cwd, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        command(
+            "data=digits",
+            "loader.autotune=true",
+            "tuner.budget_s=6",
+            "trainer.epochs=2",
+            "run.name=first",
+        ),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return cwd / "outputs" / "first", done.stdout
@@ -103,8 +113,8 @@ def test_the_console_tells_what_the_user_came_for(finished: tuple[Path, str]) ->
     TensorBoard's command.
     """
     for text in (
-        "run folder: outputs/first", "tuner=auto: ", "\nbefore  ", "\nafter   ", "the same without tuning: loader.",
-        "top-1 ", "images/s while training",
+        "run folder: outputs/first", "tuner=auto: ", "\nbefore  ", "\nafter   ",
+        "the same without tuning: loader.", "top-1 ", "images/s while training",
         "data wait ", "verdict ", "run folder     outputs/first", "tensorboard --logdir outputs",
     ):  # fmt: skip
         assert text in finished[1]
@@ -142,10 +152,22 @@ def test_the_event_file_and_the_lines_hold_the_same_tags(finished: tuple[Path, s
     events = EventAccumulator(str(finished[0])).Reload()
     in_events = {tag for tag in events.Tags()["scalars"] if not tag.startswith("hparam/")}
     expected = {
-        "train/loss", "train/lr", "val/top1", "val/top5", "val/loss", "speed/images_per_s", "stall/data_fraction",
-        "stall/data_wait_fraction", "host/cpu_fraction", "host/ram_used_bytes",
-        *(f"time/{name}_ms/{part}" for name in ("step", "data_wait", "compute") for part in ("median", "p95", "max")),
-    }  # fmt: skip
+        "train/loss",
+        "train/lr",
+        "val/top1",
+        "val/top5",
+        "val/loss",
+        "speed/images_per_s",
+        "stall/data_fraction",
+        "stall/data_wait_fraction",
+        "host/cpu_fraction",
+        "host/ram_used_bytes",
+        *(
+            f"time/{name}_ms/{part}"
+            for name in ("step", "data_wait", "compute")
+            for part in ("median", "p95", "max")
+        ),
+    }
     assert expected <= in_lines
     assert in_events == in_lines
     assert not any(tag.startswith("gpu/") for tag in in_lines) or torch.cuda.is_available()
@@ -155,7 +177,8 @@ def test_the_folder_holds_the_run_and_no_more(finished: tuple[Path, str]) -> Non
     """Log, lock, settings, figures, tuning, report and checkpoints are there."""
     names = {path.name for path in finished[0].iterdir() if not path.name.startswith("events.")}
     assert names == {
-        ".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.html", "report.json", "train.log", "tuning.json",
+        ".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.html", "report.json",
+        "train.log", "tuning.json",
     }  # fmt: skip
     tuning = json.loads((finished[0] / "tuning.json").read_text())
     assert tuning["trials"]  # how many there is time for depends on the machine
@@ -166,10 +189,18 @@ def test_a_saved_config_starts_the_same_run_again(
 ) -> None:
     """A run's .hydra folder is a config of its own."""
     done = subprocess.run(
-        [*command("--config-path", str(finished[0] / ".hydra"), "--config-name", "config"),
-         "trainer.max_steps=1", "loader.autotune=false", "run.name=again"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        [
+            *command("--config-path", str(finished[0] / ".hydra"), "--config-name", "config"),
+            "trainer.max_steps=1",
+            "loader.autotune=false",
+            "run.name=again",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "outputs/again/report.json").read_text())["steps"] == 1
 
@@ -343,7 +374,7 @@ def test_no_loader_setting_changes_the_weights(composed: Composed, tmp_path: Pat
             "loader.persistent_workers=false",
             "loader.device_prefetch=false",
         ),
-        "tuned": ("loader.autotune=true", "tuner.budget_s=6"),
+        "tuned": ("loader.autotune=true", "tuner.budget_s=3"),
     }
     digests = {}
     for name, overrides in ways.items():
@@ -494,8 +525,8 @@ def test_a_used_folder_is_refused(finished: tuple[Path, str]) -> None:
     """A second run of the same name does not mix with the first, nor touch its settings."""
     before = (finished[0] / ".hydra/overrides.yaml").read_text()
     done = subprocess.run(
-        command("data=digits", "run.name=first"), cwd=finished[0].parents[1], capture_output=True, text=True, timeout=60,
-        check=False,
+        command("data=digits", "run.name=first"), cwd=finished[0].parents[1], capture_output=True,
+        text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert (finished[0] / ".hydra/overrides.yaml").read_text() == before
@@ -577,7 +608,8 @@ def test_cifar10_is_fetched_tuned_and_trained(
     """
     mirror, md5 = cifar
     config = composed(
-        "data=cifar10", f"data.mirror={mirror}", f"data.md5={md5}", f"data.root={tmp_path / 'data'}", "loader.autotune=true",
+        "data=cifar10", f"data.mirror={mirror}", f"data.md5={md5}",
+        f"data.root={tmp_path / 'data'}", "loader.autotune=true",
         "tuner.budget_s=6", "trainer.epochs=1", "loader.batch_size=32",
     )  # fmt: skip
     report = run_here(config, tmp_path / "run")
@@ -708,9 +740,20 @@ def test_a_sweep_loses_no_job(tmp_path: Path) -> None:
     columns.
     """
     done = subprocess.run(
-        command("-m", "data=digits", "trainer.epochs=1", "loader.num_workers=0,1", "optim.lr=-1,0.1", "run.name=sweep"),
-        cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        command(
+            "-m",
+            "data=digits",
+            "trainer.epochs=1",
+            "loader.num_workers=0,1",
+            "optim.lr=-1,0.1",
+            "run.name=sweep",
+        ),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert done.returncode == 2
     for number in (0, 2):
         assert f"error: multirun/sweep/{number}: optim.lr=-1.0: must be >= 0.0" in done.stderr
@@ -786,7 +829,13 @@ def test_a_crash_in_native_code_is_told(tmp_path: Path) -> None:
     """
     for name in "abc":
         process = started(
-            tmp_path, "data=shapes", "data.image_size=32", "trainer.epochs=500", f"run.name={name}"
+            tmp_path,
+            "data=shapes",
+            "data.image_size=32",
+            "data.generate.train_images=1000",
+            "data.generate.val_images=100",
+            "trainer.epochs=500",
+            f"run.name={name}",
         )
         wait_for((tmp_path / "outputs" / name / "metrics.jsonl").exists, 90, process)
         process.send_signal(signal.SIGSEGV)
@@ -802,7 +851,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     """A SIGKILL of the trainer alone leaves no worker; the next run goes on where it was and gets
     better.
     """
-    arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=4")
+    arguments = ("data=digits", "loader.num_workers=1", "run.name=x", "trainer.epochs=3")
     process = started(tmp_path, *arguments)
     folder = tmp_path / "outputs/x"
     wait_for(lambda: (folder / "checkpoints/last.pt").exists(), 90, process)
@@ -823,7 +872,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
-    assert report["epochs"] == 4
+    assert report["epochs"] == 3
     assert f"{before.epoch} epochs and {before.step} steps are done" in done.stdout
     assert before.top1 is not None
     assert report["top1"] > before.top1

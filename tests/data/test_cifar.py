@@ -63,7 +63,7 @@ def _at_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
 
 def settings(root: Path, md5: str | None = None, **more: object) -> DataConfig:
-    return DataConfig(name="cifar10", root=str(root), md5=md5, **{"download": False, **more})  # type: ignore[arg-type]
+    return DataConfig(name="cifar10", root=str(root), md5=md5, **{"download": False, **more})
 
 
 def listing(folder: Path) -> list[str]:
@@ -193,7 +193,8 @@ class Call:
 # An array of objects whose flags say that it holds none: numpy itself takes the sixteen bytes for
 # two addresses.
 FORGED = (
-    b"}(S'data'\ncnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntS'b'\ntR(I1\n(I1\nI3072\nt"
+    b"}(S'data'\ncnumpy.core.multiarray\n_reconstruct\n"
+    b"(cnumpy\nndarray\n(I0\ntS'b'\ntR(I1\n(I1\nI3072\nt"
     b"cnumpy\ndtype\n(S'O8'\nI00\nI01\ntR(I3\nS'|'\nNNNI-1\nI-1\nI0\ntbI00\nS'"
     + b"A" * 24576
     + b"'\ntbS'labels'\n](I0\neu."
@@ -204,7 +205,8 @@ MALICIOUS = {
         f"os.system, protocol {n}": pickle.dumps({"data": Call(os.system, CANARY)}, n)
         for n in range(6)
     },
-    "eval by STACK_GLOBAL": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x1b__import__('os').mkdir('x')\x85R.",
+    "eval by STACK_GLOBAL": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93"
+    b"\x8c\x1b__import__('os').mkdir('x')\x85R.",
     "INST": b"(S'touch canary'\nios\nsystem\n.",
     "OBJ": b"(cos\nsystem\nS'touch canary'\no.",
     "NEWOBJ": b"\x80\x02csubprocess\nPopen\n(S'touch canary'\nt\x81.",

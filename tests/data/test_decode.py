@@ -144,25 +144,53 @@ def two(mode: str, first: Any, second: Any) -> Image.Image:
         (encoded(two("1", 0, 1), "TIFF"), (0,) * 3, (255,) * 3),
         (palette(0), OPTIONS.background, GREEN),
         (palette(bytes([255, 128])), RED, over(GREEN, 128 / 255)),
-        (encoded(two("RGBA", (*RED, 0), (*GREEN, 51)), "PNG"), OPTIONS.background, over(GREEN, 0.2)),
+        (
+            encoded(two("RGBA", (*RED, 0), (*GREEN, 51)), "PNG"),
+            OPTIONS.background,
+            over(GREEN, 0.2),
+        ),
         (encoded(two("LA", (100, 255), (100, 0)), "PNG"), (100,) * 3, OPTIONS.background),
         (encoded(two("PA", (0, 255), (0, 0)), "TIFF"), (0,) * 3, OPTIONS.background),
         (encoded(two("RGB", RED, GREEN), "PNG", transparency=GREEN), RED, OPTIONS.background),
         (encoded(two("L", 7, 200), "PNG", transparency=7), OPTIONS.background, (200,) * 3),
-        (encoded(two("RGBA", (*RED, 0), (*GREEN, 255)), "WEBP", lossless=True), OPTIONS.background, GREEN),
+        (
+            encoded(two("RGBA", (*RED, 0), (*GREEN, 255)), "WEBP", lossless=True),
+            OPTIONS.background,
+            GREEN,
+        ),
         (encoded(two("CMYK", (0, 255, 255, 0), (0, 0, 0, 255)), "TIFF"), RED, (0, 0, 0)),
         (encoded(two("YCbCr", (76, 85, 255), (255, 128, 128)), "TIFF"), RED, (255,) * 3),
         (b"P1 2 1 0 1", (255,) * 3, (0,) * 3),
-        (png(2, 1, 16, 2, b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 32896)), RED, (0, 255, 128)),
-        (png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)), (128,) * 3, OPTIONS.background),
+        (
+            png(2, 1, 16, 2, b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 32896)),
+            RED,
+            (0, 255, 128),
+        ),
+        (
+            png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)),
+            (128,) * 3,
+            OPTIONS.background,
+        ),
     ],
     ids=[
-        "grey", "one bit PNG", "one bit TIFF", "palette, one colour clear", ("palette with "
-                                                                             "alpha"), "RGBA", "grey alpha",
-        "palette alpha TIFF", "RGB, one colour clear", "grey, one value clear", "RGBA WebP", "CMYK TIFF", "YCbCr TIFF",
-        "bitmap PBM", "16-bit RGB", "16-bit grey alpha",
+        "grey",
+        "one bit PNG",
+        "one bit TIFF",
+        "palette, one colour clear",
+        "palette with alpha",
+        "RGBA",
+        "grey alpha",
+        "palette alpha TIFF",
+        "RGB, one colour clear",
+        "grey, one value clear",
+        "RGBA WebP",
+        "CMYK TIFF",
+        "YCbCr TIFF",
+        "bitmap PBM",
+        "16-bit RGB",
+        "16-bit grey alpha",
     ],
-)  # fmt: skip
+)
 def test_every_mode_gives_its_colours(data: bytes, first: Any, second: Any) -> None:
     """Whatever the mode, colours come out as eight-bit RGB,
     transparency over the set background.
@@ -276,8 +304,8 @@ def test_exif_orientation_is_an_option(orientation: int, kind: str) -> None:
     upright = stored
     upright = {
         1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1],
-        5: upright.swapaxes(0, 1), 6: upright[::-1].swapaxes(0, 1), 7: upright[::-1, ::-1].swapaxes(0, 1),
-        8: upright[:, ::-1].swapaxes(0, 1),
+        5: upright.swapaxes(0, 1), 6: upright[::-1].swapaxes(0, 1),
+        7: upright[::-1, ::-1].swapaxes(0, 1), 8: upright[:, ::-1].swapaxes(0, 1),
     }[orientation]  # fmt: skip
     assert (pixels(data) == stored).all()
     assert np.array_equal(pixels(data, DecodeOptions(exif_orientation=True)), upright)
@@ -331,10 +359,14 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         (EPS, "not an image of a supported format"),
         (b"%PDF-1.4", "not an image of a supported format"),
         (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
-        (cut(encoded(photo(), "JPEG"), 2), ("damaged: the decoder reported missing data (Premature "
-                                            "end of JPEG file)")),
-        (cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000), ("Premature end of JPEG "
-                                                                         "file")),
+        (
+            cut(encoded(photo(), "JPEG"), 2),
+            ("damaged: the decoder reported missing data (Premature end of JPEG file)"),
+        ),
+        (
+            cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000),
+            ("Premature end of JPEG file"),
+        ),
         (cut(encoded(photo(), "PNG"), 2000), "truncated file"),
         (encoded(photo(), "JPEG")[:10], ""),
         (encoded(photo(), "TIFF")[:4], ""),
@@ -344,11 +376,24 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         (b"RIFF\0\0\0\0WEBP", ""),
     ],
     ids=[
-        "empty", "lfs", "zeros", "html", "eps", "pdf", "zlib", ("jpeg short of two "
-                                                                "bytes"), "progressive jpeg cut",
-        "png cut",        "jpeg header", "tiff header", "bmp header", "gif header", "ppm header", "webp header",
+        "empty",
+        "lfs",
+        "zeros",
+        "html",
+        "eps",
+        "pdf",
+        "zlib",
+        ("jpeg short of two bytes"),
+        "progressive jpeg cut",
+        "png cut",
+        "jpeg header",
+        "tiff header",
+        "bmp header",
+        "gif header",
+        "ppm header",
+        "webp header",
     ],
-)  # fmt: skip
+)
 def test_bad_bytes_are_bad_samples(data: bytes, text: str) -> None:
     """Damage and strangers are refused in words, naming the file with its control characters
     escaped.

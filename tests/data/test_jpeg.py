@@ -108,11 +108,16 @@ def with_last_scan_twice(data: bytes) -> bytes:
         encoded(photo()).replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc1\x00\x11\x0c"),
     ],
     ids=[
-        "inks", "bytes before its end", "many bytes before its end", ("bytes in its "
-                                                                      "header"), "JFIF 7", "odd Adobe mark",
-        "three bytes", "twelve bits",
+        "inks",
+        "bytes before its end",
+        "many bytes before its end",
+        "bytes in its header",
+        "JFIF 7",
+        "odd Adobe mark",
+        "three bytes",
+        "twelve bits",
     ],
-)  # fmt: skip
+)
 def test_the_unusual_is_left_to_pillow(data: bytes) -> None:
     """Four inks, what libjpeg-turbo warns of although no pixel is
     missing, and what it cannot read.
@@ -127,22 +132,41 @@ LOSSES: dict[str, tuple[bytes, str]] = {
     "header alone": (encoded(photo())[:640], "Premature end of JPEG file"),
     "too few rows": (grown(encoded(photo(16, 16))), "premature end of data segment"),
     **{
-        f"{kind}, cut with an end behind": (KINDS[kind][:-400] + b"\xff\xd9", ("premature end of "
-                                                                               "data segment"))
-        for kind in ("4:2:0", "4:4:4", "grey", "stored as RGB", "restart markers", "own tables", "progressive")
+        f"{kind}, cut with an end behind": (
+            KINDS[kind][:-400] + b"\xff\xd9",
+            ("premature end of data segment"),
+        )
+        for kind in (
+            "4:2:0",
+            "4:4:4",
+            "grey",
+            "stored as RGB",
+            "restart markers",
+            "own tables",
+            "progressive",
+        )
     },
-    "inks, cut with an end behind": (encoded(photo().convert("CMYK"))[:-500] + b"\xff\xd9", "premature end of data segment"),
-    "no pixels but restart markers": (
-        KINDS["restart markers"][: KINDS["restart markers"].index(b"\xff\xd0")]
-        + b"".join(b"\xff" + bytes([0xD0 + i % 8]) for i in range(40)) + b"\xff\xd9",
+    "inks, cut with an end behind": (
+        encoded(photo().convert("CMYK"))[:-500] + b"\xff\xd9",
         "premature end of data segment",
     ),
-    "a restart marker lost": (KINDS["restart markers"].replace(b"\xff\xd2", b"\xff\xd5", 1), "instead of RST"),
-    "arithmetic": (KINDS["4:2:0"].replace(b"\xff\xc0", b"\xff\xc9"), ("extraneous bytes before "
-                                                                      "marker 0xd9")),
+    "no pixels but restart markers": (
+        KINDS["restart markers"][: KINDS["restart markers"].index(b"\xff\xd0")]
+        + b"".join(b"\xff" + bytes([0xD0 + i % 8]) for i in range(40))
+        + b"\xff\xd9",
+        "premature end of data segment",
+    ),
+    "a restart marker lost": (
+        KINDS["restart markers"].replace(b"\xff\xd2", b"\xff\xd5", 1),
+        "instead of RST",
+    ),
+    "arithmetic": (
+        KINDS["4:2:0"].replace(b"\xff\xc0", b"\xff\xc9"),
+        ("extraneous bytes before marker 0xd9"),
+    ),
     "no Huffman code": (in_scan(KINDS["4:2:0"], b"\xff\0" * 40), "bad Huffman code"),
     "scans in disorder": (with_last_scan_twice(KINDS["progressive"]), "Inconsistent progression"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", LOSSES)

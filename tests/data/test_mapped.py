@@ -47,7 +47,8 @@ def test_a_file_outlives_the_interpreter() -> None:
     """
     program = """
 import atexit, os
-atexit.register(lambda: print(os.fstat(file.fd).st_size))  # the first to register is the last to be called
+# the first to register is the last to be called
+atexit.register(lambda: print(os.fstat(file.fd).st_size))
 from harness.data.mapped import in_memory
 file = in_memory("test", b"content")
 """

@@ -26,9 +26,8 @@ def _one_thread(kept_globals: None) -> None:
 
 def torchvisions(images: Tensor, draws: np.ndarray, magnitude: int) -> Tensor:
     """What torchvision's RandAugment makes of each image when it draws as ``draws`` say."""
-    told: list[
-        float
-    ] = []  # the place of an operation, and then, for a signed one, below a half for the negative direction
+    # the place of an operation; for a signed one then below a half for the negative direction
+    told: list[float] = []
     theirs, done = v2.RandAugment(draws.shape[1] // 2, magnitude), []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("randint", "rand"):

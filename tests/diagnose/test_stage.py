@@ -78,8 +78,8 @@ def test_a_folder_of_images(
     stay.
     """
     config = composed(
-        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2", "data.image_size=32",
-        "loader.batch_size=4", f"loader.num_workers={workers}",
+        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2",
+        "data.image_size=32", "loader.batch_size=4", f"loader.num_workers={workers}",
     )  # fmt: skip
     found, state, before = diagnosed(config, tmp_path)
     assert found.runs.delivered is not None and (found.ceiling or 1) >= 1
@@ -105,7 +105,8 @@ def test_a_folder_of_images(
 @pytest.mark.parametrize("others", [1.5, None])
 @pytest.mark.usefixtures("brief", "kept_globals")
 def test_other_programs_are_warned_of(
-    others: float | None, photos: Path, tmp_path: Path, composed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch,
+    others: float | None, photos: Path, tmp_path: Path, composed: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Before the answer, where they took processors that the runs wanted; the answer is then that,
@@ -116,8 +117,8 @@ def test_other_programs_are_warned_of(
         Neighbours, "look", lambda self: said.append(len(capsys.readouterr().out)) or others
     )
     config = composed(
-        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2", "data.image_size=32",
-        "loader.batch_size=4",
+        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2",
+        "data.image_size=32", "loader.batch_size=4",
     )  # fmt: skip
     found, *_ = diagnosed(config, tmp_path)
     warning = "other programs took 1.5 of the 2 cores meanwhile, so that the figures are theirs too"

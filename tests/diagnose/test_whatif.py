@@ -178,8 +178,8 @@ def test_workers_that_do_not_fit_are_not_proposed() -> None:
     found = dataclasses.replace(facts(1, delivered=190.0), fits=fits_up_to(3))
     assert reachable(found) == (pytest.approx(600.0), 3)
     assert {change for change in given(found) if "worker" in change} == {
-        "loader.num_workers=3", "1 more core, and a worker for each", ("2 more cores, and a worker "
-                                                                       "for each"),
+        "loader.num_workers=3", "1 more core, and a worker for each",
+        ("2 more cores, and a worker for each"),
     }  # fmt: skip
     assert "num_workers=3 600" in bound(found).words
 
@@ -334,28 +334,42 @@ def test_the_bound_is_named(found: Facts, bottleneck: str) -> None:
 @pytest.mark.parametrize(
     ("found", "bottleneck"),
     [
-        pytest.param(facts(1, delivered=990.0, on_cpu=True), "neighbours", id="compute on the same "
-                                                                              "processors"),
-        pytest.param(facts(1, delivered=950.0, on_cpu=True), "neighbours", id="balanced on the "
-                                                                              "same processors"),
+        pytest.param(
+            facts(1, delivered=990.0, on_cpu=True),
+            "neighbours",
+            id="compute on the same processors",
+        ),
+        pytest.param(
+            facts(1, delivered=950.0, on_cpu=True),
+            "neighbours",
+            id="balanced on the same processors",
+        ),
         pytest.param(facts(1, delivered=990.0), "compute", id="a busy device"),
         pytest.param(facts(1, delivered=950.0), "balanced", id="a device that is hardly held up"),
         pytest.param(facts(1), "neighbours", id="one worker for five"),
         pytest.param(facts(8, cores=2, delivered=400.0), "neighbours", id="decoding"),
         pytest.param(
-            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)), "neighbours", id="augmentation"
+            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)),
+            "neighbours",
+            id="augmentation",
         ),
-        pytest.param(facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"), "neighbours", id="a quota"),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"),
+            "neighbours",
+            id="a quota",
+        ),
         pytest.param(facts(5, delivered=500.0), "neighbours", id="handing over"),
-        pytest.param(facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the "
-                                                                             "time"),
+        pytest.param(
+            facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"
+        ),
         pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
         pytest.param(
-            facts(8, cores=2, delivered=400.0, read=(3.0, 0.5), decode=(0.5, 0.4), crop=(0.5, 0.4)), "neighbours",
+            facts(8, cores=2, delivered=400.0, read=(3.0, 0.5), decode=(0.5, 0.4), crop=(0.5, 0.4)),
+            "neighbours",
             id="reading that waits for a processor each time",
         ),
     ],
-)  # fmt: skip
+)
 def test_other_programs_bound_what_lacks_processors(found: Facts, bottleneck: str) -> None:
     """They are named with what they took, and no change is reckoned; what no processor would help
     keeps its own name.

@@ -77,7 +77,7 @@ def dataset(source: Source, transform: Transform | None = None) -> ImageDataset:
 
 
 def feed(images: ImageDataset, order: Order = ORDER, **more: object) -> ArrayFeed:
-    return ArrayFeed(images, order, samples.settings(batch_size=order.batch_size), **more)  # type: ignore[arg-type]
+    return ArrayFeed(images, order, samples.settings(batch_size=order.batch_size), **more)
 
 
 def epochs(made: ArrayFeed | ProcessFeed, *chosen: int) -> list[HostBatch]:
@@ -431,9 +431,17 @@ def test_what_is_cut_from_whole_images_cannot_be_served() -> None:
 def test_settings_of_arrays_have_no_workers() -> None:
     """Whatever they were in another form; they have what they had otherwise."""
     settings = in_form(samples.settings(3, persistent_workers=True), "arrays")
-    assert (settings.backend, settings.num_workers, settings.prefetch_factor, settings.persistent_workers) == (
-        "arrays", 0, None, False,
-    )  # fmt: skip
+    assert (
+        settings.backend,
+        settings.num_workers,
+        settings.prefetch_factor,
+        settings.persistent_workers,
+    ) == (
+        "arrays",
+        0,
+        None,
+        False,
+    )
     assert settings == in_form(samples.settings(0), "arrays")
 
 

@@ -171,7 +171,7 @@ HELD = (
 
 def small(backend: Backend | None = None, crop: Crop = Crop.pad, **loader: object) -> Feeds:
     """Feeds over 20 training and 6 validation images in arrays."""
-    config = Config(loader=LoaderConfig(batch_size=4, backend=backend, **loader))  # type: ignore[arg-type]
+    config = Config(loader=LoaderConfig(batch_size=4, backend=backend, **loader))  # type: ignore
 
     def images(length: int, transform: TrainTransform | EvalTransform) -> ImageDataset:
         pixels = np.random.default_rng(length).integers(0, 256, (length, 8, 8, 3), np.uint8)
@@ -272,19 +272,24 @@ def test_arrays_have_no_validation_workers() -> None:
     ("crop", "memory_bytes", "text"),
     [
         pytest.param(
-            Crop.random_resized, 10**9,
+            Crop.random_resized,
+            10**9,
             r"^loader.backend=arrays: crops are cut from whole images, .* choose augment.crop=pad "
             r"or center, or "
-            r"loader.backend=threads$", id="crops of all sizes",
+            r"loader.backend=threads$",
+            id="crops of all sizes",
         ),
         pytest.param(
-            Crop.pad, HELD, r"^loader.backend=arrays: 26 images of 8x8 pixels take 0.0 GB of "
-                            r"memory, of which 0.0 GB are free "
+            Crop.pad,
+            HELD,
+            r"^loader.backend=arrays: 26 images of 8x8 pixels take 0.0 GB of "
+            r"memory, of which 0.0 GB are free "
             r"\(a fifth is kept back\); lower data.image_size or use "
-            r"loader.backend=threads$", id="too large",
+            r"loader.backend=threads$",
+            id="too large",
         ),
     ],
-)  # fmt: skip
+)
 def test_arrays_that_cannot_serve_are_refused(crop: Crop, memory_bytes: int, text: str) -> None:
     """The setting, the reason, and the way out."""
     with pytest.raises(ConfigError, match=text):

@@ -218,7 +218,7 @@ def in_tracebacks(batches: DataPrefetcher) -> list[Tensor]:
         with pytest.raises(ValueError, match="torch.Size") as raised:
             fail(images)
         errors.append(raised.value)
-    return [error.__traceback__.tb_next.tb_frame.f_locals["own"] for error in errors]  # type: ignore[union-attr]
+    return [error.__traceback__.tb_next.tb_frame.f_locals["own"] for error in errors]
 
 
 def accumulated(batches: DataPrefetcher) -> list[Tensor]:

@@ -412,9 +412,8 @@ def test_never_more_than_one_batch_ahead() -> None:
     taken, too_far = 0, threading.Event()
 
     def before(k: int) -> None:
-        if (
-            k > taken + 1
-        ):  # the k-th is asked for when the one before it is being taken, the first with nothing taken
+        # the k-th is asked for when the one before it is being taken, the first with nothing taken
+        if k > taken + 1:
             too_far.set()
 
     batches = DataPrefetcher(Loader(host_batches((2,) * 6), before), "cpu", ahead=True)

@@ -56,7 +56,7 @@ def make_feed() -> Iterator[MakeFeed]:
     ) -> ProcessFeed:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
-        made.append(ProcessFeed(dataset, order, samples.settings(num_workers, **more), gauge))  # type: ignore[arg-type]
+        made.append(ProcessFeed(dataset, order, samples.settings(num_workers, **more), gauge))
         return made[-1]
 
     yield make

@@ -114,7 +114,7 @@ def test_a_few_batches_are_made_ahead(make_feed: MakeFeed, prefetch_factor: int)
     for taken, batches in enumerate([iter(feed)] * 3):
         wanted = 4 * (prefetch_factor + 1 + taken)
         assert comes_true(lambda wanted=wanted: dataset.begun == wanted)  # type: ignore[misc]
-        assert not comes_true(lambda wanted=wanted: dataset.begun > wanted, within_s=0.03)  # type: ignore[misc]
+        assert not comes_true(lambda wanted=wanted: dataset.begun > wanted, within_s=0.03)
         next(batches)
 
 
@@ -438,7 +438,7 @@ class TestResize:
         for threads in (5, 1, 3):
             next(batches)
             feed.resize(threads)
-            assert comes_true(lambda threads=threads: len(samples.at_work()) == threads)  # type: ignore[misc]
+            assert comes_true(lambda threads=threads: len(samples.at_work()) == threads)
         list(batches)
         list(feed)
         assert len(samples.at_work()) == 3
@@ -552,7 +552,8 @@ class Busy(samples.Noise):
         if sys.argv[1] == "hanging" and index == 5: threading.Event().wait()
         return super().fill(epoch, index, out)
 
-feed = ThreadFeed(Busy(4000), Order(4000, 4, shuffle=False), samples.settings(3, persistent_workers=True))
+settings = samples.settings(3, persistent_workers=True)
+feed = ThreadFeed(Busy(4000), Order(4000, 4, shuffle=False), settings)
 batches = iter(feed)
 first = next(batches)
 feed.prime(1)

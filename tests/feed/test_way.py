@@ -93,7 +93,7 @@ def test_an_image_goes_that_way(
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        list(DataPrefetcher(form(images, Order(2, 1), settings), "cpu", ahead=True))  # type: ignore[call-arg, arg-type]
+        list(DataPrefetcher(form(images, Order(2, 1), settings), "cpu", ahead=True))  # type: ignore
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

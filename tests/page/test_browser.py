@@ -17,7 +17,7 @@ from typing import TypeVar
 from urllib.request import urlopen
 
 import pytest
-from page import runs
+import runs
 from PIL import Image
 
 pytest.importorskip("selenium", reason="needs selenium (uv sync)")
@@ -34,8 +34,10 @@ from harness.watch.board import Board
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,900",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+    "--window-size=1280,900",
 )  # fmt: skip
 WAIT_S = 30
 
@@ -502,7 +504,10 @@ LATE_ANSWER = """
     const late = await asked(`${parent.location.origin}/data/plugin/data_stalls/run?name=cpu_run`);
     const body = await late.json();
     window.fetch = (address) => String(address).endsWith("name=cpu_run")
-      ? new Promise((answer) => (window.release = () => answer({ ok: true, json: async () => body }))) : asked(address);
+      ? new Promise((answer) => {
+          window.release = () => answer({ ok: true, json: async () => body });
+        })
+      : asked(address);
 """
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from page.runs import SPIKES, long_run, window
+from runs import SPIKES, long_run, window
 
 from harness.page.course import TAGS, Windows, course, declared, latest, read_windows, spikes
 

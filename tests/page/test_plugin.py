@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 from model_time import Hand
-from page import runs
 from tensorboard.plugins.base_plugin import TBContext
 
 from harness.page import serve

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page import runs
+import runs
 
 from harness.page.__main__ import main
 from harness.page.report import ASSETS, SCRIPTS, bundle, run_name, write_report, write_sweep

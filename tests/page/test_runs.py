@@ -9,8 +9,8 @@ from pathlib import Path
 
 import oddities
 import pytest
+import runs
 from oddities import Plant
-from page import runs
 
 from harness.page.runs import each_run, find_runs, read_run
 

@@ -37,7 +37,7 @@ def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def config(name: DistName = DistName.single, nprocs: int | None = None, **more: object) -> Config:
-    return Config(device="cpu", dist=DistConfig(name=name, nprocs=nprocs, **more))  # type: ignore[arg-type]
+    return Config(device="cpu", dist=DistConfig(name=name, nprocs=nprocs, **more))  # type: ignore
 
 
 def test_one_rank_agrees_with_itself() -> None:

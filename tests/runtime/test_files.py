@@ -53,12 +53,14 @@ def test_plain_values_become_what_they_were() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"count": "3"}, {"count": 3.0}, {"count": True}, {"count": None}, {"count": -1}, {"count": 10**400},
-        {"kind": "c"}, {"kind": None}, {"flag": 1}, {"flag": "true"},
-        {"inner": []}, {"inner": {"rate": 1.0}}, {"inner": {"rate": "1", "high": 1}}, {"inner": {"rate": None, "high": 1}},
+        {"count": "3"}, {"count": 3.0}, {"count": True}, {"count": None}, {"count": -1},
+        {"count": 10**400}, {"kind": "c"}, {"kind": None}, {"flag": 1}, {"flag": "true"},
+        {"inner": []}, {"inner": {"rate": 1.0}}, {"inner": {"rate": "1", "high": 1}},
+        {"inner": {"rate": None, "high": 1}},
         {"inner": {"rate": math.inf, "high": 1}}, {"inner": {"rate": math.nan, "high": 1}},
         {"inner": {"rate": True, "high": 1}},
-        {"pairs": {}}, {"pairs": [[1.0]]}, {"pairs": [[1.0, 2, 3]]}, {"pairs": [1]}, {"pairs": "ab"},
+        {"pairs": {}}, {"pairs": [[1.0]]}, {"pairs": [[1.0, 2, 3]]}, {"pairs": [1]},
+        {"pairs": "ab"},
         {"names": {"x": 1}}, {"names": []}, {"names": {"x": "\x1b[2J"}}, {"names": {"x": "\ud800"}},
         {"more": 1},
     ],

@@ -213,31 +213,88 @@ SRUN = {"SLURM_CPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PE
     ("variables", "local_ranks", "affinity", "cores", "gib"),
     [
         pytest.param(SRUN, 1, 16, 8, 64, id="batch script, one rank"),
-        pytest.param(SRUN | {"SLURM_CPUS_PER_TASK": "2"}, 4, 8, 2, 16, id="batch script, torchrun "
-                                                                          "or spawn"),
-        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 2, 2, 16, id="srun, ranks "
-                                                                                    "bound to their own cores"),
-        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 16, 2, 16, id="srun, ranks "
-                                                                                     "not bound"),
-        pytest.param(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 1, 2, 2, 16, id="srun, four runs "
-                                                                                "side by side"),
         pytest.param(
-            {"SLURM_CPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_CPUS_PER_TASK": "6"}, 4, 16, 1.5, 16,
+            SRUN | {"SLURM_CPUS_PER_TASK": "2"}, 4, 8, 2, 16, id="batch script, torchrun or spawn"
+        ),
+        pytest.param(
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
+            4,
+            2,
+            2,
+            16,
+            id="srun, ranks bound to their own cores",
+        ),
+        pytest.param(
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4, 16, 2, 16, id="srun, ranks not bound"
+        ),
+        pytest.param(
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4"},
+            1,
+            2,
+            2,
+            16,
+            id="srun, four runs side by side",
+        ),
+        pytest.param(
+            {
+                "SLURM_CPUS_ON_NODE": "8",
+                "SLURM_STEP_TASKS_PER_NODE": "1",
+                "SLURM_CPUS_PER_TASK": "6",
+            },
+            4,
+            16,
+            1.5,
+            16,
             id="srun of one torchrun",
         ),
         pytest.param(
-            {"SLURM_CPUS_ON_NODE": "99", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "3"}, 4, 16, 3, 16,
+            {
+                "SLURM_CPUS_ON_NODE": "99",
+                "SLURM_STEP_TASKS_PER_NODE": "4",
+                "SLURM_CPUS_PER_TASK": "3",
+            },
+            4,
+            16,
+            3,
+            16,
             id="srun, a task's share",
         ),
         pytest.param({"SLURM_CPUS_ON_NODE": "64"}, 1, 16, 16, 64, id="more than the affinity"),
-        pytest.param({"SLURM_CPUS_ON_NODE": "8,4", "SLURM_MEM_PER_NODE": "all"}, 1, 16, 16, 64, id="malformed"),
-        pytest.param({"SLURM_CPUS_ON_NODE": "0", "SLURM_MEM_PER_NODE": "0"}, 1, 16, 16, 64, id="zero is no limit"),
-        pytest.param({"SLURM_MEM_PER_NODE": "8192"}, 2, 16, 8, 3, id="memory of the node, less "
-                                                                     "what the ranks have"),
-        pytest.param({"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8"}, 1, 16, 8, 7, id="memory per core"),
+        pytest.param(
+            {"SLURM_CPUS_ON_NODE": "8,4", "SLURM_MEM_PER_NODE": "all"},
+            1,
+            16,
+            16,
+            64,
+            id="malformed",
+        ),
+        pytest.param(
+            {"SLURM_CPUS_ON_NODE": "0", "SLURM_MEM_PER_NODE": "0"},
+            1,
+            16,
+            16,
+            64,
+            id="zero is no limit",
+        ),
+        pytest.param(
+            {"SLURM_MEM_PER_NODE": "8192"},
+            2,
+            16,
+            8,
+            3,
+            id="memory of the node, less what the ranks have",
+        ),
+        pytest.param(
+            {"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8"},
+            1,
+            16,
+            8,
+            7,
+            id="memory per core",
+        ),
         pytest.param({"SLURM_MEM_PER_NODE": "512"}, 1, 16, 16, 0, id="memory overdrawn"),
     ],
-)  # fmt: skip
+)
 def test_slurm_bounds_a_rank(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

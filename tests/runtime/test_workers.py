@@ -24,7 +24,8 @@ from harness.runtime import workers
 if __name__ == "__main__":
     workers.start_server(["wave"])
     here, there = multiprocessing.Pipe()
-    worker = multiprocessing.get_context("forkserver").Process(target=jobs.describe_worker, args=(there, "wave"))
+    context = multiprocessing.get_context("forkserver")
+    worker = context.Process(target=jobs.describe_worker, args=(there, "wave"))
     worker.start()
     print(here.recv())
     worker.join()

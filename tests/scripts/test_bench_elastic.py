@@ -19,8 +19,8 @@ def test_strategies_are_compared_within_a_round() -> None:
     """A round without the default does not count; seconds and ratio are of pairs."""
     told = table([
         line("default", 0, 20.0), line("default", 1, 30.0),
-        line("tuned", 0, 18.0, tuning_s=2.0, chosen="num_workers=4"), line("tuned", 1, 27.0, tuning_s=2.0),
-        line("tuned", 2, 99.0),
+        line("tuned", 0, 18.0, tuning_s=2.0, chosen="num_workers=4"),
+        line("tuned", 1, 27.0, tuning_s=2.0), line("tuned", 2, 99.0),
     ])  # fmt: skip
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in told.splitlines()[2:]]
     assert cells[0][:6] == ["jpeg_64", "3", "default", "2", "25.0", "+0.0 s [+0.0, +0.0]"]
@@ -45,11 +45,19 @@ def test_a_change_is_told_by_what_came_after_it() -> None:
         "8 threads": [[10.0, 100.0, 10], [13.5, 400.0, 10], [15.0, 400.0, 10], [15.1, 1600.0, 1]],
         "tuned": [[10.0, 90.0, 10], [14.5, 100.0, 10], [15.0, 440.0, 30], [17.0, 440.0, 1]],
     }
-    told = changing([
-        line(strategy, 0, 9.0, windows=found, changes=[{"before": 2, "threads": 8}] * (strategy == "tuned"))
-        | {"workload": "warms_5"}
-        for strategy, found in windows.items()
-    ])  # fmt: skip
+    told = changing(
+        [
+            line(
+                strategy,
+                0,
+                9.0,
+                windows=found,
+                changes=[{"before": 2, "threads": 8}] * (strategy == "tuned"),
+            )
+            | {"workload": "warms_5"}
+            for strategy, found in windows.items()
+        ]
+    )
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in told.splitlines()[2:]]
     best = 11 / (10 / 400 + 1 / 1600)
     assert cells[0][3:5] == ["100", f"{21 / (20 / 400 + 1 / 1600):.0f}"]

@@ -44,7 +44,7 @@ def test_a_window_counts_what_comes_after_the_first_batches(
 
     monkeypatch.setattr(loader_measures.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(loader_measures, "_processor_s", lambda tree: 3 * clock[0])
-    found = loader_measures.window(batches(), skip=2, seconds=2.5, cycle=2)
+    found = loader_measures.window(batches(), 2.5, skip=2, cycle=2)
     assert found == {"images": 12 + 13 + 14 + 15, "cpu_s": 12.0, "wall_s": 4.0}
 
 
@@ -148,10 +148,8 @@ def test_more_files_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_have_imagenets_mean_size() -> None:
-    """Evenly spread shares give the common sizes as often as they are common: 461 x 396 pixels in
-    the mean.
-    """
-    sizes = np.array([loader_data._size((number + 0.5) / 20) for number in range(20)])
+    """Of twenty sizes the common ones are as many as they are common: 461 x 396 in the mean."""
+    sizes = np.array(loader_data._SIZES)
     assert sizes.mean(axis=0).tolist() == pytest.approx([461, 396], abs=1)
 
 

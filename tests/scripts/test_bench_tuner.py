@@ -31,24 +31,50 @@ def setting(text: str) -> Setting:
 
 
 def rate(text: str, phase: str, number: int, value: float, *, twin: bool = False) -> Line:
-    return {"kind": "rate", "workload": W, "phase": phase, "round": number, "setting": text, "twin": twin,
-            "images_per_s": value}  # fmt: skip
+    return {
+        "kind": "rate",
+        "workload": W,
+        "phase": phase,
+        "round": number,
+        "setting": text,
+        "twin": twin,
+        "images_per_s": value,
+    }
 
 
 def choice(strategy: str, text: str | None, seconds: float = 1.0, repeat: int = 0) -> Line:
-    return {"kind": "choice", "workload": W, "strategy": strategy, "repeat": repeat, "seconds": seconds,
-            "setting": text, "note": ""}  # fmt: skip
+    return {
+        "kind": "choice",
+        "workload": W,
+        "strategy": strategy,
+        "repeat": repeat,
+        "seconds": seconds,
+        "setting": text,
+        "note": "",
+    }
 
 
 LINES = [
     {"kind": "demand", "workload": W, "images_per_s": 200.0},
-    choice("own", "1x2", 0.0), choice("auto", "2x2", 4.0), choice("auto", "3x2", 6.0, repeat=1), choice("grid", "4x2", 50.0),
+    choice("own", "1x2", 0.0),
+    choice("auto", "2x2", 4.0),
+    choice("auto", "3x2", 6.0, repeat=1),
+    choice("grid", "4x2", 50.0),
     choice("loadtune", None, 9.0),
-    *(rate(s, "choose", r, v) for r in (0, 1) for s, v in (("1x2", 100), ("2x2", 197), ("3x2", 199), ("4x2", 200))),
+    *(
+        rate(s, "choose", r, v)
+        for r in (0, 1)
+        for s, v in (("1x2", 100), ("2x2", 197), ("3x2", 199), ("4x2", 200))
+    ),
     rate("0", "choose", 0, 50),
-    *(rate(s, "score", r, v) for r in (0, 1) for s, v in (("1x2", 100), ("2x2", 190), ("3x2", 200), ("4x2", 200 + 0 * r))),
-    rate("4x2", "score", 0, 202, twin=True), rate("4x2", "score", 1, 198, twin=True),
-]  # fmt: skip
+    *(
+        rate(s, "score", r, v)
+        for r in (0, 1)
+        for s, v in (("1x2", 100), ("2x2", 190), ("3x2", 200), ("4x2", 200 + 0 * r))
+    ),
+    rate("4x2", "score", 0, 202, twin=True),
+    rate("4x2", "score", 1, 198, twin=True),
+]
 
 
 @pytest.fixture
@@ -66,7 +92,8 @@ class FakeClock:
     """Steps that take the seconds given, over and over."""
 
     def __init__(self, *durations: float) -> None:
-        self.durations, self.now = durations, 0.0
+        self.durations = durations
+        self.now = 0.0
 
     def steps(self) -> Iterator[int]:
         while True:
@@ -158,7 +185,8 @@ def test_the_control_is_the_pick_over_itself(found: Found) -> None:
 
 def test_the_interval_holds_the_ratio_and_is_the_same_in_every_run() -> None:
     """The bootstrap is seeded."""
-    over, under = [1.0, 1.2, 0.9, 1.1], [1.0, 1.1, 1.0, 1.0]
+    over = [1.0, 1.2, 0.9, 1.1]
+    under = [1.0, 1.1, 1.0, 1.0]
     ratio = Ratio.of(over, under)
     assert ratio == Ratio.of(over, under) and ratio.low < ratio.value < ratio.high
 
@@ -233,7 +261,8 @@ def test_every_hundredth_sample_is_in_the_tail(monkeypatch: pytest.MonkeyPatch) 
     """One sample in a hundred waits long."""
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
-    sleeper, out = Sleeper(2, 200, 0.002, 0.5), np.empty((3, 2, 2), np.uint8)
+    sleeper = Sleeper(2, 200, 0.002, 0.5)
+    out = np.empty((3, 2, 2), np.uint8)
     for index in range(200):
         sleeper.fill(0, index, out)
     assert (waited.count(0.5), waited.count(0.002)) == (2, 198)
@@ -286,8 +315,22 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(tuner_strategies.Rig, "demand", lambda rig: 40_000.0)
     monkeypatch.setattr(tuner_strategies, "candidates", lambda rig: [setting("0"), setting("1x2")])
     results = tmp_path / "results.jsonl"
-    arguments = ["--only", "tiny", "--strategies", "own,lightning", "--results", str(results), "--folder", str(tmp_path),
-                 "--choosing-rounds", "1", "--rounds", "1", "--seconds", "0.01"]  # fmt: skip
+    arguments = [
+        "--only",
+        "tiny",
+        "--strategies",
+        "own,lightning",
+        "--results",
+        str(results),
+        "--folder",
+        str(tmp_path),
+        "--choosing-rounds",
+        "1",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.01",
+    ]
     assert bench_tuner.main([*arguments, "--minutes", "0"]) == 0
     assert bench_tuner.main(arguments) == 0
     first = [json.loads(line) for line in results.read_text().splitlines()]

@@ -1,6 +1,7 @@
 """The benchmark of the watching: that it measures what is there, adds it up and judges it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,8 @@ def test_all_of_it_is_measured_and_written(
         "a sample's own us",
     ):
         assert what in said
-    assert [line.split(" take")[0].split(" stay")[0] for line in said.splitlines() if line.startswith("Claim")] == [
-        "Claim, all watching", "Claim, the workers' timers", "Claim, memory",
-    ]  # fmt: skip
+    claims = re.findall("^Claim, (.*?) (?:take|stay)", said, re.MULTILINE)
+    assert claims == ["all watching", "the workers' timers", "memory"]
     assert said.rstrip() in (tmp_path / "page.md").read_text()
     found = json.loads(out.read_text())
     assert found["clocks"]["step clock, host clock"]["us"]["n"] == 4
@@ -65,8 +65,10 @@ def test_all_of_it_is_measured_and_written(
 def figures(**changes: Any) -> dict[str, Any]:
     """What a run might have found; all claims hold."""
     return {
-        "machine": bench_watch.machine(), "steps": 100_000, "window_steps": 10, "sample_s": 1.0, "clocks": {"one": cost(40.0)},
-        "window": cost(100.0), "sampler_fraction": Estimate(0.002, 0.002, 0.002), "alone_fraction": 0.0,
+        "machine": bench_watch.machine(), "steps": 100_000, "window_steps": 10, "sample_s": 1.0,
+        "clocks": {"one": cost(40.0)},
+        "window": cost(100.0), "sampler_fraction": Estimate(0.002, 0.002, 0.002),
+        "alone_fraction": 0.0,
         "memory_growth_bytes": {"one": 20_000}, "stages": [cost(9.0), cost(0.0005)],
     } | changes  # fmt: skip
 

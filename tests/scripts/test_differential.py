@@ -15,7 +15,9 @@ from scripts.differential import EmulatedEvent, EmulatedStream, Rig, Row, compar
 
 def compared(rig: Rig, steps: int, tolerance: float) -> tuple[str, list[Row], list[str]]:
     """The line, the table and what is wrong."""
-    said, table, wrong = compare(rig, steps, tolerance), list[Row](), list[str]()
+    said = compare(rig, steps, tolerance)
+    table = list[Row]()
+    wrong = list[str]()
     while True:
         try:
             row = next(said)
@@ -76,7 +78,8 @@ def test_a_hidden_wait_and_the_loops_own_work_are_no_stall() -> None:
     """
     _, rows, _ = compared(model_rig(), 40, tolerance=0.001)
     found = {(row["loader / step"], row["loop / step"]): row for row in rows}
-    hidden, working = found[0.5, 0.0], found[0.0, 1.5]
+    hidden = found[0.5, 0.0]
+    working = found[0.0, 1.5]
     assert float(hidden["data wait"]) > 0.45 and float(hidden["stall"]) < 0.03
     assert float(working["stall"]) == 0 and float(working["host"]) > 0.3
 
@@ -89,13 +92,16 @@ def test_a_clock_that_is_deaf_is_found_out() -> None:
 
 def test_an_emulated_stream_runs_beside_the_host() -> None:
     """Ordering returns at once, waiting takes the time that was ordered, and events tell it."""
-    stream, start, end = EmulatedStream("emulated"), EmulatedEvent(), EmulatedEvent()
+    stream = EmulatedStream("emulated")
+    start = EmulatedEvent()
+    end = EmulatedEvent()
     begin = time.perf_counter()
     start.record(stream)
     for _ in range(3):
         stream.sleep(0.02)
     end.record(stream)
-    ordered, passed = time.perf_counter() - begin, end.query()
+    ordered = time.perf_counter() - begin
+    passed = end.query()
     end.synchronize()
     assert ordered < 0.02 and not passed
     assert time.perf_counter() - begin >= 0.06
@@ -104,8 +110,10 @@ def test_an_emulated_stream_runs_beside_the_host() -> None:
 
 def test_an_emulated_stream_waits_for_another() -> None:
     """Work behind a wait for another stream's event begins when that one has passed."""
-    one, other = EmulatedStream("emulated"), EmulatedStream("emulated")
-    copied, done = EmulatedEvent(), EmulatedEvent()
+    one = EmulatedStream("emulated")
+    other = EmulatedStream("emulated")
+    copied = EmulatedEvent()
+    done = EmulatedEvent()
     one.sleep(0.02)
     copied.record(one)
     other.wait_for(copied)
@@ -117,7 +125,8 @@ def test_an_emulated_stream_waits_for_another() -> None:
 
 def test_an_emulated_device_is_three_threads() -> None:
     """Compute, copies and marks go on beside each other; an epoch leaves no more threads behind."""
-    rig, before = emulated_rig(step_s=0.001), threading.active_count()
+    rig = emulated_rig(step_s=0.001)
+    before = threading.active_count()
     differential.timed_epoch(rig, 0.001, 0.0, 5)
     assert threading.active_count() == before
     assert sum(thread.name.startswith("emulated-") for thread in threading.enumerate()) >= 3

@@ -26,7 +26,8 @@ def test_every_form_runs_on_ever_fewer_cores(monkeypatch: pytest.MonkeyPatch) ->
     that are enough are named.
     """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-    left, seen = iter([900.0] * 5 + [0.0]), []
+    left = iter([900.0] * 5 + [0.0])
+    seen = []
 
     def run(feed: str, cores: int) -> dict[str, Any]:
         seen.append((feed, cores))

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 FILES = sorted((gpu_check.ROOT / "scripts").glob("gpu_*.py"))
 ON_A_CPU = ("elapsed", "prefetcher", "copies", "stall", "demand", "feeds")
 GPU_ONLY: dict[str, dict[str, str]] = {}
-"""By file the first lines of statements that only a real GPU runs, and why. Nothing here goes around ``accelerator``."""
+"""By file the first lines of statements that only a real GPU runs, and why."""
 
 pytestmark = [
     pytest.mark.timeout(200),
@@ -67,18 +67,22 @@ os.system("sleep 0.5 >/dev/null 2>&1 &")
 os.write(1, b'{"wrong": "off"}\\n{"ok": "ran"}\\n')
 """
 REPORT: Row = {
-    "images_per_s": 100.0, "step_ms": {"median": 1.0, "p95": 2.0}, "stall_fraction": 0.0, "data_wait_fraction": 0.0,
-    "loader": {"num_workers": 1, "pin_memory": True},
+    "images_per_s": 100.0, "step_ms": {"median": 1.0, "p95": 2.0}, "stall_fraction": 0.0,
+    "data_wait_fraction": 0.0, "loader": {"num_workers": 1, "pin_memory": True},
 }  # fmt: skip
 """What a run of ``train.py`` leaves."""
-RUN, SCALED, LEFT, PEERS = gpu_parts._run, Options.scaled, gpu_unsettled._left, gpu_loaders.peers
+RUN = gpu_parts._run
+SCALED = Options.scaled
+LEFT = gpu_unsettled._left
+PEERS = gpu_loaders.peers
 
 
 class DeviceStep:
     """A step that keeps the device busy for so long."""
 
     def __init__(self, seconds: float, *_: object) -> None:
-        self.seconds, self.model = seconds, torch.nn.Identity()
+        self.seconds = seconds
+        self.model = torch.nn.Identity()
 
     def __call__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         own = accelerator.of("cpu")
@@ -302,7 +306,8 @@ def test_every_statement_runs_on_the_emulated_gpu(
     """Each part to its end, on the GPU and what a CPU does in its place; what is left is listed,
     and all that is listed is.
     """
-    lines, ends = Lines(FILES), dict[tuple[str, str], Row]()
+    lines = Lines(FILES)
+    ends = dict[tuple[str, str], Row]()
     with lines.watching():
         with pytest.MonkeyPatch.context() as patch, emulated(EmulatedDevice(), patch):
             for part in gpu_parts.PARTS.keys() - {"conformance", "pytest"}:

@@ -138,8 +138,8 @@ def test_every_other_part_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
         "WELLFED_CACHE": str(tmp_path / "cache"),
     }
     child = subprocess.Popen(
-        command, cwd=gpu_parts.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
+        command, cwd=gpu_parts.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True, start_new_session=True,
     )  # fmt: skip
     out, _ = child.communicate(timeout=800)
     said = [json.loads(line) for line in out.splitlines()]
@@ -219,9 +219,11 @@ def test_what_became_of_each_test_is_told(tmp_path: Path) -> None:
     os.close(file)
     said = map(json.loads, place.read_text().splitlines())
     assert [(row["outcome"], row["said"]) for row in said] == [
-        ("passed", ""), ("failed", "assert 1 == 2"), ("skipped", ("Skipped: no CUDA "
-                                                                  "device")), ("failed", "ImportError"),
-    ]  # fmt: skip
+        ("passed", ""),
+        ("failed", "assert 1 == 2"),
+        ("skipped", ("Skipped: no CUDA device")),
+        ("failed", "ImportError"),
+    ]
 
 
 @pytest.mark.parametrize("slow", ["copy", "step"])
@@ -280,7 +282,8 @@ def test_demand_is_compared_with_a_run_without_loading(
     monkeypatch.setattr(datasets, "load", lambda *_: asked.append(("images", False, False)))
     said = answers("demand", tmp_path)
     assert asked == [
-        ("images", False, False), ("fake-0", True, False), ("tuned-0", False, True), ("untuned-0", False, False),
+        ("images", False, False), ("fake-0", True, False), ("tuned-0", False, True),
+        ("untuned-0", False, False),
     ]  # fmt: skip
     assert said[-1]["ok"].endswith(f"the tuner says that the step takes {demand}")
     assert [answer["wrong"] for answer in said if "wrong" in answer] == wrong
@@ -362,7 +365,7 @@ def test_a_process_that_takes_too_long_is_not_waited_for() -> None:
     )
     begin = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired):
-        gpu_parts._run(["-c", code], 5)
+        gpu_parts._run(["-c", code], 2)
     assert time.monotonic() - begin < 20
 
 
@@ -395,7 +398,9 @@ def test_a_failed_test_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Each test is a row; one that failed, and pytest's own bad end, are told."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "gpu_tests.py").write_text(
-        """print('{"test": "a", "outcome": "passed"}\\n{"test": "b", "outcome": "failed"}'); raise SystemExit(1)"""
+        """print('{"test": "a", "outcome": "passed"}')
+print('{"test": "b", "outcome": "failed"}')
+raise SystemExit(1)"""
     )
     monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
     said = answers("pytest", tmp_path)

@@ -14,7 +14,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 BARE = """
 import sys
-sys.modules |= dict.fromkeys(("selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats"))  # cannot be imported
+# none of these can be imported
+sys.modules |= dict.fromkeys(("selenium", "scipy", "sklearn", "sklearn.datasets", "scipy.stats"))
 """
 STAND_IN = """
 import warnings
@@ -44,25 +45,20 @@ def run(plugin: str, place: Path, *arguments: str) -> subprocess.CompletedProces
     machine has not.
     """
     (place / "more_of_pytest.py").write_text(plugin)
-    paths = os.pathsep.join((str(place), str(TESTS), str(TESTS.parent)))
+    paths = os.pathsep.join((str(place), str(TESTS / "support"), str(TESTS.parent)))
     marked = [
         str(path)
         for path in TESTS.rglob("test_*.py")
         if any(word in path.read_text() for word in ("mark.gpu", "importorskip("))
     ]
-    without = [
-        "-p",
-        "no:timeout",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "more_of_pytest",
+    plugins = [
+        f"-p{name}" for name in ("no:timeout", "no:xdist", "no:cacheprovider", "more_of_pytest")
     ]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *without, *arguments, *marked], cwd=TESTS.parent,
-        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=500, check=False,
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *arguments, *marked],
+        cwd=TESTS.parent,
+        env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=500,
+        check=False,
     )  # fmt: skip
 
 

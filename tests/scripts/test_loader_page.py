@@ -15,15 +15,36 @@ from scripts.loader_score import Part, collect, cpu_ms
 from scripts.tuner_score import Line
 
 KEY = {"commit": "abc1234", "workers": 2, "seconds": 3.0}
-MACHINE = {"kind": "machine", "date": "2026-01-01", "load": 0.5, "versions": ["simplejpeg 1.9.0"], "machine": {
-    "cpu": "none", "usable_cores": 2.0, "cores": 2, "torch_threads": 2, "python": "3", "torch": "2", "platform": "Linux",
-}}  # fmt: skip
+MACHINE = {
+    "kind": "machine",
+    "date": "2026-01-01",
+    "load": 0.5,
+    "versions": ["simplejpeg 1.9.0"],
+    "machine": {
+        "cpu": "none",
+        "usable_cores": 2.0,
+        "cores": 2,
+        "torch_threads": 2,
+        "python": "3",
+        "torch": "2",
+        "platform": "Linux",
+    },
+}
 
 
 def turn(part: str, row: str, cpu_ms: float, number: int = 0, **more: Any) -> Line:
     """A measurement of 1000 images on two busy cores."""
-    return {"kind": "turn", "part": part, "row": row, "round": number, "images": 1000, "cpu_s": cpu_ms, "wall_s": cpu_ms / 2,
-            **KEY, **more}  # fmt: skip
+    return {
+        "kind": "turn",
+        "part": part,
+        "row": row,
+        "round": number,
+        "images": 1000,
+        "cpu_s": cpu_ms,
+        "wall_s": cpu_ms / 2,
+        **KEY,
+        **more,
+    }
 
 
 def claims(*lines: Line) -> list[Claim]:
@@ -175,8 +196,14 @@ def trained(old: float, new: float, best: float) -> list[Line]:
     """Feeds of these costs, a step of 1 ms, and training that gives ``best`` times the images of
     the old feed's best.
     """
-    rows = {"step alone": 1.0, "feed old": old, "feed new": new, "train pytorch/examples 1": 9.0,
-            "train pytorch/examples 2": 6.0, "train threads 2": 6.0 / best}  # fmt: skip
+    rows = {
+        "step alone": 1.0,
+        "feed old": old,
+        "feed new": new,
+        "train pytorch/examples 1": 9.0,
+        "train pytorch/examples 2": 6.0,
+        "train threads 2": 6.0 / best,
+    }
     return [turn("train", row, cost) for row, cost in rows.items()]
 
 
@@ -262,8 +289,8 @@ def test_start_and_memory_are_judged() -> None:
         for row, first_s, memory in rows
     ]
     assert [(claim.text.split(":")[0], claim.holds) for claim in claims(*lines)] == [
-        ("threads, 8", True), ("arrays", False), (("memory that 8 processes add over what 8 "
-                                                   "threads add"), True)
+        ("threads, 8", True), ("arrays", False),
+        (("memory that 8 processes add over what 8 threads add"), True)
     ]  # fmt: skip
 
 
@@ -289,10 +316,8 @@ def test_the_tuner_may_miss_the_best_form_by_noise_alone() -> None:
     """One workload within 2 %, one far from the best; one that failed is none that was chosen well
     for.
     """
-    choices, costs = (
-        {"auto": "threads 2x2", "processes": "2x2", "threads": "threads 2x2"},
-        {"auto": 9.0},
-    )
+    choices = {"auto": "threads 2x2", "processes": "2x2", "threads": "threads 2x2"}
+    costs = {"auto": 9.0}
 
     def line(workload: str, threads: float) -> Line:
         rates = {"threads 2x2": [threads, threads], "2x2": [100.0, 100.0]}

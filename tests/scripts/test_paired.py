@@ -31,7 +31,8 @@ def test_runs_of_two_kinds_are_averaged() -> None:
     """Every fourth run takes 40 us more, which no median of all would show: they take 10 us more on
     average.
     """
-    clock, turn = Hand(), count()
+    clock = Hand()
+    turn = count()
     last: list[int] = [0]
 
     def watched(steps: int) -> None:

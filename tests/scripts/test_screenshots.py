@@ -16,10 +16,8 @@ def picture(height: int, colour: str) -> Image.Image:
 
 def test_parts_of_two_pages_stand_beside_each_other() -> None:
     """Each page is a column. Each part is a row, as high as its higher picture."""
-    left, right = (
-        [picture(5, "white"), picture(3, "red")],
-        [picture(2, "green"), picture(4, "blue")],
-    )
+    left = [picture(5, "white"), picture(3, "red")]
+    right = [picture(2, "green"), picture(4, "blue")]
     whole = screenshots.beside(left, right)
     second = 10 + screenshots.GAP
     assert whole.size == (second + 10, 9)

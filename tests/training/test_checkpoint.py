@@ -93,7 +93,8 @@ def test_old_ones_go_but_the_best_stays(tmp_path: Path) -> None:
     for step, top1 in ((1, 0.9), (2, 0.1), (3, 0.2), (4, 0.3)):
         save(tmp_path, step, top1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best.pt", "last.pt", "step-1.json", "step-1.pt", "step-3.json", "step-3.pt", "step-4.json", "step-4.pt",
+        "best.pt", "last.pt", "step-1.json", "step-1.pt", "step-3.json", "step-3.pt", "step-4.json",
+        "step-4.pt",
     ]  # fmt: skip
 
 
@@ -258,10 +259,12 @@ def rewrite(record: Path, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": 0}, {"schema": -5}, {"schema": "1"}, {"schema": None}, {"schema": True}, {"step": 9}, {"step": -2},
-        {"step": "2"}, {"step": 2.0}, {"step": math.inf}, {"step": 10**400}, {"epoch": -1}, {"epoch": "0"}, {"epoch": None},
-        {"top1": "0.5"}, {"top1": []}, {"top1": math.inf}, {"top1": True}, {"sha256": None}, {"sha256": 5},
-        {"sha256": "\x1b[2J"},
+        {"schema": 0}, {"schema": -5}, {"schema": "1"}, {"schema": None}, {"schema": True},
+        {"step": 9}, {"step": -2},
+        {"step": "2"}, {"step": 2.0}, {"step": math.inf}, {"step": 10**400}, {"epoch": -1},
+        {"epoch": "0"}, {"epoch": None},
+        {"top1": "0.5"}, {"top1": []}, {"top1": math.inf}, {"top1": True}, {"sha256": None},
+        {"sha256": 5}, {"sha256": "\x1b[2J"},
     ],
     ids=str,
 )  # fmt: skip

@@ -102,9 +102,20 @@ EVERYWHERE = (
     "step",
 )
 ODD = {
-    **{f"{part}={value!r}": put(part, value) for part in EVERYWHERE for value in (None, 5.5, [5], {"x": 1})},
-    **{f"{part}={{}}": put(part, {}) for part in ("model", "optimizer", "schedule", "scaler", "settings", "random")},
-    **{f"{count}={value!r}": put(count, value) for count in ("epoch", "step") for value in ("x", -5, True, 10**400, math.nan)},
+    **{
+        f"{part}={value!r}": put(part, value)
+        for part in EVERYWHERE
+        for value in (None, 5.5, [5], {"x": 1})
+    },
+    **{
+        f"{part}={{}}": put(part, {})
+        for part in ("model", "optimizer", "schedule", "scaler", "settings", "random")
+    },
+    **{
+        f"{count}={value!r}": put(count, value)
+        for count in ("epoch", "step")
+        for value in ("x", -5, True, 10**400, math.nan)
+    },
     "classes=5": put("classes", 5),
     "no weights": put(WEIGHT, 5),
     "sparse weights": put(WEIGHT, lambda w: w.to_sparse()),
@@ -133,7 +144,7 @@ ODD = {
     "numpy kind": put("random/numpy/kind", "x"),
     "python state of another size": put("random/python", (3, (1, 2), None)),
     "python version": put("random/python", (9, (1, 2), None)),
-}  # fmt: skip
+}
 MOMENTUM = {
     "text": "x",
     "none": None,

@@ -157,8 +157,8 @@ def test_a_run_names_what_it_does(
     asked for.
     """
     config = composed(
-        "data=digits", "loader.num_workers=0", "trainer.max_steps=3", "watch.window_steps=2", "trainer.accumulate_steps=2",
-        "loader.batch_size=16", "profile.steps=2-3", "device=cpu",
+        "data=digits", "loader.num_workers=0", "trainer.max_steps=3", "watch.window_steps=2",
+        "trainer.accumulate_steps=2", "loader.batch_size=16", "profile.steps=2-3", "device=cpu",
     )  # fmt: skip
     job.main_worker(0, job.Job(config, tmp_path, ()))
     part = ["wait for data", "copy", "forward", "backward"]

@@ -24,12 +24,17 @@ CLASSES = ("ant", "bee")
 # Every setting that decides pixels, labels or the network, with a value that no data set here has
 # by itself.
 TRAINED: dict[str, Any] = {
-    "data.root": "/elsewhere", "data.download": False, "data.mirror": "http://localhost/x", "data.md5": "0" * 32,
-    "data.image_size": 56, "data.eval_resize": 57, "data.mean": (0.1, 0.2, 0.3), "data.std": (0.4, 0.5, 0.6),
-    "data.split_fraction": 0.25, "data.exif_orientation": True, "data.background": (1, 2, 3), "data.max_pixels": 4321,
-    "data.cache": DataCache.ram, "data.cache_gb": 1.5, "data.cache_max_side": 99, "data.generate.classes": 7,
+    "data.root": "/elsewhere", "data.download": False, "data.mirror": "http://localhost/x",
+    "data.md5": "0" * 32,
+    "data.image_size": 56, "data.eval_resize": 57, "data.mean": (0.1, 0.2, 0.3),
+    "data.std": (0.4, 0.5, 0.6),
+    "data.split_fraction": 0.25, "data.exif_orientation": True, "data.background": (1, 2, 3),
+    "data.max_pixels": 4321,
+    "data.cache": DataCache.ram, "data.cache_gb": 1.5, "data.cache_max_side": 99,
+    "data.generate.classes": 7,
     "data.generate.train_images": 70, "data.generate.val_images": 71, "data.generate.width": 72,
-    "data.generate.height": 73, "data.generate.quality": 74, "data.generate.seed": 75, "data.name": "imagefolder",
+    "data.generate.height": 73, "data.generate.quality": 74, "data.generate.seed": 75,
+    "data.name": "imagefolder",
     "model.name": "resnet18", "trainer.precision": Precision.bf16, "trainer.channels_last": False,
 }  # fmt: skip
 PIXELS = [path for path in TRAINED if path in resume._PIXELS]

@@ -225,8 +225,12 @@ def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
     one before or the new.
     """
     path = os.pathsep.join(sys.path)
-    subprocess.run([sys.executable, killed_saves.__file__, tmp_path], env=os.environ | {"PYTHONPATH": path},
-                   check=True, timeout=100)  # fmt: skip
+    subprocess.run(
+        [sys.executable, killed_saves.__file__, tmp_path],
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+        timeout=100,
+    )
     events = tmp_path.joinpath("events").read_text().splitlines()
     calls = {"mkdir", "open", "write", "fsync", "replace", "symlink", "unlink"}
     assert {f"before {call}" for call in calls} | {

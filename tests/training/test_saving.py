@@ -56,7 +56,8 @@ def test_a_checkpoint_is_due_every_so_many_minutes(config: Config) -> None:
     now = 0.0
     boundary = Boundary(config, CPU, 0, lambda: now)
     due = []
-    for step, now in enumerate((30.0, 59.0, 61.0, 119.0, 300.0, 310.0), 1):  # noqa: B007  # read by the boundary
+    # the boundary reads `now`
+    for step, now in enumerate((30.0, 59.0, 61.0, 119.0, 300.0, 310.0), 1):  # noqa: B007
         due.append(boundary.ask(step)[1])
     assert due == [False, False, True, False, True, False]
 

@@ -51,9 +51,20 @@ class TimedFeed:
     meter = None
     worker_pids = ()
 
-    def __init__(self, rate: float, workers: int = 2, start_s: float = 0.5, *, queue_s: float = 0.0,
-                 failure: Exception | None = None, ends_s: float = math.inf, idle: int = 0,
-                 cold_s: float = 0.0, receive_s: float = 0.0, backend: str = "processes") -> None:  # fmt: skip
+    def __init__(
+        self,
+        rate: float,
+        workers: int = 2,
+        start_s: float = 0.5,
+        *,
+        queue_s: float = 0.0,
+        failure: Exception | None = None,
+        ends_s: float = math.inf,
+        idle: int = 0,
+        cold_s: float = 0.0,
+        receive_s: float = 0.0,
+        backend: str = "processes",
+    ) -> None:
         self.settings = dataclasses.replace(
             samples.settings(workers, batch_size=BATCH), backend=backend
         )

@@ -56,11 +56,12 @@ class Pages:
             id="workers",
         ),
         pytest.param(
-            samples.settings(0), samples.settings(0), "loader.num_workers=0 "
-                                                      "loader.pin_memory=false", id="no workers"
+            samples.settings(0), samples.settings(0),
+            "loader.num_workers=0 loader.pin_memory=false", id="no workers"
         ),
         pytest.param(
-            samples.settings(2, prefetch_factor=5), samples.settings(1, batch_size=9, prefetch_factor=7),
+            samples.settings(2, prefetch_factor=5),
+            samples.settings(1, batch_size=9, prefetch_factor=7),
             "loader.num_workers=2 loader.prefetch_factor=5 loader.pin_memory=false "
             "loader.persistent_workers=false "
             "loader.val.batch_size=9 loader.val.num_workers=1 "
@@ -88,19 +89,34 @@ def test_the_override_gives_the_choice(
 @pytest.mark.parametrize(
     ("chosen", "tried", "expected"),
     [
-        pytest.param(in_form(workers(3), "threads"), ("processes", "threads"),
-                     "loader.backend=threads loader.num_workers=3 loader.prefetch_factor=2 "
-                     "loader.pin_memory=false "
-                     "loader.persistent_workers=true", id="threads"),
-        pytest.param(in_form(workers(3), "arrays"), ("processes", "arrays"), "loader.backend=arrays loader.pin_memory=false",
-                     id="arrays, which have no workers"),
-        pytest.param(workers(0), ("processes", "threads"),
-                     "loader.backend=processes loader.num_workers=0 "
-                     "loader.pin_memory=false", id="processes among others"),
-        pytest.param(workers(0), ("processes",), "loader.num_workers=0 "
-                                                 "loader.pin_memory=false", id="processes alone"),
+        pytest.param(
+            in_form(workers(3), "threads"),
+            ("processes", "threads"),
+            "loader.backend=threads loader.num_workers=3 loader.prefetch_factor=2 "
+            "loader.pin_memory=false "
+            "loader.persistent_workers=true",
+            id="threads",
+        ),
+        pytest.param(
+            in_form(workers(3), "arrays"),
+            ("processes", "arrays"),
+            "loader.backend=arrays loader.pin_memory=false",
+            id="arrays, which have no workers",
+        ),
+        pytest.param(
+            workers(0),
+            ("processes", "threads"),
+            "loader.backend=processes loader.num_workers=0 loader.pin_memory=false",
+            id="processes among others",
+        ),
+        pytest.param(
+            workers(0),
+            ("processes",),
+            "loader.num_workers=0 loader.pin_memory=false",
+            id="processes alone",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_override_names_the_form(
     composed: Callable[..., Config], chosen: FeedSettings, tried: tuple[str, ...], expected: str
 ) -> None:

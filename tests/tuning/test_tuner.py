@@ -212,8 +212,8 @@ def test_where_loading_keeps_up_the_report_says_so(on: On) -> None:
     ],
 )
 def test_other_programs_are_warned_of(
-    on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, looks: tuple[float | None, ...],
-    others: float | None,
+    on: On, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    looks: tuple[float | None, ...], others: float | None,
 ) -> None:  # fmt: skip
     """One warning says how much they took, with the demand as it is at the end; the report holds
     the most.
@@ -381,8 +381,13 @@ def traces() -> tuple[object, ...]:
     )
 
 
-def real(dataset: samples.Noise, workers: int = 1, step: Step | None = None, budget_s: float = 3.0,
-         forms: tuple[str, ...] = ("processes",)) -> TuningReport:  # fmt: skip
+def real(
+    dataset: samples.Noise,
+    workers: int = 1,
+    step: Step | None = None,
+    budget_s: float = 3.0,
+    forms: tuple[str, ...] = ("processes",),
+) -> TuningReport:
     config = TunerConfig(budget_s=budget_s, max_workers=2)
     return tune(
         Feeds(dataset, forms), step or Step(), samples.settings(workers), config, LIMITS, ALONE

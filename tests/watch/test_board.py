@@ -87,9 +87,10 @@ def test_every_figure_of_a_window_has_a_tag() -> None:
     """The window's rates, times and fractions go under the names that the field reads."""
     figures = by_tag(Ledger(steps=1, images=8, elapsed_s=2.0, wait_s=1.0).window())
     assert {str(tag) for tag in figures} >= {
-        "speed/images_per_s", "time/step_ms", "time/data_wait_ms", "time/copy_ms", "time/compute_ms",
-        "time/gap_ms", "time/exposed_copy_ms", "time/prepare_ms", "time/starved_ms", "time/host_ms", "time/launch_ms",
-        "time/device_full_fraction",
+        "speed/images_per_s", "time/step_ms", "time/data_wait_ms", "time/copy_ms",
+        "time/compute_ms",
+        "time/gap_ms", "time/exposed_copy_ms", "time/prepare_ms", "time/starved_ms", "time/host_ms",
+        "time/launch_ms", "time/device_full_fraction",
         "stall/data_fraction", "stall/data_wait_fraction",
     }  # fmt: skip
     assert (
@@ -216,7 +217,8 @@ def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
     start = content["_hparams_/session_start_info"].session_start_info.hparams
     values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
     assert values == {
-        "optim.lr": 0.1, "seed": 3.0, "autotune": "true", "resume": "null", "precision": "bf16", "betas": "[0.9, 1]"
+        "optim.lr": 0.1, "seed": 3.0, "autotune": "true", "resume": "null", "precision": "bf16",
+        "betas": "[0.9, 1]"
     }  # fmt: skip
     columns = content["_hparams_/experiment"].experiment.metric_infos
     assert [column.name.tag for column in columns] == ["hparam/top1", "hparam/top5"]

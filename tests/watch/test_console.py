@@ -179,9 +179,8 @@ def test_what_work_shows_so_far_stands_after_its_counts(capsys: pytest.CaptureFi
         hand.now += 1
         bar.describe("end")
     assert capsys.readouterr().out.splitlines() == [
-        "epoch 1/5: 1 of 4 steps", "epoch 1/5: 2 of 4 steps, loss 0.9", ("epoch 1/5: 3 of 4 steps, "
-                                                                         "loss 0.8"),
-        "epoch 1/5: 4 of 4 steps, loss 0.7",
+        "epoch 1/5: 1 of 4 steps", "epoch 1/5: 2 of 4 steps, loss 0.9",
+        ("epoch 1/5: 3 of 4 steps, loss 0.8"), "epoch 1/5: 4 of 4 steps, loss 0.7",
     ]  # fmt: skip
 
 
@@ -404,8 +403,13 @@ def test_a_full_disk_under_the_output_does_not_end_the_run() -> None:
 def test_a_terminal_without_unicode_gets_escapes() -> None:
     """Letters that the output's encoding lacks are escaped and do not raise."""
     done = subprocess.run(
-        [sys.executable, "-c", ("from harness.watch.console import say; say('Z\\u00fcrich "
-                                "\\u6771')")],
-        capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            ("from harness.watch.console import say; say('Z\\u00fcrich \\u6771')"),
+        ],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=True,
+    )
     assert done.stdout == b"Z\\xfcrich \\u6771\n"

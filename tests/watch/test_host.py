@@ -129,7 +129,8 @@ def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNames
     )
     sample = source.sample()
     expected = {
-        Tag.CPU_CORES: 2.5, Tag.MAJOR_FAULTS_PER_S: 2.0, Tag.READ_BYTES_PER_S: 4000.0, Tag.STORAGE_BYTES_PER_S: 1000.0,
+        Tag.CPU_CORES: 2.5, Tag.MAJOR_FAULTS_PER_S: 2.0, Tag.READ_BYTES_PER_S: 4000.0,
+        Tag.STORAGE_BYTES_PER_S: 1000.0,
         Tag.MEMORY_STALL_FRACTION: 0.25, Tag.THROTTLED_FRACTION: 0.7,
     }  # fmt: skip
     assert {tag: sample.get(tag) for tag in expected} == pytest.approx(expected)

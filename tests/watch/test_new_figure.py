@@ -38,11 +38,23 @@ def test_a_figure_is_added_in_two_lines(tmp_path: Path) -> None:
     insert(tmp_path / "harness/watch/clock.py", COUNTED, COUNT)
     done = subprocess.run(
         [
-            *(sys.executable, "train.py", "data=digits", "model=small", "trainer.max_steps=12", "watch.window_steps=5"),
+            *(
+                sys.executable,
+                "train.py",
+                "data=digits",
+                "model=small",
+                "trainer.max_steps=12",
+                "watch.window_steps=5",
+            ),
             *("checkpoint.enabled=false", "watch.tensorboard=false", "run.name=new"),
         ],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     run = tmp_path / "outputs" / "new"
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])

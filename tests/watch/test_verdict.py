@@ -79,10 +79,12 @@ def evidence(
     shares = {"starved": starved, "exposed_copy": copy, "host": host or 0.0}
     shares["compute"] = 1 - sum(shares.values())
     figures = {
-        "steps": 200, "images": 5000, "elapsed_s": 10.0, "images_per_s": 500.0, "stall_basis": "device",
+        "steps": 200, "images": 5000, "elapsed_s": 10.0, "images_per_s": 500.0,
+        "stall_basis": "device",
         "stall_fraction": starved + copy, "shares": shares, "compute_fraction": shares["compute"],
         "wait_parts": {"make": 0.9, "transport": 0.05, "pin": 0.03, "move": 0.02} if stages else {},
-        "step_ms": spread(50.0), "compute_ms": spread(45.0), "launch_ms": spread(5.0), "gap_ms": spread(0.01),
+        "step_ms": spread(50.0), "compute_ms": spread(45.0), "launch_ms": spread(5.0),
+        "gap_ms": spread(0.01),
     }  # fmt: skip
     fields: dict[str, Any] = {
         "window": dataclasses.replace(Ledger().window(), **(figures | dict(window or {}))),
@@ -112,7 +114,8 @@ def rank(
 
 CASES = [
     pytest.param(
-        evidence(0.4, stages=READING, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 5e7}), "storage",
+        evidence(0.4, stages=READING,
+            sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 5e7}), "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
         "waiting. Of 60 MB/s, 50 came from a disk or NFS: the files were not in the page cache. "
@@ -122,7 +125,8 @@ CASES = [
         id="cold files",
     ),
     pytest.param(
-        evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e7}),
+        evidence(0.4, stages=READING, autotuned=True,
+            sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e7}),
         "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
@@ -132,7 +136,8 @@ CASES = [
         id="some cold files",
     ),
     pytest.param(
-        evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 2e4, Tag.STORAGE_BYTES_PER_S: 3e5}),
+        evidence(0.4, stages=READING, autotuned=True,
+            sampled={Tag.READ_BYTES_PER_S: 2e4, Tag.STORAGE_BYTES_PER_S: 3e5}),
         "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
@@ -142,7 +147,8 @@ CASES = [
         id="mapped files",
     ),
     pytest.param(
-        evidence(0.4, stages=READING, autotuned=True, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e5}),
+        evidence(0.4, stages=READING, autotuned=True,
+            sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e5}),
         "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
@@ -202,14 +208,16 @@ CASES = [
     ),
     pytest.param(
         evidence(0.4, stages=DECODING, window={"images_per_s": 100.0},
-                 settings=samples.settings(2, batch_size=64, prefetch_factor=8, backend="threads")), "workers",
+                 settings=samples.settings(2, batch_size=64, prefetch_factor=8, backend="threads")),
+                 "workers",
         "Too few workers. The device waited for data 40% of the time. 2 workers are enough on "
         "average, but their batches "
         "come unevenly. Faster loading gives at most 1.67x. Try: loader.prefetch_factor=16.",
         id="uneven batches of threads, which are in flight for all of them",
     ),
     pytest.param(
-        on_cpu(0.4, stages=DECODING, settings=samples.settings(0, batch_size=64), window={"images_per_s": 150.0},
+        on_cpu(0.4, stages=DECODING, settings=samples.settings(0, batch_size=64),
+            window={"images_per_s": 150.0},
                sampled={Tag.CPU_CORES: 0.9}), "workers",
         "Too few workers. Training waited for data 40% of the time. Loading has no workers. The 2 "
         "cores have room for "
@@ -219,7 +227,8 @@ CASES = [
         id="no workers",
     ),
     pytest.param(
-        evidence(0.4, stages=WRITING, window={"wait_parts": {"make": 0.2, "transport": 0.6, "pin": 0.2, "move": 0.0}}),
+        evidence(0.4, stages=WRITING,
+            window={"wait_parts": {"make": 0.2, "transport": 0.6, "pin": 0.2, "move": 0.0}}),
         "transport",
         "Transport-bound. The device waited for data 40% of the time. For 80% of that, batches "
         "were made but not here "
@@ -238,7 +247,9 @@ CASES = [
         id="pageable copies",
     ),
     pytest.param(
-        on_cpu(0.4, stages=WRITING, window={"wait_parts": {"make": 0.1, "transport": 0.1, "pin": 0.0, "move": 0.8}}), "copy",
+        on_cpu(0.4, stages=WRITING,
+            window={"wait_parts": {"make": 0.1, "transport": 0.1, "pin": 0.0, "move": 0.8}}),
+            "copy",
         "Copy-bound. Training waited for data 40% of the time. Moving and normalising batches took "
         "80% of that. Faster "
         "loading gives at most 1.67x, and less where it takes processors from the step. Try: make "
@@ -261,7 +272,8 @@ CASES = [
         id="collections",
     ),
     pytest.param(
-        evidence(0.0, precision="bf16", channels_last=True, compiled=True, window={"host_parts_s": {"gc": 3.0}}), "compute",
+        evidence(0.0, precision="bf16", channels_last=True, compiled=True,
+            window={"host_parts_s": {"gc": 3.0}}), "compute",
         "Compute-bound. The network takes 100% of the time. Try: a smaller network or image.",
         id="collections behind queued work",
     ),
@@ -273,7 +285,9 @@ CASES = [
         id="callbacks",
     ),
     pytest.param(
-        evidence(0.01, window={"launch_ms": spread(44.0), "shares": {"compute": 0.36, "launch": 0.63, "starved": 0.01}}),
+        evidence(0.01,
+            window={"launch_ms": spread(44.0),
+                "shares": {"compute": 0.36, "launch": 0.63, "starved": 0.01}}),
         "launch",
         "Launch-bound. The device waited for Python within the step 63% of the time. Launching a "
         "step takes 44.0 ms. "
@@ -351,7 +365,8 @@ CASES = [
         id="a feed that does not tell",
     ),
     pytest.param(
-        evidence(0.01, device="mps", window={"stall_basis": "host", "shares": {"starved": 0.01}, "compute_fraction": None}),
+        evidence(0.01, device="mps",
+            window={"stall_basis": "host", "shares": {"starved": 0.01}, "compute_fraction": None}),
         "unknown",
         "Unknown. Loading does not hold the steps up. The loop waited for data 1% of the time, the "
         "device at most as "
@@ -413,43 +428,58 @@ def kind(given: Evidence) -> str:
         pytest.param(evidence(0.0, 0.06, 0.05), "copy", id="copies before Python"),
         pytest.param(evidence(0.0, 0.05, 0.06), "host", id="Python before copies"),
         pytest.param(
-            evidence(0.4, stages=DECODING, window={"wait_parts": {"make": 0.3, "transport": 0.7}}), "workers",
-            id="late for want of processors",
+            evidence(0.4, stages=DECODING, window={"wait_parts": {"make": 0.3, "transport": 0.7}}),
+            "workers", id="late for want of processors",
         ),
         pytest.param(on_cpu(0.0, sampled={Tag.THROTTLED_FRACTION: 0.26}), "quota", id="throttled"),
-        pytest.param(on_cpu(0.0, sampled={Tag.THROTTLED_FRACTION: 0.24}), "compute", id="hardly throttled"),
-        pytest.param(evidence(0.0, sampled={Tag.THROTTLED_FRACTION: 0.9}), "compute", id="a throttled host of a busy device"),
-        pytest.param(evidence(0.4, stages=READING, sampled={Tag.THROTTLED_FRACTION: 0.9}), "storage", id="throttled readers"),
+        pytest.param(on_cpu(0.0, sampled={Tag.THROTTLED_FRACTION: 0.24}), "compute",
+            id="hardly throttled"),
+        pytest.param(evidence(0.0, sampled={Tag.THROTTLED_FRACTION: 0.9}), "compute",
+            id="a throttled host of a busy device"),
+        pytest.param(evidence(0.4, stages=READING, sampled={Tag.THROTTLED_FRACTION: 0.9}),
+            "storage", id="throttled readers"),
         pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.11}), "memory", id="memory"),
-        pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.09}), "compute", id="hardly short of memory"),
-        pytest.param(evidence(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.9}), "compute", id="a short host of a busy device"),
+        pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.09}), "compute",
+            id="hardly short of memory"),
+        pytest.param(evidence(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.9}), "compute",
+            id="a short host of a busy device"),
         pytest.param(on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 1100.0}), "memory", id="faults"),
-        pytest.param(on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 900.0}), "compute", id="few faults"),
+        pytest.param(on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 900.0}), "compute",
+            id="few faults"),
         pytest.param(
-            on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3, Tag.MEMORY_STALL_FRACTION: 0.0}), "compute",
-            id="faults without pressure",
+            on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3, Tag.MEMORY_STALL_FRACTION: 0.0}),
+            "compute", id="faults without pressure",
         ),
         pytest.param(
-            evidence(0.4, stages=READING, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3}), "storage", id="mapped files fault where read"
+            evidence(0.4, stages=READING, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3}), "storage",
+            id="mapped files fault where read"
         ),
-        pytest.param(evidence(0.0, sampled=CROWDED), "compute", id="a crowded host of a busy "
-                                                                   "device"),
-        pytest.param(evidence(0.4, stages=DECODING, sampled=CROWDED), "neighbours", id="a crowded host of a device that waits"),
-        pytest.param(evidence(0.4, stages=READING, sampled=CROWDED), "storage", id="crowded readers"),
+        pytest.param(evidence(0.0, sampled=CROWDED), "compute",
+            id="a crowded host of a busy device"),
+        pytest.param(evidence(0.4, stages=DECODING, sampled=CROWDED), "neighbours",
+            id="a crowded host of a device that waits"),
+        pytest.param(evidence(0.4, stages=READING, sampled=CROWDED), "storage",
+            id="crowded readers"),
         pytest.param(
-            evidence(0.4, stages={"read": (3.0, 0.6), "decode": (0.5, 0.3)}, sampled=CROWDED), "neighbours",
-            id="readers that wait for a processor each time",
+            evidence(0.4, stages={"read": (3.0, 0.6), "decode": (0.5, 0.3)}, sampled=CROWDED),
+            "neighbours", id="readers that wait for a processor each time",
         ),
-        pytest.param(on_cpu(0.4, stages=DECODING, sampled=CROWDED | {Tag.OTHERS_CPU_CORES: 0.05}), "decode", id="own crowd"),
-        pytest.param(on_cpu(0.0, sampled=CROWDED | {Tag.THROTTLED_FRACTION: 0.9}), "quota", id="crowded, but throttled"),
-        pytest.param(evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.19}), "compute", id="hardly anybody on the GPU"),
+        pytest.param(on_cpu(0.4, stages=DECODING, sampled=CROWDED | {Tag.OTHERS_CPU_CORES: 0.05}),
+            "decode", id="own crowd"),
+        pytest.param(on_cpu(0.0, sampled=CROWDED | {Tag.THROTTLED_FRACTION: 0.9}), "quota",
+            id="crowded, but throttled"),
+        pytest.param(evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.19}), "compute",
+            id="hardly anybody on the GPU"),
         pytest.param(
-            evidence(0.4, stages=READING, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.9}), "storage", id="a shared GPU that waits"
+            evidence(0.4, stages=READING, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.9}), "storage",
+            id="a shared GPU that waits"
         ),
-        pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 5.1))), "rank", id="a rank a tenth "
-                                                                                 "behind"),
-        pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 4.9))), "compute", id="a rank a little behind"),
-        pytest.param(on_cpu(0.0, ranks=(rank(0, 30.0), rank(1, 30.0))), "compute", id="ranks that wait alike"),
+        pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 5.1))), "rank",
+            id="a rank a tenth behind"),
+        pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 4.9))), "compute",
+            id="a rank a little behind"),
+        pytest.param(on_cpu(0.0, ranks=(rank(0, 30.0), rank(1, 30.0))), "compute",
+            id="ranks that wait alike"),
     ],
 )  # fmt: skip
 def test_thresholds_hold_from_both_sides(given: Evidence, bottleneck: str) -> None:
@@ -581,36 +611,45 @@ def test_a_network_that_sets_the_pace_is_told_what_it_does_not_do_yet(
 @pytest.mark.parametrize(
     ("given", "next_step"),
     [
-        pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}), "loader.num_workers=1", id="fewer workers"),
+        pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}), "loader.num_workers=1",
+            id="fewer workers"),
         pytest.param(
-            on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}, settings=samples.settings(1)), "loader.prefetch_factor=1",
-            id="fewer batches",
+            on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}, settings=samples.settings(1)),
+            "loader.prefetch_factor=1", id="fewer batches",
         ),
         pytest.param(
-            on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}, settings=samples.settings(0)), None, id="nothing to save"
+            on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}, settings=samples.settings(0)),
+            None, id="nothing to save"
         ),
         pytest.param(
-            evidence(0.5, stages=WAITING, window={"images_per_s": 9000.0}), "loader.num_workers=32", id="at most four a core"
+            evidence(0.5, stages=WAITING, window={"images_per_s": 9000.0}), "loader.num_workers=32",
+            id="at most four a core"
         ),
         pytest.param(
-            evidence(0.5, stages=WAITING, window={"images_per_s": 9000.0}, settings=samples.settings(32)), None,
+            evidence(0.5, stages=WAITING, window={"images_per_s": 9000.0},
+                settings=samples.settings(32)), None,
             id="as many as there may be",
         ),
         pytest.param(
-            on_cpu(0.4, stages={"gather": (0.7, 0.7)}, settings=in_form(samples.settings(0, batch_size=64), "arrays"),
-                   window={"images_per_s": 150.0}, sampled={Tag.CPU_CORES: 0.9}), None, id="arrays have no workers",
+            on_cpu(0.4, stages={"gather": (0.7, 0.7)},
+                settings=in_form(samples.settings(0, batch_size=64), "arrays"),
+                   window={"images_per_s": 150.0}, sampled={Tag.CPU_CORES: 0.9}), None,
+                   id="arrays have no workers",
         ),
         pytest.param(
             evidence(
-                0.4, stages=DECODING, settings=samples.settings(2, prefetch_factor=8), window={"images_per_s": 100.0}
+                0.4, stages=DECODING, settings=samples.settings(2, prefetch_factor=8),
+                window={"images_per_s": 100.0}
             ), None, id="as deep as there may be",
         ),
         pytest.param(
             evidence(
-                0.6, stages={"read": (0.1, 0.1), "collate": (0.5, 0.4)}, window={"wait_parts": {"make": 0.0, "transport": 1.0}}
+                0.6, stages={"read": (0.1, 0.1), "collate": (0.5, 0.4)},
+                window={"wait_parts": {"make": 0.0, "transport": 1.0}}
             ), "loader.num_workers=0", id="making is quicker than fetching",
         ),
-        pytest.param(evidence(host=0.3, window={"host_parts_s": {"gc": 2.5}}), None, id="collections have no setting"),
+        pytest.param(evidence(host=0.3, window={"host_parts_s": {"gc": 2.5}}), None,
+            id="collections have no setting"),
     ],
 )  # fmt: skip
 def test_the_next_step_fits_the_settings(given: Evidence, next_step: str | None) -> None:
@@ -638,11 +677,16 @@ def drawn(rng: random.Random) -> Evidence:
     }
     window = dataclasses.replace(
         Ledger().window(),
-        steps=rng.randrange(100), images=rng.randrange(1000), elapsed_s=rng.choice([0.0, rng.random() * 100]),
-        images_per_s=maybe(rng.choice([0.0, 10 ** rng.uniform(-2, 5)])), stall_fraction=maybe(share()),
-        compute_fraction=maybe(share()), stall_basis=rng.choice(["host", "device"]), shares=shares, wait_parts=parts,
-        host_parts_s={name: rng.random() for name in rng.sample(["gc", "logging", "hooks"], rng.randrange(4))},
-        **{f"{name}_ms": maybe(spread(rng.random() * 10)) for name in ("launch", "gap", "compute", "step")},
+        steps=rng.randrange(100), images=rng.randrange(1000),
+        elapsed_s=rng.choice([0.0, rng.random() * 100]),
+        images_per_s=maybe(rng.choice([0.0, 10 ** rng.uniform(-2, 5)])),
+        stall_fraction=maybe(share()),
+        compute_fraction=maybe(share()), stall_basis=rng.choice(["host", "device"]), shares=shares,
+        wait_parts=parts,
+        host_parts_s={name: rng.random() for name in rng.sample(["gc", "logging", "hooks"],
+            rng.randrange(4))},
+        **{f"{name}_ms": maybe(spread(rng.random() * 10)) for name in ("launch", "gap", "compute",
+            "step")},
     )  # fmt: skip
     return Evidence(
         window=window,
@@ -653,7 +697,8 @@ def drawn(rng: random.Random) -> Evidence:
         sampled={tag: 10 ** rng.uniform(-3, 9) for tag in Tag if rng.random() < 0.3},
         autotuned=rng.random() < 0.5,
         ranks=tuple(
-            RankFigures(rank=i, step_ms=share(), stalled_ms=share(), host_ms=maybe(share()), forward_ms=maybe(share()))
+            RankFigures(rank=i, step_ms=share(), stalled_ms=share(), host_ms=maybe(share()),
+                forward_ms=maybe(share()))
             for i in range(rng.randrange(4))
         ),
     )  # fmt: skip

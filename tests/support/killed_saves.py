@@ -68,7 +68,8 @@ def main(base: Path) -> None:
     """Kill at each event of a save of the step before or the next, until the save comes through."""
     # Every process here sees the same page cache.
     os.fsync = lambda handle: None
-    whole, folder = base / "whole", base / "killed"
+    whole = base / "whole"
+    folder = base / "killed"
     for before, top1 in ((10, 0.9), (20, 0.1), (30, 0.2)):
         save(whole, before, top1)
     for step in (30, 40):

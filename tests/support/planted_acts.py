@@ -45,7 +45,8 @@ from harness.watch.clock import StepClock
 from harness.watch.timeline import Events
 from scripts.differential import EmulatedEvent, EmulatedStream
 
-FILES, FILE_MB = 96, 2
+FILES = 96
+FILE_MB = 2
 OWN_MB = 32  # that a run may need beyond what it has after five steps
 BURN = """
 import sys, time
@@ -101,7 +102,9 @@ def asynchronous(
     """Steps on a device that runs beside the host, by its own
     clock: ``act`` gives it its orders.
     """
-    device, idle, read = EmulatedStream("device"), EmulatedStream("idle"), Step.read
+    device = EmulatedStream("device")
+    idle = EmulatedStream("idle")
+    read = Step.read
     clock = StepClock("cpu", events=Events(EmulatedEvent, lambda: device, idle, device.sleep))
 
     def waiting_read(self: Step) -> StepFigures:
@@ -233,7 +236,8 @@ def tiny_memory(size: float) -> Iterator[None]:
     group of its own.
     """
     join()
-    one_step, group = Engine._one_step, Path(os.environ[GROUP])
+    one_step = Engine._one_step
+    group = Path(os.environ[GROUP])
 
     def squeezing(self: Engine, *args: Any) -> None:
         one_step(self, *args)

@@ -20,7 +20,8 @@ def pictures(
     images = functional.resize(coarse, [height, width]) + 9 * torch.randn(
         count, 3, height, width, generator=generator
     )
-    images[:1], images[1:2] = images[:1, :1], 77.0
+    images[:1] = images[:1, :1]
+    images[1:2] = 77.0
     return images.clamp(0, 255).to(torch.uint8).contiguous(memory_format=layout)
 
 

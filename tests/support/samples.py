@@ -71,7 +71,8 @@ class Troubled(Noise):
 
     def __init__(self, length: int, index: int, trouble: Callable[[], object]) -> None:
         super().__init__(length)
-        self.index, self.trouble = index, trouble
+        self.index = index
+        self.trouble = trouble
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
         if index == self.index:

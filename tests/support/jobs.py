@@ -224,7 +224,9 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
 
         network.register_forward_pre_hook(count)
         before = [tensor.clone() for tensor in (*network.parameters(), *network.buffers())]
-        trials, error, measured = StepTrials(step, config, world), None, 0
+        trials = StepTrials(step, config, world)
+        error = None
+        measured = 0
         with trials.kept():
             demand = trials.demand(batch, 0.2)
             try:

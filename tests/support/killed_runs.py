@@ -26,14 +26,17 @@ from scripts.chaos_left import digest, logged
 def settings(resume: str | None = "auto") -> Config:
     """Of a run of seven steps that is saved after each second one, and evaluated at its end."""
     config = Config(device="cpu", resume=resume)
-    config.data.name, config.data.image_size, config.run.name = "digits", 32, "x"
-    config.loader.num_workers, config.loader.batch_size, config.loader.start_method = (
-        0,
-        200,
-        StartMethod.spawn,
-    )
-    config.trainer.epochs, config.trainer.num_threads = 1, 1
-    config.checkpoint.every_steps, config.watch.window_steps, config.watch.tensorboard = 2, 3, False
+    config.data.name = "digits"
+    config.data.image_size = 32
+    config.run.name = "x"
+    config.loader.num_workers = 0
+    config.loader.batch_size = 200
+    config.loader.start_method = StartMethod.spawn
+    config.trainer.epochs = 1
+    config.trainer.num_threads = 1
+    config.checkpoint.every_steps = 2
+    config.watch.window_steps = 3
+    config.watch.tensorboard = False
     return config
 
 
@@ -46,7 +49,8 @@ def run(folder: Path, number: int) -> bool:
         status = os.waitpid(child, 0)[1]
         assert status in (0, signal.SIGKILL), status
         return status == signal.SIGKILL
-    left, writes = number, 0
+    left = number
+    writes = 0
 
     def tell(when: str, name: str) -> None:
         nonlocal left, writes
@@ -74,7 +78,10 @@ def main(base: Path) -> None:
     """
     os.fsync = lambda handle: None  # every process here sees the same page cache
     torch.set_num_threads(1)
-    whole, folder, number, killed = base / "whole", base / "killed", 0, True
+    whole = base / "whole"
+    folder = base / "killed"
+    number = 0
+    killed = True
     whole.mkdir()
     # here, so that the others find all modules imported
     with redirect_stdout(io.StringIO()):

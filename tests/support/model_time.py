@@ -11,7 +11,9 @@ from harness.watch.clock import StepClock
 from harness.watch.figures import Window
 from harness.watch.timeline import Events
 
-COMPUTE, IDLE = "compute", "idle"  # streams
+# streams
+COMPUTE = "compute"
+IDLE = "idle"
 
 
 class Hand:
@@ -56,7 +58,9 @@ class Gpu:
         self.made = 0
         self.hung = False
         self.mark_late_s = 0.0  # what the idle stream takes to pass a mark
-        self.rate, self.jumped_s = 1.0, 0.0  # of the device's clock beside the host's
+        # of the device's clock beside the host's
+        self.rate = 1.0
+        self.jumped_s = 0.0
 
     def now(self) -> float:
         return self.host
@@ -72,7 +76,8 @@ class Gpu:
         self.compute_until = max(self.compute_until, self.host) + seconds
 
     def copy(self, seconds: float, at: float | None = None) -> tuple[Event, Event]:
-        start, end = Event(self), Event(self)
+        start = Event(self)
+        end = Event(self)
         start.pass_at(max(self.copy_until, self.host if at is None else at))
         end.pass_at(start.at + seconds)
         self.copy_until = end.at
@@ -98,7 +103,8 @@ class Event:
         )
 
     def pass_at(self, host_s: float) -> None:
-        self.at, self.stamp = host_s, host_s * self.gpu.rate + self.gpu.jumped_s
+        self.at = host_s
+        self.stamp = host_s * self.gpu.rate + self.gpu.jumped_s
 
     def query(self) -> bool:
         return not self.gpu.hung and self.at <= self.gpu.host

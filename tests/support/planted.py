@@ -1,7 +1,7 @@
 """Bottlenecks planted into real runs: loading, engine and report are the project's own, the device
 is often emulated.
 
-    python tests/planted.py --runs 3 --write
+    python tests/support/planted.py --runs 3 --write
 
 plants each of them so many times, in sizes drawn anew, and writes what the runs said to
 docs/benchmarks/planted.md.
@@ -38,7 +38,7 @@ from harness.job import Job, main_worker
 from harness.runtime import distributed
 from scripts.measured import machine, machine_line, markdown, write
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
@@ -86,7 +86,7 @@ def in_group(plant: Plant, size: float, job: Job) -> None:
         ]
         env = os.environ | {
             acts.GROUP: str(group),
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support"))),
         }
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=110, check=False
@@ -166,8 +166,10 @@ class Plant:
 def composed(*overrides: str) -> Config:
     """Settings of a short run on small images; later ones win."""
     common = (
-        "data.name=planted", f"data.image_size={SIDE}", "device=cpu", f"loader.batch_size={BATCH}", "loader.num_workers=2",
-        "trainer.epochs=1", "trainer.max_steps=50", "checkpoint.enabled=false", "watch.sample_s=0.2",
+        "data.name=planted", f"data.image_size={SIDE}", "device=cpu", f"loader.batch_size={BATCH}",
+        "loader.num_workers=2",
+        "trainer.epochs=1", "trainer.max_steps=50", "checkpoint.enabled=false",
+        "watch.sample_s=0.2",
     )  # fmt: skip
     merged = OmegaConf.merge(
         OmegaConf.structured(Config), OmegaConf.from_dotlist([*common, *overrides])
@@ -187,27 +189,143 @@ TWO_RANKS = (*ONE, "dist.name=spawn", "dist.nprocs=2", FEW)
 ON_GPU = ("device=cuda", "loader.num_workers=0", "loader.pin_memory=false")
 PLANTS = (
     Plant("slow disk", "storage", "Reading", acts.slow_disk, 25, 80, "ms a read", (FEW,)),
-    Plant("slow disk, async device", "storage", "The device waited", acts.async_slow_disk, 25, 80, "ms a read", (FEW,)),
-    Plant("cold files", "storage", "not in the page cache", acts.cold_files, 20, 80, "MB/s", (FEW,), in_group, throttled_disk),
+    Plant(
+        "slow disk, async device",
+        "storage",
+        "The device waited",
+        acts.async_slow_disk,
+        25,
+        80,
+        "ms a read",
+        (FEW,),
+    ),
+    Plant(
+        "cold files",
+        "storage",
+        "not in the page cache",
+        acts.cold_files,
+        20,
+        80,
+        "MB/s",
+        (FEW,),
+        in_group,
+        throttled_disk,
+    ),
     Plant("heavy decode", "decode", "Decoding", acts.heavy_decode, 500, 1000, "pixels a side"),
-    Plant("one slow transform", "augment", "blur", acts.slow_transform, 25, 80, "ms a sample", (FEW,)),
-    Plant("slow collate", "collate", "Putting batches together", acts.slow_collate, 100, 320, "ms a batch", (FEW,)),
-    Plant("too few workers", "workers", "loader.num_workers=", acts.heavy_decode, 2500, 2500, "pixels a side", (*ONE, FEW)),
-    Plant("huge batches", "transport", "memory that processes share", acts.huge_batches, 32, 128, "MB a batch"),
-    Plant("pageable copies", "copy", "loader.pin_memory=true", acts.pageable_copies, 32, 128, "MB a batch", ON_GPU),
+    Plant(
+        "one slow transform", "augment", "blur", acts.slow_transform, 25, 80, "ms a sample", (FEW,)
+    ),
+    Plant(
+        "slow collate",
+        "collate",
+        "Putting batches together",
+        acts.slow_collate,
+        100,
+        320,
+        "ms a batch",
+        (FEW,),
+    ),
+    Plant(
+        "too few workers",
+        "workers",
+        "loader.num_workers=",
+        acts.heavy_decode,
+        2500,
+        2500,
+        "pixels a side",
+        (*ONE, FEW),
+    ),
+    Plant(
+        "huge batches",
+        "transport",
+        "memory that processes share",
+        acts.huge_batches,
+        32,
+        128,
+        "MB a batch",
+    ),
+    Plant(
+        "pageable copies",
+        "copy",
+        "loader.pin_memory=true",
+        acts.pageable_copies,
+        32,
+        128,
+        "MB a batch",
+        ON_GPU,
+    ),
     Plant("slow step", "compute", "The network takes", acts.slow_step, 250, 500, "ms a step", LONG),
-    Plant("slow launches", "launch", "waited for Python", acts.slow_launches, 60, 120, "launches of 4 ms", LONG),
-    Plant("slow rank", "rank", "waiting for data", acts.slow_disk, 25, 80, "ms a read", TWO_RANKS, in_ranks),
-    Plant("quota", "quota", "quota", acts.quota, 0.3, 0.6, "processors", (), in_group, control_groups.quota),
-    Plant("collections", "host", "garbage collection", acts.collections, 200, 800, "thousand objects", (FEW,)),
-    Plant("slow logging", "host", "logging", acts.slow_logging, 100, 300, "ms a window", (FEW, "watch.window_steps=2")),
+    Plant(
+        "slow launches",
+        "launch",
+        "waited for Python",
+        acts.slow_launches,
+        60,
+        120,
+        "launches of 4 ms",
+        LONG,
+    ),
+    Plant(
+        "slow rank",
+        "rank",
+        "waiting for data",
+        acts.slow_disk,
+        25,
+        80,
+        "ms a read",
+        TWO_RANKS,
+        in_ranks,
+    ),
+    Plant(
+        "quota",
+        "quota",
+        "quota",
+        acts.quota,
+        0.3,
+        0.6,
+        "processors",
+        (),
+        in_group,
+        control_groups.quota,
+    ),
+    Plant(
+        "collections",
+        "host",
+        "garbage collection",
+        acts.collections,
+        200,
+        800,
+        "thousand objects",
+        (FEW,),
+    ),
+    Plant(
+        "slow logging",
+        "host",
+        "logging",
+        acts.slow_logging,
+        100,
+        300,
+        "ms a window",
+        (FEW, "watch.window_steps=2"),
+    ),
     Plant("slow callback", "host", "unnamed work", acts.slow_callback, 50, 50, "ms a step", (FEW,)),
-    Plant("tiny memory", "memory", "Short of memory", acts.tiny_memory, 0.2, 0.4, "of the files in "
-                                                                                  "memory", SMALL, in_group,
-          lambda size: group_of("memory")),
-    Plant("neighbours", "neighbours", "Other programs take", acts.neighbours, 1.4, 1.6, "cores of 2"),
+    Plant(
+        "tiny memory",
+        "memory",
+        "Short of memory",
+        acts.tiny_memory,
+        0.2,
+        0.4,
+        "of the files in memory",
+        SMALL,
+        in_group,
+        lambda size: group_of("memory"),
+    ),
+    Plant(
+        "neighbours", "neighbours", "Other programs take", acts.neighbours, 1.4, 1.6, "cores of 2"
+    ),
     Plant("nothing", "balanced", "Balanced", acts.balanced, 250, 500, "ms a step", (*LONG, *ONE)),
-)  # fmt: skip
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -228,7 +346,8 @@ def main(argv: list[str] | None = None) -> None:
     if a.folder:
         dataclasses.replace(chosen[0], start=here).run(a.size, a.folder)
         return
-    rng, rows = random.Random(a.seed), []
+    rng = random.Random(a.seed)
+    rows = []
     for plant in chosen:
         rows.append(row(plant, [a.size or plant.draw(rng) for _ in range(a.runs)]))
         print(f"{' | '.join(rows[-1].values())}", flush=True)

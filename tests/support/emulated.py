@@ -23,7 +23,8 @@ class Gpu(EmulatedDevice):
 
     def __init__(self, *peaks: int, free: int = 50 * GB) -> None:
         super().__init__()
-        self.peaks, self.free = list(peaks or (0,)), free
+        self.peaks = list(peaks or (0,))
+        self.free = free
         self.pinned = self.resets = 0
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -78,17 +78,20 @@ class WorkedFeed:
     workers the consumer makes it.
     """
 
-    on_device, meter, worker_pids = False, None, ()
+    on_device = False
+    meter = None
+    worker_pids = ()
 
     def __init__(
         self, machine: Machine, settings: FeedSettings, gauge: Gauge | None = None
     ) -> None:
-        self.machine, self.settings, self.gauge = machine, settings, gauge
-        self.images, self.labels = (
-            torch.zeros(SIZE, 3, 2, 2, dtype=torch.uint8),
-            torch.zeros(SIZE, dtype=torch.int64),
-        )
-        self.began_s, self.taken_s = list[float](), list[float]()
+        self.machine = machine
+        self.settings = settings
+        self.gauge = gauge
+        self.images = torch.zeros(SIZE, 3, 2, 2, dtype=torch.uint8)
+        self.labels = torch.zeros(SIZE, dtype=torch.int64)
+        self.began_s = list[float]()
+        self.taken_s = list[float]()
         self.counted: list[int] = []  # of each batch, samples that the gauge knows of
 
     def __len__(self) -> int:
@@ -102,11 +105,10 @@ class WorkedFeed:
         return (batch for batch in self.polled(math.inf) if batch is not None)
 
     def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
-        device, workers = self.machine.device, self.settings.num_workers
-        self.opened_s, self.batch_s = (
-            device.now(),
-            SIZE * max(self.machine.wall_s, max(1, workers) / self.machine.cap),
-        )
+        device = self.machine.device
+        workers = self.settings.num_workers
+        self.opened_s = device.now()
+        self.batch_s = SIZE * max(self.machine.wall_s, max(1, workers) / self.machine.cap)
         while True:
             ready_s = self._ready(len(self.taken_s)) if workers else device.now() + self.batch_s
             if workers and ready_s - device.now() > poll_s:
@@ -128,10 +130,8 @@ class WorkedFeed:
         """When batch ``k`` is made: its worker begins once it is through, and one of those in
         flight was taken.
         """
-        workers, in_flight = (
-            self.settings.num_workers,
-            self.settings.num_workers * (self.settings.prefetch_factor or 1),
-        )
+        workers = self.settings.num_workers
+        in_flight = self.settings.num_workers * (self.settings.prefetch_factor or 1)
         while len(self.began_s) <= k:
             n = len(self.began_s)
             free_s = self.began_s[n - workers] + self.batch_s if n >= workers else self.opened_s
@@ -172,10 +172,13 @@ class Launching(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = nn.Linear(12, 10)
-        self._device, self._cost, self._first_s = device, (device_s, launch_s, kernels), first_s
+        self._device = device
+        self._cost = (device_s, launch_s, kernels)
+        self._first_s = first_s
 
     def forward(self, images: Tensor) -> Tensor:
-        first_s, self._first_s = self._first_s, 0.0
+        first_s = self._first_s
+        self._first_s = 0.0
         self._device.host(first_s)
         self._device.launch(*self._cost)
         result: Tensor = self.layer(images.flatten(1))
@@ -188,10 +191,14 @@ def trials(
     """The harness' own step on ``network``, of ``parts`` batches an update, and its trials;
     ``ahead``: with a prefetcher.
     """
-    config, world = Config(), World(0, 1, 0, 1, device.device)
-    config.data.image_size, config.loader.batch_size = 2, SIZE
-    config.trainer.accumulate_steps, config.loader.device_prefetch = parts, ahead
-    config.data.mean, config.data.std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+    config = Config()
+    world = World(0, 1, 0, 1, device.device)
+    config.data.image_size = 2
+    config.loader.batch_size = SIZE
+    config.trainer.accumulate_steps = parts
+    config.loader.device_prefetch = ahead
+    config.data.mean = (0.5, 0.5, 0.5)
+    config.data.std = (0.5, 0.5, 0.5)
     optimizer = make_optimizer(network, config.optim)
     schedule = make_schedule(optimizer, config.schedule, 1, 100)
     step = Step(

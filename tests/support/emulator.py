@@ -66,7 +66,8 @@ class VirtualClock:
     """
 
     def __init__(self, wake_s: float = 0.0) -> None:
-        self._time_s, self._wake_s = 1.0, wake_s
+        self._time_s = 1.0
+        self._wake_s = wake_s
         self._blocked: list[_Blocked] = []
 
     def now(self) -> float:
@@ -112,7 +113,8 @@ class VirtualClock:
 
 class _Queue:
     def __init__(self, clock: VirtualClock) -> None:
-        self._clock, self._items = clock, deque[Any]()
+        self._clock = clock
+        self._items = deque[Any]()
 
     def put(self, item: Any) -> None:
         self._items.append(item)
@@ -126,7 +128,8 @@ class _Queue:
 
 class _Thread:
     def __init__(self, clock: VirtualClock, work: Callable[[], None], name: str) -> None:
-        self._clock, self._done = clock, False
+        self._clock = clock
+        self._done = False
         self._begin = _Blocked(clock.now(), lambda: True)
         clock._blocked.append(self._begin)
         threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
@@ -180,7 +183,9 @@ class Event:
     """A point of a stream."""
 
     def __init__(self, device: EmulatedDevice, timed: bool) -> None:
-        self.device, self.timed, self.at_s = device, timed, math.inf
+        self.device = device
+        self.timed = timed
+        self.at_s = math.inf
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.device.stream()
@@ -220,7 +225,8 @@ class _Copy:
         """What the host has written to the source meanwhile arrives too; nothing does where either
         was freed.
         """
-        source, target = self.source(), self.target()
+        source = self.source()
+        target = self.target()
         if source is not None and target is not None and _digest(source) != self.first:
             target.copy_(source)
 
@@ -242,7 +248,8 @@ class Pool:
     """
 
     def __init__(self, device: EmulatedDevice, rounded: Callable[[int], int]) -> None:
-        self._device, self._rounded = device, rounded
+        self._device = device
+        self._rounded = rounded
         self._lock = threading.RLock()  # tensors end in any thread, in the middle of anything
         self._free: list[
             tuple[int, Any, dict[Stream, float]]
@@ -347,15 +354,17 @@ class EmulatedDevice(accelerator.Accelerator):
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.clock = clock or WallClock()
-        self.now, self.queue, self.start = self.clock.now, self.clock.queue, self.clock.start
-        self.depth, self.pinned_per_s, self.pageable_per_s = depth, pinned_per_s, pageable_per_s
-        self.launch_s, self.record_s, self.mark_s, self.wake_s, self.total = (
-            launch_s,
-            record_s,
-            mark_s,
-            wake_s,
-            total,
-        )
+        self.now = self.clock.now
+        self.queue = self.clock.queue
+        self.start = self.clock.start
+        self.depth = depth
+        self.pinned_per_s = pinned_per_s
+        self.pageable_per_s = pageable_per_s
+        self.launch_s = launch_s
+        self.record_s = record_s
+        self.mark_s = mark_s
+        self.wake_s = wake_s
+        self.total = total
         self.spun_s = self.slept_s = 0.0
         self.busy_s: list[tuple[float, float]] = []  # of kernels
         self._copies: list[_Copy] = []  # from page-locked memory, under way
@@ -387,17 +396,16 @@ class EmulatedDevice(accelerator.Accelerator):
 
     def launch(self, device_s: float, launch_s: float | None = None, kernels: int = 1) -> None:
         """Launch so many kernels, which take the device and the host so long together."""
-        stream, each_s = (
-            self.stream(),
-            (kernels * self.launch_s if launch_s is None else launch_s) / kernels,
-        )
+        stream = self.stream()
+        each_s = (kernels * self.launch_s if launch_s is None else launch_s) / kernels
         for _ in range(kernels):
             self.host(each_s)
             self.busy_s.append(stream.add(device_s / kernels))
 
     def busy_between(self, began_s: float, ended_s: float) -> float:
         """Seconds in which at least one kernel ran."""
-        total_s, until_s = 0.0, began_s
+        total_s = 0.0
+        until_s = began_s
         for start_s, end_s in sorted(self.busy_s):
             total_s += max(0.0, min(end_s, ended_s) - max(start_s, until_s))
             until_s = max(until_s, end_s)
@@ -468,7 +476,8 @@ class EmulatedDevice(accelerator.Accelerator):
 
     def reset_peaks(self) -> None:
         pool = self.memory_pool
-        pool.peak_allocated, pool.peak_reserved = pool.allocated, pool.reserved
+        pool.peak_allocated = pool.allocated
+        pool.peak_reserved = pool.reserved
 
     def release(self) -> None:
         self.memory_pool.release(wait=True)

@@ -41,19 +41,22 @@ class MadeFeed:
         pinned: bool = True,
         size: int = SIZE,
     ) -> None:
-        self.device, self.workers, self.batches, self.pinned = device, workers, batches, pinned
+        self.device = device
+        self.workers = workers
+        self.batches = batches
+        self.pinned = pinned
         self.batch_s = batch_s if callable(batch_s) else lambda k: batch_s
         self.in_flight = in_flight or 2 * workers
-        self.images, self.labels = (
-            torch.zeros(size, 3, 2, 2, dtype=torch.uint8),
-            torch.zeros(size, dtype=torch.int64),
-        )
+        self.images = torch.zeros(size, 3, 2, 2, dtype=torch.uint8)
+        self.labels = torch.zeros(size, dtype=torch.int64)
 
     def __len__(self) -> int:
         return self.batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        own, ready_s, taken_s = self.device, list[float](), list[float]()
+        own = self.device
+        ready_s = list[float]()
+        taken_s = list[float]()
         begin_s = own.now()
         for k in range(self.batches):
             free_s = ready_s[k - self.workers] if k >= self.workers else begin_s
@@ -151,8 +154,8 @@ class Loop:
         decoding = StageCost(1000 * workers * self.decode_s, 1000 * workers * self.decode_s)
         made = StageTotals(1000, 4, decoding.wall_s, {"decode": decoding})
         evidence = Evidence(
-            window=total, stages=made, settings=self.settings, cores=16, device="cuda", sampled={}, autotuned=False,
-            precision="bf16", channels_last=True, compiled=True,
+            window=total, stages=made, settings=self.settings, cores=16, device="cuda", sampled={},
+            autotuned=False, precision="bf16", channels_last=True, compiled=True,
         )  # fmt: skip
         return Result(own, total, judge(evidence), spans, SIZE * self.parts * (epoch - 1))
 
@@ -161,7 +164,8 @@ class Loop:
     ) -> tuple[float, float]:
         """One epoch; from the end of its first step on the device to that of its last."""
         clock.start_epoch()
-        given, first_s = iter(batches), 0.0
+        given = iter(batches)
+        first_s = 0.0
         for step in range(1, steps + 1):
             for _ in range(self.parts):
                 with clock.waiting():

@@ -54,7 +54,8 @@ class Paced(Memory):
 
     def __init__(self, read_s: float) -> None:
         super().__init__()
-        self.read_s, self.due_s = read_s, 0.0
+        self.read_s = read_s
+        self.due_s = 0.0
 
     def read(self, i: int) -> tuple[np.ndarray, int]:
         self.due_s = max(self.due_s, time.perf_counter() - self.read_s) + self.read_s
@@ -86,7 +87,8 @@ class ColdFolder(FolderSource):
         self._repeat(cold)
 
     def _repeat(self, cold: bool) -> None:
-        self.files, self.cold = len(self.labels), cold
+        self.files = len(self.labels)
+        self.cold = cold
         self.labels = np.resize(self.labels, IMAGES)
 
     def __len__(self) -> int:
@@ -114,7 +116,8 @@ class Blur:
     """A transform, and after it something that takes its time."""
 
     def __init__(self, before: TrainTransform, blur_s: float) -> None:
-        self.before, self.blur_s = before, blur_s
+        self.before = before
+        self.blur_s = blur_s
         self.stages = (*before.stages, "blur")
 
     def __call__(
