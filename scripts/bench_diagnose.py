@@ -1,5 +1,4 @@
-"""Is a diagnosis right? Its ceiling beside the speed-up that a run has when its loader is replaced
-by batches at hand.
+"""Holds a diagnosis' ceiling against the speed-up that cached batches give.
 
 For each workload, in processes of their own and in turns: ``mode=diagnose``; training by the engine
 on the real feed; the same training on real batches that lie ready in memory. What cached batches
@@ -74,9 +73,7 @@ def workloads(photos: Path, threads: int | None) -> dict[str, Config]:
 
 
 def make_photos(root: Path, count: int) -> None:
-    """Two classes of parts of scikit-learn's two photographs, enlarged, as JPEG files; nothing
-    where they are there.
-    """
+    """Writes two classes of enlarged parts of scikit-learn's two photographs, once."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -130,8 +127,9 @@ def measure(_: int, work: Work) -> None:
 
 
 def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
-    """Images/s of whole epochs by the engine, for at least ``work.seconds``, on the feed or on its
-    first batches again.
+    """Returns images/s of whole epochs by the engine.
+
+    For at least ``work.seconds``, on the feed or on its first batches again and again.
 
     By the wall, the first epoch left out: the engine's own clock keeps an epoch's first step apart,
     and this benchmark's epochs are short, so that what the workers make meanwhile would count and

@@ -1,5 +1,6 @@
-"""Does tuning pay? Whole runs from the command to the exit: tuned, untuned, by older rules, and by
-other projects.
+"""Measures whether tuning pays, in whole runs from the command to the exit.
+
+Tuned, untuned, by older rules, and by other projects.
 
 The strategies take turns, in a new random order each round; every run is a line of the results
 file, and what is there is not measured again: stop it whenever you like. Nothing is remembered from
@@ -44,8 +45,7 @@ _COMMON = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Some images and a step: one that sleeps for ``step_ms``, or the network's own where that is
-    empty.
+    """Some images and a step that sleeps for ``step_ms``, or the network's own if empty.
 
     ``step_ms`` and ``read_ms`` are as in ``slept_run.py``; one of them may change ``at_s`` seconds
     after the start.
@@ -238,8 +238,9 @@ def back_s(line: dict[str, Any], at_s: float, best: float) -> float | None:
 
 
 def changing(lines: Sequence[dict[str, Any]]) -> str:
-    """A row for each workload that changes and each strategy: images/s from the change on, and how
-    soon they were back.
+    """Returns images/s from a change on, and how soon they were back.
+
+    A row for each workload that changes and each strategy.
     """
     rows = []
     for name, workload in WORKLOADS.items():
@@ -274,8 +275,9 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """A row for each workload, number of epochs and strategy, beside
-    the default of the same round.
+    """Returns seconds beside the default of the same round.
+
+    A row for each workload, number of epochs and strategy.
     """
     rows = []
     groups = dict.fromkeys((line["workload"], line["epochs"], line["strategy"]) for line in lines)

@@ -1,13 +1,13 @@
-"""What loading costs: this project's feeds beside the loaders of others, and beside what decoding
-alone takes.
+"""Measures what loading costs, beside other loaders and beside decoding alone.
 
 Every row is measured in a process of its own, once a round; rounds go there and back through the
 rows, and one row is measured twice in each as a control. What others need is no dependency of this
 project: a peer that does not import is left out, and the page says so. All of them at once:
 
-    uv run --with timm --with torchcodec --with spdl --with nvidia-dali-cuda120 --with ffcv
-    scripts/bench_loader.py uv run scripts/bench_loader.py --part arrays,cache uv run
-    scripts/bench_loader.py --table
+    uv run --with timm --with torchcodec --with spdl --with nvidia-dali-cuda120 --with ffcv \\
+        scripts/bench_loader.py
+    uv run scripts/bench_loader.py --part arrays,cache
+    uv run scripts/bench_loader.py --table
 
 ffcv is compiled on the spot and needs a C++ compiler, pkg-config, OpenCV and libturbojpeg with
 their headers (Debian: libopencv-dev libturbojpeg0-dev). Each measurement is a line of the results
@@ -190,8 +190,9 @@ def index(s: Setup) -> Iterator[Row]:
 
 
 def many(folder: str, files: int, later: int) -> dict[str, Any]:
-    """What the index of a tree of ``files`` empty files costs: to make, to open ``later`` times,
-    and its readers in memory.
+    """Returns what the index of ``files`` empty files costs.
+
+    To make, to open ``later`` times, and its readers in memory.
 
     In this process, so that the tree goes however a measurement ends.
     """

@@ -147,9 +147,7 @@ def harness_engine(
 def in_turns(
     pairs: int, harness: Epoch, loops: Sequence[Epoch], device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of each epoch of ``harness``, ``hand_written``, ``control_a`` and ``control_b``, run
-    in pairs by turns.
-    """
+    """Returns seconds of each epoch of the four sides, run in pairs by turns."""
     sides = dict(
         zip(("harness", "hand_written", "control_a", "control_b"), (harness, *loops), strict=True)
     )
@@ -170,9 +168,7 @@ def in_turns(
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    """The largest absolute difference of two networks' weights and buffers; 0.0 means bitwise the
-    same.
-    """
+    """Returns the largest absolute difference of weights and buffers; 0.0: bitwise the same."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
@@ -224,6 +220,7 @@ def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> lis
 def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
     """The comparison as text: two tables, how they were made, and what becomes of the claim."""
     batch_size = config.loader.batch_size
+    held = verdict(found["ratio"])
     weights = "bitwise the same on both sides"
     if apart := found["largest_weight_difference"]:
         weights = f"differ by up to {apart:.3g}"
@@ -253,7 +250,7 @@ epochs of {steps} steps in turns, loss read every {config.watch.window_steps} st
 
 Steps: median (quartiles). Ratios: median of the pairs [95 % interval, of order statistics].
 Weights after all epochs: {weights}.
-Claim, the interval of harness / hand written does not lie below {FLOOR}: {verdict(found["ratio"])}."""
+Claim, the interval of harness / hand written does not lie below {FLOOR}: {held}."""
 
 
 def verdict(ratio: Estimate) -> str:

@@ -43,8 +43,9 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One call in milliseconds: until it came back to the host, until the device was done, and
-    between events around it.
+    """One call in milliseconds.
+
+    Until it came back to the host, until the device was done, and between events around it.
     """
 
     host_ms: float
@@ -71,8 +72,9 @@ def timed(own: Accelerator, call: Call) -> Timing:
 def in_turns(
     calls: Mapping[str, Call], n: int, measure: Callable[[Call], Any]
 ) -> dict[str, list[Any]]:
-    """``n`` measurements of each call, one of each a round that begins with another each time; two
-    rounds warm up.
+    """Returns ``n`` measurements of each call, in rounds that begin with another each.
+
+    Two rounds before them warm up.
     """
     names = list(calls)
     found: dict[str, list[Any]] = {name: [] for name in names}
@@ -86,9 +88,7 @@ def in_turns(
 
 
 class Work:
-    """GPU work of about ``ms`` milliseconds that needs no batch: bf16 matrix products, launched in
-    microseconds.
-    """
+    """GPU work of about ``ms`` milliseconds that needs no batch: bf16 matrix products."""
 
     def __init__(self, device: torch.device, ms: float) -> None:
         self._a = torch.randn(WORK_SIDE, WORK_SIDE, device=device, dtype=torch.bfloat16)
@@ -137,9 +137,7 @@ def _pin_and_copy(own: Accelerator, x: Tensor) -> Tensor:
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """Whole uint8 batches ``[batch_size, 3, 224, 224]`` that cost a worker next to nothing, with
-    labels.
-    """
+    """Whole uint8 batches ``[batch_size, 3, 224, 224]`` with labels, at next to no cost."""
 
     def __init__(self, count: int, batch_size: int) -> None:
         self.count = count
@@ -156,8 +154,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 def loop_copies(
     device: torch.device, batch_size: int, workers: int, work_ms: float, n: int
 ) -> list[dict[str, Any]]:
-    """Part b: milliseconds a batch of a loop over a ``DataLoader`` with work on the GPU, for each
-    way.
+    """Part b: milliseconds a batch of a loop over a ``DataLoader`` with GPU work.
 
     Raises:
         MemoryError: the workers' batches do not fit into shared memory.
@@ -220,7 +217,7 @@ def loop_copies(
 
 
 def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
-    """Part c: the copy of ``x`` and work that does not need it, on one stream and on two."""
+    """Part c: a copy and work that does not need it, on one stream and two."""
     pageable = torch.ones(mib * MIB, dtype=torch.uint8)
     own = accelerator.of(device)
     pinned = own.pin(pageable)
@@ -268,9 +265,7 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
 
 
 def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
-    """What a machine without a GPU can show: pageable memory copied to pageable memory, as the
-    driver's staging does.
-    """
+    """Returns what a machine without a GPU can show: copies within pageable memory."""
     rows = []
     for mib in sizes_mib:
         source = torch.ones(mib * MIB, dtype=torch.uint8)

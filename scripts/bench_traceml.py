@@ -1,5 +1,4 @@
-"""TraceML beside this project: what each says of the same planted bottlenecks, and what watching
-costs a step.
+"""Holds TraceML beside this project: what each says of planted bottlenecks, and costs.
 
 TraceML (``traceml-ai`` on PyPI) is no dependency; uv lays it over the project's environment for
 this one command:
@@ -96,8 +95,9 @@ class RunFailed(Exception):
 
 
 def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
-    """What ``side`` says of one run of ``plant``; TraceML may give up on a busy machine, and is
-    then asked again.
+    """Returns what ``side`` says of a run of ``plant``, in several attempts.
+
+    TraceML may give up on a busy machine.
 
     Raises:
         RunFailed: the last attempt failed too.
@@ -211,9 +211,7 @@ class Side:
         return took_s / self._block, spent_s / self._block
 
     def end(self) -> None:
-        """End the loop, and wait for its processes; those that do
-        not end by themselves are killed.
-        """
+        """Ends the loop and waits for its processes; kills the ones that go on."""
         processes = self._processes()
         self._stop(False)
         try:

@@ -1,5 +1,6 @@
-"""Does the tuner choose well, and what does it cost? Beside a grid, loadtune, rules of thumb and an
-oracle, on real loaders.
+"""Measures how well the tuner chooses, and at what cost, on real loaders.
+
+Beside a grid, loadtune, rules of thumb and an oracle.
 
 For every workload each strategy first chooses its setting. Then all settings are measured with the
 same consumer, interleaved in random order: choosing rounds, from which the oracle picks the best
@@ -170,9 +171,7 @@ def measure_round(
     results: Results,
     plan: Plan,
 ) -> None:
-    """Measure what round ``number`` lacks, in random order; all settings of a round load the same
-    samples.
-    """
+    """Measures what round ``number`` lacks, in random order, on the same samples."""
     name = rig.workload.name
     order = [*entries]
     random.Random(f"{name} {phase} {number}").shuffle(order)

@@ -1,5 +1,4 @@
-"""What all the watching costs: microseconds per step, its share of a step of 20 ms, and whether
-memory stays as it was.
+"""Measures what watching costs: microseconds per step, and memory.
 
 Each cost is measured against the same loop without it, in turns, with which goes first in turns as
 well; beside it the loop without runs against itself, which shows what this machine cannot resolve.
@@ -108,9 +107,7 @@ def bare_steps(steps: int) -> None:
 
 
 def clocks() -> dict[str, tuple[StepClock, bool]]:
-    """Clocks to be measured, and whether they are told of copies: by the host, on events that are
-    free, on CUDA's if there.
-    """
+    """Returns the clocks to be measured, and whether they are told of copies."""
     found = {
         "step clock, host clock": (StepClock(), False),
         "step clock, events that cost nothing": (
@@ -124,9 +121,7 @@ def clocks() -> dict[str, tuple[StepClock, bool]]:
 
 
 def window_cost(folder: Path, runs: int) -> Cost:
-    """Of the end of a window: its figures, the workers' and the sampler's, into ``metrics.jsonl``
-    and the event file.
-    """
+    """Measures the end of a window: all figures into ``metrics.jsonl`` and the event file."""
     clock = StepClock(events=Events(HostEvent, lambda: None, None))
     meter = StageMeter(STAGES, 8)
     stepping(clock, copies=True)(_SETTINGS.window_steps)
@@ -145,9 +140,7 @@ def window_cost(folder: Path, runs: int) -> Cost:
 
 @contextmanager
 def children() -> Iterator[None]:
-    """Processes below this one that sleep inside the block, as many as workers of a large feed: the
-    sampler looks at each.
-    """
+    """Keeps sleeping processes below this one, as many as workers of a large feed."""
     with ExitStack() as stack:
         for _ in range(_CHILDREN):
             child = stack.enter_context(subprocess.Popen(["sleep", "600"]))
@@ -156,9 +149,7 @@ def children() -> Iterator[None]:
 
 
 def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
-    """The share of one processor that a sampler's thread takes of this process, which does nothing
-    else; all without it.
-    """
+    """Returns the share of a processor that a sampler takes, and what all takes without."""
 
     def spent() -> float:
         begin = time.perf_counter()
@@ -219,7 +210,7 @@ def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, 
 
 
 def per_step_us(found: Mapping[str, Any]) -> dict[str, Estimate]:
-    """Microseconds a step of each clock with all else that watching does beside a step of 20 ms."""
+    """Returns microseconds a step of each clock with all other watching."""
     rest = found["window"].mean_us * (1 / found["window_steps"]) + found["sampler_fraction"] * (
         1e6 * STEP_S
     )
@@ -227,9 +218,7 @@ def per_step_us(found: Mapping[str, Any]) -> dict[str, Estimate]:
 
 
 def claims(found: Mapping[str, Any]) -> list[str]:
-    """What is claimed of all this, with the figure, its 95 % interval, and whether it holds; a line
-    each.
-    """
+    """Returns a line for each claim: the figure, its interval, whether it holds."""
     dearest = max(per_step_us(found).values(), key=lambda us: us.high) * (1e-6 / STEP_S)
     longest: Cost = found["stages"][-1]
     timers = longest.mean_us * (1 / longest.bare_us.median)
@@ -255,9 +244,7 @@ def claims(found: Mapping[str, Any]) -> list[str]:
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """The figures as text: what each thing costs, what all of them do to a step, the workers'
-    timers, memory, the claims.
-    """
+    """Returns the figures as text."""
     memory = [
         {"memory of": name, "bytes more": size}
         for name, size in found["memory_growth_bytes"].items()

@@ -1,5 +1,6 @@
-"""Kills, signals, other loaders and ranks: whether a run that was stopped and went on is the run
-that never stopped.
+"""Checks that a run that was stopped and went on is the run that never stopped.
+
+After kills and signals, with other loaders and other ranks.
 
 Every part starts train.py in processes of its own and looks at what is left. "The same state" is
 bitwise: weights, optimizer, schedule, scaler and random states. The exit code is 1 where a
@@ -140,8 +141,9 @@ def _differences(last: Run, whole: Path) -> list[str]:
 
 
 def terms(plan: Plan) -> list[Row]:
-    """Signals to the whole group at random moments, half of them after the first step, in runs of
-    one rank and of two.
+    """Signals the whole group at random moments, in runs of one rank and of two.
+
+    Half of the signals come after the first step.
     """
     draw = random.Random(plan.seed)
     rows = []

@@ -1,5 +1,6 @@
-"""What a run left, and whether it is whole: its state as one digest, its lines and events, the
-samples it was trained on.
+"""Says what a run left and whether it is whole.
+
+Its state as one digest, its lines and events, the samples it was trained on.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ def batches(found: Updates) -> dict[int, tuple[int, list[int]]]:
 
 
 def wrong_samples(found: Updates, length: int, batch: int) -> list[str]:
-    """What is wrong with the epochs: each has the first samples of its order once, all but less
-    than a global ``batch``.
+    """Returns what is wrong with the epochs' samples.
+
+    Each epoch has the first samples of its order once, all but less than a global ``batch``.
     """
     wrong = [] if sorted(found) == list(range(1, len(found) + 1)) else ["a step is missing"]
     epochs = defaultdict[int, list[int]](list)

@@ -23,9 +23,7 @@ POLL_S = 0.02
 
 
 class Plan(NamedTuple):
-    """What a part is given: a folder of its own, how often it does what it does, what its draws
-    begin with, time limits.
-    """
+    """What a part is given: its folder, its count, its seed, time limits."""
 
     base: Path
     n: int

@@ -1,5 +1,4 @@
-"""One command that measures on a CUDA GPU what cannot be measured without one, for at most eight
-minutes.
+"""Measures on a CUDA GPU, in at most eight minutes, what needs one.
 
     python scripts/gpu_check.py
 
@@ -70,9 +69,7 @@ Row = dict[str, Any]
 
 
 def missing() -> str:
-    """One line that names the packages that are missing and how to get them; empty if there are
-    all.
-    """
+    """Returns a line that names missing packages and how to get them, or ""."""
     absent = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
     names = " ".join(absent)
     told = (
@@ -86,9 +83,7 @@ def missing() -> str:
 
 
 def scrubbed(value: Any) -> Any:
-    """``value`` without what names this machine or its user: paths, addresses, the values of the
-    environment.
-    """
+    """Returns ``value`` without paths, addresses and values of the environment."""
     if isinstance(value, dict):
         return {key: scrubbed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -155,8 +150,7 @@ class Findings:
 
 
 def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[Row]:
-    """What a part says, as it says it; after ``limit_s`` it is killed, with all that it has
-    started.
+    """Yields what a part says, as it says it; kills the part after ``limit_s``.
 
     The last one says how it ended: ``ok``, ``skipped``, ``failed`` or ``cut short``.
     """
@@ -196,8 +190,9 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
 
 
 def _gone(child: subprocess.Popen[bytes]) -> None:
-    """Wait until a part is gone, with what it has started, which puts away its shared memory; not
-    for long.
+    """Waits a little until a part and what it has started are gone.
+
+    On the way out a part puts away its shared memory.
     """
     for _ in range(int(10 * _PUT_AWAY_S)):
         child.poll()

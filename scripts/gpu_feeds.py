@@ -1,5 +1,6 @@
-"""What the feeds are worth beside a GPU: how few cores keep ResNet-50 busy, and whether decoding
-threads slow its launches.
+"""Measures feeds beside a GPU: how few cores keep ResNet-50 busy.
+
+And whether decoding threads slow its launches.
 
 Parts of ``gpu_check.py``.
 """
@@ -67,9 +68,7 @@ def shapes(scratch: Path, images: int) -> DataConfig:
 
 
 def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[str]]:
-    """Overrides for ResNet-50 (bf16, channels_last, batch 256), and those that name its JPEGs,
-    which are made here.
-    """
+    """Returns overrides for ResNet-50 (bf16, channels_last, batch 256) and for its JPEGs."""
     data = shapes(scratch, images)
     datasets.load(data, AugmentConfig(), 0)
     numbers = [f"data.generate.{name}={value}" for name, value in asdict(data.generate).items()]
@@ -83,8 +82,7 @@ def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[st
 
 
 def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterator[Row]:
-    """Images/s with each of ``feeds`` on ever fewer cores, as far as the time goes, and of those
-    where nothing is loaded.
+    """Yields images/s with each of ``feeds`` on ever fewer cores, while there is time.
 
     A run that fails is a row that says why.
 
@@ -134,9 +132,7 @@ def fewest(rows: Sequence[Row]) -> str:
 
 
 def launches(o: Options, compiled: bool) -> Iterator[Row]:
-    """Step time on a batch at hand, alone and beside threads that decode, in turns, on ever fewer
-    cores.
-    """
+    """Yields step time alone and beside threads that decode, on ever fewer cores."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
     world, (size, side, steps) = World(0, 1, 0, 1, o.device), o.scaled((256, 224, 20), (8, 64, 2))
     config = Config(
@@ -176,18 +172,14 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
 
 
 def _confine(cores: Iterable[int]) -> None:
-    """Leave these cores alone to all threads of this process; those that it starts later take after
-    them.
-    """
+    """Leaves these cores alone to all threads of this process, and to later ones."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread), cores)
 
 
 class Decoding:
-    """A feed whose batches are taken, and not used, while something else is measured; within
-    ``with``.
-    """
+    """A feed whose batches are taken, and not used, while something else is measured."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -208,8 +200,9 @@ class Decoding:
         self._feed.close()
 
     def beside(self, measured: Callable[[], float], busy: bool) -> tuple[float, float]:
-        """What ``measured`` gives, and the images/s that were taken beside it; none are if not
-        ``busy``.
+        """Returns what ``measured`` gives, and the images/s that were taken beside it.
+
+        None are taken if not ``busy``.
 
         Raises:
             RuntimeError: none came though they were to; with the feed's error, where it has one.

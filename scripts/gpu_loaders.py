@@ -1,5 +1,4 @@
-"""ResNet-50 fed by one loader, ours or another project's: a run of ``gpu_check.py``, in a process
-on the cores it may use.
+"""Feeds ResNet-50 by one loader: a run of ``gpu_check.py`` in a process of its own.
 
     uv run scripts/gpu_loaders.py threads FOLDER 8 --seconds 6
 
@@ -63,9 +62,7 @@ Batch = tuple[Tensor, Tensor]  # of images [N, 3, 224, 224], uint8 or normalised
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a loader is asked for: batches of the JPEGs in ``root``/train/CLASS, made by so many
-    threads or processes.
-    """
+    """What a loader is asked for: batches of JPEGs, made by some threads or processes."""
 
     root: Path
     num_workers: int
@@ -127,9 +124,7 @@ def _spdl(job: Job) -> Iterator[Iterable[Batch]]:
 
 
 def _labelled(made: Iterable[Any], pinned: bool) -> Generator[Batch]:
-    """Batches ``[N, H, W, C]`` with the channels first, and zeros for labels, which these loaders
-    are not asked for.
-    """
+    """Yields batches ``[N, H, W, C]`` with the channels first, and zeros for labels."""
     for batch in made:
         images = torch.as_tensor(batch)
         yield (
@@ -145,8 +140,7 @@ def _nvjpeg(job: Job) -> Iterator[Iterable[Batch]]:
 
 
 def _decoded_on_device(job: Job) -> Generator[Batch]:
-    """Files are read by workers; a batch is decoded at once on the device, then cropped, resized
-    and flipped there.
+    """Yields batches that the device decodes, crops, resizes and flips.
 
     On the side stream, which is waited for: decoders write where the current stream has freed
     memory, without asking it.
@@ -172,8 +166,9 @@ def _read(path: str) -> Any:
 
 
 def decoder() -> tuple[str, Callable[[list[Tensor], torch.device], list[Tensor]]]:
-    """What decodes lists of JPEGs on a device: TorchCodec, or torchvision where it does not; its
-    name before it.
+    """Returns the name and the function of what decodes JPEGs on a device.
+
+    TorchCodec, or torchvision where TorchCodec does not.
     """
     try:
         torchcodec: Any = import_module("torchcodec.decoders")

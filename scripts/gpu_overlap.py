@@ -1,6 +1,4 @@
-"""What ``gpu_check.py`` asks of the prefetcher: whether it hides the copy, and whether its values
-are right when in haste.
-"""
+"""Checks that the prefetcher hides the copy and gives right values in haste."""
 
 from __future__ import annotations
 
@@ -47,8 +45,9 @@ def step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.de
 
 
 def wait(device: torch.device) -> None:
-    """Until the current stream is through, and the prefetcher's own; ``synchronize`` waits for the
-    current one alone.
+    """Waits until the current stream and the prefetcher's own are through.
+
+    ``synchronize`` waits for the current one alone.
     """
     own = accelerator.of(device)
     if own.has_streams:
@@ -63,8 +62,7 @@ def _hold_up(device: torch.device) -> None:
 
 
 def wrong_values(device: torch.device, slow: str) -> list[str]:
-    """What is wrong with batches that each hold their number, when their copy or the step that
-    reads them is held up.
+    """Returns what is wrong with numbered batches when a copy or a step is held up.
 
     Each is made anew and dropped at once, so that memory goes round on both sides as fast as the
     allocators let it.

@@ -1,5 +1,4 @@
-"""The parts of ``gpu_check.py``: one of them, in a process of its own, that says what it measures
-as it measures it.
+"""Runs one part of ``gpu_check.py`` in a process of its own, which says what it measures.
 
 Lines of JSON on standard output: ``machine``, then each ``row`` and what is ``wrong``, then how it
 ended.
@@ -83,9 +82,7 @@ def _tested(marked: str, *files: str) -> Said:
 
 
 def check_prefetcher(o: Options) -> Said:
-    """Whether the prefetcher hides the copy behind the step, and gives the right values when either
-    of them is slow.
-    """
+    """Checks that the prefetcher hides the copy and gives right values."""
     device = o.device
     if o.on_gpu:  # batches of ImageNet's size, and work that takes twice as long as their copy
         what = "copy"
@@ -150,8 +147,9 @@ def check_stall(o: Options, compiled: bool = False) -> Said:
 
 
 def check_copies(o: Options) -> Said:
-    """Pinned against pageable copies, alone and beside work that does not need them; without a GPU,
-    host to host.
+    """Measures pinned and pageable copies, alone and beside unrelated work.
+
+    Without a GPU from host to host.
     """
     n = 5 if o.quick else 20
     if not o.on_gpu:
@@ -173,8 +171,9 @@ def check_copies(o: Options) -> Said:
 
 
 def check_demand(o: Options) -> Said:
-    """What the tuner says that ResNet-50 takes against a run without loading, and training on
-    JPEGs, untuned and tuned.
+    """Measures the tuner's demand for ResNet-50 against a run without loading.
+
+    And training on JPEGs, untuned and tuned.
     """
     common, files = gpu_feeds.resnet50(o.scratch, o.images, 100 if o.on_gpu and not o.quick else 25)
     if not o.on_gpu:
@@ -261,8 +260,7 @@ def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
 
 
 def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
-    """Figures of a run of ``train.py``, and what the tuner says that the step takes (0 where
-    nothing was tuned).
+    """Returns the figures of a run of ``train.py``; "demand" is 0 if nothing was tuned.
 
     Raises:
         RuntimeError: it failed, with its last words, or took longer than ``limit_s``.

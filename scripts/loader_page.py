@@ -1,6 +1,4 @@
-"""The page that ``bench_loader.py`` makes of its results: a table for each part, and whether what
-it is to show holds.
-"""
+"""Makes the page of ``bench_loader.py``: a table for each part, and its claims."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ Piece = list[Row] | str | Claim
 def _cost_rows(
     part: Part, about: Mapping[str, str], unit: float, to: str, limit: str | None
 ) -> Iterator[Row]:
-    """A row for each loader: what an image costs, what it gives, and both against ``to`` and
-    ``limit``.
-    """
+    """Yields what an image costs with each loader, and against ``to`` and ``limit``."""
     name = "ms" if unit == 1 else "us"
     for row in part.rows:
         if "cpu_s" not in next(iter(part.rows[row].values())):
@@ -229,9 +225,7 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
 
 
 def _best(rates: Mapping[str, float]) -> str:
-    """The row with the best rate; says so where none with more workers, by which a row's name ends,
-    was tried.
-    """
+    """Returns the row with the best rate; says if it had the most workers of all."""
     best = max(rates, key=lambda row: rates[row])
     most = max(rates, key=lambda row: int(row.rpartition(" ")[2]))
     return f"{best} (the most workers that were tried)" if best == most else best
@@ -309,9 +303,7 @@ def index(part: Part) -> Iterator[Piece]:
 
 
 def tuner(part: Part) -> Iterator[Piece]:
-    """What the tuner chooses where it may choose the form, and what it chooses of each form when
-    that is set.
-    """
+    """Yields what the tuner chooses of all forms and of each form alone."""
     rows = []
     claims = []
     for workload, rounds in part.rows.items():

@@ -1,5 +1,4 @@
-"""The loaders that ``bench_loader.py`` measures this project's against, each set up as its own
-project shows it.
+"""Sets up the loaders of other projects, each as its own project shows it.
 
 All give endless batches of 128 crops of 224 pixels, shuffled, from the same files. Where a recipe
 has a variant without something that the others do not do either (timm's colour jitter, normalising
@@ -86,9 +85,7 @@ def endless(
     size: int = BATCH_SIZE,
     **how: Any,
 ) -> DataLoader[Any]:
-    """Torch's loader over ``dataset`` in one random order after the other, without a new start
-    between them.
-    """
+    """Returns torch's loader over ``dataset`` without a new start between passes."""
     sampler = RandomSampler(dataset, num_samples=_ENDLESS)  # type: ignore[arg-type]
     return DataLoader(
         dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate, **how
@@ -101,9 +98,7 @@ def counted(loader: DataLoader[Any]) -> Counts:
 
 
 def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoader[Any]:
-    """pytorch/examples' imagenet/main.py: PIL, float tensors normalised one by one, torch's
-    collate.
-    """
+    """Returns pytorch/examples' loader: PIL, floats normalised one by one, torch's collate."""
     return endless(ImageFolder(str(root / "train"), transforms.Compose([
         transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(),
         transforms.ToTensor(), transforms.Normalize(_MEAN, _STD),
@@ -119,9 +114,7 @@ def apex(root: Path, workers: int) -> Counts:
 
 
 def _fast_collate(samples: Sequence[tuple[Image.Image, int]]) -> tuple[Tensor, Tensor]:
-    """As Apex does: each picture's pixels, channels first, are added to its row of a batch of
-    zeros.
-    """
+    """Adds each picture's pixels to its row of a batch of zeros, as Apex does."""
     width, height = samples[0][0].size
     images = torch.zeros((len(samples), 3, height, width), dtype=torch.uint8)
     for row, (picture, _) in zip(images, samples, strict=True):
@@ -130,9 +123,7 @@ def _fast_collate(samples: Sequence[tuple[Image.Image, int]]) -> tuple[Tensor, T
 
 
 def timm(root: Path, workers: int) -> Counts:
-    """Its ImageNet training loader without colour jitter, up to the uint8 batch that its prefetcher
-    takes to the device.
-    """
+    """Returns timm's ImageNet loader without colour jitter, up to the uint8 batch."""
     data = import_module("timm.data")
     loader = data.create_loader(
         data.create_dataset("", root=str(root), split="train", is_training=True), (3, _SIDE, _SIDE),
@@ -161,8 +152,7 @@ def _v2(root: Path, workers: int, decode: Callable[[str], Any]) -> Counts:
 
 
 def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
-    """DALI's own threads: decoding of the crop alone, resize with a triangular filter, flip; all on
-    the processor.
+    """Yields DALI's batches: a fused crop, a triangular filter, flips, on the processor.
 
     Its tensors ``[N, H, W, C]``, whose memory it uses again for the next batch.
     """
@@ -223,9 +213,7 @@ def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
 
 
 def ffcv(root: Path, threads: int) -> Counts:
-    """FFCV's JPEG mode: its own file, its fused decode and crop (area interpolation), flips
-    compiled by numba.
-    """
+    """Returns FFCV's JPEG mode: its own file, its fused decode and area crop."""
     fields = import_module("ffcv.fields")
     decoders = import_module("ffcv.fields.decoders")
     loaders = import_module("ffcv.loader")

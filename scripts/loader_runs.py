@@ -1,6 +1,4 @@
-"""What ``bench_loader.py`` measures of loaders in use: training on them, their start and memory,
-the index, the tuner.
-"""
+"""Measures loaders in use: training, start and memory, the index, the tuner."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ _READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the 
 
 
 def step(root: str, side: int, seconds: float) -> Found:
-    """The window of the training step alone, its normalising included,
-    on one batch over and over.
-    """
+    """Returns the window of the training step alone, on one batch over and over."""
     with probed(feeds(*of_files(root, side), *of_form(PROCESSES, 0))) as (made, feed):
         batch = next(iter(feed))
         return window(_steps(made, _normalised(made, itertools.repeat(batch))), seconds, skip=3)
@@ -99,8 +95,7 @@ def paced(
     seconds: float,
     back: bool,
 ) -> Found:
-    """What a device takes that sleeps through its steps, from a form of ours and from
-    pytorch/examples' loader.
+    """Returns what a device takes that sleeps through its steps, from ours and theirs.
 
     Args:
         root: the tree of files.
@@ -141,8 +136,7 @@ def _rate(found: Found) -> float:
 
 
 def start(row: str, root: str, folder: str, workers: int) -> Found:
-    """Seconds from ``iter()`` of a loader to its first batch, and the memory of all its processes
-    when each worker made three.
+    """Returns seconds to the first batch, and memory when each worker made three.
 
     Memory is the proportional set: what several processes share counts once. ``row`` BARE: without
     a loader.
@@ -183,8 +177,9 @@ def index(root: str) -> Found:
 
 
 def index_readers(root: str, method: str) -> Found:
-    """A worker's own memory before and after it has read every sample, as another one did beside
-    it, in random order.
+    """Returns a worker's own memory before and after it has read every sample.
+
+    Another worker does the same beside it, in another random order.
     """
     config = composed(*of_files(root))
     context: Any = multiprocessing.get_context(method)
@@ -227,9 +222,7 @@ def _read(source: Source, order: np.ndarray) -> None:
 
 
 def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
-    """What the tuner chooses when it may choose the form and when each form is set, and what the
-    choices deliver in turns.
-    """
+    """Returns the tuner's choice of all forms and of each, and what they deliver in turns."""
     one = WORKLOADS[workload]
     console.set_quiet(True)
     with distributed.joined(0, composed()) as world:
@@ -268,9 +261,7 @@ def _widest(rates: dict[str, list[float]]) -> float:
 
 
 def _warm(dataset: object) -> None:
-    """Read every file once: what the searches meet is not what other programs left of the page
-    cache.
-    """
+    """Reads every file once, into the page cache."""
     source = getattr(dataset, "source", None)
     if source is not None:
         _read(getattr(source, "source", source), np.arange(len(source)))

@@ -1,6 +1,4 @@
-"""What ``bench_loader.py`` has measured, by part, row and round: costs, rates, ratios paired by
-round.
-"""
+"""Collects what ``bench_loader.py`` has measured, by part, row and round."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every sentence that a run can print, gathered from the source into docs/messages.md, with its
-fields as placeholders.
+"""Gathers every sentence that a run can print into docs/messages.md.
+
+Fields are placeholders.
 
 Run it as ``uv run scripts/messages.py``.
 """

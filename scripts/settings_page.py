@@ -46,9 +46,7 @@ def composed() -> tuple[schema.Config, Mapping[str, str | None]]:
 
 
 def choices(chosen: Mapping[str, str | None]) -> Iterator[str]:
-    """Yields a row for each group in ``conf/`` with more than
-    one choice, and its files' comments.
-    """
+    """Yields a row for each group in ``conf/`` with more than one choice."""
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
         names = [f"`{path.stem}`{_comment(path)}" for path in sorted(folder.glob("*.yaml"))]
         if len(names) > 1:

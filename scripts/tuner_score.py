@@ -29,8 +29,9 @@ Line = dict[str, Any]  # one JSON line of the results
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """A loader setting, as the tables name it: ``3x2`` for 3 workers with 2 batches in flight each,
-    ``0`` for no workers.
+    """A loader setting as tables name it: ``3x2``, 3 workers with 2 batches in flight.
+
+    ``0``: no workers.
 
     Of threads the batches are in flight for all of them together.
     """
@@ -97,8 +98,7 @@ def steady(
 def choosing(
     candidates: Sequence[Setting], chosen: Iterable[Setting], earlier: Mapping[Setting, list[float]]
 ) -> list[Setting]:
-    """The settings of the next choosing round: all at first, later those that may be best or the
-    fewest sufficient workers.
+    """Returns the settings of the next choosing round: at first all, then the likely ones.
 
     Of what came within a tenth of the best, these are the six with the fewest workers and the four
     fastest; and whatever a strategy chose.
@@ -190,8 +190,9 @@ class Found:
         }
 
     def oracle(self) -> tuple[Setting, int] | None:
-        """The best setting of the choosing rounds and the fewest workers that come within 2 % of
-        it; None before them.
+        """Returns the best setting of the choosing rounds and the fewest sufficient workers.
+
+        None before the rounds. Sufficient: within 2 % of the best.
         """
         if not self.rates["choose"]:
             return None
@@ -203,8 +204,9 @@ class Found:
         )
 
     def ratio(self, strategy: str, to: str | None = None) -> Ratio | None:
-        """Delivered by ``strategy`` over the oracle's, or over that of strategy ``to``; None where
-        a measurement lacks.
+        """Returns what ``strategy`` delivered over the oracle's or over that of ``to``.
+
+        None where a measurement lacks.
 
         The rate of a strategy that was asked several times is the mean over its choices, in each
         round.

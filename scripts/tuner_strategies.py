@@ -1,5 +1,6 @@
-"""Who chooses in ``bench_tuner.py``: the tuner, the tutorial's grid, loadtune, rules of thumb; and
-what they choose for.
+"""Who chooses in ``bench_tuner.py``, and what for.
+
+The tuner, the tutorial's grid, loadtune, rules of thumb.
 """
 
 from __future__ import annotations
@@ -49,9 +50,7 @@ _GRID_BUDGET_S = 3600.0  # the tutorial's search has none
 
 
 class PacedTrainee:
-    """A step that is ``step_s`` seconds of waiting, as the host has it with a device: of known
-    speed, and at no cost.
-    """
+    """A step that waits ``step_s`` seconds, as a host for its device."""
 
     device = torch.device("cpu")  # batches stay where they are
     overlaps = False
@@ -160,9 +159,7 @@ class Rig:
         return StepTrials(self._step, self.config, self.world)
 
     def feeds(self, seed: int = 0) -> Feeds:
-        """Feeds as ``train.py`` makes them; those of one ``seed`` give the same samples whatever
-        their settings.
-        """
+        """Returns feeds as ``train.py`` makes them; ``seed`` alone decides the samples."""
         dataset = cast(
             ImageDataset, self.dataset
         )  # a feed uses of it what every fillable data set has
@@ -200,9 +197,7 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a strategy chose: ``setting`` is None where it found
-    none, ``note`` says why, or more.
-    """
+    """What a strategy chose; ``setting`` is None if it found none, ``note`` says more."""
 
     setting: Setting | None
     seconds: float
@@ -242,9 +237,7 @@ def _rule(workers: Callable[[Rig], int], rig: Rig, folder: Path) -> Choice:
 
 
 def _loadtune(rig: Rig, folder: Path) -> Choice:
-    """What ``loadtune tune`` calls its best, or its baseline without workers where it finds nothing
-    better.
-    """
+    """Asks ``loadtune tune`` for its best setting."""
     python = _loadtune_python()
     file = folder / f"loadtune_{rig.workload.name}.py"
     count = ""
@@ -269,9 +262,7 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
 
 
 def loadtune_choice(said: str, most: int) -> Setting:
-    """The loader's part of the setting that loadtune's last line names; its baseline, no workers,
-    where there is none.
-    """
+    """Returns the setting that loadtune's last line names, or no workers."""
     match = re.search(r"best overall: workers=(\d+)(?:, prefetch=(\d+))?", said)
     return (
         Setting.of(min(most, int(match[1])), int(match[2] or 0)) if match else Setting.of(0, None)
@@ -311,9 +302,7 @@ class _Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def loadtune_workload(name: str, folder: str) -> Any:
-    """Workload ``name`` as loadtune wants it: called in processes of its own, which have it beside
-    this project.
-    """
+    """Returns workload ``name`` as loadtune wants it, for processes of its own."""
     from loadtune import Workload as Theirs  # type: ignore[import-not-found]
 
     workload = WORKLOADS[name]
@@ -369,8 +358,9 @@ REPEATED = "auto"  # the strategy whose choice is asked for several times
 
 
 def candidates(rig: Rig) -> list[Setting]:
-    """What the oracle looks at: every number of workers and form at two prefetch factors; arrays
-    have no workers.
+    """Returns what the oracle looks at: all workers and forms at two prefetch factors.
+
+    Arrays have no workers.
     """
     forms = rig.feeds().forms
     counts = range(1, rig.most + 1)
@@ -389,9 +379,7 @@ def candidates(rig: Rig) -> list[Setting]:
 
 @contextlib.contextmanager
 def measured_feed(rig: Rig, setting: Setting, seed: int, timeout_s: float) -> Iterator[Feed]:
-    """An endless feed of ``setting`` whose samples follow from ``seed``
-    alone; closed at the end.
-    """
+    """Opens an endless feed of ``setting`` whose samples follow from ``seed`` alone."""
     feed = rig.feeds(seed).probe(rig.settings(setting, timeout_s))
     try:
         yield feed
