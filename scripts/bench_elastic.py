@@ -305,7 +305,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         rows.append({
             "workload": name, "epochs": epochs, "strategy": strategy, "n": len(paired),
             "seconds": f"{statistics.median(line['seconds'] for line in own.values()):.1f}",
-            "later than the default": f"{later:+.1f} s",
+            "later than the default": f"{later.value:+.1f} s [{later.low:+.1f}, {later.high:+.1f}]",
             "ratio": f"{ratio:.2f}",
             "tuning": f"{statistics.median(line['tuning_s'] for line in own.values()):.1f} s",
             "chosen": ", ".join(chosen),

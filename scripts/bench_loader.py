@@ -1,10 +1,10 @@
-"""Measures what loading costs, beside other loaders and beside decoding alone.
+r"""Measures what loading costs, beside other loaders and beside decoding alone.
 
 Every row is measured in a process of its own, once a round; rounds go there and back through the
 rows, and one row is measured twice in each as a control. What others need is no dependency of this
 project: a peer that does not import is left out, and the page says so. All of them at once:
 
-    uv run --with timm --with torchcodec --with spdl --with nvidia-dali-cuda120 --with ffcv \\
+    uv run --with timm --with torchcodec --with spdl --with nvidia-dali-cuda120 --with ffcv \
         scripts/bench_loader.py
     uv run scripts/bench_loader.py --part arrays,cache
     uv run scripts/bench_loader.py --table

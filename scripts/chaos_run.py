@@ -1,5 +1,7 @@
 """Runs train.py, notes each rank's samples, and hears SIGTERM after a chosen step.
 
+For example::
+
     CHAOS_NOTES=notes.jsonl CHAOS_STOP=30 uv run scripts/chaos_run.py data=digits run.name=x
 """
 

@@ -1,5 +1,7 @@
 """Runs train.py with a step that sleeps, as for a device, and with late files.
 
+For example::
+
     SLEPT_STEP_MS=40 SLEPT_READ_MS=5,0@20 uv run scripts/slept_run.py data=shapes
 """
 
