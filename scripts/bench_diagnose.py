@@ -161,9 +161,8 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
     images = len(feed) * feed.settings.batch_size  # of an epoch
     with station.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
         engine = Engine(work.config, feeds.world, step, feed, val_feed, watch, Place(place, ()))
-        engine._train_epoch(
-            engine.state.epoch
-        )  # not fit(), which adds evaluations: the claim is about the epochs alone
+        # not fit(), which adds evaluations: the claim is about the epochs alone
+        engine._train_epoch(engine.state.epoch)
         began = time.perf_counter()
         epochs = 0
         while (took := time.perf_counter() - began) < work.seconds:
@@ -218,11 +217,8 @@ def show(
     from scripts.measured import machine, machine_line, markdown
 
     busy = f"{min(load):.1f} to {max(load):.1f}"
-    step = (
-        f"on {threads} of torch's threads"
-        if threads
-        else "on as many of torch's threads as there are cores"
-    )
+    count = threads or "as many"
+    step = f"on {count} of torch's threads" + " as there are cores" * (threads is None)
     return f"""# Is a diagnosis right?
 
 Made by `uv run scripts/bench_diagnose.py --write`. {machine_line(machine())}.

@@ -155,7 +155,8 @@ def in_turns(
     for run in sides.values():  # kernels are chosen, memory is reserved
         run()
     for pair in range(pairs):
-        print(f"pair {pair + 1} of {pairs}", file=sys.stderr) if pair % 10 == 9 else None
+        if pair % 10 == 9:
+            print(f"pair {pair + 1} of {pairs}", file=sys.stderr)
         for couple in (("harness", "hand_written"), ("control_a", "control_b")):
             for name in couple if pair % 2 == 0 else reversed(couple):
                 gc.collect()  # or one side would clear up after another
@@ -183,9 +184,8 @@ def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
         with harness_engine(config, batches, world, Path(place)) as engine:
             # fit() would add the evaluation and the checkpoint; the claim is about the epoch alone
             epoch = lambda: engine._train_epoch(engine.state.epoch)
-            with redirect_stdout(
-                io.StringIO()
-            ):  # its lines of progress are written, but nobody wants to read them
+            # its lines of progress are written, but nobody wants to read them
+            with redirect_stdout(io.StringIO()):
                 seconds = in_turns(pairs, epoch, [loop.epoch for loop in loops], world.device)
             difference = largest_difference(engine.state.network, loops[0].network)
         found = machine()

@@ -47,7 +47,7 @@ PAGE = ROOT / "docs" / "benchmarks" / "traceml.md"
 LOOP = ROOT / "scripts" / "traceml_loop.py"
 STEP_MS = 20.0  # a step that the costs are set against
 COSTS = {
-    "bare": "control: bare again",
+    "control": "control: bare again",
     "traceml": "TraceML",
     "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl",
 }
@@ -277,8 +277,7 @@ def cost_rows(turns: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[s
     """What each side's step takes longer than the bare one."""
     found: list[dict[str, object]] = []
     for name, about in COSTS.items():
-        side = "control" if name == "bare" else name
-        longer_us = 1e6 * (np.asarray(turns[side]) - np.asarray(turns["bare"]))
+        longer_us = 1e6 * (np.asarray(turns[name]) - np.asarray(turns["bare"]))
         wall, cpu = map(Estimate.of, longer_us.T)
         found.append({
             "watched by": about, "us a step longer": f"{wall:+.0f}",

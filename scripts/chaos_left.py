@@ -122,7 +122,9 @@ def wrong_samples(found: Updates, length: int, batch: int) -> list[str]:
 
     Each epoch has the first samples of its order once, all but less than a global ``batch``.
     """
-    wrong = [] if sorted(found) == list(range(1, len(found) + 1)) else ["a step is missing"]
+    wrong = []
+    if sorted(found) != list(range(1, len(found) + 1)):
+        wrong.append("a step is missing")
     epochs = defaultdict[int, list[int]](list)
     for epoch, indices in batches(found).values():
         epochs[epoch] += indices

@@ -71,15 +71,16 @@ Row = dict[str, Any]
 def missing() -> str:
     """Returns a line that names missing packages and how to get them, or ""."""
     absent = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if not absent:
+        return ""
     names = " ".join(absent)
-    told = (
+    return (
         f"gpu_check: missing: {names}. With a network: python -m pip install {names}. Without: on "
         "a machine that has one, "
         f"the same Python and the same processor, python -m pip wheel --no-deps -w wheels {names}; "
         "then here: "
         "python -m pip install --no-index --no-deps wheels/*.whl"
     )
-    return told if absent else ""
 
 
 def scrubbed(value: Any) -> Any:
@@ -260,9 +261,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if absent := missing():
         print(absent, file=sys.stderr)
         return 2
-    groups = {a.group: GROUPS[a.group]} if a.group else GROUPS
+    groups = GROUPS
+    path = a.out / "gpu_check.json"
+    if a.group:
+        groups = {a.group: GROUPS[a.group]}
+        path = a.out / f"gpu_check-{a.group}.json"
     a.out.mkdir(parents=True, exist_ok=True)
-    path = a.out / f"gpu_check{'-' + a.group if a.group else ''}.json"
     findings = Findings(path, groups, a.quick)
     run(groups, findings, a.quick, DEADLINE_S)
     said = str(path)

@@ -127,8 +127,13 @@ def fewest(rows: Sequence[Row]) -> str:
         enough = [
             row["cores"] for row in rows if row["feed"] == feed and row["of no loading"] >= FED
         ]
-        said.append(f"{feed}: {f'{min(enough)} cores' if enough else 'none of these'} reach {FED}")
+        said.append(f"{feed}: {least(enough)} reach {FED}")
     return "; ".join(said)
+
+
+def least(cores: Sequence[int]) -> str:
+    """Returns the fewest of some numbers of cores, in words."""
+    return f"{min(cores)} cores" if cores else "none of these"
 
 
 def launches(o: Options, compiled: bool) -> Iterator[Row]:
@@ -153,10 +158,8 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
         allowed = os.sched_getaffinity(0)
         for count in (n for n in CORES[::-1] if n <= len(allowed)):
             _confine(sorted(allowed)[:count])
-            turns: dict[bool, list[tuple[float, float]]] = {
-                False: [],
-                True: [],
-            }  # beside decoding: ms of a step, images/s
+            # beside decoding: ms of a step, images/s
+            turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
             for turn in range(o.turns + 1):
                 for busy in (False, True) if turn % 2 else (True, False):
                     found = decoding.beside(lambda: _step_ms(step, batch, o.device, steps), busy)

@@ -147,9 +147,8 @@ def _decoded_on_device(job: Job) -> Generator[Batch]:
     """
     decode = decoder()[1]
     crop = v2.RandomResizedCrop(_SIDE, antialias=True)
-    files = ImageFolder(
-        str(job.root / "train"), loader=_read
-    )  # arrays: a worker hands over each tensor in a file of its own
+    # arrays: a worker hands over each tensor in a file of its own
+    files = ImageFolder(str(job.root / "train"), loader=_read)
     own = accelerator.of(job.device)
     for samples in endless(files, job.num_workers, list, job.batch_size):
         with own.on(own.side_stream()):
@@ -241,12 +240,13 @@ class Training:
 
     def _on_device(self, name: str, batches: Iterable[Any]) -> DataPrefetcher:
         data = self._config.data
-        normalised = name == EXAMPLES
+        how: dict[str, Any] = {}
+        if name != EXAMPLES:  # theirs are normalised
+            how = {"mean": data.mean, "std": data.std}
         return DataPrefetcher(
             batches,
             self._device,
-            mean=None if normalised else data.mean,
-            std=None if normalised else data.std,
+            **how,
             dtype=DTYPES[self._config.trainer.precision],
             channels_last=self._config.trainer.channels_last,
         )

@@ -89,8 +89,6 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
             )
         )
     right = torch.arange(_NUMBERED).float().view(-1, 1).expand(-1, 4)
-    return (
-        []
-        if torch.equal(torch.stack(seen).cpu(), right)
-        else [f"wrong values where the {slow} is slow"]
-    )
+    if torch.equal(torch.stack(seen).cpu(), right):
+        return []
+    return [f"wrong values where the {slow} is slow"]

@@ -213,8 +213,7 @@ def check_launches(o: Options, compiled: bool = False) -> Said:
         ratios[row["cores"]] = row["ratio"]
         yield row
     enough = [cores for cores, ratio in ratios.items() if ratio <= gpu_feeds.BESIDE]
-    fewest = f"{min(enough)} cores" if enough else "none of these"
-    return f"{fewest} keep the step within {gpu_feeds.BESIDE} times the step alone"
+    return f"{gpu_feeds.least(enough)} keep the step within {gpu_feeds.BESIDE} times the step alone"
 
 
 def check_feeds(o: Options, compiled: bool = False) -> Said:

@@ -37,6 +37,12 @@ def _cost_rows(
 ) -> Iterator[Row]:
     """Yields what an image costs with each loader, and against ``to`` and ``limit``."""
     name = "ms" if unit == 1 else "us"
+
+    def against(other: str, row: str) -> str:
+        if not part.has(other, row):
+            return "-"
+        return f"{part.ratio(other, row, cpu_ms).median:.2f}"
+
     for row in part.rows:
         if "cpu_s" not in next(iter(part.rows[row].values())):
             continue
@@ -45,12 +51,10 @@ def _cost_rows(
             f"CPU {name} an image": Sample.of([unit * value for value in part.values(row, cpu_ms)]),
             "images/s": f"{part.middle(row, rate):.0f}",
             "bound": f"{1e3 * part.cores / part.middle(row, cpu_ms):.0f}",
-            f"x {to}": f"{part.ratio(to, row, cpu_ms).median:.2f}" if part.has(to, row) else "-",
+            f"x {to}": against(to, row),
         }  # fmt: skip
         if limit is not None:
-            cells["of full decode"] = (
-                f"{part.ratio(limit, row, cpu_ms).median:.2f}" if part.has(limit, row) else "-"
-            )
+            cells["of full decode"] = against(limit, row)
         yield cells | {"n": len(part.rows[row])}
 
 
@@ -216,7 +220,7 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
         "training images/s against pytorch/examples' loader at its best: at least 0.9 of "
         "(L_old + T) / (L_new + T)"
     )
-    binds = "" if before >= 2 * step else "; but L_old < 2 T, so that nothing is to be shown"
+    binds = "; but L_old < 2 T, so that nothing is to be shown" * (before < 2 * step)
     figures = (
         f"{fast} over {rival}: {gained}, possible {possible:.2f}: "
         f"{gained.median / possible:.2f}{binds}"
@@ -228,7 +232,7 @@ def _best(rates: Mapping[str, float]) -> str:
     """Returns the row with the best rate; says if it had the most workers of all."""
     best = max(rates, key=lambda row: rates[row])
     most = max(rates, key=lambda row: int(row.rpartition(" ")[2]))
-    return f"{best} (the most workers that were tried)" if best == most else best
+    return best + " (the most workers that were tried)" * (best == most)
 
 
 def _ours(line: Line) -> float:

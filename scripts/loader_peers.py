@@ -57,11 +57,9 @@ class Peer:
 
     def missing(self) -> str | None:
         """Why it cannot be measured here; None where it can."""
-        return (
-            None
-            if not self.module or _found(self.module)
-            else f"no module {self.module}: add --with {self.package}"
-        )
+        if not self.module or _found(self.module):
+            return None
+        return f"no module {self.module}: add --with {self.package}"
 
     def version(self) -> str:
         """Of its distribution; says so where the module is another one's."""

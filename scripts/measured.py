@@ -57,7 +57,12 @@ def machine_line(found: Mapping[str, Any]) -> str:
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """A Markdown table that reads well as plain text; the first row's keys are the columns."""
+    """Returns a Markdown table that reads well as plain text, or "" of no rows.
+
+    The first row's keys are the columns.
+    """
+    if not rows:
+        return ""
     lines = [
         list(rows[0]),
         *([str(cell).replace("|", "/") for cell in row.values()] for row in rows),

@@ -183,12 +183,10 @@ def change_rows(
 ) -> Iterator[dict[str, object]]:
     """Yields what ``strategy`` chose, and why, for each variant and its base."""
     for variant, base in changes.items():
+        if not found.keys() >= {base, variant}:
+            continue
         for name in (base, variant):
-            for line in (
-                found[name].choices.get(strategy, [])[:1]
-                if variant in found and name in found
-                else ()
-            ):
+            for line in found[name].choices.get(strategy, [])[:1]:
                 yield {"workload": name, "choice": line["setting"], "sentence": line["note"]}
 
 

@@ -211,20 +211,19 @@ class Found:
         The rate of a strategy that was asked several times is the mean over its choices, in each
         round.
         """
-        oracle = self.oracle()
-        under = (
-            self._by_round([oracle[0]] if oracle else [])
-            if to is None
-            else self._by_round(self.settings(to))
-        )
-        return _paired(self._by_round(self.settings(strategy)), under)
+        under = []
+        if to is not None:
+            under = self.settings(to)
+        elif oracle := self.oracle():
+            under = [oracle[0]]
+        return _paired(self._by_round(self.settings(strategy)), self._by_round(under))
 
     def control(self) -> Ratio | None:
         """The oracle's setting over itself."""
         oracle = self.oracle()
-        return (
-            _paired(self.twins.get(oracle[0], {}), self._by_round([oracle[0]])) if oracle else None
-        )
+        if oracle is None:
+            return None
+        return _paired(self.twins.get(oracle[0], {}), self._by_round([oracle[0]]))
 
     def seconds(self, strategy: str) -> float:
         """What choosing cost, the mean over repeats."""
@@ -254,5 +253,6 @@ class Found:
 def _paired(over: Mapping[int, float], under: Mapping[int, float]) -> Ratio | None:
     """Over the rounds that both have; None without any, or where ``under`` was refused."""
     rounds = sorted(over.keys() & under.keys())
-    usable = rounds and all(under[r] for r in rounds)
-    return Ratio.of([over[r] for r in rounds], [under[r] for r in rounds]) if usable else None
+    if not rounds or not all(under[r] for r in rounds):
+        return None
+    return Ratio.of([over[r] for r in rounds], [under[r] for r in rounds])

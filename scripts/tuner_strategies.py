@@ -160,9 +160,8 @@ class Rig:
 
     def feeds(self, seed: int = 0) -> Feeds:
         """Returns feeds as ``train.py`` makes them; ``seed`` alone decides the samples."""
-        dataset = cast(
-            ImageDataset, self.dataset
-        )  # a feed uses of it what every fillable data set has
+        # a feed uses of it what every fillable data set has
+        dataset = cast(ImageDataset, self.dataset)
         splits = Splits(dataset, dataset, tuple(map(str, range(CLASSES))), self.workload.name, "")
         return Feeds(splits, replace(self.config, seed=seed), self.world)
 
@@ -213,7 +212,8 @@ Strategy = Callable[[Rig, Path], Choice]
 
 def _tuned(name: TunerName, budget_s: float | None, rig: Rig, folder: Path) -> Choice:
     config = TunerConfig(name=name, max_workers=rig.most)
-    config.budget_s = config.budget_s if budget_s is None else budget_s
+    if budget_s is not None:
+        config.budget_s = budget_s
     console.set_quiet(True)
     begin = time.perf_counter()
     try:
@@ -264,9 +264,9 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
 def loadtune_choice(said: str, most: int) -> Setting:
     """Returns the setting that loadtune's last line names, or no workers."""
     match = re.search(r"best overall: workers=(\d+)(?:, prefetch=(\d+))?", said)
-    return (
-        Setting.of(min(most, int(match[1])), int(match[2] or 0)) if match else Setting.of(0, None)
-    )
+    if match is None:
+        return Setting.of(0, None)
+    return Setting.of(min(most, int(match[1])), int(match[2] or 0))
 
 
 def _loadtune_python() -> list[str]:
@@ -346,9 +346,8 @@ def loadtune_workload(name: str, folder: str) -> Any:
 
 STRATEGIES: dict[str, Strategy] = {
     "own": _own,
-    "lightning": partial(
-        _rule, lambda rig: max(1, rig.cores - 1)
-    ),  # its suggested_max_num_workers for one rank
+    # its suggested_max_num_workers for one rank
+    "lightning": partial(_rule, lambda rig: max(1, rig.cores - 1)),
     "all_cores": partial(_rule, lambda rig: rig.cores),
     "auto": partial(_tuned, TunerName.auto, None),
     "grid": partial(_tuned, TunerName.grid, _GRID_BUDGET_S),
