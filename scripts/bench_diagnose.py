@@ -38,12 +38,14 @@ from harness.runtime import folder, workers
 from harness.runtime.launch import run_processes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "bench_diagnose.md"
-CLAIM = 0.10  # the ceiling may be so far from the measured speed-up
+# the ceiling may be so far from the measured speed-up
+CLAIM = 0.10
 _KINDS = ("diagnose", "real", "cached")
 _WIDTH = 1400
 _HEIGHT = 1000
 _CACHED_BATCHES = 8
-_LEAST_STEPS = 100  # of an epoch on cached batches: what surrounds an epoch is not the step's
+# of an epoch on cached batches: what surrounds an epoch is not the step's
+_LEAST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,8 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
             batches * max(1, max(_LEAST_STEPS, len(feed)) // len(batches)), feed.settings
         )
     val_feed: Any = CachedFeed([], feed.settings)
-    images = len(feed) * feed.settings.batch_size  # of an epoch
+    # of an epoch
+    images = len(feed) * feed.settings.batch_size
     with station.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
         engine = Engine(work.config, feeds.world, step, feed, val_feed, watch, Place(place, ()))
         # not fit(), which adds evaluations: the claim is about the epochs alone

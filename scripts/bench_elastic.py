@@ -275,7 +275,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         own = {x["round"]: x for x in of_workload if x["strategy"] == strategy}
         base = {x["round"]: x["seconds"] for x in of_workload if x["strategy"] == "default"}
         paired = [(own[i]["seconds"], base[i]) for i in own.keys() & base.keys()]
-        if not paired:  # stopped in its first round
+        # stopped in its first round
+        if not paired:
             continue
         later = Estimate.of([a - b for a, b in paired])
         ratio = Estimate.of([a / b for a, b in paired])

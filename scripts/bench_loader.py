@@ -44,7 +44,8 @@ from scripts.tuner_workloads import WORKLOADS, cifar_like, warm
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "bench_loader.md"
-_SMALL = 48  # side of the crops on which a small network is trained, in pixels
+# side of the crops on which a small network is trained, in pixels
+_SMALL = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,8 @@ def tuner(s: Setup) -> Iterator[Row]:
 PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
     part.__name__: part for part in (jpeg, arrays, cache, train, start, index, tuner)
 }
-_ROUNDS = {"jpeg": 4, "train": 2}  # 3 of the others
+# 3 of the others
+_ROUNDS = {"jpeg": 4, "train": 2}
 
 
 def run(part: str, setup: Setup, rounds: int, results: Results, deadline: float) -> bool:
@@ -268,7 +270,8 @@ def _measure(row: Row, there: dict[str, Any], setup: Setup, results: Results) ->
 
 def _commit() -> str:
     """Of the working tree, whatever of it is not committed; empty where there is none."""
-    with suppress(FileNotFoundError):  # no git
+    # no git
+    with suppress(FileNotFoundError):
         told = ["git", "rev-parse", "--short", "HEAD"]
         return subprocess.run(
             told, cwd=ROOT, capture_output=True, text=True, check=False

@@ -51,7 +51,8 @@ from scripts.measured import Sample, machine, machine_line, markdown, parser, wr
 from scripts.paired import Estimate
 
 CLASSES = 10
-FLOOR = 0.98  # the interval of harness / hand-written may not lie below
+# the interval of harness / hand-written may not lie below
+FLOOR = 0.98
 
 Epoch = Callable[[], object]
 
@@ -152,14 +153,16 @@ def in_turns(
         zip(("harness", "hand_written", "control_a", "control_b"), (harness, *loops), strict=True)
     )
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for run in sides.values():  # kernels are chosen, memory is reserved
+    # kernels are chosen, memory is reserved
+    for run in sides.values():
         run()
     for pair in range(pairs):
         if pair % 10 == 9:
             print(f"pair {pair + 1} of {pairs}", file=sys.stderr)
         for couple in (("harness", "hand_written"), ("control_a", "control_b")):
             for name in couple if pair % 2 == 0 else reversed(couple):
-                gc.collect()  # or one side would clear up after another
+                # or one side would clear up after another
+                gc.collect()
                 begin = time.perf_counter()
                 sides[name]()
                 if device.type == "cuda":

@@ -36,7 +36,8 @@ from harness.runtime.accelerator import Accelerator
 from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 
 MIB = 2**20
-WORK_SIDE = 4096  # of the square matrices that stand for the work: large enough to fill a GPU
+# of the square matrices that stand for the work: large enough to fill a GPU
+WORK_SIDE = 4096
 
 Call = Callable[[], object]
 
@@ -181,7 +182,8 @@ def loop_copies(
 
     def step(images: Tensor) -> Tensor:
         work()
-        return images.sum(dtype=torch.float32)  # something that needs the batch
+        # something that needs the batch
+        return images.sum(dtype=torch.float32)
 
     def moved(pin: bool, non_blocking: bool) -> Iterator[Tensor]:
         for images, labels in loaders[pin]:
@@ -196,7 +198,8 @@ def loop_copies(
         begin = 0.0
         for i, images in enumerate(batches):
             consume(images)
-            if i == 0:  # the first batch waits for the workers
+            # the first batch waits for the workers
+            if i == 0:
                 own.synchronize()
                 begin = time.perf_counter()
         own.synchronize()

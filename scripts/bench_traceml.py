@@ -45,13 +45,15 @@ from scripts.traceml_loop import BATCH, GO, PLANTS, Plant
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "traceml.md"
 LOOP = ROOT / "scripts" / "traceml_loop.py"
-STEP_MS = 20.0  # a step that the costs are set against
+# a step that the costs are set against
+STEP_MS = 20.0
 COSTS = {
     "control": "control: bare again",
     "traceml": "TraceML",
     "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl",
 }
-_PATIENCE_S = 300.0  # for a loop to begin, to take its turn, or to end
+# for a loop to begin, to take its turn, or to end
+_PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,8 @@ class Side:
 
     def begin(self) -> None:
         """Wait until the loop is ready for its first turn, and stop it there."""
-        with self._server.accept()[0] as line:  # its file keeps it open
+        # its file keeps it open
+        with self._server.accept()[0] as line:
             line.settimeout(_PATIENCE_S)
             self._line = line.makefile("rw", encoding="ascii")
         self._line.readline()
@@ -307,7 +310,8 @@ def show(
 ) -> str:
     """The page."""
     bare = Sample.of([1e6 * wall_s for wall_s, _ in turns["bare"]])
-    found = machine() | {"torch_threads": 1}  # the loops', not this process's
+    # the loops', not this process's
+    found = machine() | {"torch_threads": 1}
     return f"""# TraceML beside this project
 
 {machine_line(found)}; traceml-ai {metadata.version("traceml-ai")}; load average

@@ -44,10 +44,12 @@ if TYPE_CHECKING:
     from harness.runtime.distributed import World
     from scripts.tuner_strategies import Rig
 
-TIMEOUT_S = 8.0  # the longest wait for a batch; one that found no room in shared memory never comes
+# the longest wait for a batch; one that found no room in shared memory never comes
+TIMEOUT_S = 8.0
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "bench_tuner.md"
-_INSIDE = "WELLFED_BENCH_SHM"  # set where /dev/shm is the workload's own
+# set where /dev/shm is the workload's own
+_INSIDE = "WELLFED_BENCH_SHM"
 
 
 class StoppedError(Exception):

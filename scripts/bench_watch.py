@@ -40,15 +40,22 @@ from scripts.watched_worker import BATCH, STAGES, Worker, timers_cost
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "bench_watch.md"
-STEP_S = 0.020  # the step that costs are held against
-CEILING = 0.01  # the most that watching may take of it
-WORKERS_CEILING = 1e-3  # the most that the workers' timers may take of a worker's time
-_BLOCK = 50  # steps in a run: it is over before another process is given the processor
-_COLD_BYTES = 64 << 20  # more than a processor's caches hold
-_WORK = (50, 500, 15_000)  # a sample of microseconds, one of tens of them, one near a millisecond
+# the step that costs are held against
+STEP_S = 0.020
+# the most that watching may take of it
+CEILING = 0.01
+# the most that the workers' timers may take of a worker's time
+WORKERS_CEILING = 1e-3
+# steps in a run: it is over before another process is given the processor
+_BLOCK = 50
+# more than a processor's caches hold
+_COLD_BYTES = 64 << 20
+# a sample of microseconds, one of tens of them, one near a millisecond
+_WORK = (50, 500, 15_000)
 _CHILDREN = 16
 _SAMPLED_TURNS = 5
-_BYTES_A_STEP = 1.0  # of growth; the smallest thing that could be kept has 16
+# of growth; the smallest thing that could be kept has 16
+_BYTES_A_STEP = 1.0
 # of growth that a clock's buckets of quantiles may be, over however many steps
 _BUCKETS_BYTES = 1 << 20
 _SETTINGS = WatchConfig()
@@ -160,7 +167,8 @@ def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
     with children():
         alone = float(np.median([spent() for _ in range(_SAMPLED_TURNS)]))
         with Sampler([HostSource()], _SETTINGS.sample_s) as sampler:
-            sampler.look()  # the first one opens files
+            # the first one opens files
+            sampler.look()
             return Estimate.of([spent() - alone for _ in range(_SAMPLED_TURNS)]), alone
 
 

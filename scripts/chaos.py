@@ -109,7 +109,8 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
                 )
                 if goes_on:
                     life.signal(SIGKILL)
-                    goes_on = life.code() != 0  # or it has ended by itself meanwhile
+                    # or it has ended by itself meanwhile
+                    goes_on = life.code() != 0
                     killed += goes_on
                 if (code := life.code()) != (128 + SIGKILL if goes_on else 0):
                     wrong.append(f"run {runs}: exit code {code}")
@@ -386,7 +387,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             plan = Plan(base / name, a.n or n, a.seed, a.exit_s, a.run_s)
             try:
                 rows += part(plan)
-            except Exception as error:  # the other parts go on
+            except Exception as error:
+                # the other parts go on
                 said = f"{type(error).__name__}: {error}"
                 rows.append(row(name, plan.n, "every run starts and ends", [said]))
     if argv is None:

@@ -22,7 +22,8 @@ from tensorboard.backend.event_processing import event_accumulator  # type: igno
 from harness.feed.order import Order
 from harness.training import checkpoint
 
-Updates = dict[int, tuple[int, dict[int, list[int]]]]  # by step: the epoch, and by rank the samples
+# by step: the epoch, and by rank the samples
+Updates = dict[int, tuple[int, dict[int, list[int]]]]
 _STATE = ("model", "optimizer", "schedule", "scaler", "random", "epoch", "step")
 # it warns of every restart
 logging.getLogger("tensorboard").setLevel(logging.ERROR)

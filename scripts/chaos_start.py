@@ -28,8 +28,10 @@ class Plan(NamedTuple):
     base: Path
     n: int
     seed: int
-    exit_s: float  # from a signal to the end of the last process
-    run_s: float  # of one start of a run
+    # from a signal to the end of the last process
+    exit_s: float
+    # of one start of a run
+    run_s: float
 
     def place(self, name: str) -> Path:
         """A folder to start runs in, with a train.py."""

@@ -27,8 +27,10 @@ LOADS = (
     (10.0, 0.0), (0.0, 1.5), (0.5, 0.5), (0.5, 1.5), (1.5, 0.3),
 )  # fmt: skip
 """What a load asks beside each step, in steps: of the loader for a batch, and of the loop."""
-_ROUNDS = 5  # of which the median counts
-_WINDOW = 20  # steps after which training reads its loss, for which the host waits for the device
+# of which the median counts
+_ROUNDS = 5
+# steps after which training reads its loss, for which the host waits for the device
+_WINDOW = 20
 
 Row = dict[str, Any]
 
@@ -88,7 +90,8 @@ def compare(rig: Rig, steps: int, tolerance: float) -> Generator[Row, None, str]
         steps: how many of them an epoch has.
         tolerance: how far the two may differ, in shares of the time.
     """
-    timed_epoch(rig, 0.0, 0.0, 5)  # kernels are chosen, the network is compiled
+    # kernels are chosen, the network is compiled
+    timed_epoch(rig, 0.0, 0.0, 5)
     step_s = timed_epoch(rig, 0.0, 0.0, steps)[0]
     worst = 0.0
     for load, work in LOADS:
@@ -136,7 +139,8 @@ class EmulatedStream:
 
     def __init__(self, name: str) -> None:
         self._orders: queue.SimpleQueue[tuple[float, Callable[[], object]]] = queue.SimpleQueue()
-        self._at = 0.0  # how far it has got, in seconds of the host's clock
+        # how far it has got, in seconds of the host's clock
+        self._at = 0.0
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def sleep(self, seconds: float) -> None:

@@ -60,8 +60,10 @@ GROUPS = {
 """Parts, the most telling first, and how many seconds each may take."""
 PARTS = "scripts.gpu_parts"
 DEADLINE_S = 475.0
-_LEAST_S = 15.0  # a part needs this long to begin
-_PUT_AWAY_S = 5.0  # of its time, in which a part is to end by itself
+# a part needs this long to begin
+_LEAST_S = 15.0
+# of its time, in which a part is to end by itself
+_PUT_AWAY_S = 5.0
 _PATHS = re.compile(r"(?<![\w.])~?/[^\s'\"`,;:()<>\[\]{}|]+")
 _IDS = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F-]{36}\b|\b\d{1,3}(\.\d{1,3}){3}\b")
 
@@ -171,7 +173,8 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     listener.start()
     try:
         while line := lines.get(timeout=max(0.0, until - time.monotonic())):
-            with contextlib.suppress(ValueError):  # of a line that was cut in two
+            # of a line that was cut in two
+            with contextlib.suppress(ValueError):
                 yield json.loads(line)
         _gone(child)
         if child.returncode:

@@ -44,8 +44,10 @@ from scripts.gpu_loaders import NONE
 from scripts.gpu_options import Options, Row
 
 CORES = (1, 2, 4, 6, 8, 16)
-FED = 0.99  # of the rate of a run that loads nothing
-BESIDE = 1.02  # step time with decoding threads over that without, at most
+# of the rate of a run that loads nothing
+FED = 0.99
+# step time with decoding threads over that without, at most
+BESIDE = 1.02
 THREADS = 16
 # of one run, at most; left before one
 LIMIT_S = 120
@@ -54,7 +56,8 @@ LEAST_S = 90
 # lay ready
 _SETTLE_S = 0.2
 
-Run = Callable[[str, int], Row]  # a loader, cores
+# a loader, cores
+Run = Callable[[str, int], Row]
 
 
 def shapes(scratch: Path, images: int) -> DataConfig:
@@ -153,7 +156,8 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
         labels.to(o.device),
     )
     feeds = Feeds(datasets.load(config.data, config.augment, config.seed), config, world)
-    _step_ms(step, batch, o.device, 1)  # compiles and chooses kernels
+    # compiles and chooses kernels
+    _step_ms(step, batch, o.device, 1)
     with Decoding(feeds.train(feeds.settings(limits.measure()))) as decoding:
         allowed = os.sched_getaffinity(0)
         for count in (n for n in CORES[::-1] if n <= len(allowed)):
@@ -163,7 +167,8 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
             for turn in range(o.turns + 1):
                 for busy in (False, True) if turn % 2 else (True, False):
                     found = decoding.beside(lambda: _step_ms(step, batch, o.device, steps), busy)
-                    if turn:  # the first moves threads to their cores
+                    # the first moves threads to their cores
+                    if turn:
                         turns[busy].append(found)
             (alone, _), (beside, rates) = (zip(*turns[busy], strict=True) for busy in (False, True))
             yield {
@@ -177,7 +182,8 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
 def _confine(cores: Iterable[int]) -> None:
     """Leaves these cores alone to all threads of this process, and to later ones."""
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        # it has ended meanwhile
+        with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
 
 

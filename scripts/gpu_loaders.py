@@ -54,10 +54,13 @@ NVJPEG = "nvJPEG"
 OURS = ("threads", "processes")
 _SIDE = 224
 _CLASSES = 100
-_WARM = 10  # steps before the loader is made: cuDNN tries its kernels, the network is compiled
-_READ_STEPS = 10  # between two readings of the loss, as in training
+# steps before the loader is made: cuDNN tries its kernels, the network is compiled
+_WARM = 10
+# between two readings of the loss, as in training
+_READ_STEPS = 10
 
-Batch = tuple[Tensor, Tensor]  # of images [N, 3, 224, 224], uint8 or normalised, and labels
+# of images [N, 3, 224, 224], uint8 or normalised, and labels
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,8 @@ def _dali(job: Job) -> Iterator[Iterable[Batch]]:
     with closing(
         _labelled(map(np.array, dali(job.root, job.num_workers, job.batch_size)), job.pinned)
     ) as batches:
-        yield batches  # copies: DALI uses its tensors' memory again
+        # copies: DALI uses its tensors' memory again
+        yield batches
 
 
 @contextmanager
@@ -171,7 +175,8 @@ def decoder() -> tuple[str, Callable[[list[Tensor], torch.device], list[Tensor]]
     """
     try:
         torchcodec: Any = import_module("torchcodec.decoders")
-    except (ImportError, OSError, RuntimeError):  # missing, or made for another torch
+    except (ImportError, OSError, RuntimeError):
+        # missing, or made for another torch
         torchcodec = None
     if hasattr(torchcodec, "decode_jpeg"):
         return "TorchCodec", lambda files, device: torchcodec.decode_jpeg(
@@ -241,7 +246,8 @@ class Training:
     def _on_device(self, name: str, batches: Iterable[Any]) -> DataPrefetcher:
         data = self._config.data
         how: dict[str, Any] = {}
-        if name != EXAMPLES:  # theirs are normalised
+        # theirs are normalised
+        if name != EXAMPLES:
             how = {"mean": data.mean, "std": data.std}
         return DataPrefetcher(
             batches,
@@ -265,11 +271,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="with torch.compile")
     parser.add_argument("--device", default="cuda:0")
     a = parser.parse_args(argv)
-    workers.start_server(["harness.feed.processes", "harness.data.datasets"])  # as train.py does
+    # as train.py does
+    workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=a.compile)
     config = Config(model=ModelConfig(name=a.model), trainer=trainer)
     device = accelerator.of(a.device).device
-    seeding.seed_everything(config.seed)  # cuDNN tries its kernels, as in train.py
+    # cuDNN tries its kernels, as in train.py
+    seeding.seed_everything(config.seed)
     job = Job(a.root, a.num_workers, a.batch_size, device)
     rate = Training(config, device).images_per_s(a.loader, job, a.seconds)
     print(json.dumps({"images_per_s": rate, "decoder": decoder()[0] if a.loader == NVJPEG else ""}))

@@ -12,7 +12,8 @@ from harness.feed.interface import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
 
-_NUMBERED = 24  # batches in a check of values
+# batches in a check of values
+_NUMBERED = 24
 
 
 class Slow:
@@ -75,7 +76,8 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
             labels = torch.full((64,), i)
             images = own.pin(images)
             labels = own.pin(labels)
-            if slow == "copy":  # on the side stream, on which the prefetcher takes its batches
+            # on the side stream, on which the prefetcher takes its batches
+            if slow == "copy":
                 _hold_up(device)
             yield HostBatch(images, labels, labels)
 

@@ -42,7 +42,8 @@ from scripts.gpu_overlap import Slow, step_ms, wait, wrong_values
 from scripts.measured import Sample, machine, plain
 
 ROOT = Path(__file__).resolve().parent.parent
-HIDDEN_FLOOR = 0.7  # share of the copy that the prefetcher must hide
+# share of the copy that the prefetcher must hide
+HIDDEN_FLOOR = 0.7
 # how far the clock's stall may be from the differential method's, as shares of the time
 STALL_TOLERANCE = 0.01
 # the same where the device is made of threads, which a busy machine wakes late
@@ -50,7 +51,8 @@ EMULATED_TOLERANCE = 0.03
 # how far the tuner's demand may be from what a run without loading reaches
 DEMAND_TOLERANCE = 0.05
 CONFORMANCE = ("tests/runtime/test_accelerator.py", "tests/runtime/test_accelerator_memory.py")
-_RUN_S = 120.0  # of one run of train.py, at most
+# of one run of train.py, at most
+_RUN_S = 120.0
 _ON_CPU = "; no CUDA device: this shows that the part runs, and nothing of a GPU"
 
 
@@ -84,7 +86,8 @@ def _tested(marked: str, *files: str) -> Said:
 def check_prefetcher(o: Options) -> Said:
     """Checks that the prefetcher hides the copy and gives right values."""
     device = o.device
-    if o.on_gpu:  # batches of ImageNet's size, and work that takes twice as long as their copy
+    # batches of ImageNet's size, and work that takes twice as long as their copy
+    if o.on_gpu:
         what = "copy"
         loader = Slow(make_batches(4, 256, 224, pin=True), count=40)
         work: Callable[[], object] = Work(
@@ -364,7 +367,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + a.limit_s
     answers = os.dup(1)
     threading.Thread(target=_end_with, args=(os.dup(0),), daemon=True).start()
-    os.dup2(2, 1)  # what libraries print is no answer
+    # what libraries print is no answer
+    os.dup2(2, 1)
 
     def answer(said: Any) -> None:
         os.write(answers, json.dumps(plain(said)).encode() + b"\n")

@@ -36,11 +36,14 @@ from scripts.measured import Sample
 
 BUSY_S = 0.01
 _MIB = 2**20
-_APART_MS = 0.01  # that an interval read forwards may be from the one read backwards
+# that an interval read forwards may be from the one read backwards
+_APART_MS = 0.01
 _PREFETCHERS = 10
-_CALLS = 200  # between two readings of the clock
+# between two readings of the clock
+_CALLS = 200
 _LAUNCHES = 20_000
-_PASSES_S = 20.0  # until workers that were killed must be noticed
+# until workers that were killed must be noticed
+_PASSES_S = 20.0
 
 
 def elapsed(o: Options) -> Said:

@@ -78,7 +78,8 @@ def many_files(folder: Path, count: int) -> Iterator[Path]:
             "--folder or --files"
         )
     root = folder / "many-files"
-    shutil.rmtree(root, ignore_errors=True)  # of a run that was killed
+    # of a run that was killed
+    shutil.rmtree(root, ignore_errors=True)
     try:
         for first in range(0, count, _FILES_A_FOLDER):
             name = f"c{first // _FILES_A_FOLDER:04d}"

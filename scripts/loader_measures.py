@@ -47,8 +47,10 @@ from scripts.tuner_workloads import cifar_like
 
 ROOT = Path(__file__).resolve().parents[1]
 _CIFAR = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-_WARM = 100  # batches of small arrays after which their pages are mapped
-_COMPARED = 256  # images whose pixels are held against PIL's
+# batches of small arrays after which their pages are mapped
+_WARM = 100
+# images whose pixels are held against PIL's
+_COMPARED = 256
 
 Found = dict[str, Any]
 
@@ -108,7 +110,8 @@ def composed(*overrides: str) -> Config:
                 )
             )
     finally:
-        GlobalHydra.instance().hydra = before  # the block above leaves another instance behind
+        # the block above leaves another instance behind
+        GlobalHydra.instance().hydra = before
 
 
 @contextmanager

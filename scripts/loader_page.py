@@ -14,7 +14,8 @@ from scripts.tuner_score import SUFFICIENT, Line, Ratio
 Row = dict[str, object]
 NORMALISED = "arrays, normalised"
 UNCACHED = "threads"
-_NOISE = SUFFICIENT  # of a rate: less is not told from the same here
+# of a rate: less is not told from the same here
+_NOISE = SUFFICIENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,11 @@ _SCALE = (0.08, 1.0)
 _RATIO = (3 / 4, 4 / 3)
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)
-_ENDLESS = 10**9  # samples
+# samples
+_ENDLESS = 10**9
 
-Counts = Iterator[int]  # the images of one batch after the other
+# the images of one batch after the other
+Counts = Iterator[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class Peer:
 def _found(module: str) -> bool:
     try:
         return util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it would lie in
+    except ModuleNotFoundError:
+        # of the package that it would lie in
         return False
 
 
@@ -185,7 +188,8 @@ def _dali_counts(root: Path, threads: int) -> Counts:
 
 def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
     """SPDL's threads, with simplejpeg and torchvision v2 as its stages; uint8 ``[N, H, W, C]``."""
-    torch.set_num_threads(1)  # its threads are all the parallelism that there is to be
+    # its threads are all the parallelism that there is to be
+    torch.set_num_threads(1)
     files = [path for path, _ in ImageFolder(str(root / "train")).samples]
     crop = v2.Compose([v2.RandomResizedCrop(_SIDE, antialias=True), v2.RandomHorizontalFlip()])
 
@@ -196,7 +200,8 @@ def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
     def load(path: str) -> Tensor:
         pixels = simplejpeg.decode_jpeg(Path(path).read_bytes())
         image: Tensor = crop(torch.from_numpy(pixels).permute(2, 0, 1))
-        return image.permute(1, 2, 0)  # as it lies in memory, so that stacking only copies
+        # as it lies in memory, so that stacking only copies
+        return image.permute(1, 2, 0)
 
     builder = (
         import_module("spdl.pipeline")

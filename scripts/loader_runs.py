@@ -52,7 +52,8 @@ from scripts.tuner_workloads import WORKLOADS
 # of measuring what was chosen, in turns until ratios are known so well
 _MOST_TURNS = 12
 _CLEAR = 0.03
-_READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the other
+# the longest that one reader of the index waits for the other
+_READ_LIMIT_S = 600.0
 
 
 def step(root: str, side: int, seconds: float) -> Found:
@@ -201,7 +202,8 @@ def index_readers(root: str, method: str) -> Found:
 
 def _read_all(source: Source, together: Barrier, answers: SimpleQueue[Found]) -> None:
     order = np.random.default_rng().permutation(len(source))
-    _read(source, order[:1000])  # what the first reads import and allocate
+    # what the first reads import and allocate
+    _read(source, order[:1000])
     before_mb = _own_mb(together)
     _read(source, order)
     answers.put({"before_mb": before_mb, "after_mb": _own_mb(together)})
@@ -217,7 +219,8 @@ def _own_mb(together: Barrier) -> float:
 
 def _read(source: Source, order: np.ndarray) -> None:
     for index in order:
-        with suppress(BadSample):  # an empty file holds no image
+        # an empty file holds no image
+        with suppress(BadSample):
             source.read(int(index))
 
 
@@ -237,7 +240,8 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
             costs[form] = time.perf_counter() - begin
         settings = sorted(set(choices.values()))
         rates: dict[str, list[float]] = {setting: [] for setting in settings}
-        for number in range(max(_MOST_TURNS, 2 * rounds)):  # there and back
+        # there and back
+        for number in range(max(_MOST_TURNS, 2 * rounds)):
             for setting in settings if number % 2 == 0 else reversed(settings):
                 images, taken_s, _ = deliver(
                     rig, Setting.parse(setting), number // 2, max(seconds, one.seconds)
@@ -272,7 +276,8 @@ def _choice(rig: Rig, form: Backend) -> Setting:
     rig.config.loader.backend = form
     made = rig.feeds()
     own = found = made.settings(rig.limits)
-    if form is not Backend.arrays:  # it has one setting
+    # it has one setting
+    if form is not Backend.arrays:
         found = tune(
             made, rig.trainee, own, TunerConfig(max_workers=rig.most), rig.limits, rig.world
         ).settings

@@ -14,7 +14,8 @@ import numpy as np
 
 from scripts.measured import Sample
 
-Work = Callable[[int], object]  # does so many steps, or the one thing that it is for
+# does so many steps, or the one thing that it is for
+Work = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,10 @@ from torch.utils.data import DataLoader
 BATCH = 16
 SIDE = 32
 CLASSES = 10
-GO = "go\n"  # to a loop: take your turn; anything else ends it
-WINDOW = 10  # steps that are logged together, as in conf/watch
+# to a loop: take your turn; anything else ends it
+GO = "go\n"
+# steps that are logged together, as in conf/watch
+WINDOW = 10
 SIDES = ("bare", "traceml", "traceml_log_inside", "clock", "harness")
 
 

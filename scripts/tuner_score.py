@@ -17,14 +17,16 @@ import numpy as np
 
 from harness.feed.interface import PROCESSES
 
-SUFFICIENT = 0.98  # share of the best rate that makes a number of workers sufficient
+# share of the best rate that makes a number of workers sufficient
+SUFFICIENT = 0.98
 # what later choosing rounds keep
 _NEAR = 0.9
 _FEWEST = 6
 _FASTEST = 4
 _RESAMPLES = 10_000
 
-Line = dict[str, Any]  # one JSON line of the results
+# one JSON line of the results
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,7 +83,8 @@ def steady(
     images = 0
     begin = 0.0
     first = 0.0
-    opened = 0  # steps taken when the window opened
+    # steps taken when the window opened
+    opened = 0
     for taken, count in enumerate(steps, 1):
         at = now()
         first = at if taken == 1 else first

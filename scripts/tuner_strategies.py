@@ -46,13 +46,15 @@ ROOT = Path(__file__).resolve().parents[1]
 LOADTUNE = "loadtune==0.3.0"
 # as in its README's example; its command line's default of 100 doubles what it costs
 LOADTUNE_STEPS = 50
-_GRID_BUDGET_S = 3600.0  # the tutorial's search has none
+# the tutorial's search has none
+_GRID_BUDGET_S = 3600.0
 
 
 class PacedTrainee:
     """A step that waits ``step_s`` seconds, as a host for its device."""
 
-    device = torch.device("cpu")  # batches stay where they are
+    # batches stay where they are
+    device = torch.device("cpu")
     overlaps = False
 
     def __init__(self, step_s: float) -> None:
@@ -102,7 +104,8 @@ def trained(step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[in
     step.model.train()
     for done, (images, labels) in enumerate(batches, 1):
         step(images, labels)
-        if done % 10 == 0:  # as training reads its loss
+        # as training reads its loss
+        if done % 10 == 0:
             step.read()
         yield len(labels)
 
@@ -353,7 +356,8 @@ STRATEGIES: dict[str, Strategy] = {
     "grid": partial(_tuned, TunerName.grid, _GRID_BUDGET_S),
     "loadtune": _loadtune,
 }
-REPEATED = "auto"  # the strategy whose choice is asked for several times
+# the strategy whose choice is asked for several times
+REPEATED = "auto"
 
 
 def candidates(rig: Rig) -> list[Setting]:

@@ -24,7 +24,8 @@ from harness.data.transforms import TrainTransform
 from harness.feed.interface import FillableDataset
 
 CLASSES = 10
-_VAL_IMAGES = CLASSES  # the generator wants a validation set
+# the generator wants a validation set
+_VAL_IMAGES = CLASSES
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from harness.watch.stages import Lap, StageMeter, StageTimer, Stamps
 from scripts.paired import Cost, Plan
 
 STAGES = ("read", "decode", "crop", "write")
-BATCH = 32  # samples
+# samples
+BATCH = 32
 
 
 class Making:

@@ -122,7 +122,8 @@ def describe_worker(answer: Connection, module: str) -> None:
 
 def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
     """Join, use every collective once, and leave what came of it in a file."""
-    import torch  # only this work needs it
+    # only this work needs it
+    import torch
 
     from harness.runtime.distributed import joined
 
@@ -215,7 +216,8 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
                 for k in range(10**6):
                     if world.rank == broken and k == 3:
                         raise LoaderError("batch 3 is broken")
-                    time.sleep(0.001 * (1 + world.rank))  # one rank is slower than the other
+                    # one rank is slower than the other
+                    time.sleep(0.001 * (1 + world.rank))
                     yield batch
 
         def count(*_: object) -> None:

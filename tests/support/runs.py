@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# the window's last step: ms of its longest step
 SPIKES = {
     3_330: 900.0,
     9_990: 400.0,
     10_500: 2_600.0,
     19_870: 650.0,
-}  # the window's last step: ms of its longest step
+}
 STAGES = (
     ("read", "storage", 0.9, 0.12),
     ("decode", "decode", 5.4, 5.3),
