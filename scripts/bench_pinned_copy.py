@@ -163,22 +163,14 @@ def loop_copies(
     shm = limits.measure().shm_bytes
     needed = (2 * workers + 2) * batch_size * 3 * 224 * 224
     if shm is not None and needed > 0.8 * shm:
-        free = shm / MIB
-        want = needed / MIB
-        raise MemoryError(
-            f"/dev/shm: {free:.0f} MiB free, {want:.0f} MiB needed; lower --batch-size or --workers"
-        )
+        room = f"{shm / MIB:.0f} MiB free, {needed / MIB:.0f} MiB needed"
+        raise MemoryError(f"/dev/shm: {room}; lower --batch-size or --workers")
     own = accelerator.of(device)
     data = Batches(20, batch_size)
     work = Work(device, work_ms)
-    made: dict[str, Any] = {
-        "num_workers": workers,
-        "persistent_workers": True,
-        "multiprocessing_context": "forkserver",
-    }
-    loaders = {
-        pin: DataLoader(data, batch_size=None, pin_memory=pin, **made) for pin in (False, True)
-    }
+    made: dict[str, Any] = {"num_workers": workers, "persistent_workers": True}
+    made |= {"batch_size": None, "multiprocessing_context": "forkserver"}
+    loaders = {pin: DataLoader(data, pin_memory=pin, **made) for pin in (False, True)}
 
     def step(images: Tensor) -> Tensor:
         work()
@@ -191,8 +183,8 @@ def loop_copies(
             yield images.to(device, non_blocking=non_blocking)
 
     def prefetched() -> Iterator[Tensor]:
-        for images, _ in DataPrefetcher(loaders[True], device, dtype=torch.uint8):
-            yield images
+        ahead = DataPrefetcher(loaders[True], device, dtype=torch.uint8)
+        return (images for images, _ in ahead)
 
     def epoch(batches: Iterable[Tensor], consume: Callable[[Tensor], object]) -> float:
         begin = 0.0

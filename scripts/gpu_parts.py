@@ -282,7 +282,7 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     loader = report["loader"]
     return {
         "images/s": round(report["images_per_s"]),
-        "step ms": (f"{step['median']:.1f} (p95 {step['p95']:.1f})"),
+        "step ms": f"{step['median']:.1f} (p95 {step['p95']:.1f})",
         "stall": round(report["stall_fraction"], 3),
         "data wait": round(report["data_wait_fraction"], 3),
         "num_workers": loader["num_workers"], "pin_memory": loader["pin_memory"],

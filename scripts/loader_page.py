@@ -119,7 +119,7 @@ _ARRAYS = {
     "per item": "PIL, no workers", "per item, workers": "PIL, worker processes",
     "per item, v2": "v2 on tensors, no workers",
     "processes": "worker processes, whole batches",
-    "arrays": ("crop, flip and gather a batch at a time"),
+    "arrays": "crop, flip and gather a batch at a time",
     NORMALISED: "the same up to normalised floats, as the recipe gives them",
 }  # fmt: skip
 
