@@ -1,5 +1,6 @@
-"""What a save in the background costs training: how long it blocks a step, and how long steps take
-beside it.
+"""Measures what a save in the background costs training.
+
+How long it blocks a step, and how long steps take beside it.
 
 "copy" is ``copy_`` of every tensor into new memory, the least that a save which lets training go on
 can do. The training step is a small convolutional network on torch's threads; steps beside a save

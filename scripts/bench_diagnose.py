@@ -1,5 +1,4 @@
-"""Is a diagnosis right? Its ceiling beside the speed-up that a run has when its loader is replaced
-by batches at hand.
+"""Holds a diagnosis' ceiling against the speed-up that cached batches give.
 
 For each workload, in processes of their own and in turns: ``mode=diagnose``; training by the engine
 on the real feed; the same training on real batches that lie ready in memory. What cached batches
@@ -39,12 +38,14 @@ from harness.runtime import folder, workers
 from harness.runtime.launch import run_processes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "bench_diagnose.md"
-CLAIM = 0.10  # the ceiling may be so far from the measured speed-up
+# the ceiling may be so far from the measured speed-up
+CLAIM = 0.10
 _KINDS = ("diagnose", "real", "cached")
 _WIDTH = 1400
 _HEIGHT = 1000
 _CACHED_BATCHES = 8
-_LEAST_STEPS = 100  # of an epoch on cached batches: what surrounds an epoch is not the step's
+# of an epoch on cached batches: what surrounds an epoch is not the step's
+_LEAST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,7 @@ def workloads(photos: Path, threads: int | None) -> dict[str, Config]:
 
 
 def make_photos(root: Path, count: int) -> None:
-    """Two classes of parts of scikit-learn's two photographs, enlarged, as JPEG files; nothing
-    where they are there.
-    """
+    """Writes two classes of enlarged parts of scikit-learn's two photographs, once."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -130,8 +129,9 @@ def measure(_: int, work: Work) -> None:
 
 
 def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
-    """Images/s of whole epochs by the engine, for at least ``work.seconds``, on the feed or on its
-    first batches again.
+    """Returns images/s of whole epochs by the engine.
+
+    For at least ``work.seconds``, on the feed or on its first batches again and again.
 
     By the wall, the first epoch left out: the engine's own clock keeps an epoch's first step apart,
     and this benchmark's epochs are short, so that what the workers make meanwhile would count and
@@ -160,12 +160,12 @@ def trained(work: Work, feeds: Any, step: Any, place: Path) -> float:
             batches * max(1, max(_LEAST_STEPS, len(feed)) // len(batches)), feed.settings
         )
     val_feed: Any = CachedFeed([], feed.settings)
-    images = len(feed) * feed.settings.batch_size  # of an epoch
+    # of an epoch
+    images = len(feed) * feed.settings.batch_size
     with station.watched(work.config, feeds.world, place, time.perf_counter()) as watch:
         engine = Engine(work.config, feeds.world, step, feed, val_feed, watch, Place(place, ()))
-        engine._train_epoch(
-            engine.state.epoch
-        )  # not fit(), which adds evaluations: the claim is about the epochs alone
+        # not fit(), which adds evaluations: the claim is about the epochs alone
+        engine._train_epoch(engine.state.epoch)
         began = time.perf_counter()
         epochs = 0
         while (took := time.perf_counter() - began) < work.seconds:
@@ -220,11 +220,8 @@ def show(
     from scripts.measured import machine, machine_line, markdown
 
     busy = f"{min(load):.1f} to {max(load):.1f}"
-    step = (
-        f"on {threads} of torch's threads"
-        if threads
-        else "on as many of torch's threads as there are cores"
-    )
+    count = threads or "as many"
+    step = f"on {count} of torch's threads" + " as there are cores" * (threads is None)
     return f"""# Is a diagnosis right?
 
 Made by `uv run scripts/bench_diagnose.py --write`. {machine_line(machine())}.

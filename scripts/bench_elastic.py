@@ -1,5 +1,6 @@
-"""Does tuning pay? Whole runs from the command to the exit: tuned, untuned, by older rules, and by
-other projects.
+"""Measures whether tuning pays, in whole runs from the command to the exit.
+
+Tuned, untuned, by older rules, and by other projects.
 
 The strategies take turns, in a new random order each round; every run is a line of the results
 file, and what is there is not measured again: stop it whenever you like. Nothing is remembered from
@@ -28,6 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from scripts.bench_tuner import Results
 from scripts.measured import listed, machine, machine_line, markdown
 from scripts.paired import Estimate
 from scripts.slept import BEGAN, READ, STEP
@@ -44,8 +46,7 @@ _COMMON = (
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Some images and a step: one that sleeps for ``step_ms``, or the network's own where that is
-    empty.
+    """Some images and a step that sleeps for ``step_ms``, or the network's own if empty.
 
     ``step_ms`` and ``read_ms`` are as in ``slept_run.py``; one of them may change ``at_s`` seconds
     after the start.
@@ -133,39 +134,29 @@ STRATEGIES = {
     "old default": ("loader.num_workers=1",),
     "grid": ("loader.autotune=true", "tuner=grid", "tuner.fresh=true"),
 }
+# of examples_run.py
 EXAMPLES = {
     "examples": ("--workers", str(os.cpu_count())),
     "loadtune": ("--loadtune",),
-}  # of examples_run.py
+}
 
 
 def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[str, Any]:
     """Seconds from the command to the exit, what tuning took of them, and the settings."""
     place = Path(tempfile.mkdtemp(dir=folder))
-    env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-    env |= {
-        name: value for name, value in ((STEP, workload.step_ms), (READ, workload.read_ms)) if value
-    }
-    env |= {BEGAN: str(time.time())}
-    env["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
+    paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": paths}
+    waits = {STEP: workload.step_ms, READ: workload.read_ms, BEGAN: str(time.time())}
+    env |= {name: value for name, value in waits.items() if value}
     if strategy in EXAMPLES:
-        command = [
-            "examples_run.py",
-            str(files(workload, folder)),
-            f"--side={workload.side}",
-            f"--epochs={epochs}",
-        ]
-        command += EXAMPLES[strategy]
+        script = "examples_run.py"
+        arguments = [str(_files(workload, folder)), f"--side={workload.side}"]
+        arguments += [f"--epochs={epochs}", *EXAMPLES[strategy]]
     else:
-        command = [
-            "slept_run.py",
-            *_COMMON,
-            f"data.image_size={workload.side}",
-            f"trainer.epochs={epochs}",
-            "run.name=x",
-        ]
-        command += [*workload.overrides, *STRATEGIES[strategy]]
-    command[:1] = [sys.executable, str(ROOT / "scripts" / command[0])]
+        script = "slept_run.py"
+        arguments = [*_COMMON, f"data.image_size={workload.side}", f"trainer.epochs={epochs}"]
+        arguments += ["run.name=x", *workload.overrides, *STRATEGIES[strategy]]
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
     begin = time.perf_counter()
     done = subprocess.run(
         command, cwd=place, env=env, capture_output=True, text=True, timeout=_RUN_S, check=False
@@ -177,74 +168,72 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
             f"{done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
     if strategy in EXAMPLES:
-        return {
-            "seconds": seconds,
-            "tuning_s": 0.0,
-            "chosen": done.stdout.splitlines()[-1],
-            "changes": [],
-            "windows": [],
-        }
+        chosen = done.stdout.splitlines()[-1]
+        return {"seconds": seconds, "tuning_s": 0.0, "chosen": chosen, "changes": [], "windows": []}
     report = json.loads((place / "outputs/x/report.json").read_text())
     tuning = report.get("tuning") or {}
-    metrics = place / "outputs/x/metrics.jsonl"
-    windows = [
-        line
-        for line in map(json.loads, metrics.read_text().splitlines())
-        if "speed/images_per_s" in line
-    ]
-    late_s = (
-        metrics.stat().st_mtime - windows[-1]["time_s"] - float(env[BEGAN])
-    )  # what a run's clock begins after the command
     return {
         "seconds": seconds,
         "tuning_s": tuning.get("seconds", 0.0),
         "chosen": tuning.get("chosen"),
         "changes": tuning.get("changes", []),
-        "windows": [
-            [
-                round(line["time_s"] + late_s, 2),
-                round(line["speed/images_per_s"], 1),
-                line["step"] - before,
-            ]
-            for line, before in zip(windows, [0, *(line["step"] for line in windows)], strict=False)
-        ],
+        "windows": _windows(place / "outputs/x/metrics.jsonl", float(env[BEGAN])),
     }
 
 
-def files(workload: Workload, folder: Path) -> Path:
+def _windows(metrics: Path, began_s: float) -> list[list[float]]:
+    """Returns each window's end in seconds after the command, images/s and steps."""
+    lines = map(json.loads, metrics.read_text().splitlines())
+    windows = [line for line in lines if "speed/images_per_s" in line]
+    # what a run's clock begins after the command
+    late_s = metrics.stat().st_mtime - windows[-1]["time_s"] - began_s
+    found = []
+    before = 0
+    for line in windows:
+        rate = round(line["speed/images_per_s"], 1)
+        found.append([round(line["time_s"] + late_s, 2), rate, line["step"] - before])
+        before = line["step"]
+    return found
+
+
+def _files(workload: Workload, folder: Path) -> Path:
     """The images that an earlier run of this workload generated."""
     width = 500 if workload.overrides == _LARGE else 80
     made = (folder / "cache").glob("*/shapes.json")
     return next(facts.parent for facts in made if json.loads(facts.read_text())["width"] == width)
 
 
-def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float | None:
-    """Images/s of the windows that end in these seconds after the command."""
+def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float:
+    """Returns images/s of the windows that end in these seconds after the command, or 0.0."""
     found = [
         (images_per_s, steps)
         for end_s, images_per_s, steps in line["windows"]
         if from_s <= end_s < to_s
     ]
-    return statistics.harmonic_mean(*zip(*found, strict=True)) if found else None
+    if not found:
+        return 0.0
+    return statistics.harmonic_mean(*zip(*found, strict=True))
 
 
-def back_s(line: dict[str, Any], at_s: float, best: float) -> float | None:
-    """Seconds from ``at_s`` until two seconds begin that reach 0.95 of ``best`` images/s."""
+def back_s(line: dict[str, Any], at_s: float, best: float) -> float:
+    """Returns seconds from ``at_s`` until two seconds reach 0.95 of ``best`` images/s, or inf."""
     ends = (end_s for end_s, _, _ in line["windows"] if end_s >= at_s)
     return next(
-        (end_s - at_s for end_s in ends if (rate(line, end_s, end_s + 2) or 0.0) >= 0.95 * best),
-        None,
+        (end_s - at_s for end_s in ends if rate(line, end_s, end_s + 2) >= 0.95 * best), math.inf
     )
 
 
 def changing(lines: Sequence[dict[str, Any]]) -> str:
-    """A row for each workload that changes and each strategy: images/s from the change on, and how
-    soon they were back.
+    """Returns images/s from a change on, and how soon they were back.
+
+    A row for each workload that changes and each strategy.
     """
     rows = []
     for name, workload in WORKLOADS.items():
+        if not workload.at_s:
+            continue
         own = [line for line in lines if line["workload"] == name]
-        for strategy in dict.fromkeys(line["strategy"] for line in own) if workload.at_s else ():
+        for strategy in dict.fromkeys(line["strategy"] for line in own):
             mine = [line for line in own if line["strategy"] == strategy]
             fixed = [
                 rate(line, workload.at_s + 1)
@@ -253,10 +242,7 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
             ]
             best = max(filter(None, fixed), default=math.nan)
             after = [found for line in mine if (found := rate(line, workload.at_s))]
-            back = statistics.median(
-                math.inf if b is None else b
-                for b in (back_s(line, workload.at_s, best) for line in mine)
-            )
+            back = statistics.median(back_s(line, workload.at_s, best) for line in mine)
             before = [rate(line, 9, workload.at_s) or math.nan for line in mine]
             changes = [
                 ", ".join(f"{c['before']} to {c['threads']}" for c in line["changes"])
@@ -270,12 +256,13 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
                 "back after": f"{back:.1f} s" if math.isfinite(back) else "never",
                 "changes": "; ".join(changes),
             })  # fmt: skip
-    return markdown(rows) if rows else ""
+    return markdown(rows)
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """A row for each workload, number of epochs and strategy, beside
-    the default of the same round.
+    """Returns seconds beside the default of the same round.
+
+    A row for each workload, number of epochs and strategy.
     """
     rows = []
     groups = dict.fromkeys((line["workload"], line["epochs"], line["strategy"]) for line in lines)
@@ -284,18 +271,12 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     ):
         if WORKLOADS[name].at_s:
             continue
-        own = {
-            x["round"]: x
-            for x in lines
-            if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, strategy)
-        }
-        base = {
-            x["round"]: x
-            for x in lines
-            if (x["workload"], x["epochs"], x["strategy"]) == (name, epochs, "default")
-        }
-        paired = [(own[i]["seconds"], base[i]["seconds"]) for i in own.keys() & base.keys()]
-        if not paired:  # stopped amid its first round
+        of_workload = [x for x in lines if (x["workload"], x["epochs"]) == (name, epochs)]
+        own = {x["round"]: x for x in of_workload if x["strategy"] == strategy}
+        base = {x["round"]: x["seconds"] for x in of_workload if x["strategy"] == "default"}
+        paired = [(own[i]["seconds"], base[i]) for i in own.keys() & base.keys()]
+        # stopped in its first round
+        if not paired:
             continue
         later = Estimate.of([a - b for a, b in paired])
         ratio = Estimate.of([a / b for a, b in paired])
@@ -303,12 +284,12 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         rows.append({
             "workload": name, "epochs": epochs, "strategy": strategy, "n": len(paired),
             "seconds": f"{statistics.median(line['seconds'] for line in own.values()):.1f}",
-            "later than the default": f"{later:+.1f} s",
+            "later than the default": f"{later.value:+.1f} s [{later.low:+.1f}, {later.high:+.1f}]",
             "ratio": f"{ratio:.2f}",
             "tuning": f"{statistics.median(line['tuning_s'] for line in own.values()):.1f} s",
             "chosen": ", ".join(chosen),
         })  # fmt: skip
-    return markdown(rows) if rows else ""
+    return markdown(rows)
 
 
 def main() -> None:
@@ -333,33 +314,23 @@ def main() -> None:
     strategies = dict.fromkeys(
         ("default", *listed(parser, "--strategies", chosen.strategies, known))
     )
-    lines = (
-        [json.loads(line) for line in chosen.results.read_text().splitlines()]
-        if chosen.results.exists()
-        else []
-    )
-    wanted = product(range(chosen.rounds), map(int, chosen.epochs.split(",")), names)
-    for number, epochs, name in wanted if not chosen.table else ():
+    results = Results(chosen.results)
+    if not chosen.table:
         chosen.data.mkdir(parents=True, exist_ok=True)
-        for strategy in random.Random(f"{number} {epochs} {name}").sample(
-            list(strategies), len(strategies)
-        ):
-            facts = {"workload": name, "epochs": epochs, "strategy": strategy, "round": number}
-            if any(facts.items() <= line.items() for line in lines):
-                continue
-            if not any(line["workload"] == name for line in lines):
-                run(
-                    WORKLOADS[name], "default", 1, chosen.data
-                )  # generates the images, and reads them once
-            lines.append(facts | run(WORKLOADS[name], strategy, epochs, chosen.data))
-            chosen.results.parent.mkdir(parents=True, exist_ok=True)
-            with chosen.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
-            print(lines[-1], flush=True)
-    print(
-        f"{datetime.now(UTC):%Y-%m-%d}: "
-        f"{machine_line(machine())}\n\n{table(lines)}\n\n{changing(lines)}"
-    )
+        epochs = map(int, chosen.epochs.split(","))
+        for number, count, name in product(range(chosen.rounds), epochs, names):
+            draw = random.Random(f"{number} {count} {name}")
+            for strategy in draw.sample(list(strategies), len(strategies)):
+                facts = {"workload": name, "epochs": count, "strategy": strategy, "round": number}
+                if results.has(**facts):
+                    continue
+                if not results.has(workload=name):
+                    # generates the images, and reads them once
+                    run(WORKLOADS[name], "default", 1, chosen.data)
+                results.add(**facts, **run(WORKLOADS[name], strategy, count, chosen.data))
+                print(results.lines[-1], flush=True)
+    tables = f"{table(results.lines)}\n\n{changing(results.lines)}"
+    print(f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}\n\n{tables}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What loading costs: this project's feeds beside the loaders of others, and beside what decoding
-alone takes.
+r"""Measures what loading costs, beside other loaders and beside decoding alone.
 
 Every row is measured in a process of its own, once a round; rounds go there and back through the
 rows, and one row is measured twice in each as a control. What others need is no dependency of this
 project: a peer that does not import is left out, and the page says so. All of them at once:
 
-    uv run --with timm --with torchcodec --with spdl --with nvidia-dali-cuda120 --with ffcv
-    scripts/bench_loader.py uv run scripts/bench_loader.py --part arrays,cache uv run
-    scripts/bench_loader.py --table
+    uv run --with timm --with torchcodec --with spdl --with nvidia-dali-cuda120 --with ffcv \
+        scripts/bench_loader.py
+    uv run scripts/bench_loader.py --part arrays,cache
+    uv run scripts/bench_loader.py --table
 
 ffcv is compiled on the spot and needs a C++ compiler, pkg-config, OpenCV and libturbojpeg with
 their headers (Debian: libopencv-dev libturbojpeg0-dev). Each measurement is a line of the results
@@ -44,7 +44,8 @@ from scripts.tuner_workloads import WORKLOADS, cifar_like, warm
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "bench_loader.md"
-_SMALL = 48  # side of the crops on which a small network is trained, in pixels
+# side of the crops on which a small network is trained, in pixels
+_SMALL = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +191,9 @@ def index(s: Setup) -> Iterator[Row]:
 
 
 def many(folder: str, files: int, later: int) -> dict[str, Any]:
-    """What the index of a tree of ``files`` empty files costs: to make, to open ``later`` times,
-    and its readers in memory.
+    """Returns what the index of ``files`` empty files costs.
+
+    To make, to open ``later`` times, and its readers in memory.
 
     In this process, so that the tree goes however a measurement ends.
     """
@@ -221,7 +223,8 @@ def tuner(s: Setup) -> Iterator[Row]:
 PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
     part.__name__: part for part in (jpeg, arrays, cache, train, start, index, tuner)
 }
-_ROUNDS = {"jpeg": 4, "train": 2}  # 3 of the others
+# 3 of the others
+_ROUNDS = {"jpeg": 4, "train": 2}
 
 
 def run(part: str, setup: Setup, rounds: int, results: Results, deadline: float) -> bool:
@@ -267,7 +270,8 @@ def _measure(row: Row, there: dict[str, Any], setup: Setup, results: Results) ->
 
 def _commit() -> str:
     """Of the working tree, whatever of it is not committed; empty where there is none."""
-    with suppress(FileNotFoundError):  # no git
+    # no git
+    with suppress(FileNotFoundError):
         told = ["git", "rev-parse", "--short", "HEAD"]
         return subprocess.run(
             told, cwd=ROOT, capture_output=True, text=True, check=False

@@ -51,7 +51,8 @@ from scripts.measured import Sample, machine, machine_line, markdown, parser, wr
 from scripts.paired import Estimate
 
 CLASSES = 10
-FLOOR = 0.98  # the interval of harness / hand-written may not lie below
+# the interval of harness / hand-written may not lie below
+FLOOR = 0.98
 
 Epoch = Callable[[], object]
 
@@ -147,20 +148,21 @@ def harness_engine(
 def in_turns(
     pairs: int, harness: Epoch, loops: Sequence[Epoch], device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of each epoch of ``harness``, ``hand_written``, ``control_a`` and ``control_b``, run
-    in pairs by turns.
-    """
+    """Returns seconds of each epoch of the four sides, run in pairs by turns."""
     sides = dict(
         zip(("harness", "hand_written", "control_a", "control_b"), (harness, *loops), strict=True)
     )
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for run in sides.values():  # kernels are chosen, memory is reserved
+    # kernels are chosen, memory is reserved
+    for run in sides.values():
         run()
     for pair in range(pairs):
-        print(f"pair {pair + 1} of {pairs}", file=sys.stderr) if pair % 10 == 9 else None
+        if pair % 10 == 9:
+            print(f"pair {pair + 1} of {pairs}", file=sys.stderr)
         for couple in (("harness", "hand_written"), ("control_a", "control_b")):
             for name in couple if pair % 2 == 0 else reversed(couple):
-                gc.collect()  # or one side would clear up after another
+                # or one side would clear up after another
+                gc.collect()
                 begin = time.perf_counter()
                 sides[name]()
                 if device.type == "cuda":
@@ -170,9 +172,7 @@ def in_turns(
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    """The largest absolute difference of two networks' weights and buffers; 0.0 means bitwise the
-    same.
-    """
+    """Returns the largest absolute difference of weights and buffers; 0.0: bitwise the same."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
@@ -187,9 +187,8 @@ def compare(config: Config, steps: int, pairs: int) -> dict[str, Any]:
         with harness_engine(config, batches, world, Path(place)) as engine:
             # fit() would add the evaluation and the checkpoint; the claim is about the epoch alone
             epoch = lambda: engine._train_epoch(engine.state.epoch)
-            with redirect_stdout(
-                io.StringIO()
-            ):  # its lines of progress are written, but nobody wants to read them
+            # its lines of progress are written, but nobody wants to read them
+            with redirect_stdout(io.StringIO()):
                 seconds = in_turns(pairs, epoch, [loop.epoch for loop in loops], world.device)
             difference = largest_difference(engine.state.network, loops[0].network)
         found = machine()
@@ -224,6 +223,7 @@ def make_batches(count: int, batch_size: int, image_size: int, pin: bool) -> lis
 def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
     """The comparison as text: two tables, how they were made, and what becomes of the claim."""
     batch_size = config.loader.batch_size
+    held = verdict(found["ratio"])
     weights = "bitwise the same on both sides"
     if apart := found["largest_weight_difference"]:
         weights = f"differ by up to {apart:.3g}"
@@ -253,7 +253,7 @@ epochs of {steps} steps in turns, loss read every {config.watch.window_steps} st
 
 Steps: median (quartiles). Ratios: median of the pairs [95 % interval, of order statistics].
 Weights after all epochs: {weights}.
-Claim, the interval of harness / hand written does not lie below {FLOOR}: {verdict(found["ratio"])}."""
+Claim, the interval of harness / hand written does not lie below {FLOOR}: {held}."""
 
 
 def verdict(ratio: Estimate) -> str:

@@ -1,5 +1,4 @@
-"""What normalising a batch costs on a CPU: torch's expression beside ``harness.feed.normalise``, in
-turns.
+"""Measures what normalising a batch costs on a CPU, beside torch's expression.
 
 Both ways are given the same uint8 batches, laid out as the feed lays them out. Each result is
 dropped before the next one is made, as a training loop drops it. "new" is ``DataPrefetcher``'s way,

@@ -36,15 +36,17 @@ from harness.runtime.accelerator import Accelerator
 from scripts.measured import Sample, machine, machine_line, markdown, parser, write
 
 MIB = 2**20
-WORK_SIDE = 4096  # of the square matrices that stand for the work: large enough to fill a GPU
+# of the square matrices that stand for the work: large enough to fill a GPU
+WORK_SIDE = 4096
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One call in milliseconds: until it came back to the host, until the device was done, and
-    between events around it.
+    """One call in milliseconds.
+
+    Until it came back to the host, until the device was done, and between events around it.
     """
 
     host_ms: float
@@ -71,8 +73,9 @@ def timed(own: Accelerator, call: Call) -> Timing:
 def in_turns(
     calls: Mapping[str, Call], n: int, measure: Callable[[Call], Any]
 ) -> dict[str, list[Any]]:
-    """``n`` measurements of each call, one of each a round that begins with another each time; two
-    rounds warm up.
+    """Returns ``n`` measurements of each call, in rounds that begin with another each.
+
+    Two rounds before them warm up.
     """
     names = list(calls)
     found: dict[str, list[Any]] = {name: [] for name in names}
@@ -86,9 +89,7 @@ def in_turns(
 
 
 class Work:
-    """GPU work of about ``ms`` milliseconds that needs no batch: bf16 matrix products, launched in
-    microseconds.
-    """
+    """GPU work of about ``ms`` milliseconds that needs no batch: bf16 matrix products."""
 
     def __init__(self, device: torch.device, ms: float) -> None:
         self._a = torch.randn(WORK_SIDE, WORK_SIDE, device=device, dtype=torch.bfloat16)
@@ -137,9 +138,7 @@ def _pin_and_copy(own: Accelerator, x: Tensor) -> Tensor:
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """Whole uint8 batches ``[batch_size, 3, 224, 224]`` that cost a worker next to nothing, with
-    labels.
-    """
+    """Whole uint8 batches ``[batch_size, 3, 224, 224]`` with labels, at next to no cost."""
 
     def __init__(self, count: int, batch_size: int) -> None:
         self.count = count
@@ -156,8 +155,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 def loop_copies(
     device: torch.device, batch_size: int, workers: int, work_ms: float, n: int
 ) -> list[dict[str, Any]]:
-    """Part b: milliseconds a batch of a loop over a ``DataLoader`` with work on the GPU, for each
-    way.
+    """Part b: milliseconds a batch of a loop over a ``DataLoader`` with GPU work.
 
     Raises:
         MemoryError: the workers' batches do not fit into shared memory.
@@ -165,26 +163,19 @@ def loop_copies(
     shm = limits.measure().shm_bytes
     needed = (2 * workers + 2) * batch_size * 3 * 224 * 224
     if shm is not None and needed > 0.8 * shm:
-        free = shm / MIB
-        want = needed / MIB
-        raise MemoryError(
-            f"/dev/shm: {free:.0f} MiB free, {want:.0f} MiB needed; lower --batch-size or --workers"
-        )
+        room = f"{shm / MIB:.0f} MiB free, {needed / MIB:.0f} MiB needed"
+        raise MemoryError(f"/dev/shm: {room}; lower --batch-size or --workers")
     own = accelerator.of(device)
     data = Batches(20, batch_size)
     work = Work(device, work_ms)
-    made: dict[str, Any] = {
-        "num_workers": workers,
-        "persistent_workers": True,
-        "multiprocessing_context": "forkserver",
-    }
-    loaders = {
-        pin: DataLoader(data, batch_size=None, pin_memory=pin, **made) for pin in (False, True)
-    }
+    made: dict[str, Any] = {"num_workers": workers, "persistent_workers": True}
+    made |= {"batch_size": None, "multiprocessing_context": "forkserver"}
+    loaders = {pin: DataLoader(data, pin_memory=pin, **made) for pin in (False, True)}
 
     def step(images: Tensor) -> Tensor:
         work()
-        return images.sum(dtype=torch.float32)  # something that needs the batch
+        # something that needs the batch
+        return images.sum(dtype=torch.float32)
 
     def moved(pin: bool, non_blocking: bool) -> Iterator[Tensor]:
         for images, labels in loaders[pin]:
@@ -192,14 +183,15 @@ def loop_copies(
             yield images.to(device, non_blocking=non_blocking)
 
     def prefetched() -> Iterator[Tensor]:
-        for images, _ in DataPrefetcher(loaders[True], device, dtype=torch.uint8):
-            yield images
+        ahead = DataPrefetcher(loaders[True], device, dtype=torch.uint8)
+        return (images for images, _ in ahead)
 
     def epoch(batches: Iterable[Tensor], consume: Callable[[Tensor], object]) -> float:
         begin = 0.0
         for i, images in enumerate(batches):
             consume(images)
-            if i == 0:  # the first batch waits for the workers
+            # the first batch waits for the workers
+            if i == 0:
                 own.synchronize()
                 begin = time.perf_counter()
         own.synchronize()
@@ -220,7 +212,7 @@ def loop_copies(
 
 
 def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
-    """Part c: the copy of ``x`` and work that does not need it, on one stream and on two."""
+    """Part c: a copy and work that does not need it, on one stream and two."""
     pageable = torch.ones(mib * MIB, dtype=torch.uint8)
     own = accelerator.of(device)
     pinned = own.pin(pageable)
@@ -268,9 +260,7 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
 
 
 def host_copies(sizes_mib: Sequence[int], n: int) -> list[dict[str, Any]]:
-    """What a machine without a GPU can show: pageable memory copied to pageable memory, as the
-    driver's staging does.
-    """
+    """Returns what a machine without a GPU can show: copies within pageable memory."""
     rows = []
     for mib in sizes_mib:
         source = torch.ones(mib * MIB, dtype=torch.uint8)

@@ -1,5 +1,4 @@
-"""TraceML beside this project: what each says of the same planted bottlenecks, and what watching
-costs a step.
+"""Holds TraceML beside this project: what each says of planted bottlenecks, and costs.
 
 TraceML (``traceml-ai`` on PyPI) is no dependency; uv lays it over the project's environment for
 this one command:
@@ -46,13 +45,15 @@ from scripts.traceml_loop import BATCH, GO, PLANTS, Plant
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "traceml.md"
 LOOP = ROOT / "scripts" / "traceml_loop.py"
-STEP_MS = 20.0  # a step that the costs are set against
+# a step that the costs are set against
+STEP_MS = 20.0
 COSTS = {
-    "bare": "control: bare again",
+    "control": "control: bare again",
     "traceml": "TraceML",
     "clock": "ours: clock, sampler, TensorBoard, metrics.jsonl",
 }
-_PATIENCE_S = 300.0  # for a loop to begin, to take its turn, or to end
+# for a loop to begin, to take its turn, or to end
+_PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,9 @@ class RunFailed(Exception):
 
 
 def heard(side: str, plant: str, steps: int, attempts: int = 3) -> Said:
-    """What ``side`` says of one run of ``plant``; TraceML may give up on a busy machine, and is
-    then asked again.
+    """Returns what ``side`` says of a run of ``plant``, in several attempts.
+
+    TraceML may give up on a busy machine.
 
     Raises:
         RunFailed: the last attempt failed too.
@@ -192,7 +194,8 @@ class Side:
 
     def begin(self) -> None:
         """Wait until the loop is ready for its first turn, and stop it there."""
-        with self._server.accept()[0] as line:  # its file keeps it open
+        # its file keeps it open
+        with self._server.accept()[0] as line:
             line.settimeout(_PATIENCE_S)
             self._line = line.makefile("rw", encoding="ascii")
         self._line.readline()
@@ -211,9 +214,7 @@ class Side:
         return took_s / self._block, spent_s / self._block
 
     def end(self) -> None:
-        """End the loop, and wait for its processes; those that do
-        not end by themselves are killed.
-        """
+        """Ends the loop and waits for its processes; kills the ones that go on."""
         processes = self._processes()
         self._stop(False)
         try:
@@ -279,8 +280,7 @@ def cost_rows(turns: Mapping[str, Sequence[tuple[float, float]]]) -> list[dict[s
     """What each side's step takes longer than the bare one."""
     found: list[dict[str, object]] = []
     for name, about in COSTS.items():
-        side = "control" if name == "bare" else name
-        longer_us = 1e6 * (np.asarray(turns[side]) - np.asarray(turns["bare"]))
+        longer_us = 1e6 * (np.asarray(turns[name]) - np.asarray(turns["bare"]))
         wall, cpu = map(Estimate.of, longer_us.T)
         found.append({
             "watched by": about, "us a step longer": f"{wall:+.0f}",
@@ -310,7 +310,8 @@ def show(
 ) -> str:
     """The page."""
     bare = Sample.of([1e6 * wall_s for wall_s, _ in turns["bare"]])
-    found = machine() | {"torch_threads": 1}  # the loops', not this process's
+    # the loops', not this process's
+    found = machine() | {"torch_threads": 1}
     return f"""# TraceML beside this project
 
 {machine_line(found)}; traceml-ai {metadata.version("traceml-ai")}; load average

@@ -1,5 +1,6 @@
-"""Does the tuner choose well, and what does it cost? Beside a grid, loadtune, rules of thumb and an
-oracle, on real loaders.
+"""Measures how well the tuner chooses, and at what cost, on real loaders.
+
+Beside a grid, loadtune, rules of thumb and an oracle.
 
 For every workload each strategy first chooses its setting. Then all settings are measured with the
 same consumer, interleaved in random order: choosing rounds, from which the oracle picks the best
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
     from harness.runtime.distributed import World
     from scripts.tuner_strategies import Rig
 
-TIMEOUT_S = 8.0  # the longest wait for a batch; one that found no room in shared memory never comes
+# the longest wait for a batch; one that found no room in shared memory never comes
+TIMEOUT_S = 8.0
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "bench_tuner.md"
-_INSIDE = "WELLFED_BENCH_SHM"  # set where /dev/shm is the workload's own
+# set where /dev/shm is the workload's own
+_INSIDE = "WELLFED_BENCH_SHM"
 
 
 class StoppedError(Exception):
@@ -170,9 +173,7 @@ def measure_round(
     results: Results,
     plan: Plan,
 ) -> None:
-    """Measure what round ``number`` lacks, in random order; all settings of a round load the same
-    samples.
-    """
+    """Measures what round ``number`` lacks, in random order, on the same samples."""
     name = rig.workload.name
     order = [*entries]
     random.Random(f"{name} {phase} {number}").shuffle(order)

@@ -1,5 +1,4 @@
-"""What all the watching costs: microseconds per step, its share of a step of 20 ms, and whether
-memory stays as it was.
+"""Measures what watching costs: microseconds per step, and memory.
 
 Each cost is measured against the same loop without it, in turns, with which goes first in turns as
 well; beside it the loop without runs against itself, which shows what this machine cannot resolve.
@@ -41,15 +40,22 @@ from scripts.watched_worker import BATCH, STAGES, Worker, timers_cost
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "bench_watch.md"
-STEP_S = 0.020  # the step that costs are held against
-CEILING = 0.01  # the most that watching may take of it
-WORKERS_CEILING = 1e-3  # the most that the workers' timers may take of a worker's time
-_BLOCK = 50  # steps in a run: it is over before another process is given the processor
-_COLD_BYTES = 64 << 20  # more than a processor's caches hold
-_WORK = (50, 500, 15_000)  # a sample of microseconds, one of tens of them, one near a millisecond
+# the step that costs are held against
+STEP_S = 0.020
+# the most that watching may take of it
+CEILING = 0.01
+# the most that the workers' timers may take of a worker's time
+WORKERS_CEILING = 1e-3
+# steps in a run: it is over before another process is given the processor
+_BLOCK = 50
+# more than a processor's caches hold
+_COLD_BYTES = 64 << 20
+# a sample of microseconds, one of tens of them, one near a millisecond
+_WORK = (50, 500, 15_000)
 _CHILDREN = 16
 _SAMPLED_TURNS = 5
-_BYTES_A_STEP = 1.0  # of growth; the smallest thing that could be kept has 16
+# of growth; the smallest thing that could be kept has 16
+_BYTES_A_STEP = 1.0
 # of growth that a clock's buckets of quantiles may be, over however many steps
 _BUCKETS_BYTES = 1 << 20
 _SETTINGS = WatchConfig()
@@ -108,9 +114,7 @@ def bare_steps(steps: int) -> None:
 
 
 def clocks() -> dict[str, tuple[StepClock, bool]]:
-    """Clocks to be measured, and whether they are told of copies: by the host, on events that are
-    free, on CUDA's if there.
-    """
+    """Returns the clocks to be measured, and whether they are told of copies."""
     found = {
         "step clock, host clock": (StepClock(), False),
         "step clock, events that cost nothing": (
@@ -124,9 +128,7 @@ def clocks() -> dict[str, tuple[StepClock, bool]]:
 
 
 def window_cost(folder: Path, runs: int) -> Cost:
-    """Of the end of a window: its figures, the workers' and the sampler's, into ``metrics.jsonl``
-    and the event file.
-    """
+    """Measures the end of a window: all figures into ``metrics.jsonl`` and the event file."""
     clock = StepClock(events=Events(HostEvent, lambda: None, None))
     meter = StageMeter(STAGES, 8)
     stepping(clock, copies=True)(_SETTINGS.window_steps)
@@ -145,9 +147,7 @@ def window_cost(folder: Path, runs: int) -> Cost:
 
 @contextmanager
 def children() -> Iterator[None]:
-    """Processes below this one that sleep inside the block, as many as workers of a large feed: the
-    sampler looks at each.
-    """
+    """Keeps sleeping processes below this one, as many as workers of a large feed."""
     with ExitStack() as stack:
         for _ in range(_CHILDREN):
             child = stack.enter_context(subprocess.Popen(["sleep", "600"]))
@@ -156,9 +156,7 @@ def children() -> Iterator[None]:
 
 
 def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
-    """The share of one processor that a sampler's thread takes of this process, which does nothing
-    else; all without it.
-    """
+    """Returns the share of a processor that a sampler takes, and what all takes without."""
 
     def spent() -> float:
         begin = time.perf_counter()
@@ -169,7 +167,8 @@ def sampler_fraction(seconds: float) -> tuple[Estimate, float]:
     with children():
         alone = float(np.median([spent() for _ in range(_SAMPLED_TURNS)]))
         with Sampler([HostSource()], _SETTINGS.sample_s) as sampler:
-            sampler.look()  # the first one opens files
+            # the first one opens files
+            sampler.look()
             return Estimate.of([spent() - alone for _ in range(_SAMPLED_TURNS)]), alone
 
 
@@ -219,7 +218,7 @@ def measure(steps: int, runs: int, sampled_s: float, batches: int) -> dict[str, 
 
 
 def per_step_us(found: Mapping[str, Any]) -> dict[str, Estimate]:
-    """Microseconds a step of each clock with all else that watching does beside a step of 20 ms."""
+    """Returns microseconds a step of each clock with all other watching."""
     rest = found["window"].mean_us * (1 / found["window_steps"]) + found["sampler_fraction"] * (
         1e6 * STEP_S
     )
@@ -227,9 +226,7 @@ def per_step_us(found: Mapping[str, Any]) -> dict[str, Estimate]:
 
 
 def claims(found: Mapping[str, Any]) -> list[str]:
-    """What is claimed of all this, with the figure, its 95 % interval, and whether it holds; a line
-    each.
-    """
+    """Returns a line for each claim: the figure, its interval, whether it holds."""
     dearest = max(per_step_us(found).values(), key=lambda us: us.high) * (1e-6 / STEP_S)
     longest: Cost = found["stages"][-1]
     timers = longest.mean_us * (1 / longest.bare_us.median)
@@ -255,9 +252,7 @@ def claims(found: Mapping[str, Any]) -> list[str]:
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """The figures as text: what each thing costs, what all of them do to a step, the workers'
-    timers, memory, the claims.
-    """
+    """Returns the figures as text."""
     memory = [
         {"memory of": name, "bytes more": size}
         for name, size in found["memory_growth_bytes"].items()

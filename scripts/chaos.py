@@ -1,5 +1,6 @@
-"""Kills, signals, other loaders and ranks: whether a run that was stopped and went on is the run
-that never stopped.
+"""Checks that a run that was stopped and went on is the run that never stopped.
+
+After kills and signals, with other loaders and other ranks.
 
 Every part starts train.py in processes of its own and looks at what is left. "The same state" is
 bitwise: weights, optimizer, schedule, scaler and random states. The exit code is 1 where a
@@ -108,7 +109,8 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
                 )
                 if goes_on:
                     life.signal(SIGKILL)
-                    goes_on = life.code() != 0  # or it has ended by itself meanwhile
+                    # or it has ended by itself meanwhile
+                    goes_on = life.code() != 0
                     killed += goes_on
                 if (code := life.code()) != (128 + SIGKILL if goes_on else 0):
                     wrong.append(f"run {runs}: exit code {code}")
@@ -140,8 +142,9 @@ def _differences(last: Run, whole: Path) -> list[str]:
 
 
 def terms(plan: Plan) -> list[Row]:
-    """Signals to the whole group at random moments, half of them after the first step, in runs of
-    one rank and of two.
+    """Signals the whole group at random moments, in runs of one rank and of two.
+
+    Half of the signals come after the first step.
     """
     draw = random.Random(plan.seed)
     rows = []
@@ -384,7 +387,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             plan = Plan(base / name, a.n or n, a.seed, a.exit_s, a.run_s)
             try:
                 rows += part(plan)
-            except Exception as error:  # the other parts go on
+            except Exception as error:
+                # the other parts go on
                 said = f"{type(error).__name__}: {error}"
                 rows.append(row(name, plan.n, "every run starts and ends", [said]))
     if argv is None:

@@ -1,5 +1,6 @@
-"""What a run left, and whether it is whole: its state as one digest, its lines and events, the
-samples it was trained on.
+"""Says what a run left and whether it is whole.
+
+Its state as one digest, its lines and events, the samples it was trained on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tensorboard.backend.event_processing import event_accumulator  # type: igno
 from harness.feed.order import Order
 from harness.training import checkpoint
 
-Updates = dict[int, tuple[int, dict[int, list[int]]]]  # by step: the epoch, and by rank the samples
+# by step: the epoch, and by rank the samples
+Updates = dict[int, tuple[int, dict[int, list[int]]]]
 _STATE = ("model", "optimizer", "schedule", "scaler", "random", "epoch", "step")
 # it warns of every restart
 logging.getLogger("tensorboard").setLevel(logging.ERROR)
@@ -117,10 +119,13 @@ def batches(found: Updates) -> dict[int, tuple[int, list[int]]]:
 
 
 def wrong_samples(found: Updates, length: int, batch: int) -> list[str]:
-    """What is wrong with the epochs: each has the first samples of its order once, all but less
-    than a global ``batch``.
+    """Returns what is wrong with the epochs' samples.
+
+    Each epoch has the first samples of its order once, all but less than a global ``batch``.
     """
-    wrong = [] if sorted(found) == list(range(1, len(found) + 1)) else ["a step is missing"]
+    wrong = []
+    if sorted(found) != list(range(1, len(found) + 1)):
+        wrong.append("a step is missing")
     epochs = defaultdict[int, list[int]](list)
     for epoch, indices in batches(found).values():
         epochs[epoch] += indices

@@ -1,7 +1,8 @@
-"""train.py that notes which samples each rank trained on, and that hears SIGTERM after a chosen
-step.
+"""Runs train.py, notes each rank's samples, and hears SIGTERM after a chosen step.
 
-CHAOS_NOTES=notes.jsonl CHAOS_STOP=30 uv run scripts/chaos_run.py data=digits run.name=x
+For example::
+
+    CHAOS_NOTES=notes.jsonl CHAOS_STOP=30 uv run scripts/chaos_run.py data=digits run.name=x
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ _main_worker = job.main_worker
 
 
 class _Noted:
-    """A feed's batches; ``given`` holds the epoch and the indices of those that no step has taken
-    yet.
-    """
+    """A feed's batches; ``given`` holds epoch and indices that no step has taken yet."""
 
     def __init__(self, feed: Any) -> None:
         self.feed = feed

@@ -23,15 +23,15 @@ POLL_S = 0.02
 
 
 class Plan(NamedTuple):
-    """What a part is given: a folder of its own, how often it does what it does, what its draws
-    begin with, time limits.
-    """
+    """What a part is given: its folder, its count, its seed, time limits."""
 
     base: Path
     n: int
     seed: int
-    exit_s: float  # from a signal to the end of the last process
-    run_s: float  # of one start of a run
+    # from a signal to the end of the last process
+    exit_s: float
+    # of one start of a run
+    run_s: float
 
     def place(self, name: str) -> Path:
         """A folder to start runs in, with a train.py."""

@@ -1,5 +1,6 @@
-"""The step clock's stall beside the differential method's, which runs the same steps again on
-batches that are there at once.
+"""Holds the step clock's stall against that of the differential method.
+
+It runs the same steps again on batches that are there at once.
 
 The share of the time that loading costs is then ``1 - t_cached / t_real`` (Mohan et al., VLDB
 2021). It needs a second run, and no events: whatever the clock makes of its own, this must come out
@@ -26,8 +27,10 @@ LOADS = (
     (10.0, 0.0), (0.0, 1.5), (0.5, 0.5), (0.5, 1.5), (1.5, 0.3),
 )  # fmt: skip
 """What a load asks beside each step, in steps: of the loader for a batch, and of the loop."""
-_ROUNDS = 5  # of which the median counts
-_WINDOW = 20  # steps after which training reads its loss, for which the host waits for the device
+# of which the median counts
+_ROUNDS = 5
+# steps after which training reads its loss, for which the host waits for the device
+_WINDOW = 20
 
 Row = dict[str, Any]
 
@@ -55,9 +58,7 @@ class Rig:
 
 
 def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[float, Window]:
-    """Seconds a step by the host's clock, and the step clock's figures; the first step counts in
-    neither.
-    """
+    """Returns the host's seconds a step and the clock's figures, without the first step."""
     clock = rig.clock()
     batches = rig.batches(load_s, steps + 1, clock)
     clock.start_epoch()
@@ -82,15 +83,15 @@ def timed_epoch(rig: Rig, load_s: float, work_s: float, steps: int) -> tuple[flo
 
 
 def compare(rig: Rig, steps: int, tolerance: float) -> Generator[Row, None, str]:
-    """What both methods say: a row for every load, ``{"wrong": ...}`` for one on which they differ,
-    and a line at the end.
+    """Yields what both methods say of every load, and ``{"wrong": ...}`` where they differ.
 
     Args:
         rig: the steps.
         steps: how many of them an epoch has.
         tolerance: how far the two may differ, in shares of the time.
     """
-    timed_epoch(rig, 0.0, 0.0, 5)  # kernels are chosen, the network is compiled
+    # kernels are chosen, the network is compiled
+    timed_epoch(rig, 0.0, 0.0, 5)
     step_s = timed_epoch(rig, 0.0, 0.0, steps)[0]
     worst = 0.0
     for load, work in LOADS:
@@ -129,7 +130,7 @@ def _both(rig: Rig, load_s: float, work_s: float, steps: int) -> dict[str, float
 
 
 class EmulatedStream:
-    """A stream that is a thread: it works off sleeps and events in order, while the host goes on.
+    """A stream that is a thread: it works off sleeps and events in order.
 
     An order begins when it was given or when the one before it has ended, whichever is later, and a
     sleep ends on time even if the thread is woken late: what a busy machine does to the thread does
@@ -138,7 +139,8 @@ class EmulatedStream:
 
     def __init__(self, name: str) -> None:
         self._orders: queue.SimpleQueue[tuple[float, Callable[[], object]]] = queue.SimpleQueue()
-        self._at = 0.0  # how far it has got, in seconds of the host's clock
+        # how far it has got, in seconds of the host's clock
+        self._at = 0.0
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def sleep(self, seconds: float) -> None:
@@ -188,9 +190,7 @@ class EmulatedEvent:
         self.at = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Mark the point that an ``EmulatedStream`` has reached; a later recording takes the place
-        of an earlier one.
-        """
+        """Marks the point that a stream has reached, in place of an earlier one."""
         self.passed = threading.Event()
         stream.mark(self)
 
@@ -208,8 +208,9 @@ class EmulatedEvent:
 
 
 def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
-    """A device whose steps and copies are sleeps of threads, and a loader one batch ahead, as the
-    prefetcher is.
+    """Returns a device whose steps and copies are sleeps of threads.
+
+    Its loader is one batch ahead, as the prefetcher is.
 
     A batch that takes no loading lies on the device and is not copied.
     """

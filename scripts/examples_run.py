@@ -38,11 +38,10 @@ def read(path: str) -> Image.Image:
 
 def folder(root: Path, split: str, side: int) -> ImageFolder:
     """The images of one split."""
-    how = (
-        [transforms.RandomResizedCrop(side, scale=(0.5, 1.0)), transforms.RandomHorizontalFlip()]
-        if split == "train"
-        else [transforms.Resize(side * 256 // 224), transforms.CenterCrop(side)]
-    )
+    how: list[Any] = [transforms.Resize(side * 256 // 224), transforms.CenterCrop(side)]
+    if split == "train":
+        crop = transforms.RandomResizedCrop(side, scale=(0.5, 1.0))
+        how = [crop, transforms.RandomHorizontalFlip()]
     return ImageFolder(
         str(root / split),
         transforms.Compose([*how, transforms.ToTensor(), _NORMALISE]),
@@ -110,11 +109,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--loadtune", action="store_true")
     args = parser.parse_args()
-    how = (
-        chosen(args.root, args.side)
-        if args.loadtune
-        else {"num_workers": args.workers, "pin_memory": True}
-    )
+    how: dict[str, Any] = {"num_workers": args.workers, "pin_memory": True}
+    if args.loadtune:
+        how = chosen(args.root, args.side)
     train = DataLoader(folder(args.root, "train", args.side), _BATCH, shuffle=True, **how)
     val = DataLoader(folder(args.root, "val", args.side), _BATCH, shuffle=False, **how)
     network = model()

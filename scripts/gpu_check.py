@@ -1,5 +1,4 @@
-"""One command that measures on a CUDA GPU what cannot be measured without one, for at most eight
-minutes.
+"""Measures on a CUDA GPU, in at most eight minutes, what needs one.
 
     python scripts/gpu_check.py
 
@@ -61,8 +60,10 @@ GROUPS = {
 """Parts, the most telling first, and how many seconds each may take."""
 PARTS = "scripts.gpu_parts"
 DEADLINE_S = 475.0
-_LEAST_S = 15.0  # a part needs this long to begin
-_PUT_AWAY_S = 5.0  # of its time, in which a part is to end by itself
+# a part needs this long to begin
+_LEAST_S = 15.0
+# of its time, in which a part is to end by itself
+_PUT_AWAY_S = 5.0
 _PATHS = re.compile(r"(?<![\w.])~?/[^\s'\"`,;:()<>\[\]{}|]+")
 _IDS = re.compile(r"\b(GPU|MIG)-[0-9a-fA-F-]{36}\b|\b\d{1,3}(\.\d{1,3}){3}\b")
 
@@ -70,25 +71,22 @@ Row = dict[str, Any]
 
 
 def missing() -> str:
-    """One line that names the packages that are missing and how to get them; empty if there are
-    all.
-    """
+    """Returns a line that names missing packages and how to get them, or ""."""
     absent = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if not absent:
+        return ""
     names = " ".join(absent)
-    told = (
+    return (
         f"gpu_check: missing: {names}. With a network: python -m pip install {names}. Without: on "
         "a machine that has one, "
         f"the same Python and the same processor, python -m pip wheel --no-deps -w wheels {names}; "
         "then here: "
         "python -m pip install --no-index --no-deps wheels/*.whl"
     )
-    return told if absent else ""
 
 
 def scrubbed(value: Any) -> Any:
-    """``value`` without what names this machine or its user: paths, addresses, the values of the
-    environment.
-    """
+    """Returns ``value`` without paths, addresses and values of the environment."""
     if isinstance(value, dict):
         return {key: scrubbed(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -155,8 +153,7 @@ class Findings:
 
 
 def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[Row]:
-    """What a part says, as it says it; after ``limit_s`` it is killed, with all that it has
-    started.
+    """Yields what a part says, as it says it; kills the part after ``limit_s``.
 
     The last one says how it ended: ``ok``, ``skipped``, ``failed`` or ``cut short``.
     """
@@ -176,7 +173,8 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
     listener.start()
     try:
         while line := lines.get(timeout=max(0.0, until - time.monotonic())):
-            with contextlib.suppress(ValueError):  # of a line that was cut in two
+            # of a line that was cut in two
+            with contextlib.suppress(ValueError):
                 yield json.loads(line)
         _gone(child)
         if child.returncode:
@@ -196,8 +194,9 @@ def said_by(name: str, limit_s: float, quick: bool, scratch: Path) -> Iterator[R
 
 
 def _gone(child: subprocess.Popen[bytes]) -> None:
-    """Wait until a part is gone, with what it has started, which puts away its shared memory; not
-    for long.
+    """Waits a little until a part and what it has started are gone.
+
+    On the way out a part puts away its shared memory.
     """
     for _ in range(int(10 * _PUT_AWAY_S)):
         child.poll()
@@ -265,9 +264,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if absent := missing():
         print(absent, file=sys.stderr)
         return 2
-    groups = {a.group: GROUPS[a.group]} if a.group else GROUPS
+    groups = GROUPS
+    path = a.out / "gpu_check.json"
+    if a.group:
+        groups = {a.group: GROUPS[a.group]}
+        path = a.out / f"gpu_check-{a.group}.json"
     a.out.mkdir(parents=True, exist_ok=True)
-    path = a.out / f"gpu_check{'-' + a.group if a.group else ''}.json"
     findings = Findings(path, groups, a.quick)
     run(groups, findings, a.quick, DEADLINE_S)
     said = str(path)

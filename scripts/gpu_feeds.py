@@ -1,5 +1,6 @@
-"""What the feeds are worth beside a GPU: how few cores keep ResNet-50 busy, and whether decoding
-threads slow its launches.
+"""Measures feeds beside a GPU: how few cores keep ResNet-50 busy.
+
+And whether decoding threads slow its launches.
 
 Parts of ``gpu_check.py``.
 """
@@ -43,8 +44,10 @@ from scripts.gpu_loaders import NONE
 from scripts.gpu_options import Options, Row
 
 CORES = (1, 2, 4, 6, 8, 16)
-FED = 0.99  # of the rate of a run that loads nothing
-BESIDE = 1.02  # step time with decoding threads over that without, at most
+# of the rate of a run that loads nothing
+FED = 0.99
+# step time with decoding threads over that without, at most
+BESIDE = 1.02
 THREADS = 16
 # of one run, at most; left before one
 LIMIT_S = 120
@@ -53,7 +56,8 @@ LEAST_S = 90
 # lay ready
 _SETTLE_S = 0.2
 
-Run = Callable[[str, int], Row]  # a loader, cores
+# a loader, cores
+Run = Callable[[str, int], Row]
 
 
 def shapes(scratch: Path, images: int) -> DataConfig:
@@ -67,9 +71,7 @@ def shapes(scratch: Path, images: int) -> DataConfig:
 
 
 def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[str]]:
-    """Overrides for ResNet-50 (bf16, channels_last, batch 256), and those that name its JPEGs,
-    which are made here.
-    """
+    """Returns overrides for ResNet-50 (bf16, channels_last, batch 256) and for its JPEGs."""
     data = shapes(scratch, images)
     datasets.load(data, AugmentConfig(), 0)
     numbers = [f"data.generate.{name}={value}" for name, value in asdict(data.generate).items()]
@@ -83,8 +85,7 @@ def resnet50(scratch: Path, images: int, steps: int) -> tuple[list[str], list[st
 
 
 def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterator[Row]:
-    """Images/s with each of ``feeds`` on ever fewer cores, as far as the time goes, and of those
-    where nothing is loaded.
+    """Yields images/s with each of ``feeds`` on ever fewer cores, while there is time.
 
     A run that fails is a row that says why.
 
@@ -129,14 +130,17 @@ def fewest(rows: Sequence[Row]) -> str:
         enough = [
             row["cores"] for row in rows if row["feed"] == feed and row["of no loading"] >= FED
         ]
-        said.append(f"{feed}: {f'{min(enough)} cores' if enough else 'none of these'} reach {FED}")
+        said.append(f"{feed}: {least(enough)} reach {FED}")
     return "; ".join(said)
 
 
+def least(cores: Sequence[int]) -> str:
+    """Returns the fewest of some numbers of cores, in words."""
+    return f"{min(cores)} cores" if cores else "none of these"
+
+
 def launches(o: Options, compiled: bool) -> Iterator[Row]:
-    """Step time on a batch at hand, alone and beside threads that decode, in turns, on ever fewer
-    cores.
-    """
+    """Yields step time alone and beside threads that decode, on ever fewer cores."""
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=compiled)
     world, (size, side, steps) = World(0, 1, 0, 1, o.device), o.scaled((256, 224, 20), (8, 64, 2))
     config = Config(
@@ -152,19 +156,19 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
         labels.to(o.device),
     )
     feeds = Feeds(datasets.load(config.data, config.augment, config.seed), config, world)
-    _step_ms(step, batch, o.device, 1)  # compiles and chooses kernels
+    # compiles and chooses kernels
+    _step_ms(step, batch, o.device, 1)
     with Decoding(feeds.train(feeds.settings(limits.measure()))) as decoding:
         allowed = os.sched_getaffinity(0)
         for count in (n for n in CORES[::-1] if n <= len(allowed)):
             _confine(sorted(allowed)[:count])
-            turns: dict[bool, list[tuple[float, float]]] = {
-                False: [],
-                True: [],
-            }  # beside decoding: ms of a step, images/s
+            # beside decoding: ms of a step, images/s
+            turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
             for turn in range(o.turns + 1):
                 for busy in (False, True) if turn % 2 else (True, False):
                     found = decoding.beside(lambda: _step_ms(step, batch, o.device, steps), busy)
-                    if turn:  # the first moves threads to their cores
+                    # the first moves threads to their cores
+                    if turn:
                         turns[busy].append(found)
             (alone, _), (beside, rates) = (zip(*turns[busy], strict=True) for busy in (False, True))
             yield {
@@ -176,18 +180,15 @@ def launches(o: Options, compiled: bool) -> Iterator[Row]:
 
 
 def _confine(cores: Iterable[int]) -> None:
-    """Leave these cores alone to all threads of this process; those that it starts later take after
-    them.
-    """
+    """Leaves these cores alone to all threads of this process, and to later ones."""
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        # it has ended meanwhile
+        with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
 
 
 class Decoding:
-    """A feed whose batches are taken, and not used, while something else is measured; within
-    ``with``.
-    """
+    """A feed whose batches are taken, and not used, while something else is measured."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -208,8 +209,9 @@ class Decoding:
         self._feed.close()
 
     def beside(self, measured: Callable[[], float], busy: bool) -> tuple[float, float]:
-        """What ``measured`` gives, and the images/s that were taken beside it; none are if not
-        ``busy``.
+        """Returns what ``measured`` gives, and the images/s that were taken beside it.
+
+        None are taken if not ``busy``.
 
         Raises:
             RuntimeError: none came though they were to; with the feed's error, where it has one.

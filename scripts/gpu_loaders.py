@@ -1,5 +1,4 @@
-"""ResNet-50 fed by one loader, ours or another project's: a run of ``gpu_check.py``, in a process
-on the cores it may use.
+"""Feeds ResNet-50 by one loader: a run of ``gpu_check.py`` in a process of its own.
 
     uv run scripts/gpu_loaders.py threads FOLDER 8 --seconds 6
 
@@ -55,17 +54,18 @@ NVJPEG = "nvJPEG"
 OURS = ("threads", "processes")
 _SIDE = 224
 _CLASSES = 100
-_WARM = 10  # steps before the loader is made: cuDNN tries its kernels, the network is compiled
-_READ_STEPS = 10  # between two readings of the loss, as in training
+# steps before the loader is made: cuDNN tries its kernels, the network is compiled
+_WARM = 10
+# between two readings of the loss, as in training
+_READ_STEPS = 10
 
-Batch = tuple[Tensor, Tensor]  # of images [N, 3, 224, 224], uint8 or normalised, and labels
+# of images [N, 3, 224, 224], uint8 or normalised, and labels
+Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a loader is asked for: batches of the JPEGs in ``root``/train/CLASS, made by so many
-    threads or processes.
-    """
+    """What a loader is asked for: batches of JPEGs, made by some threads or processes."""
 
     root: Path
     num_workers: int
@@ -114,7 +114,8 @@ def _dali(job: Job) -> Iterator[Iterable[Batch]]:
     with closing(
         _labelled(map(np.array, dali(job.root, job.num_workers, job.batch_size)), job.pinned)
     ) as batches:
-        yield batches  # copies: DALI uses its tensors' memory again
+        # copies: DALI uses its tensors' memory again
+        yield batches
 
 
 @contextmanager
@@ -127,9 +128,7 @@ def _spdl(job: Job) -> Iterator[Iterable[Batch]]:
 
 
 def _labelled(made: Iterable[Any], pinned: bool) -> Generator[Batch]:
-    """Batches ``[N, H, W, C]`` with the channels first, and zeros for labels, which these loaders
-    are not asked for.
-    """
+    """Yields batches ``[N, H, W, C]`` with the channels first, and zeros for labels."""
     for batch in made:
         images = torch.as_tensor(batch)
         yield (
@@ -145,17 +144,15 @@ def _nvjpeg(job: Job) -> Iterator[Iterable[Batch]]:
 
 
 def _decoded_on_device(job: Job) -> Generator[Batch]:
-    """Files are read by workers; a batch is decoded at once on the device, then cropped, resized
-    and flipped there.
+    """Yields batches that the device decodes, crops, resizes and flips.
 
     On the side stream, which is waited for: decoders write where the current stream has freed
     memory, without asking it.
     """
     decode = decoder()[1]
     crop = v2.RandomResizedCrop(_SIDE, antialias=True)
-    files = ImageFolder(
-        str(job.root / "train"), loader=_read
-    )  # arrays: a worker hands over each tensor in a file of its own
+    # arrays: a worker hands over each tensor in a file of its own
+    files = ImageFolder(str(job.root / "train"), loader=_read)
     own = accelerator.of(job.device)
     for samples in endless(files, job.num_workers, list, job.batch_size):
         with own.on(own.side_stream()):
@@ -172,12 +169,14 @@ def _read(path: str) -> Any:
 
 
 def decoder() -> tuple[str, Callable[[list[Tensor], torch.device], list[Tensor]]]:
-    """What decodes lists of JPEGs on a device: TorchCodec, or torchvision where it does not; its
-    name before it.
+    """Returns the name and the function of what decodes JPEGs on a device.
+
+    TorchCodec, or torchvision where TorchCodec does not.
     """
     try:
         torchcodec: Any = import_module("torchcodec.decoders")
-    except (ImportError, OSError, RuntimeError):  # missing, or made for another torch
+    except (ImportError, OSError, RuntimeError):
+        # missing, or made for another torch
         torchcodec = None
     if hasattr(torchcodec, "decode_jpeg"):
         return "TorchCodec", lambda files, device: torchcodec.decode_jpeg(
@@ -246,12 +245,14 @@ class Training:
 
     def _on_device(self, name: str, batches: Iterable[Any]) -> DataPrefetcher:
         data = self._config.data
-        normalised = name == EXAMPLES
+        how: dict[str, Any] = {}
+        # theirs are normalised
+        if name != EXAMPLES:
+            how = {"mean": data.mean, "std": data.std}
         return DataPrefetcher(
             batches,
             self._device,
-            mean=None if normalised else data.mean,
-            std=None if normalised else data.std,
+            **how,
             dtype=DTYPES[self._config.trainer.precision],
             channels_last=self._config.trainer.channels_last,
         )
@@ -270,11 +271,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="with torch.compile")
     parser.add_argument("--device", default="cuda:0")
     a = parser.parse_args(argv)
-    workers.start_server(["harness.feed.processes", "harness.data.datasets"])  # as train.py does
+    # as train.py does
+    workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     trainer = TrainerConfig(precision=Precision.bf16, channels_last=True, compile=a.compile)
     config = Config(model=ModelConfig(name=a.model), trainer=trainer)
     device = accelerator.of(a.device).device
-    seeding.seed_everything(config.seed)  # cuDNN tries its kernels, as in train.py
+    # cuDNN tries its kernels, as in train.py
+    seeding.seed_everything(config.seed)
     job = Job(a.root, a.num_workers, a.batch_size, device)
     rate = Training(config, device).images_per_s(a.loader, job, a.seconds)
     print(json.dumps({"images_per_s": rate, "decoder": decoder()[0] if a.loader == NVJPEG else ""}))

@@ -37,9 +37,7 @@ class Options:
         return accelerator.of(self.device).has_streams
 
     def scaled(self, full: T, little: T) -> T:
-        """How much a part does: what tells something of a GPU, or on
-        a CPU what shows that it runs.
-        """
+        """Returns how much a part does: ``full`` on a GPU, ``little`` on a CPU."""
         return full if self.on_gpu else little
 
     @property

@@ -1,6 +1,4 @@
-"""What ``gpu_check.py`` asks of the prefetcher: whether it hides the copy, and whether its values
-are right when in haste.
-"""
+"""Checks that the prefetcher hides the copy and gives right values in haste."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from harness.feed.interface import HostBatch
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
 
-_NUMBERED = 24  # batches in a check of values
+# batches in a check of values
+_NUMBERED = 24
 
 
 class Slow:
@@ -47,8 +46,9 @@ def step_ms(batches: Iterable[Any], work: Callable[[], object], device: torch.de
 
 
 def wait(device: torch.device) -> None:
-    """Until the current stream is through, and the prefetcher's own; ``synchronize`` waits for the
-    current one alone.
+    """Waits until the current stream and the prefetcher's own are through.
+
+    ``synchronize`` waits for the current one alone.
     """
     own = accelerator.of(device)
     if own.has_streams:
@@ -63,8 +63,7 @@ def _hold_up(device: torch.device) -> None:
 
 
 def wrong_values(device: torch.device, slow: str) -> list[str]:
-    """What is wrong with batches that each hold their number, when their copy or the step that
-    reads them is held up.
+    """Returns what is wrong with numbered batches when a copy or a step is held up.
 
     Each is made anew and dropped at once, so that memory goes round on both sides as fast as the
     allocators let it.
@@ -77,7 +76,8 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
             labels = torch.full((64,), i)
             images = own.pin(images)
             labels = own.pin(labels)
-            if slow == "copy":  # on the side stream, on which the prefetcher takes its batches
+            # on the side stream, on which the prefetcher takes its batches
+            if slow == "copy":
                 _hold_up(device)
             yield HostBatch(images, labels, labels)
 
@@ -91,8 +91,6 @@ def wrong_values(device: torch.device, slow: str) -> list[str]:
             )
         )
     right = torch.arange(_NUMBERED).float().view(-1, 1).expand(-1, 4)
-    return (
-        []
-        if torch.equal(torch.stack(seen).cpu(), right)
-        else [f"wrong values where the {slow} is slow"]
-    )
+    if torch.equal(torch.stack(seen).cpu(), right):
+        return []
+    return [f"wrong values where the {slow} is slow"]

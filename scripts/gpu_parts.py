@@ -1,5 +1,4 @@
-"""The parts of ``gpu_check.py``: one of them, in a process of its own, that says what it measures
-as it measures it.
+"""Runs one part of ``gpu_check.py`` in a process of its own, which says what it measures.
 
 Lines of JSON on standard output: ``machine``, then each ``row`` and what is ``wrong``, then how it
 ended.
@@ -43,7 +42,8 @@ from scripts.gpu_overlap import Slow, step_ms, wait, wrong_values
 from scripts.measured import Sample, machine, plain
 
 ROOT = Path(__file__).resolve().parent.parent
-HIDDEN_FLOOR = 0.7  # share of the copy that the prefetcher must hide
+# share of the copy that the prefetcher must hide
+HIDDEN_FLOOR = 0.7
 # how far the clock's stall may be from the differential method's, as shares of the time
 STALL_TOLERANCE = 0.01
 # the same where the device is made of threads, which a busy machine wakes late
@@ -51,7 +51,8 @@ EMULATED_TOLERANCE = 0.03
 # how far the tuner's demand may be from what a run without loading reaches
 DEMAND_TOLERANCE = 0.05
 CONFORMANCE = ("tests/runtime/test_accelerator.py", "tests/runtime/test_accelerator_memory.py")
-_RUN_S = 120.0  # of one run of train.py, at most
+# of one run of train.py, at most
+_RUN_S = 120.0
 _ON_CPU = "; no CUDA device: this shows that the part runs, and nothing of a GPU"
 
 
@@ -83,11 +84,10 @@ def _tested(marked: str, *files: str) -> Said:
 
 
 def check_prefetcher(o: Options) -> Said:
-    """Whether the prefetcher hides the copy behind the step, and gives the right values when either
-    of them is slow.
-    """
+    """Checks that the prefetcher hides the copy and gives right values."""
     device = o.device
-    if o.on_gpu:  # batches of ImageNet's size, and work that takes twice as long as their copy
+    # batches of ImageNet's size, and work that takes twice as long as their copy
+    if o.on_gpu:
         what = "copy"
         loader = Slow(make_batches(4, 256, 224, pin=True), count=40)
         work: Callable[[], object] = Work(
@@ -150,8 +150,9 @@ def check_stall(o: Options, compiled: bool = False) -> Said:
 
 
 def check_copies(o: Options) -> Said:
-    """Pinned against pageable copies, alone and beside work that does not need them; without a GPU,
-    host to host.
+    """Measures pinned and pageable copies, alone and beside unrelated work.
+
+    Without a GPU from host to host.
     """
     n = 5 if o.quick else 20
     if not o.on_gpu:
@@ -173,8 +174,9 @@ def check_copies(o: Options) -> Said:
 
 
 def check_demand(o: Options) -> Said:
-    """What the tuner says that ResNet-50 takes against a run without loading, and training on
-    JPEGs, untuned and tuned.
+    """Measures the tuner's demand for ResNet-50 against a run without loading.
+
+    And training on JPEGs, untuned and tuned.
     """
     common, files = gpu_feeds.resnet50(o.scratch, o.images, 100 if o.on_gpu and not o.quick else 25)
     if not o.on_gpu:
@@ -214,8 +216,7 @@ def check_launches(o: Options, compiled: bool = False) -> Said:
         ratios[row["cores"]] = row["ratio"]
         yield row
     enough = [cores for cores, ratio in ratios.items() if ratio <= gpu_feeds.BESIDE]
-    fewest = f"{min(enough)} cores" if enough else "none of these"
-    return f"{fewest} keep the step within {gpu_feeds.BESIDE} times the step alone"
+    return f"{gpu_feeds.least(enough)} keep the step within {gpu_feeds.BESIDE} times the step alone"
 
 
 def check_feeds(o: Options, compiled: bool = False) -> Said:
@@ -261,8 +262,7 @@ def _fed(o: Options, loaders: Sequence[str], *how: str) -> Said:
 
 
 def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
-    """Figures of a run of ``train.py``, and what the tuner says that the step takes (0 where
-    nothing was tuned).
+    """Returns the figures of a run of ``train.py``; "demand" is 0 if nothing was tuned.
 
     Raises:
         RuntimeError: it failed, with its last words, or took longer than ``limit_s``.
@@ -282,7 +282,7 @@ def train(overrides: Sequence[str], run_folder: Path, limit_s: float) -> Row:
     loader = report["loader"]
     return {
         "images/s": round(report["images_per_s"]),
-        "step ms": (f"{step['median']:.1f} (p95 {step['p95']:.1f})"),
+        "step ms": f"{step['median']:.1f} (p95 {step['p95']:.1f})",
         "stall": round(report["stall_fraction"], 3),
         "data wait": round(report["data_wait_fraction"], 3),
         "num_workers": loader["num_workers"], "pin_memory": loader["pin_memory"],
@@ -367,7 +367,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     deadline = time.monotonic() + a.limit_s
     answers = os.dup(1)
     threading.Thread(target=_end_with, args=(os.dup(0),), daemon=True).start()
-    os.dup2(2, 1)  # what libraries print is no answer
+    # what libraries print is no answer
+    os.dup2(2, 1)
 
     def answer(said: Any) -> None:
         os.write(answers, json.dumps(plain(said)).encode() + b"\n")

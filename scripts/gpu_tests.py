@@ -1,5 +1,6 @@
-"""Run pytest with arguments, and print what became of each test as it ends, in a line of JSON: a
-part of ``gpu_check.py``.
+"""Runs pytest, and prints what became of each test in a line of JSON.
+
+A part of ``gpu_check.py``.
 
 It imports nothing but pytest, whose plugins want to be first.
 """
@@ -15,9 +16,7 @@ import pytest
 
 
 class Told:
-    """A plugin of pytest that writes what became of each
-    test to the file descriptor ``answers``.
-    """
+    """A plugin of pytest that writes each test's outcome to a file descriptor."""
 
     def __init__(self, answers: int) -> None:
         self._answers = answers

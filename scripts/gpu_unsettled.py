@@ -1,5 +1,6 @@
-"""Parts of ``gpu_check.py``: what reading torch's and the driver's documents does not settle, each
-measured alone.
+"""Measures what torch's and the driver's documents do not settle, each thing alone.
+
+Parts of ``gpu_check.py``.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ from scripts.measured import Sample
 
 BUSY_S = 0.01
 _MIB = 2**20
-_APART_MS = 0.01  # that an interval read forwards may be from the one read backwards
+# that an interval read forwards may be from the one read backwards
+_APART_MS = 0.01
 _PREFETCHERS = 10
-_CALLS = 200  # between two readings of the clock
+# between two readings of the clock
+_CALLS = 200
 _LAUNCHES = 20_000
-_PASSES_S = 20.0  # until workers that were killed must be noticed
+# until workers that were killed must be noticed
+_PASSES_S = 20.0
 
 
 def elapsed(o: Options) -> Said:
@@ -146,8 +150,9 @@ def events(o: Options) -> Said:
 
 
 def finish(o: Options) -> Said:
-    """The share of a core that waiting for the device takes: as the step clock waits, and with a
-    blocking event.
+    """Measures the share of a core that waiting for the device takes.
+
+    As the step clock waits, and with a blocking event.
     """
     rig = emulated_rig(step_s=0.05)
     if o.on_gpu:
@@ -179,9 +184,7 @@ def finish(o: Options) -> Said:
 
 
 def staging(o: Options) -> Said:
-    """How long launches take while another thread copies from
-    pageable or from page-locked memory.
-    """
+    """Measures launches while another thread copies pageable or page-locked memory."""
     o.need_gpu("nothing is staged")
     pageable = torch.ones(256 * _MIB, dtype=torch.uint8)
     page_locked = accelerator.of(o.device).pin(pageable)
@@ -208,9 +211,7 @@ def staging(o: Options) -> Said:
 
 
 def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
-    """Microseconds of launches on the current stream until eight copies of ``source`` are done;
-    without one, of many.
-    """
+    """Returns microseconds of launches beside eight copies of ``source``, or of many."""
     done = threading.Event()
     value = torch.zeros(1, device=o.device)
     taken_us = [0.0]
@@ -234,9 +235,7 @@ def _launches_beside(source: Tensor | None, o: Options) -> list[float]:
 
 
 def pinning(o: Options) -> Said:
-    """How feeds whose batches a thread page-locks end in the middle of a pass: closed, and with
-    their workers killed.
-    """
+    """Measures how feeds with a page-locking thread end: closed, and with killed workers."""
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     data = shapes(o.scratch, 64)
     before = set(threading.enumerate())
@@ -271,9 +270,7 @@ def pinning(o: Options) -> Said:
 
 
 def _left(before: set[threading.Thread]) -> str:
-    """The names of threads that were not there ``before``, those that go within a few seconds left
-    out.
-    """
+    """Returns the names of threads that were not there ``before`` and stay."""
     until = time.monotonic() + 3.0
     while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
         time.sleep(0.05)

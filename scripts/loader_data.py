@@ -1,5 +1,6 @@
-"""The data of ``bench_loader.py``, made once: JPEG files like ImageNet's, small arrays, a tree of a
-million empty files.
+"""Makes the data of ``bench_loader.py`` once.
+
+JPEG files like ImageNet's, small arrays, a tree of a million empty files.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ _FILES_A_FOLDER = 1000
 
 
 def jpegs(folder: Path) -> Path:
-    """A tree ``train/class/*.jpg``, ``val/class/*.jpg`` of 4:2:0 files with the size and the bytes
-    of ImageNet's, 0.2 GB.
+    """Returns a tree of 4:2:0 files with the sizes and bytes of ImageNet's, 0.2 GB.
 
     Side lengths are ImageNet's common ones, 461 x 396 in the mean; qualities of 92 to 96 make some
     105 KB of that.
@@ -65,8 +65,7 @@ def _write_jpeg(root: Path, image: tuple[str, int]) -> None:
 
 @contextmanager
 def many_files(folder: Path, count: int) -> Iterator[Path]:
-    """A tree of ``count`` empty ``.jpg`` files below ``root/train`` and one in each class of
-    ``root/val``; gone afterwards.
+    """Makes a tree of ``count`` empty ``.jpg`` files, which is gone afterwards.
 
     Raises:
         OSError: the file system has no room for so many files.
@@ -79,7 +78,8 @@ def many_files(folder: Path, count: int) -> Iterator[Path]:
             "--folder or --files"
         )
     root = folder / "many-files"
-    shutil.rmtree(root, ignore_errors=True)  # of a run that was killed
+    # of a run that was killed
+    shutil.rmtree(root, ignore_errors=True)
     try:
         for first in range(0, count, _FILES_A_FOLDER):
             name = f"c{first // _FILES_A_FOLDER:04d}"

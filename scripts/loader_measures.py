@@ -1,6 +1,4 @@
-"""What ``bench_loader.py`` measures of loaders alone: what a batch costs, and whether its pixels
-are right.
-"""
+"""Measures loaders alone: what a batch costs, and whether its pixels are right."""
 
 from __future__ import annotations
 
@@ -49,8 +47,10 @@ from scripts.tuner_workloads import cifar_like
 
 ROOT = Path(__file__).resolve().parents[1]
 _CIFAR = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-_WARM = 100  # batches of small arrays after which their pages are mapped
-_COMPARED = 256  # images whose pixels are held against PIL's
+# batches of small arrays after which their pages are mapped
+_WARM = 100
+# images whose pixels are held against PIL's
+_COMPARED = 256
 
 Found = dict[str, Any]
 
@@ -58,8 +58,9 @@ Found = dict[str, Any]
 def window(
     batches: Counts, seconds: float, workers: int = 0, *, skip: int | None = None, cycle: int = 1
 ) -> Found:
-    """What batches cost once the loader runs: images, processor seconds of all its processes,
-    seconds by the clock.
+    """Returns what batches cost once the loader runs.
+
+    Images, processor seconds of all processes, seconds by the clock.
 
     Args:
         batches: endless; each one's images.
@@ -109,7 +110,8 @@ def composed(*overrides: str) -> Config:
                 )
             )
     finally:
-        GlobalHydra.instance().hydra = before  # the block above leaves another instance behind
+        # the block above leaves another instance behind
+        GlobalHydra.instance().hydra = before
 
 
 @contextmanager
@@ -168,8 +170,9 @@ def form(form: str, root: str, workers: int, seconds: float, side: int = 224) ->
 
 
 def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Found:
-    """The window of the second pass, before which one pass has filled the cache; that of later
-    ones; a digest of the pixels.
+    """Returns the windows of the second pass and of later ones, and a digest of the pixels.
+
+    The first pass fills the cache.
     """
     wanted = [
         *of_files(root),
@@ -201,9 +204,7 @@ def _digest(feed: Feed) -> str:
 
 
 def pixels(root: str) -> Found:
-    """The mean absolute difference, in grey levels, from PIL's decoder, crop and resize with the
-    same boxes and flips.
-    """
+    """Returns the mean absolute difference from PIL's crops and resizes, in grey levels."""
     with feeds(*of_files(root), *of_form("processes", 0)) as (made, _):
         dataset = made.splits.train
         assert isinstance(dataset, ImageDataset)
@@ -232,9 +233,7 @@ def pixels(root: str) -> Found:
 
 
 class _Items(Dataset[tuple[Any, int]]):
-    """Arrays one by one, as torchvision's CIFAR-10 gives them: pictures,
-    or uint8 tensors for v2.
-    """
+    """Arrays one by one: pictures as of torchvision's CIFAR-10, or uint8 tensors for v2."""
 
     def __init__(self, source: Source, transform: Callable[[Any], Any], pictures: bool) -> None:
         self.source = source
@@ -253,9 +252,7 @@ class _Items(Dataset[tuple[Any, int]]):
 
 
 def per_item(folder: str, workers: int, seconds: float, pictures: bool) -> Found:
-    """The window of the usual recipe for small arrays: pad, crop, flip, float, normalise, collate,
-    image by image.
-    """
+    """Returns the window of the usual recipe for small arrays, image by image."""
     if pictures:
         crop = [
             transforms.RandomCrop(32, padding=4),
@@ -283,8 +280,9 @@ def array_feeds(folder: str, form: str, workers: int = 0) -> Iterator[tuple[Feed
 
 
 def arrays(folder: str, form: str, workers: int, seconds: float, normalised: bool = False) -> Found:
-    """The window of one of this project's forms on the small arrays; ``normalised``: up to the
-    floats that a step takes.
+    """Returns the window of one of this project's forms on the small arrays.
+
+    ``normalised``: up to the floats that a step takes.
     """
     with probed(array_feeds(folder, form, workers)) as (made, feed):
         batches = counts(feed)
@@ -296,9 +294,7 @@ def arrays(folder: str, form: str, workers: int, seconds: float, normalised: boo
 
 
 def equal(folder: str, form: str) -> Found:
-    """How many images of one epoch are, bit for bit, what PIL's pad, crop and flip make of the same
-    draws.
-    """
+    """Returns how many images of an epoch are, bit for bit, what PIL makes of the draws."""
     same = seen = 0
     with array_feeds(folder, form) as (made, settings), closing(made.train(settings)) as feed:
         dataset = made.splits.train
@@ -312,9 +308,7 @@ def equal(folder: str, form: str) -> Found:
 
 
 def _by_pil(dataset: ImageDataset, epoch: int, index: int) -> np.ndarray:
-    """Sample ``index`` of a data set of arrays that are padded by 4 pixels, cropped to their size
-    and mirrored at random.
-    """
+    """Returns sample ``index`` padded by 4 pixels, cropped and mirrored at random by PIL."""
     rng = SampleRng(dataset.seed, epoch, index)
     values = np.asarray(dataset.source.read(index)[0])
     top = rng.randrange(9)

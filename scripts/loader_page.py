@@ -1,6 +1,4 @@
-"""The page that ``bench_loader.py`` makes of its results: a table for each part, and whether what
-it is to show holds.
-"""
+"""Makes the page of ``bench_loader.py``: a table for each part, and its claims."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ from scripts.tuner_score import SUFFICIENT, Line, Ratio
 Row = dict[str, object]
 NORMALISED = "arrays, normalised"
 UNCACHED = "threads"
-_NOISE = SUFFICIENT  # of a rate: less is not told from the same here
+# of a rate: less is not told from the same here
+_NOISE = SUFFICIENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,14 @@ Piece = list[Row] | str | Claim
 def _cost_rows(
     part: Part, about: Mapping[str, str], unit: float, to: str, limit: str | None
 ) -> Iterator[Row]:
-    """A row for each loader: what an image costs, what it gives, and both against ``to`` and
-    ``limit``.
-    """
+    """Yields what an image costs with each loader, and against ``to`` and ``limit``."""
     name = "ms" if unit == 1 else "us"
+
+    def against(other: str, row: str) -> str:
+        if not part.has(other, row):
+            return "-"
+        return f"{part.ratio(other, row, cpu_ms).median:.2f}"
+
     for row in part.rows:
         if "cpu_s" not in next(iter(part.rows[row].values())):
             continue
@@ -49,12 +52,10 @@ def _cost_rows(
             f"CPU {name} an image": Sample.of([unit * value for value in part.values(row, cpu_ms)]),
             "images/s": f"{part.middle(row, rate):.0f}",
             "bound": f"{1e3 * part.cores / part.middle(row, cpu_ms):.0f}",
-            f"x {to}": f"{part.ratio(to, row, cpu_ms).median:.2f}" if part.has(to, row) else "-",
+            f"x {to}": against(to, row),
         }  # fmt: skip
         if limit is not None:
-            cells["of full decode"] = (
-                f"{part.ratio(limit, row, cpu_ms).median:.2f}" if part.has(limit, row) else "-"
-            )
+            cells["of full decode"] = against(limit, row)
         yield cells | {"n": len(part.rows[row])}
 
 
@@ -118,7 +119,7 @@ _ARRAYS = {
     "per item": "PIL, no workers", "per item, workers": "PIL, worker processes",
     "per item, v2": "v2 on tensors, no workers",
     "processes": "worker processes, whole batches",
-    "arrays": ("crop, flip and gather a batch at a time"),
+    "arrays": "crop, flip and gather a batch at a time",
     NORMALISED: "the same up to normalised floats, as the recipe gives them",
 }  # fmt: skip
 
@@ -220,7 +221,7 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
         "training images/s against pytorch/examples' loader at its best: at least 0.9 of "
         "(L_old + T) / (L_new + T)"
     )
-    binds = "" if before >= 2 * step else "; but L_old < 2 T, so that nothing is to be shown"
+    binds = "; but L_old < 2 T, so that nothing is to be shown" * (before < 2 * step)
     figures = (
         f"{fast} over {rival}: {gained}, possible {possible:.2f}: "
         f"{gained.median / possible:.2f}{binds}"
@@ -229,12 +230,10 @@ def _end_to_end(part: Part, old: Sequence[str], new: Sequence[str]) -> Claim:
 
 
 def _best(rates: Mapping[str, float]) -> str:
-    """The row with the best rate; says so where none with more workers, by which a row's name ends,
-    was tried.
-    """
+    """Returns the row with the best rate; says if it had the most workers of all."""
     best = max(rates, key=lambda row: rates[row])
     most = max(rates, key=lambda row: int(row.rpartition(" ")[2]))
-    return f"{best} (the most workers that were tried)" if best == most else best
+    return best + " (the most workers that were tried)" * (best == most)
 
 
 def _ours(line: Line) -> float:
@@ -309,9 +308,7 @@ def index(part: Part) -> Iterator[Piece]:
 
 
 def tuner(part: Part) -> Iterator[Piece]:
-    """What the tuner chooses where it may choose the form, and what it chooses of each form when
-    that is set.
-    """
+    """Yields what the tuner chooses of all forms and of each form alone."""
     rows = []
     claims = []
     for workload, rounds in part.rows.items():

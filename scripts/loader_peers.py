@@ -1,5 +1,4 @@
-"""The loaders that ``bench_loader.py`` measures this project's against, each set up as its own
-project shows it.
+"""Sets up the loaders of other projects, each as its own project shows it.
 
 All give endless batches of 128 crops of 224 pixels, shuffled, from the same files. Where a recipe
 has a variant without something that the others do not do either (timm's colour jitter, normalising
@@ -35,9 +34,11 @@ _SCALE = (0.08, 1.0)
 _RATIO = (3 / 4, 4 / 3)
 _MEAN = (0.485, 0.456, 0.406)
 _STD = (0.229, 0.224, 0.225)
-_ENDLESS = 10**9  # samples
+# samples
+_ENDLESS = 10**9
 
-Counts = Iterator[int]  # the images of one batch after the other
+# the images of one batch after the other
+Counts = Iterator[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,9 @@ class Peer:
 
     def missing(self) -> str | None:
         """Why it cannot be measured here; None where it can."""
-        return (
-            None
-            if not self.module or _found(self.module)
-            else f"no module {self.module}: add --with {self.package}"
-        )
+        if not self.module or _found(self.module):
+            return None
+        return f"no module {self.module}: add --with {self.package}"
 
     def version(self) -> str:
         """Of its distribution; says so where the module is another one's."""
@@ -75,7 +74,8 @@ class Peer:
 def _found(module: str) -> bool:
     try:
         return util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it would lie in
+    except ModuleNotFoundError:
+        # of the package that it would lie in
         return False
 
 
@@ -86,9 +86,7 @@ def endless(
     size: int = BATCH_SIZE,
     **how: Any,
 ) -> DataLoader[Any]:
-    """Torch's loader over ``dataset`` in one random order after the other, without a new start
-    between them.
-    """
+    """Returns torch's loader over ``dataset`` without a new start between passes."""
     sampler = RandomSampler(dataset, num_samples=_ENDLESS)  # type: ignore[arg-type]
     return DataLoader(
         dataset, size, sampler=sampler, num_workers=workers, collate_fn=collate, **how
@@ -101,9 +99,7 @@ def counted(loader: DataLoader[Any]) -> Counts:
 
 
 def examples(root: Path, workers: int, side: int = _SIDE, **how: Any) -> DataLoader[Any]:
-    """pytorch/examples' imagenet/main.py: PIL, float tensors normalised one by one, torch's
-    collate.
-    """
+    """Returns pytorch/examples' loader: PIL, floats normalised one by one, torch's collate."""
     return endless(ImageFolder(str(root / "train"), transforms.Compose([
         transforms.RandomResizedCrop(side), transforms.RandomHorizontalFlip(),
         transforms.ToTensor(), transforms.Normalize(_MEAN, _STD),
@@ -119,9 +115,7 @@ def apex(root: Path, workers: int) -> Counts:
 
 
 def _fast_collate(samples: Sequence[tuple[Image.Image, int]]) -> tuple[Tensor, Tensor]:
-    """As Apex does: each picture's pixels, channels first, are added to its row of a batch of
-    zeros.
-    """
+    """Adds each picture's pixels to its row of a batch of zeros, as Apex does."""
     width, height = samples[0][0].size
     images = torch.zeros((len(samples), 3, height, width), dtype=torch.uint8)
     for row, (picture, _) in zip(images, samples, strict=True):
@@ -130,9 +124,7 @@ def _fast_collate(samples: Sequence[tuple[Image.Image, int]]) -> tuple[Tensor, T
 
 
 def timm(root: Path, workers: int) -> Counts:
-    """Its ImageNet training loader without colour jitter, up to the uint8 batch that its prefetcher
-    takes to the device.
-    """
+    """Returns timm's ImageNet loader without colour jitter, up to the uint8 batch."""
     data = import_module("timm.data")
     loader = data.create_loader(
         data.create_dataset("", root=str(root), split="train", is_training=True), (3, _SIDE, _SIDE),
@@ -161,8 +153,7 @@ def _v2(root: Path, workers: int, decode: Callable[[str], Any]) -> Counts:
 
 
 def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
-    """DALI's own threads: decoding of the crop alone, resize with a triangular filter, flip; all on
-    the processor.
+    """Yields DALI's batches: a fused crop, a triangular filter, flips, on the processor.
 
     Its tensors ``[N, H, W, C]``, whose memory it uses again for the next batch.
     """
@@ -197,7 +188,8 @@ def _dali_counts(root: Path, threads: int) -> Counts:
 
 def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
     """SPDL's threads, with simplejpeg and torchvision v2 as its stages; uint8 ``[N, H, W, C]``."""
-    torch.set_num_threads(1)  # its threads are all the parallelism that there is to be
+    # its threads are all the parallelism that there is to be
+    torch.set_num_threads(1)
     files = [path for path, _ in ImageFolder(str(root / "train")).samples]
     crop = v2.Compose([v2.RandomResizedCrop(_SIDE, antialias=True), v2.RandomHorizontalFlip()])
 
@@ -208,7 +200,8 @@ def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
     def load(path: str) -> Tensor:
         pixels = simplejpeg.decode_jpeg(Path(path).read_bytes())
         image: Tensor = crop(torch.from_numpy(pixels).permute(2, 0, 1))
-        return image.permute(1, 2, 0)  # as it lies in memory, so that stacking only copies
+        # as it lies in memory, so that stacking only copies
+        return image.permute(1, 2, 0)
 
     builder = (
         import_module("spdl.pipeline")
@@ -223,9 +216,7 @@ def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
 
 
 def ffcv(root: Path, threads: int) -> Counts:
-    """FFCV's JPEG mode: its own file, its fused decode and crop (area interpolation), flips
-    compiled by numba.
-    """
+    """Returns FFCV's JPEG mode: its own file, its fused decode and area crop."""
     fields = import_module("ffcv.fields")
     decoders = import_module("ffcv.fields.decoders")
     loaders = import_module("ffcv.loader")

@@ -1,6 +1,4 @@
-"""What ``bench_loader.py`` measures of loaders in use: training on them, their start and memory,
-the index, the tuner.
-"""
+"""Measures loaders in use: training, start and memory, the index, the tuner."""
 
 from __future__ import annotations
 
@@ -54,13 +52,12 @@ from scripts.tuner_workloads import WORKLOADS
 # of measuring what was chosen, in turns until ratios are known so well
 _MOST_TURNS = 12
 _CLEAR = 0.03
-_READ_LIMIT_S = 600.0  # the longest that one reader of the index waits for the other
+# the longest that one reader of the index waits for the other
+_READ_LIMIT_S = 600.0
 
 
 def step(root: str, side: int, seconds: float) -> Found:
-    """The window of the training step alone, its normalising included,
-    on one batch over and over.
-    """
+    """Returns the window of the training step alone, on one batch over and over."""
     with probed(feeds(*of_files(root, side), *of_form(PROCESSES, 0))) as (made, feed):
         batch = next(iter(feed))
         return window(_steps(made, _normalised(made, itertools.repeat(batch))), seconds, skip=3)
@@ -99,8 +96,7 @@ def paced(
     seconds: float,
     back: bool,
 ) -> Found:
-    """What a device takes that sleeps through its steps, from a form of ours and from
-    pytorch/examples' loader.
+    """Returns what a device takes that sleeps through its steps, from ours and theirs.
 
     Args:
         root: the tree of files.
@@ -141,8 +137,7 @@ def _rate(found: Found) -> float:
 
 
 def start(row: str, root: str, folder: str, workers: int) -> Found:
-    """Seconds from ``iter()`` of a loader to its first batch, and the memory of all its processes
-    when each worker made three.
+    """Returns seconds to the first batch, and memory when each worker made three.
 
     Memory is the proportional set: what several processes share counts once. ``row`` BARE: without
     a loader.
@@ -183,8 +178,9 @@ def index(root: str) -> Found:
 
 
 def index_readers(root: str, method: str) -> Found:
-    """A worker's own memory before and after it has read every sample, as another one did beside
-    it, in random order.
+    """Returns a worker's own memory before and after it has read every sample.
+
+    Another worker does the same beside it, in another random order.
     """
     config = composed(*of_files(root))
     context: Any = multiprocessing.get_context(method)
@@ -206,7 +202,8 @@ def index_readers(root: str, method: str) -> Found:
 
 def _read_all(source: Source, together: Barrier, answers: SimpleQueue[Found]) -> None:
     order = np.random.default_rng().permutation(len(source))
-    _read(source, order[:1000])  # what the first reads import and allocate
+    # what the first reads import and allocate
+    _read(source, order[:1000])
     before_mb = _own_mb(together)
     _read(source, order)
     answers.put({"before_mb": before_mb, "after_mb": _own_mb(together)})
@@ -222,14 +219,13 @@ def _own_mb(together: Barrier) -> float:
 
 def _read(source: Source, order: np.ndarray) -> None:
     for index in order:
-        with suppress(BadSample):  # an empty file holds no image
+        # an empty file holds no image
+        with suppress(BadSample):
             source.read(int(index))
 
 
 def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
-    """What the tuner chooses when it may choose the form and when each form is set, and what the
-    choices deliver in turns.
-    """
+    """Returns the tuner's choice of all forms and of each, and what they deliver in turns."""
     one = WORKLOADS[workload]
     console.set_quiet(True)
     with distributed.joined(0, composed()) as world:
@@ -244,7 +240,8 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
             costs[form] = time.perf_counter() - begin
         settings = sorted(set(choices.values()))
         rates: dict[str, list[float]] = {setting: [] for setting in settings}
-        for number in range(max(_MOST_TURNS, 2 * rounds)):  # there and back
+        # there and back
+        for number in range(max(_MOST_TURNS, 2 * rounds)):
             for setting in settings if number % 2 == 0 else reversed(settings):
                 images, taken_s, _ = deliver(
                     rig, Setting.parse(setting), number // 2, max(seconds, one.seconds)
@@ -268,9 +265,7 @@ def _widest(rates: dict[str, list[float]]) -> float:
 
 
 def _warm(dataset: object) -> None:
-    """Read every file once: what the searches meet is not what other programs left of the page
-    cache.
-    """
+    """Reads every file once, into the page cache."""
     source = getattr(dataset, "source", None)
     if source is not None:
         _read(getattr(source, "source", source), np.arange(len(source)))
@@ -281,7 +276,8 @@ def _choice(rig: Rig, form: Backend) -> Setting:
     rig.config.loader.backend = form
     made = rig.feeds()
     own = found = made.settings(rig.limits)
-    if form is not Backend.arrays:  # it has one setting
+    # it has one setting
+    if form is not Backend.arrays:
         found = tune(
             made, rig.trainee, own, TunerConfig(max_workers=rig.most), rig.limits, rig.world
         ).settings

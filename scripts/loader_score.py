@@ -1,6 +1,4 @@
-"""What ``bench_loader.py`` has measured, by part, row and round: costs, rates, ratios paired by
-round.
-"""
+"""Collects what ``bench_loader.py`` has measured, by part, row and round."""
 
 from __future__ import annotations
 
@@ -12,9 +10,11 @@ from statistics import median
 from scripts.measured import Sample
 from scripts.tuner_score import Line
 
-AGAIN = " again"  # the name of a row's control ends so
+# the name of a row's control ends so
+AGAIN = " again"
 BARE = "no loader"
-KEY = ("commit", "workers", "seconds")  # what all lines of a table have in common
+# what all lines of a table have in common
+KEY = ("commit", "workers", "seconds")
 
 
 @dataclass(slots=True)

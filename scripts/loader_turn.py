@@ -1,5 +1,4 @@
-"""One measurement of ``bench_loader.py`` in a process of its own: asked for as JSON, answered as
-JSON.
+"""Runs one measurement of ``bench_loader.py`` in a process of its own, from JSON to JSON.
 
 Light, for each worker process imports it, as a user's worker imports train.py; the fork server
 starts before torch is imported, as in train.py.

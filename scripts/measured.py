@@ -1,6 +1,4 @@
-"""What every benchmark here says of itself: machine, versions, figures with their spread, as
-Markdown and as JSON.
-"""
+"""What every benchmark says of itself: machine, versions, figures with their spread."""
 
 from __future__ import annotations
 
@@ -59,7 +57,12 @@ def machine_line(found: Mapping[str, Any]) -> str:
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """A Markdown table that reads well as plain text; the first row's keys are the columns."""
+    """Returns a Markdown table that reads well as plain text, or "" of no rows.
+
+    The first row's keys are the columns.
+    """
+    if not rows:
+        return ""
     lines = [
         list(rows[0]),
         *([str(cell).replace("|", "/") for cell in row.values()] for row in rows),
@@ -77,9 +80,7 @@ def markdown(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def write(path: Path, value: Mapping[str, Any] | str) -> None:
-    """Write a text, or figures as JSON, whole or not at all, in a
-    folder that is made if need be.
-    """
+    """Writes a text, or figures as JSON, whole or not at all."""
     text = value if isinstance(value, str) else json.dumps(plain(value), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -105,9 +106,7 @@ def parser(text: str, page: Path | None = None, *, json: bool = True) -> argpars
 def listed(
     parser: argparse.ArgumentParser, option: str, given: str | None, known: Sequence[str]
 ) -> tuple[str, ...]:
-    """The names ``given`` to an ``option``, with commas between; all that are ``known`` where none
-    are.
-    """
+    """Returns the names ``given`` to an option, with commas between, or all ``known``."""
     names = tuple(known) if given is None else tuple(given.split(","))
     if unknown := set(names) - set(known):
         parser.error(

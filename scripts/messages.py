@@ -1,5 +1,6 @@
-"""Every sentence that a run can print, gathered from the source into docs/messages.md, with its
-fields as placeholders.
+"""Gathers every sentence that a run can print into docs/messages.md.
+
+Fields are placeholders.
 
 Run it as ``uv run scripts/messages.py``.
 """
@@ -12,9 +13,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "messages.md"
-MOST_WORDS = 40  # in a sentence
-_FEWEST_WORDS = 3  # fewer are names, keys and labels
-_NAMES = ("airplane automobile", "apple aquarium_fish")  # where lists of names begin
+# in a sentence
+MOST_WORDS = 40
+# fewer are names, keys and labels
+_FEWEST_WORDS = 3
+# where lists of names begin
+_NAMES = ("airplane automobile", "apple aquarium_fish")
 _HEAD = """# What a run can say
 
 All texts of three words or more in the source, file by file, for reading them as a whole. `{}`

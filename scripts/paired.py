@@ -1,5 +1,6 @@
-"""What something costs: the same loop with it and without it in turns, and without it against
-itself.
+"""Measures what something costs: a loop with it and without it in turns.
+
+And without it against itself, which shows the noise.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 
 from scripts.measured import Sample
 
-Work = Callable[[int], object]  # does so many steps, or the one thing that it is for
+# does so many steps, or the one thing that it is for
+Work = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """The median; its interval is that of order statistics, from which a percentile bootstrap
-        differs by its own noise.
-        """
+        """Returns the median with its interval of order statistics."""
         ordered = np.sort(np.asarray(values, float))
         # values on each side outside of the interval
         beyond = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2))

@@ -47,9 +47,12 @@ FLAGS = (
 # of each page, in CSS pixels
 WIDTH = 540
 HEIGHT = 1600
-SCALE = 1.5  # picture's pixels to one of these
-GAP = 24  # between the two pages, in the picture's pixels
-QUALITY = 70  # of WebP, 0..100
+# picture's pixels to one of these
+SCALE = 1.5
+# between the two pages, in the picture's pixels
+GAP = 24
+# of WebP, 0..100
+QUALITY = 70
 # the top and the bottom of each part: heading and verdict; the bar of a step's time and its table
 BOUNDS = """
     const box = (element) => element.getBoundingClientRect();

@@ -46,9 +46,7 @@ def composed() -> tuple[schema.Config, Mapping[str, str | None]]:
 
 
 def choices(chosen: Mapping[str, str | None]) -> Iterator[str]:
-    """Yields a row for each group in ``conf/`` with more than
-    one choice, and its files' comments.
-    """
+    """Yields a row for each group in ``conf/`` with more than one choice."""
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
         names = [f"`{path.stem}`{_comment(path)}" for path in sorted(folder.glob("*.yaml"))]
         if len(names) > 1:
@@ -63,14 +61,18 @@ def _comment(path: Path) -> str:
         line[2:] for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")
     ]
     said = [line for line in lines if not line.startswith(("@package", "python ", "torchrun "))]
-    return f": {said[0].replace('<', '&lt;')}" if said else ""
+    if not said:
+        return ""
+    return f": {said[0].replace('<', '&lt;')}"
 
 
 def _limits(value: Any, meta: Mapping[str, Any]) -> str:
     if isinstance(value, Enum):
         return " Choices: " + ", ".join(f"`{member.name}`" for member in type(value)) + "."
     found = [f"{sign} {meta[name]}" for name, sign in SIGNS.items() if name in meta]
-    return f" Range: {', '.join(found)}." if found else ""
+    if not found:
+        return ""
+    return f" Range: {', '.join(found)}."
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ os.environ.setdefault(BEGAN, str(time.time()))
 
 
 def sleep(name: str) -> None:
-    """Wait as long as the variable ``name`` says for now, or not at all where it is not set.
+    """Waits as long as the variable ``name`` says for now.
 
     ``5,0@20`` is 5 ms until 20 s after the start, and 0 from then on.
     """

@@ -1,7 +1,8 @@
-"""train.py whose step sleeps in place of computing, as a device would, and whose files may come
-late.
+"""Runs train.py with a step that sleeps, as for a device, and with late files.
 
-SLEPT_STEP_MS=40 SLEPT_READ_MS=5,0@20 uv run scripts/slept_run.py data=shapes
+For example::
+
+    SLEPT_STEP_MS=40 SLEPT_READ_MS=5,0@20 uv run scripts/slept_run.py data=shapes
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The training loops of ``bench_traceml.py``: small, with something slow planted in them, and
-watched in several ways.
+"""The training loops of ``bench_traceml.py``: small, watched in several ways.
 
 A script of its own, because TraceML launches one. Under TraceML the loop is that of its
 documentation: ``init`` once, and ``trace_step`` around everything from ``zero_grad`` to
@@ -29,16 +28,16 @@ from torch.utils.data import DataLoader
 BATCH = 16
 SIDE = 32
 CLASSES = 10
-GO = "go\n"  # to a loop: take your turn; anything else ends it
-WINDOW = 10  # steps that are logged together, as in conf/watch
+# to a loop: take your turn; anything else ends it
+GO = "go\n"
+# steps that are logged together, as in conf/watch
+WINDOW = 10
 SIDES = ("bare", "traceml", "traceml_log_inside", "clock", "harness")
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """What is slow, in seconds: the read of each sample, the forward pass, a log line after each
-    step.
-    """
+    """What is slow, in seconds: a sample's read, the forward pass, a log line."""
 
     read_s: float = 0.0
     forward_s: float = 0.0
@@ -54,8 +53,9 @@ PLANTS = {
 
 
 class Images:
-    """Noise in memory whose reads take ``read_s`` seconds; for torch's loader by ``[]``, for a feed
-    of ours by ``fill``.
+    """Noise in memory whose reads take ``read_s`` seconds.
+
+    For torch's loader by ``[]``, for a feed of ours by ``fill``.
     """
 
     image_size = SIDE
@@ -90,9 +90,7 @@ class Images:
 
 
 class Network(nn.Module):
-    """Two layers whose forward pass in training takes ``forward_s`` seconds
-    longer than it has to.
-    """
+    """Two layers whose forward pass in training takes ``forward_s`` seconds longer."""
 
     def __init__(self, forward_s: float) -> None:
         super().__init__()
@@ -110,9 +108,7 @@ class Network(nn.Module):
 
 
 class Turns:
-    """Lets a loop run ``block`` steps at a time, whenever the process at the socket says so, and
-    tells it the seconds.
-    """
+    """Lets a loop run ``block`` steps when the socket says so, and tells it the seconds."""
 
     def __init__(self, path: str, block: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -140,9 +136,7 @@ def loop(
     log: Callable[[bool], None],
     after: Callable[[int], bool],
 ) -> None:
-    """Train; ``log`` is called within the traced step (True) and behind it, ``after`` with the
-    number of each step.
-    """
+    """Trains, and calls ``log`` inside and behind each step, then ``after``."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     for number, (images, labels) in enumerate(batches, 1):
         with traced(network):
@@ -190,9 +184,7 @@ def write_line(file: Any, log_s: float) -> None:
 def _clocked(
     loader: DataLoader[Any], folder: Path, after: Callable[[int], bool], stack: ExitStack
 ) -> tuple[Iterable[Any], Callable[[int], bool]]:
-    """``loader`` and ``after`` with all that watches a run of ours: clock, sampler, TensorBoard and
-    ``metrics.jsonl``.
-    """
+    """Returns ``loader`` and ``after`` with all that watches a run of ours."""
     from harness.config import Config
     from harness.runtime.distributed import World
     from harness.watch import station
@@ -212,9 +204,7 @@ def _clocked(
 
 
 def run_harness(plant: Plant, folder: Path, steps: int) -> None:
-    """``train.py`` itself on the same data and network, which are the only things that are put in
-    from outside.
-    """
+    """Runs ``train.py`` itself on the same data and network."""
     from harness import job
     from harness.config import Config, DataConfig, LoaderConfig, TrainerConfig, WatchConfig
     from harness.data.datasets import Splits

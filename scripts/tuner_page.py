@@ -103,9 +103,7 @@ def workload_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
 
 
 def strategy_rows(found: Mapping[str, Found]) -> Iterator[dict[str, object]]:
-    """A row for each workload and strategy: choice, delivered over the oracle's and the user's, and
-    cost.
-    """
+    """Yields a row for each workload and strategy: choice, delivered ratios, cost."""
     for name, one in found.items():
         if one.oracle() is None:
             continue
@@ -146,8 +144,9 @@ def summary_rows(
 def rival_rows(
     found: Mapping[str, Found], mine: str, rivals: Sequence[str]
 ) -> Iterator[dict[str, object]]:
-    """A row for each rival: on how many workloads ``mine`` delivers more or less (interval without
-    1), and the costs' ratio.
+    """Yields for each rival where ``mine`` delivers more or less, and the costs' ratio.
+
+    More or less: the interval is without 1.
     """
     for rival in rivals:
         pairs = [(one, ratio) for one in found.values() if (ratio := one.ratio(mine, rival))]
@@ -165,9 +164,7 @@ def rival_rows(
 
 
 def repeat_rows(found: Mapping[str, Found], strategy: str) -> Iterator[dict[str, object]]:
-    """A row for each workload on which ``strategy`` chose at least three times: how far its choices
-    lie apart.
-    """
+    """Yields how far apart choices lie on workloads asked at least three times."""
     for name, one in found.items():
         workers = [setting.num_workers for setting in one.settings(strategy)]
         if len(workers) < 3:
@@ -184,16 +181,12 @@ def repeat_rows(found: Mapping[str, Found], strategy: str) -> Iterator[dict[str,
 def change_rows(
     found: Mapping[str, Found], changes: Mapping[str, str], strategy: str
 ) -> Iterator[dict[str, object]]:
-    """Two rows for each variant and the workload that it
-    varies: what ``strategy`` chose and why.
-    """
+    """Yields what ``strategy`` chose, and why, for each variant and its base."""
     for variant, base in changes.items():
+        if not found.keys() >= {base, variant}:
+            continue
         for name in (base, variant):
-            for line in (
-                found[name].choices.get(strategy, [])[:1]
-                if variant in found and name in found
-                else ()
-            ):
+            for line in found[name].choices.get(strategy, [])[:1]:
                 yield {"workload": name, "choice": line["setting"], "sentence": line["note"]}
 
 

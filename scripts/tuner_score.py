@@ -17,20 +17,23 @@ import numpy as np
 
 from harness.feed.interface import PROCESSES
 
-SUFFICIENT = 0.98  # share of the best rate that makes a number of workers sufficient
+# share of the best rate that makes a number of workers sufficient
+SUFFICIENT = 0.98
 # what later choosing rounds keep
 _NEAR = 0.9
 _FEWEST = 6
 _FASTEST = 4
 _RESAMPLES = 10_000
 
-Line = dict[str, Any]  # one JSON line of the results
+# one JSON line of the results
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """A loader setting, as the tables name it: ``3x2`` for 3 workers with 2 batches in flight each,
-    ``0`` for no workers.
+    """A loader setting as tables name it: ``3x2``, 3 workers with 2 batches in flight.
+
+    ``0``: no workers.
 
     Of threads the batches are in flight for all of them together.
     """
@@ -80,7 +83,8 @@ def steady(
     images = 0
     begin = 0.0
     first = 0.0
-    opened = 0  # steps taken when the window opened
+    # steps taken when the window opened
+    opened = 0
     for taken, count in enumerate(steps, 1):
         at = now()
         first = at if taken == 1 else first
@@ -97,8 +101,7 @@ def steady(
 def choosing(
     candidates: Sequence[Setting], chosen: Iterable[Setting], earlier: Mapping[Setting, list[float]]
 ) -> list[Setting]:
-    """The settings of the next choosing round: all at first, later those that may be best or the
-    fewest sufficient workers.
+    """Returns the settings of the next choosing round: at first all, then the likely ones.
 
     Of what came within a tenth of the best, these are the six with the fewest workers and the four
     fastest; and whatever a strategy chose.
@@ -190,8 +193,9 @@ class Found:
         }
 
     def oracle(self) -> tuple[Setting, int] | None:
-        """The best setting of the choosing rounds and the fewest workers that come within 2 % of
-        it; None before them.
+        """Returns the best setting of the choosing rounds and the fewest sufficient workers.
+
+        None before the rounds. Sufficient: within 2 % of the best.
         """
         if not self.rates["choose"]:
             return None
@@ -203,26 +207,26 @@ class Found:
         )
 
     def ratio(self, strategy: str, to: str | None = None) -> Ratio | None:
-        """Delivered by ``strategy`` over the oracle's, or over that of strategy ``to``; None where
-        a measurement lacks.
+        """Returns what ``strategy`` delivered over the oracle's or over that of ``to``.
+
+        None where a measurement lacks.
 
         The rate of a strategy that was asked several times is the mean over its choices, in each
         round.
         """
-        oracle = self.oracle()
-        under = (
-            self._by_round([oracle[0]] if oracle else [])
-            if to is None
-            else self._by_round(self.settings(to))
-        )
-        return _paired(self._by_round(self.settings(strategy)), under)
+        under = []
+        if to is not None:
+            under = self.settings(to)
+        elif oracle := self.oracle():
+            under = [oracle[0]]
+        return _paired(self._by_round(self.settings(strategy)), self._by_round(under))
 
     def control(self) -> Ratio | None:
         """The oracle's setting over itself."""
         oracle = self.oracle()
-        return (
-            _paired(self.twins.get(oracle[0], {}), self._by_round([oracle[0]])) if oracle else None
-        )
+        if oracle is None:
+            return None
+        return _paired(self.twins.get(oracle[0], {}), self._by_round([oracle[0]]))
 
     def seconds(self, strategy: str) -> float:
         """What choosing cost, the mean over repeats."""
@@ -252,5 +256,6 @@ class Found:
 def _paired(over: Mapping[int, float], under: Mapping[int, float]) -> Ratio | None:
     """Over the rounds that both have; None without any, or where ``under`` was refused."""
     rounds = sorted(over.keys() & under.keys())
-    usable = rounds and all(under[r] for r in rounds)
-    return Ratio.of([over[r] for r in rounds], [under[r] for r in rounds]) if usable else None
+    if not rounds or not all(under[r] for r in rounds):
+        return None
+    return Ratio.of([over[r] for r in rounds], [under[r] for r in rounds])

@@ -1,5 +1,6 @@
-"""Who chooses in ``bench_tuner.py``: the tuner, the tutorial's grid, loadtune, rules of thumb; and
-what they choose for.
+"""Who chooses in ``bench_tuner.py``, and what for.
+
+The tuner, the tutorial's grid, loadtune, rules of thumb.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ ROOT = Path(__file__).resolve().parents[1]
 LOADTUNE = "loadtune==0.3.0"
 # as in its README's example; its command line's default of 100 doubles what it costs
 LOADTUNE_STEPS = 50
-_GRID_BUDGET_S = 3600.0  # the tutorial's search has none
+# the tutorial's search has none
+_GRID_BUDGET_S = 3600.0
 
 
 class PacedTrainee:
-    """A step that is ``step_s`` seconds of waiting, as the host has it with a device: of known
-    speed, and at no cost.
-    """
+    """A step that waits ``step_s`` seconds, as a host for its device."""
 
-    device = torch.device("cpu")  # batches stay where they are
+    # batches stay where they are
+    device = torch.device("cpu")
     overlaps = False
 
     def __init__(self, step_s: float) -> None:
@@ -103,7 +104,8 @@ def trained(step: Step, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[in
     step.model.train()
     for done, (images, labels) in enumerate(batches, 1):
         step(images, labels)
-        if done % 10 == 0:  # as training reads its loss
+        # as training reads its loss
+        if done % 10 == 0:
             step.read()
         yield len(labels)
 
@@ -160,12 +162,9 @@ class Rig:
         return StepTrials(self._step, self.config, self.world)
 
     def feeds(self, seed: int = 0) -> Feeds:
-        """Feeds as ``train.py`` makes them; those of one ``seed`` give the same samples whatever
-        their settings.
-        """
-        dataset = cast(
-            ImageDataset, self.dataset
-        )  # a feed uses of it what every fillable data set has
+        """Returns feeds as ``train.py`` makes them; ``seed`` alone decides the samples."""
+        # a feed uses of it what every fillable data set has
+        dataset = cast(ImageDataset, self.dataset)
         splits = Splits(dataset, dataset, tuple(map(str, range(CLASSES))), self.workload.name, "")
         return Feeds(splits, replace(self.config, seed=seed), self.world)
 
@@ -200,9 +199,7 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a strategy chose: ``setting`` is None where it found
-    none, ``note`` says why, or more.
-    """
+    """What a strategy chose; ``setting`` is None if it found none, ``note`` says more."""
 
     setting: Setting | None
     seconds: float
@@ -218,7 +215,8 @@ Strategy = Callable[[Rig, Path], Choice]
 
 def _tuned(name: TunerName, budget_s: float | None, rig: Rig, folder: Path) -> Choice:
     config = TunerConfig(name=name, max_workers=rig.most)
-    config.budget_s = config.budget_s if budget_s is None else budget_s
+    if budget_s is not None:
+        config.budget_s = budget_s
     console.set_quiet(True)
     begin = time.perf_counter()
     try:
@@ -242,9 +240,7 @@ def _rule(workers: Callable[[Rig], int], rig: Rig, folder: Path) -> Choice:
 
 
 def _loadtune(rig: Rig, folder: Path) -> Choice:
-    """What ``loadtune tune`` calls its best, or its baseline without workers where it finds nothing
-    better.
-    """
+    """Asks ``loadtune tune`` for its best setting."""
     python = _loadtune_python()
     file = folder / f"loadtune_{rig.workload.name}.py"
     count = ""
@@ -269,13 +265,11 @@ def _loadtune(rig: Rig, folder: Path) -> Choice:
 
 
 def loadtune_choice(said: str, most: int) -> Setting:
-    """The loader's part of the setting that loadtune's last line names; its baseline, no workers,
-    where there is none.
-    """
+    """Returns the setting that loadtune's last line names, or no workers."""
     match = re.search(r"best overall: workers=(\d+)(?:, prefetch=(\d+))?", said)
-    return (
-        Setting.of(min(most, int(match[1])), int(match[2] or 0)) if match else Setting.of(0, None)
-    )
+    if match is None:
+        return Setting.of(0, None)
+    return Setting.of(min(most, int(match[1])), int(match[2] or 0))
 
 
 def _loadtune_python() -> list[str]:
@@ -311,9 +305,7 @@ class _Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def loadtune_workload(name: str, folder: str) -> Any:
-    """Workload ``name`` as loadtune wants it: called in processes of its own, which have it beside
-    this project.
-    """
+    """Returns workload ``name`` as loadtune wants it, for processes of its own."""
     from loadtune import Workload as Theirs  # type: ignore[import-not-found]
 
     workload = WORKLOADS[name]
@@ -357,20 +349,21 @@ def loadtune_workload(name: str, folder: str) -> Any:
 
 STRATEGIES: dict[str, Strategy] = {
     "own": _own,
-    "lightning": partial(
-        _rule, lambda rig: max(1, rig.cores - 1)
-    ),  # its suggested_max_num_workers for one rank
+    # its suggested_max_num_workers for one rank
+    "lightning": partial(_rule, lambda rig: max(1, rig.cores - 1)),
     "all_cores": partial(_rule, lambda rig: rig.cores),
     "auto": partial(_tuned, TunerName.auto, None),
     "grid": partial(_tuned, TunerName.grid, _GRID_BUDGET_S),
     "loadtune": _loadtune,
 }
-REPEATED = "auto"  # the strategy whose choice is asked for several times
+# the strategy whose choice is asked for several times
+REPEATED = "auto"
 
 
 def candidates(rig: Rig) -> list[Setting]:
-    """What the oracle looks at: every number of workers and form at two prefetch factors; arrays
-    have no workers.
+    """Returns what the oracle looks at: all workers and forms at two prefetch factors.
+
+    Arrays have no workers.
     """
     forms = rig.feeds().forms
     counts = range(1, rig.most + 1)
@@ -389,9 +382,7 @@ def candidates(rig: Rig) -> list[Setting]:
 
 @contextlib.contextmanager
 def measured_feed(rig: Rig, setting: Setting, seed: int, timeout_s: float) -> Iterator[Feed]:
-    """An endless feed of ``setting`` whose samples follow from ``seed``
-    alone; closed at the end.
-    """
+    """Opens an endless feed of ``setting`` whose samples follow from ``seed`` alone."""
     feed = rig.feeds(seed).probe(rig.settings(setting, timeout_s))
     try:
         yield feed

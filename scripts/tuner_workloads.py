@@ -1,6 +1,4 @@
-"""The workloads of ``bench_tuner.py``: real data sets behind real loaders, each with a consumer of
-known speed.
-"""
+"""The workloads of ``bench_tuner.py``: real loaders with consumers of known speed."""
 
 from __future__ import annotations
 
@@ -26,7 +24,8 @@ from harness.data.transforms import TrainTransform
 from harness.feed.interface import FillableDataset
 
 CLASSES = 10
-_VAL_IMAGES = CLASSES  # the generator wants a validation set
+# the generator wants a validation set
+_VAL_IMAGES = CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,7 @@ class Workload:
 
 @dataclass(slots=True)
 class Sleeper:
-    """Samples that wait as for a remote store: ``sleep_s`` each, and every hundredth ``tail_s``
-    where that is not 0.
-    """
+    """Samples that wait ``sleep_s`` each, and every hundredth ``tail_s`` if not 0."""
 
     image_size: int
     length: int
@@ -175,9 +172,7 @@ def _write_pngs(source: Source, folder: Path) -> None:
 
 
 def cifar_like(folder: Path) -> ImageDataset:
-    """50,000 arrays of 32 x 32 pixels, mapped from a file and
-    cropped with padding as CIFAR's are.
-    """
+    """Returns 50,000 mapped arrays of 32 x 32 pixels, cropped with padding."""
     root = folder / "cifar-like"
     make_once(root, root.is_dir, _write_arrays)
     images = np.lib.format.open_memmap(root / "images.npy", mode="r")

@@ -1,6 +1,4 @@
-"""A feed's worker as the benchmark of the watching has it: batches of known work, with the stages'
-timers and without.
-"""
+"""A feed's worker for bench_watch: batches of known work, timed and not."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from harness.watch.stages import Lap, StageMeter, StageTimer, Stamps
 from scripts.paired import Cost, Plan
 
 STAGES = ("read", "decode", "crop", "write")
-BATCH = 32  # samples
+# samples
+BATCH = 32
 
 
 class Making:
@@ -56,9 +55,7 @@ class Untimed(StageTimer):
 
 
 class Worker:
-    """Makes a batch over and over whose samples are so much ``work``, timed for ``meter``; without
-    one not timed at all.
-    """
+    """Makes batches of so much ``work`` a sample, timed for ``meter`` if given."""
 
     def __init__(self, work: int, meter: StageMeter | None) -> None:
         self._filler = Filler(Making(work), 0, meter, None)
@@ -80,8 +77,9 @@ class Worker:
 
 
 def timers_cost(work: int, runs: int) -> Cost:
-    """Of the stages' timers, a batch whose samples are so much ``work``; those that time samples
-    are kinds of their own.
+    """Measures the stages' timers on a batch of so much ``work`` a sample.
+
+    Batches that time samples are kinds of their own.
     """
     timed = Worker(work, StageMeter(STAGES, 0))
     bare = Worker(work, None)

@@ -111,6 +111,12 @@ def kept_globals() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread(kept_globals: None) -> None:
+    """Leaves torch one thread, for images and networks that are tiny."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def write_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str], None]]:

@@ -48,7 +48,7 @@ GUESSES = [
     ("optim=adam", "optim=adam: no such choice; there are: adamw, sgd; did you mean adamw?"),
     (
         "optim.name=adam",
-        ("optim.name: Invalid value 'adam', expected one of [sgd, adamw]; did you mean adamw?"),
+        "optim.name: Invalid value 'adam', expected one of [sgd, adamw]; did you mean adamw?",
     ),
     (
         "optim.name=adamw",
@@ -85,11 +85,11 @@ GUESSES = [
     ),
     (
         "wandb=true",
-        ("wandb: unknown setting; there is no such logger; a run writes TensorBoard's event file"),
+        "wandb: unknown setting; there is no such logger; a run writes TensorBoard's event file",
     ),
     (
         "logger=wandb",
-        ("logger: unknown setting; there is no such logger; a run writes TensorBoard's event file"),
+        "logger: unknown setting; there is no such logger; a run writes TensorBoard's event file",
     ),
     ("pretrained=true", "pretrained: unknown setting; write model.weights=DEFAULT"),
     ("model.pretrained=true", "model.pretrained: unknown setting; write model.weights=DEFAULT"),
@@ -119,7 +119,7 @@ GUESSES = [
     ("data.dir=/x", "data.dir: unknown setting; did you mean data.root?"),
     (
         "trainer.amp=true",
-        ("trainer.amp: unknown setting; write trainer.precision=bf16 or trainer.precision=fp16"),
+        "trainer.amp: unknown setting; write trainer.precision=bf16 or trainer.precision=fp16",
     ),
     (
         "loader=auto",
@@ -152,7 +152,7 @@ GUESSES = [
     ("hydra/launcher=nope", "hydra/launcher=nope: no such choice; there are: basic"),
     (
         "data.root=a=b",
-        ("data.root=a=b: the value cannot be read; quote it twice: \"data.root='a=b'\""),
+        "data.root=a=b: the value cannot be read; quote it twice: \"data.root='a=b'\"",
     ),
     ("lr", "lr: settings are written NAME=VALUE; did you mean optim.lr?"),
 ]

@@ -133,7 +133,7 @@ def test_a_run_with_a_fast_loader_is_the_devices(run: Run, tmp_path: Path, form:
     assert "WARNING" not in log(tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("backend", [pytest.param("processes", marks=pytest.mark.slow), "threads"])
 def test_copies_that_take_longer_than_steps_are_a_stall(run: Run, backend: str) -> None:
     """A third of the time where a copy takes half as long again as a step."""
     device = EmulatedDevice(pinned_per_s=BATCH * 3 * SIDE**2 / (1.5 * STEP_S))
@@ -142,7 +142,7 @@ def test_copies_that_take_longer_than_steps_are_a_stall(run: Run, backend: str) 
     assert report["verdict"]["bottleneck"] == "copy"
 
 
-@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("backend", ["processes", pytest.param("threads", marks=pytest.mark.slow)])
 def test_a_loader_that_is_too_slow_is_a_stall(
     run: Run, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

@@ -684,7 +684,7 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
         overrides += [
             "dist.nprocs=2",
             "loader.autotune=true",
-            "tuner.budget_s=4",
+            "tuner.budget_s=2",
             "tuner.max_workers=1",
         ]
     done = subprocess.run(

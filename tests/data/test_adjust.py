@@ -33,9 +33,7 @@ BLENDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(kept_globals: None) -> None:
-    torch.set_num_threads(1)  # the images are tiny
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def one_by_one(

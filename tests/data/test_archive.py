@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from archives import write_members
+from oddities import listing
 
 from harness.data.archive import read_members
 from harness.runtime.errors import DataError
@@ -55,10 +56,6 @@ def sparse(name: str) -> tarfile.TarInfo:
         "GNU.sparse.size": str(2**32),
     }
     return info
-
-
-def listing(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 @pytest.fixture

@@ -25,9 +25,7 @@ EVERYTHING = AugmentConfig(color_jitter=(0.4, 0.5, 1.5, 0.3), rand_augment=2)
 NAMES = ("brightness_factor", "contrast_factor", "saturation_factor", "hue_factor")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(kept_globals: None) -> None:
-    torch.set_num_threads(1)  # the images are tiny
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(config: AugmentConfig, seed: int = 0) -> BatchAugment:

@@ -32,7 +32,7 @@ from archives import (
     write_members,
 )
 from loopback import files, reply, site
-from oddities import Plant
+from oddities import Plant, listing
 
 from harness.config import DataConfig
 from harness.data.cifar import open_cifar10, open_cifar100
@@ -64,10 +64,6 @@ def _at_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
 def settings(root: Path, md5: str | None = None, **more: object) -> DataConfig:
     return DataConfig(name="cifar10", root=str(root), md5=md5, **{"download": False, **more})
-
-
-def listing(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 def made(root: Path, archive: str = CIFAR10) -> list[str]:

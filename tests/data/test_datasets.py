@@ -7,18 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from samples import numbers
 
 from harness.config import AugmentConfig, ConfigError, Crop, DataConfig, GenerateConfig
 from harness.data import datasets
 from harness.data.datasets import FakeDataset, load
 from harness.data.images import ImageDataset
-from harness.data.storage import ArraySource
 from harness.runtime.errors import DataError
-
-
-def numbers(count: int = 6, size: int = 12) -> ArraySource:
-    images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
-    return ArraySource(images, np.arange(count) % 3, ["a", "b", "c"], "numbers")
 
 
 def filled(images: ImageDataset | FakeDataset, epoch: int, index: int) -> np.ndarray:

@@ -361,11 +361,11 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
         (
             cut(encoded(photo(), "JPEG"), 2),
-            ("damaged: the decoder reported missing data (Premature end of JPEG file)"),
+            "damaged: the decoder reported missing data (Premature end of JPEG file)",
         ),
         (
             cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000),
-            ("Premature end of JPEG file"),
+            "Premature end of JPEG file",
         ),
         (cut(encoded(photo(), "PNG"), 2000), "truncated file"),
         (encoded(photo(), "JPEG")[:10], ""),
@@ -383,7 +383,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         "eps",
         "pdf",
         "zlib",
-        ("jpeg short of two bytes"),
+        "jpeg short of two bytes",
         "progressive jpeg cut",
         "png cut",
         "jpeg header",

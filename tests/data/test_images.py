@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 from photographs import photograph
+from samples import numbers
 
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
@@ -19,11 +20,6 @@ from harness.data.transforms import EvalTransform, TrainTransform, Transform, re
 from harness.runtime.errors import BadSample
 
 OPTIONS = DecodeOptions()
-
-
-def numbers(count: int = 6, size: int = 12) -> ArraySource:
-    images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
-    return ArraySource(images, np.arange(count) % 3, ["a", "b", "c"], "numbers")
 
 
 def dataset(transform: Transform | None = None, source: Any = None, seed: int = 0) -> ImageDataset:

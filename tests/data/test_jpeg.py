@@ -134,7 +134,7 @@ LOSSES: dict[str, tuple[bytes, str]] = {
     **{
         f"{kind}, cut with an end behind": (
             KINDS[kind][:-400] + b"\xff\xd9",
-            ("premature end of data segment"),
+            "premature end of data segment",
         )
         for kind in (
             "4:2:0",
@@ -162,7 +162,7 @@ LOSSES: dict[str, tuple[bytes, str]] = {
     ),
     "arithmetic": (
         KINDS["4:2:0"].replace(b"\xff\xc0", b"\xff\xc9"),
-        ("extraneous bytes before marker 0xd9"),
+        "extraneous bytes before marker 0xd9",
     ),
     "no Huffman code": (in_scan(KINDS["4:2:0"], b"\xff\0" * 40), "bad Huffman code"),
     "scans in disorder": (with_last_scan_twice(KINDS["progressive"]), "Inconsistent progression"),

@@ -27,8 +27,7 @@ BOTH = AugmentConfig(mixup=0.4, cutmix=1.0)
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(kept_globals: None) -> None:
-    torch.set_num_threads(1)  # the images are tiny
+def _seeded(one_thread: None) -> None:
     torch.manual_seed(0)
 
 

@@ -18,10 +18,7 @@ from harness.data import randaugment
 from harness.data.randaugment import Op, RandAugment
 from harness.runtime.seeding import BATCH, uniforms
 
-
-@pytest.fixture(autouse=True)
-def _one_thread(kept_globals: None) -> None:
-    torch.set_num_threads(1)  # the images are tiny
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def torchvisions(images: Tensor, draws: np.ndarray, magnitude: int) -> Tensor:

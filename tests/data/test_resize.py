@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from photographs import NAMES, photograph
+from pictures import noise
 from PIL import Image
 from torchvision.transforms.v2 import functional as tvf
 
@@ -16,12 +17,6 @@ from harness.data import transforms
 from harness.data.transforms import Box, resize_into, resized
 
 SIDE = 48
-
-
-def noise(width: int, height: int) -> np.ndarray:
-    return np.random.default_rng(width * height).integers(
-        0, 256, (height, width, 3), dtype=np.uint8
-    )
 
 
 def row(side: int = SIDE) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from photographs import NAMES, photograph
+from pictures import noise
 from PIL import Image
 
 pytest.importorskip("scipy", reason="needs scipy (uv sync)")
@@ -23,12 +24,6 @@ from harness.runtime.seeding import SampleRng, uniforms
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 SIZES = [(96, 64), (64, 96), (500, 375), (33, 257), (32, 32), (7, 5), (1, 1)]
-
-
-def noise(width: int, height: int) -> np.ndarray:
-    return np.random.default_rng(width * height).integers(
-        0, 256, (height, width, 3), dtype=np.uint8
-    )
 
 
 def planes(image: np.ndarray) -> torch.Tensor:

@@ -179,7 +179,7 @@ def test_workers_that_do_not_fit_are_not_proposed() -> None:
     assert reachable(found) == (pytest.approx(600.0), 3)
     assert {change for change in given(found) if "worker" in change} == {
         "loader.num_workers=3", "1 more core, and a worker for each",
-        ("2 more cores, and a worker for each"),
+        "2 more cores, and a worker for each",
     }  # fmt: skip
     assert "num_workers=3 600" in bound(found).words
 

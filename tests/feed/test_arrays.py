@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
-import random
 import threading
 from collections.abc import Callable
 from itertools import islice
@@ -18,6 +16,7 @@ import samples
 import torch
 from emulated import Gpu
 from PIL import Image, ImageOps
+from samples import random_states
 
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
@@ -394,17 +393,9 @@ def test_the_meter_knows_what_reading_took() -> None:
 
 def test_a_pass_leaves_the_global_generators_alone() -> None:
     """Python's, numpy's and torch's random states are after a pass what they were before."""
-
-    def states() -> tuple[object, ...]:
-        return (
-            random.getstate(),
-            pickle.dumps(np.random.get_state()),
-            torch.get_rng_state().numpy().tobytes(),
-        )
-
-    before = states()
+    before = random_states()
     epochs(feed(dataset(arrays())), 0)
-    assert states() == before
+    assert random_states() == before
 
 
 def test_batches_are_in_memory_of_their_own() -> None:

@@ -5,8 +5,6 @@ typed ends, a next pass.
 from __future__ import annotations
 
 import itertools
-import pickle
-import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import samples
 import torch
-from samples import assert_same, comes_true
+from samples import assert_same, comes_true, passes, primed, random_states
 
 from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import HostBatch
@@ -35,11 +33,6 @@ with_and_without_workers = pytest.mark.parametrize("num_workers", [0, 2])
 persistent_or_not = pytest.mark.parametrize(
     "persistent_workers", [False, True], ids=["own workers", "persistent"]
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server() -> None:
-    samples.start_server()
 
 
 @pytest.fixture(params=FORMS)
@@ -68,14 +61,6 @@ def reference(epochs: int = 1, dataset: samples.Noise | None = None) -> list[Hos
     """The batches that the trainer itself makes."""
     dataset = dataset or samples.Noise(LENGTH)
     return passes(ProcessFeed(dataset, Order(len(dataset), 4, seed=3), samples.settings(0)), epochs)
-
-
-def passes(feed: AnyFeed, count: int = 2) -> list[HostBatch]:
-    batches = []
-    for epoch in range(count):
-        feed.set_epoch(epoch)
-        batches += list(feed)
-    return batches
 
 
 @with_and_without_workers
@@ -159,17 +144,9 @@ def test_a_probe_s_order_goes_on_where_the_last_one_ended(
 @with_and_without_workers
 def test_a_pass_leaves_the_global_generators_alone(make_feed: MakeFeed, num_workers: int) -> None:
     """Python's, numpy's and torch's global random states are after a pass what they were before."""
-
-    def states() -> tuple[object, ...]:
-        return (
-            random.getstate(),
-            pickle.dumps(np.random.get_state()),
-            torch.get_rng_state().numpy().tobytes(),
-        )
-
-    before = states()
+    before = random_states()
     list(make_feed(num_workers))
-    assert states() == before
+    assert random_states() == before
 
 
 @with_and_without_workers
@@ -412,14 +389,6 @@ def test_stamps_follow_a_batch_from_its_worker(make_feed: MakeFeed, num_workers:
         now_s, stamps = time.perf_counter(), batch.stamps
         assert stamps is not None
         assert stamps.begun_s < stamps.made_s <= stamps.received_s == stamps.pinned_s < now_s
-
-
-def primed(feed: AnyFeed, epoch: int, gauge: Gauge) -> AnyFeed:
-    """``feed`` once its workers have begun with ``epoch`` by themselves."""
-    done = gauge.read().samples
-    feed.prime(epoch)
-    assert comes_true(lambda: gauge.read().samples > done)
-    return feed
 
 
 @persistent_or_not

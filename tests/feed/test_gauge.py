@@ -8,14 +8,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-import samples
 
 from harness.feed.gauge import Gauge, Work
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server() -> None:
-    samples.start_server()
 
 
 def segments() -> list[str]:

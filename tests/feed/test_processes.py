@@ -23,7 +23,7 @@ import psutil
 import pytest
 import samples
 import torch
-from samples import assert_same, comes_true
+from samples import assert_same, comes_true, is_alive, passes, primed
 
 from harness.config import ConfigError
 from harness.feed.gauge import Gauge
@@ -37,11 +37,6 @@ from harness.runtime.errors import Interrupted, LoaderError
 LENGTH = 19
 ORDER = Order(LENGTH, 4, seed=3)
 MakeFeed = Callable[..., ProcessFeed]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server() -> None:
-    samples.start_server()
 
 
 @pytest.fixture
@@ -75,14 +70,6 @@ def workers() -> list[BaseProcess]:
     return multiprocessing.active_children()
 
 
-def epochs(feed: ProcessFeed, count: int = 2) -> list[HostBatch]:
-    batches = []
-    for epoch in range(count):
-        feed.set_epoch(epoch)
-        batches += list(feed)
-    return batches
-
-
 @pytest.mark.parametrize(
     ("num_workers", "prefetch_factor", "persistent_workers", "start_method"),
     [
@@ -105,7 +92,7 @@ def test_no_setting_changes_the_pixels(
         persistent_workers=persistent_workers,
         start_method=start_method,
     )
-    assert_same(epochs(feed), epochs(make_feed(0)))
+    assert_same(passes(feed), passes(make_feed(0)))
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "from the prefetcher's thread"])
@@ -466,14 +453,6 @@ def test_what_is_made_here_is_received_when_it_is_made(make_feed: MakeFeed) -> N
     assert stamps.begun_s < stamps.made_s == stamps.received_s == stamps.pinned_s
 
 
-def primed(feed: ProcessFeed, epoch: int, gauge: Gauge) -> ProcessFeed:
-    """``feed`` once its workers have begun with ``epoch`` by themselves."""
-    done = gauge.read().samples
-    feed.prime(epoch)
-    assert comes_true(lambda: gauge.read().samples > done)
-    return feed
-
-
 @pytest.mark.parametrize("persistent_workers", [False, True], ids=["own workers", "persistent"])
 def test_a_primed_pass_gives_the_same_batches(
     make_feed: MakeFeed, persistent_workers: bool
@@ -491,7 +470,7 @@ def test_a_primed_pass_gives_the_same_batches(
         given.append(next(batches))
         assert feed.worker_pids == started and len(started) == 2
         given += batches
-    assert_same(given, epochs(make_feed(0)))
+    assert_same(given, passes(make_feed(0)))
 
 
 @pytest.mark.parametrize(
@@ -632,14 +611,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     """Whether all have ended before torch's own workers would look for their trainer, which they do
     every 5 s.
     """
-
-    def alive(process: psutil.Process) -> bool:
-        try:
-            return process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    return comes_true(lambda: not any(map(alive, processes)), within_s=4.0)
+    return comes_true(lambda: not any(map(is_alive, processes)), within_s=4.0)
 
 
 @pytest.mark.parametrize("trainer", either("forkserver"), indirect=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-import random
-
-import numpy as np
 import samples
 import torch
+from samples import random_states
 
 from harness.feed.order import Order
 from harness.feed.synthetic import SyntheticFeed
@@ -76,14 +73,6 @@ def test_nothing_is_made_and_so_nothing_is_measured() -> None:
 
 def test_making_one_leaves_the_global_generators_alone() -> None:
     """The noise comes from a generator of its own."""
-
-    def states() -> tuple[object, ...]:
-        return (
-            random.getstate(),
-            pickle.dumps(np.random.get_state()),
-            torch.get_rng_state().numpy().tobytes(),
-        )
-
-    before = states()
+    before = random_states()
     list(make())
-    assert states() == before
+    assert random_states() == before

@@ -14,6 +14,7 @@ from pathlib import Path
 import jobs
 import psutil
 import pytest
+from samples import is_alive
 
 from harness.runtime import launch, signals
 from harness.runtime.launch import ProcessError, run_processes
@@ -151,16 +152,9 @@ def test_no_process_outlives_a_killed_parent() -> None:
         parent.kill()
         parent.wait()
         deadline = time.monotonic() + 1.0
-        while alive(child) and time.monotonic() < deadline:
+        while is_alive(child) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not alive(child)
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        assert not is_alive(child)
 
 
 def test_a_process_knows_when_it_began() -> None:

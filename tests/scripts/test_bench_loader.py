@@ -235,10 +235,11 @@ def test_a_cache_is_measured_over_the_whole_second_pass(monkeypatch: pytest.Monk
     monkeypatch.setattr(loader_measures, "feeds", lambda *wanted: nullcontext((made, None)))
     monkeypatch.setattr(loader_measures, "_processor_s", lambda tree: float(feed.seen[-1]))
     found = loader_measures.passes("threads", "root", 2, 0.0, "ram")
+    # begins with pass 0's last batch, ends with pass 1's
     assert (found["images"], found["cpu_s"]) == (
         21,
         1.0,
-    )  # begins with pass 0's last batch, ends with pass 1's
+    )
     assert (found["later"]["images"], found["later"]["cpu_s"]) == (21, 1.0)
     assert feed.seen == [0, 1, 2, 1]
 

@@ -118,7 +118,8 @@ def test_the_primed_queue_is_left_out() -> None:
     slow = FakeClock(1.0)
 
     def steps() -> Iterator[int]:
-        yield from (10 for _ in range(5))  # at once
+        # at once
+        yield from (10 for _ in range(5))
         yield from slow.steps()
 
     assert steady(steps(), setting("2x2"), 2.0, lambda: slow.now) == (20, 2.0)

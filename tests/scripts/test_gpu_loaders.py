@@ -122,9 +122,8 @@ def test_a_network_is_trained_on_every_loader(
     monkeypatch.setattr(gpu_loaders, "_WARM", 2)
     monkeypatch.setattr(gpu_loaders, "Step", Watched)
     monkeypatch.setattr(Watched, "seen", [], raising=False)
-    clock = iter(
-        (10.0, 10.5, 12.0, 14.0)
-    )  # at the beginning, after one round, after two, when the device is done
+    # at the beginning, after one round, after two, when the device is done
+    clock = iter((10.0, 10.5, 12.0, 14.0))
     training = Training(Config(model=ModelConfig()), CPU)
     rate = training.images_per_s(name, Job(photos, 2, 4, CPU), 1.0, now=lambda: next(clock))
     assert rate == 4 * 4 / 4.0

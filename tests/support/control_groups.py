@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-_BASES = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # versions 1 and 2
+# versions 1 and 2
+_BASES = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))
 _PERIOD_US = 100_000
 _number = itertools.count()
 

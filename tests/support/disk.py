@@ -12,7 +12,8 @@ from typing import Any
 from harness.training import saver
 
 NAMES = ("mkdir", "fsync", "replace", "symlink", "unlink", "write", "ftruncate")
-Tell = Callable[[str, str], object]  # "before" or "after", and the call's name
+# "before" or "after", and the call's name
+Tell = Callable[[str, str], object]
 
 
 def tell_calls(tell: Tell, put: Callable[[Any, str, Any], None] = setattr) -> None:

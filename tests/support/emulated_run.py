@@ -20,7 +20,8 @@ from harness.watch.figures import Window
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.verdict import Evidence, Verdict, judge
 
-SIZE = 256  # images in a batch
+# images in a batch
+SIZE = 256
 
 
 class MadeFeed:
@@ -90,7 +91,8 @@ class Loop:
     launch_s: float = 15e-3
     kernels: int = 170
     loader_s: float | Callable[[int], float] = 20e-3
-    decode_s: float = 0.1e-3  # of a sample
+    # of a sample
+    decode_s: float = 0.1e-3
     copy_s: float = 0.7e-3
     pinned: bool = True
     prepare_s: float = 0.3e-3
@@ -193,7 +195,8 @@ class Result:
     window: Window
     verdict: Verdict
     spans: list[tuple[float, float]]
-    images: int  # of an epoch, but for its first step
+    # of an epoch, but for its first step
+    images: int
 
     @property
     def wall_s(self) -> float:

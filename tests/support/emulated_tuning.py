@@ -92,7 +92,8 @@ class WorkedFeed:
         self.labels = torch.zeros(SIZE, dtype=torch.int64)
         self.began_s = list[float]()
         self.taken_s = list[float]()
-        self.counted: list[int] = []  # of each batch, samples that the gauge knows of
+        # of each batch, samples that the gauge knows of
+        self.counted: list[int] = []
 
     def __len__(self) -> int:
         return 10**9

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from harness.runtime import accelerator
 
-_ROUND = 512  # bytes: torch's device allocator gives multiples of that
+# bytes: torch's device allocator gives multiples of that
+_ROUND = 512
 
 
 class WallClock:
@@ -39,7 +40,8 @@ class WallClock:
     queue = staticmethod(queue.SimpleQueue)
 
     def sleep(self, seconds: float) -> None:
-        time.sleep(max(0.0, seconds))  # the moment may have passed since its distance was reckoned
+        # the moment may have passed since its distance was reckoned
+        time.sleep(max(0.0, seconds))
 
     def start(self, work: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=work, name=name, daemon=True)
@@ -153,7 +155,8 @@ class Stream:
 
     device: EmulatedDevice
     until_s: float = 0.0
-    marked_s: float = 0.0  # when its last event is passed
+    # when its last event is passed
+    marked_s: float = 0.0
     ends_s: deque[float] = field(default_factory=deque)
 
     def wait_event(self, event: Event) -> None:
@@ -170,7 +173,8 @@ class Stream:
         own = self.device
         while self.ends_s and self.ends_s[0] <= own.now():
             self.ends_s.popleft()
-        if len(self.ends_s) >= own.depth:  # the driver spins here
+        # the driver spins here
+        if len(self.ends_s) >= own.depth:
             own.spun_s += self.ends_s[0] - own.now()
             own.clock.sleep(self.ends_s[0] - own.now())
         began_s = max(self.until_s, own.now())
@@ -250,14 +254,14 @@ class Pool:
     def __init__(self, device: EmulatedDevice, rounded: Callable[[int], int]) -> None:
         self._device = device
         self._rounded = rounded
-        self._lock = threading.RLock()  # tensors end in any thread, in the middle of anything
-        self._free: list[
-            tuple[int, Any, dict[Stream, float]]
-        ] = []  # size, owner and when streams have done with it
-        self._used: dict[int, tuple[int, Any, dict[Stream, float]]] = {}  # by address
-        self._memory: weakref.WeakValueDictionary[int, np.ndarray] = (
-            weakref.WeakValueDictionary()
-        )  # by address
+        # tensors end in any thread, in the middle of anything
+        self._lock = threading.RLock()
+        # size, owner and when streams have done with it
+        self._free: list[tuple[int, Any, dict[Stream, float]]] = []
+        # by address
+        self._used: dict[int, tuple[int, Any, dict[Stream, float]]] = {}
+        # by address
+        self._memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
 
     def take(self, like: Tensor, owner: Any) -> Tensor:
@@ -291,7 +295,8 @@ class Pool:
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
         _, owner, uses = self._used.get(tensor.untyped_storage().data_ptr(), (0, stream, {}))
-        if owner is not stream:  # on its own stream the order of the work is enough
+        # on its own stream the order of the work is enough
+        if owner is not stream:
             uses[stream] = stream.until_s
 
     def again(self, tensor: Tensor) -> Callable[[], Tensor | None]:
@@ -366,8 +371,10 @@ class EmulatedDevice(accelerator.Accelerator):
         self.wake_s = wake_s
         self.total = total
         self.spun_s = self.slept_s = 0.0
-        self.busy_s: list[tuple[float, float]] = []  # of kernels
-        self._copies: list[_Copy] = []  # from page-locked memory, under way
+        # of kernels
+        self.busy_s: list[tuple[float, float]] = []
+        # from page-locked memory, under way
+        self._copies: list[_Copy] = []
         self._main, self._side, self._idle = (Stream(self) for _ in range(3))
         self._current = threading.local()
         self.memory_pool = Pool(self, lambda size: -(-size // _ROUND) * _ROUND)
@@ -390,7 +397,8 @@ class EmulatedDevice(accelerator.Accelerator):
         changed that too early.
         """
         for copy in [copy for copy in self._copies if copy.until_s <= self.now()]:
-            with contextlib.suppress(ValueError):  # another thread was first
+            # another thread was first
+            with contextlib.suppress(ValueError):
                 self._copies.remove(copy)
                 copy.end()
 

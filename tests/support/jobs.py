@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from harness.config import Config, ConfigError
 from harness.runtime import signals, workers
@@ -122,7 +125,8 @@ def describe_worker(answer: Connection, module: str) -> None:
 
 def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
     """Join, use every collective once, and leave what came of it in a file."""
-    import torch  # only this work needs it
+    # only this work needs it
+    import torch
 
     from harness.runtime.distributed import joined
 
@@ -172,11 +176,32 @@ def join_on_one_gpu(local_rank: int, job: tuple[Config, Path]) -> None:
     (folder / str(local_rank)).write_text(told)
 
 
+class SlowRanks:
+    """An endless feed of one batch, slower on each further rank; batch 3 breaks if told so."""
+
+    on_device = False
+    meter = None
+
+    def __init__(self, batch: Any, rank: int, broken: bool) -> None:
+        import samples
+
+        self.batch = batch
+        self.rank = rank
+        self.broken = broken
+        self.settings = samples.settings(batch_size=4)
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in itertools.count():
+            if self.broken and k == 3:
+                raise LoaderError("batch 3 is broken")
+            time.sleep(0.001 * (1 + self.rank))
+            yield self.batch
+
+
 def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
     """Time steps on every rank, on one of which the feed breaks at batch 3; leave in a file what
     came of it.
     """
-    import samples
     import torch
     from torch import nn
 
@@ -206,18 +231,6 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
             torch.full((4, 3, 8, 8), 7, dtype=torch.uint8), torch.arange(4), torch.arange(4)
         )
 
-        class Endless:
-            on_device = False
-            meter = None
-            settings = samples.settings(batch_size=4)
-
-            def __iter__(self):  # type: ignore[no-untyped-def]
-                for k in range(10**6):
-                    if world.rank == broken and k == 3:
-                        raise LoaderError("batch 3 is broken")
-                    time.sleep(0.001 * (1 + world.rank))  # one rank is slower than the other
-                    yield batch
-
         def count(*_: object) -> None:
             nonlocal steps
             steps += 1
@@ -230,7 +243,8 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
         with trials.kept():
             demand = trials.demand(batch, 0.2)
             try:
-                measured = len(trials.deliver(Endless(), 4, 0.5).seconds)  # type: ignore[arg-type]
+                feed: Any = SlowRanks(batch, world.rank, world.rank == broken)
+                measured = len(trials.deliver(feed, 4, 0.5).seconds)
             except LoaderError as raised:
                 error = str(raised)
         after = (*network.parameters(), *network.buffers())

@@ -76,7 +76,8 @@ def main(base: Path) -> None:
     """Kill a run at each call, and the one after it at the same number of calls; the third must end
     as if nothing had been.
     """
-    os.fsync = lambda handle: None  # every process here sees the same page cache
+    # every process here sees the same page cache
+    os.fsync = lambda handle: None
     torch.set_num_threads(1)
     whole = base / "whole"
     folder = base / "killed"

@@ -9,9 +9,11 @@ import torch
 
 from harness.runtime.accelerator import Accelerator
 
-BUSY_S = 0.1  # of a stream that others are compared with: long beside what a host does in between
+# of a stream that others are compared with: long beside what a host does in between
+BUSY_S = 0.1
 MIB = 2**20
-SIZE = 10 * MIB  # the least that torch's allocator takes from the driver for one tensor alone
+# the least that torch's allocator takes from the driver for one tensor alone
+SIZE = 10 * MIB
 
 
 def marked(own: Accelerator, stream: Any = None, *, timed: bool = True) -> Any:

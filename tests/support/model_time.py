@@ -57,7 +57,8 @@ class Gpu:
         self.waits = 0
         self.made = 0
         self.hung = False
-        self.mark_late_s = 0.0  # what the idle stream takes to pass a mark
+        # what the idle stream takes to pass a mark
+        self.mark_late_s = 0.0
         # of the device's clock beside the host's
         self.rate = 1.0
         self.jumped_s = 0.0
@@ -93,7 +94,8 @@ class Event:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.at = math.inf
-        self.stamp = 0.0  # the same by the device's clock
+        # the same by the device's clock
+        self.stamp = 0.0
 
     def record(self, stream: Any = None) -> None:
         assert stream in (COMPUTE, IDLE)

@@ -76,3 +76,8 @@ def untouched(path: Path) -> bool:
     return (not there.exists() or there.read_text() == SECRET) and all(
         (found / "mine").exists() for found in folders
     )
+
+
+def listing(folder: Path) -> list[str]:
+    """All that lies below ``folder``, by its path in there."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

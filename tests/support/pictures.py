@@ -4,6 +4,7 @@ are.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
@@ -23,6 +24,13 @@ def pictures(
     images[:1] = images[:1, :1]
     images[1:2] = 77.0
     return images.clamp(0, 255).to(torch.uint8).contiguous(memory_format=layout)
+
+
+def noise(width: int, height: int) -> np.ndarray:
+    """An image of noise ``[height, width, 3]``, always the same of one size."""
+    return np.random.default_rng(width * height).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
 
 
 def numbered(indices: Tensor, epoch: int = 0) -> HostBatch:

@@ -179,10 +179,11 @@ def composed(*overrides: str) -> Config:
 
 
 FEW = "trainer.max_steps=25"
+# validation's workers would need memory of their own
 SMALL = (
     "trainer.max_steps=400",
     "loader.val.num_workers=0",
-)  # validation's workers would need memory of their own
+)
 ONE = ("loader.num_workers=1",)
 LONG = ("loader.num_workers=0", "trainer.max_steps=15")
 TWO_RANKS = (*ONE, "dist.name=spawn", "dist.nprocs=2", FEW)
@@ -389,6 +390,7 @@ def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    import planted  # by its name, under which workers find what is planted
+    # by its name, under which workers find what is planted
+    import planted
 
     planted.main()

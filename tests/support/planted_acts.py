@@ -47,7 +47,8 @@ from scripts.differential import EmulatedEvent, EmulatedStream
 
 FILES = 96
 FILE_MB = 2
-OWN_MB = 32  # that a run may need beyond what it has after five steps
+# that a run may need beyond what it has after five steps
+OWN_MB = 32
 BURN = """
 import sys, time
 end, share = time.monotonic() + 300, float(sys.argv[1])
@@ -61,7 +62,8 @@ ORPHAN = """
 import subprocess, sys
 print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
 """
-GROUP = "PLANTED_GROUP"  # the environment variable that names a run's control group
+# the environment variable that names a run's control group
+GROUP = "PLANTED_GROUP"
 
 
 @contextmanager

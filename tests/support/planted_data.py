@@ -19,7 +19,8 @@ from harness.data.storage import ArraySource, FolderSource, Source
 from harness.data.transforms import EvalTransform, Pixels, TrainTransform, Transform
 from harness.watch.stages import Lap
 
-SIDE = 16  # of an image in pixels, where its size does not matter
+# of an image in pixels, where its size does not matter
+SIDE = 16
 BATCH = 4
 IMAGES = 4096
 OPTIONS = DecodeOptions(False, (255, 255, 255), 10**9)

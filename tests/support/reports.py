@@ -12,7 +12,8 @@ from harness.runtime.limits import Limits
 from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.report import Side, TuningReport
 
-OPEN = Rate(55.0, 0.0, math.inf)  # of a single block
+# of a single block
+OPEN = Rate(55.0, 0.0, math.inf)
 
 
 def rate(images_per_s: float) -> Rate:

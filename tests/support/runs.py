@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -9,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# the window's last step: ms of its longest step
 SPIKES = {
     3_330: 900.0,
     9_990: 400.0,
     10_500: 2_600.0,
     19_870: 650.0,
-}  # the window's last step: ms of its longest step
+}
 STAGES = (
     ("read", "storage", 0.9, 0.12),
     ("decode", "decode", 5.4, 5.3),
@@ -64,6 +66,40 @@ def parts_of(starved: float, noise: random.Random, *, device: bool) -> dict[str,
     }
 
 
+GPU_MEMORY = {
+    "total_bytes": 80e9,
+    "reserved_bytes": 24e9,
+    "training_bytes": 21.3e9,
+    "evaluation_bytes": 9.8e9,
+}
+REST_S = {
+    "start": 9.0,
+    "tuning": 7.5,
+    "starved": 28.0,
+    "host": 1.5,
+    "evaluate": 5.5,
+    "checkpoint": 2.5,
+}
+GOODPUT = {
+    "fraction": 0.46,
+    "busy_s": 46.0,
+    "wall_s": 100.0,
+    "rest": [{"name": name, "s": seconds} for name, seconds in REST_S.items()],
+}
+VERDICT = {
+    "bottleneck": "decode",
+    "ceiling": 1.64,
+    "next_step": "loader.num_workers=8",
+    "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of "
+    "processor time a sample, and 4 workers cannot make 4,100 images/s with it.",
+    "evidence": [
+        "workers were busy in 97% of the time",
+        "decode is 78% of a sample's 6.9 ms",
+        "next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)",
+    ],
+}
+
+
 def report(
     *, starved: float = 0.38, device: bool = True, steps: int = 400, **changes: Any
 ) -> dict[str, Any]:
@@ -86,32 +122,13 @@ def report(
         "stall_fraction": (parts["starved"] + parts.get("exposed_copy", 0)) / whole,
         "stall_basis": "device" if device else "host",
         "gpu_utilization": 0.61 if device else None,
-        "gpu_memory": {
-            "total_bytes": 80e9,
-            "reserved_bytes": 24e9,
-            "training_bytes": 21.3e9,
-            "evaluation_bytes": 9.8e9,
-        }
-        if device
-        else None,
+        "gpu_memory": GPU_MEMORY if device else None,
         "stages": [
             {"name": name, "group": group, "wall_ms": wall, "cpu_ms": cpu}
             for name, group, wall, cpu in STAGES
         ],
         "workers": {"samples": 256 * steps, "busy_fraction": 0.97},
-        "goodput": {
-            "fraction": 0.46,
-            "busy_s": 46.0,
-            "wall_s": 100.0,
-            "rest": [
-                {"name": "start", "s": 9.0},
-                {"name": "tuning", "s": 7.5},
-                {"name": "starved", "s": 28.0},
-                {"name": "host", "s": 1.5},
-                {"name": "evaluate", "s": 5.5},
-                {"name": "checkpoint", "s": 2.5},
-            ],
-        },
+        "goodput": GOODPUT,
         "loader": {
             "batch_size": 256,
             "num_workers": 4,
@@ -119,19 +136,7 @@ def report(
             "prefetch_factor": 2,
             "backend": "processes",
         },
-        "verdict": {
-            "bottleneck": "decode",
-            "ceiling": 1.64,
-            "next_step": "loader.num_workers=8",
-            "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of "
-            "processor time a sample, and "
-            "4 workers cannot make 4,100 images/s with it.",
-            "evidence": [
-                "workers were busy in 97% of the time",
-                ("decode is 78% of a sample's 6.9 ms"),
-                ("next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)"),
-            ],
-        },
+        "verdict": VERDICT,
         "environment": {
             "python": "3.11.7",
             "torch": "2.15.0",
@@ -144,7 +149,7 @@ def report(
         "val_images": 50_000,
     }
     found |= changes
-    return {key: value for key, value in found.items() if value is not None}
+    return copy.deepcopy({key: value for key, value in found.items() if value is not None})
 
 
 def tuning() -> dict[str, Any]:
@@ -182,7 +187,7 @@ def tuning() -> dict[str, Any]:
     )
     return {
         "search": "auto", "settings": settings[8],
-        "sentence": ("Training gets 1,290 images/s instead of 190."),
+        "sentence": "Training gets 1,290 images/s instead of 190.",
         "demand": {"images_per_s": 1310, "low": 1290, "high": 1330}, "trials": trials,
         "seconds": 7.5, "reused": False,
     }  # fmt: skip

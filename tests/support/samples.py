@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import threading
@@ -12,11 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+import psutil
 import torch
 
+from harness.data.storage import ArraySource
+from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime import workers
 from harness.runtime.errors import BadSample
@@ -201,6 +205,43 @@ def assert_same(batches: Sequence[HostBatch], expected: Sequence[HostBatch]) -> 
     for batch, other in zip(batches, expected, strict=True):
         for tensor, like in zip(batch[:3], other[:3], strict=True):
             assert torch.equal(tensor, like)
+
+
+def numbers(count: int = 6, size: int = 12) -> ArraySource:
+    """A source of ``count`` square images of noise, in three classes."""
+    images = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+    return ArraySource(images, np.arange(count) % 3, ["a", "b", "c"], "numbers")
+
+
+def passes(feed: Any, count: int = 2) -> list[HostBatch]:
+    """All batches of the first ``count`` epochs."""
+    batches = []
+    for epoch in range(count):
+        feed.set_epoch(epoch)
+        batches += list(feed)
+    return batches
+
+
+def primed(feed: Any, epoch: int, gauge: Gauge) -> Any:
+    """``feed`` once its workers have begun with ``epoch`` by themselves."""
+    done = gauge.read().samples
+    feed.prime(epoch)
+    assert comes_true(lambda: gauge.read().samples > done)
+    return feed
+
+
+def random_states() -> tuple[object, ...]:
+    """The states of Python's, numpy's and torch's global generators, to be compared."""
+    drawn = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), pickle.dumps(np.random.get_state()), drawn
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def left_behind() -> list[str]:

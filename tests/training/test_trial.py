@@ -32,9 +32,7 @@ DEVICE = torch.device("cpu")
 CPU = World(0, 1, 0, 1, DEVICE)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(kept_globals: None) -> None:
-    torch.set_num_threads(1)  # the networks are tiny
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Hand:

@@ -406,7 +406,7 @@ def test_a_terminal_without_unicode_gets_escapes() -> None:
         [
             sys.executable,
             "-c",
-            ("from harness.watch.console import say; say('Z\\u00fcrich \\u6771')"),
+            "from harness.watch.console import say; say('Z\\u00fcrich \\u6771')",
         ],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-import samples
 
 from harness.watch.stages import (
     AUGMENT,
@@ -57,11 +56,6 @@ class Clocks:
 @pytest.fixture
 def clocks() -> Clocks:
     return Clocks()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server() -> None:
-    samples.start_server()
 
 
 def make(
