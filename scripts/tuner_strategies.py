@@ -151,7 +151,7 @@ class Rig:
     @property
     def own(self) -> FeedSettings:
         """What a user gets who sets nothing."""
-        return self.feeds().derived_settings(self.limits)
+        return self.feeds().settings(self.limits)
 
     @property
     def trainee(self) -> Trainee:

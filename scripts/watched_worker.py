@@ -60,7 +60,7 @@ class Worker:
     def __init__(self, work: int, meter: StageMeter | None) -> None:
         self._filler = Filler(Making(work), 0, meter, None)
         if meter is None:
-            self._filler._timer = Untimed()
+            self._filler.timer = Untimed()
         self._indices = np.arange(BATCH)
         self._labels = np.zeros(BATCH, np.int64)
         self._pixels = np.zeros((BATCH, 3, Making.image_size, Making.image_size), np.uint8)

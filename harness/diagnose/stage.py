@@ -81,7 +81,7 @@ def diagnose(
     ):
         size, notes = _batch_size(feeds, trainee)
         feeds = _with_batches_of(size, feeds)
-        own = world.agreed(feeds.derived_settings(limits))
+        own = world.agreed(feeds.settings(limits))
         lab = Lab(probes := FirstReads(feeds), trainee, limits, world, batch=feeds.noise(size))
         session = Session(lab, probes, train, rows, begin + BUDGET_S - _REST_S, notes=notes)
         runs = session.run(own)

@@ -1,4 +1,4 @@
-"""Memory for batches that is used again as soon as nobody holds any part of it."""
+"""Memory for batches, used again as soon as nothing holds any part of it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ class BufferPool:
 
     There is no release call: a buffer is free again when the last tensor or array that views it is
     gone. Code that reads a buffer asynchronously, such as a copy on its way to the device, must
-    hold such a tensor until it is done.
-
-    Beyond ``slots`` buffers each one has memory of its own, which goes with it: a consumer that
-    keeps batches takes memory, and nothing ever waits for it.
+    hold such a tensor until it is done. A consumer that keeps more batches than ``slots`` never
+    waits: each further buffer is new memory, freed with its last tensor.
 
     Args:
-        slots: batches that there is memory for.
+        slots: number of buffers that are used again.
         slot_bytes: size of the largest batch.
         pin_memory: whether the memory is page-locked.
 
     Raises:
-        MemoryError: there is not so much.
+        MemoryError: there is not enough memory.
     """
 
     def __init__(self, slots: int, slot_bytes: int, pin_memory: bool = False) -> None:
@@ -36,8 +34,7 @@ class BufferPool:
         self._free = deque(self._allocate() for _ in range(slots))
 
     def acquire(self, count: int) -> Tensor:
-        """Returns ``count`` bytes, uint8 ``[count]``: of the free buffers the most recently used
-        one.
+        """Returns ``count`` bytes, uint8 ``[count]``, of the most recently used free buffer.
 
         Raises:
             MemoryError: no buffer is free, and there is no memory for another.
@@ -46,8 +43,8 @@ class BufferPool:
             slot = self._free.pop()
         except IndexError:
             return torch.from_numpy(self._allocate()[:count])
-        # the storage of the tensor holds this array, and with it the buffer, for as long as there
-        # is the storage
+        # the storage of the tensor holds this array, and with it the buffer, until the last tensor
+        # of the storage is gone
         view = slot[:count]
         weakref.finalize(view, _take_back, weakref.ref(self), slot).atexit = False
         return torch.from_numpy(view)
@@ -66,6 +63,6 @@ class BufferPool:
 
 
 def _take_back(owner: weakref.ref[BufferPool], slot: np.ndarray) -> None:
-    pool = owner()
-    if pool is not None:
+    # a batch that outlives its pool must not keep the pool's other buffers
+    if (pool := owner()) is not None:
         pool._free.append(slot)

@@ -1,34 +1,35 @@
-"""What one worker does, be it a process, a thread or the trainer itself: fill samples, time them,
-keep their errors.
-"""
+"""What one worker does, be it a process, a thread or the trainer itself: it fills samples."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 
 from harness.feed.gauge import Gauge
-from harness.feed.interface import FillableDataset, StagedDataset, stages_of
+from harness.feed.interface import FillableDataset, stages_of
 from harness.runtime.errors import BadSample
-from harness.watch.stages import SAMPLE, START, Laps, StageMeter, Stamps
+from harness.watch.stages import SAMPLE, START, StageMeter, Stamps
 
-# where and why
+# place and reason of each sample that could not be read
 Errors = list[tuple[str, str]]
 
 
 class Filler:
-    """Fills the samples of one worker: for each chunk ``begin``, ``share`` if its memory is shared,
-    then ``fill``.
+    """Fills the samples of one worker, times them and keeps their errors.
+
+    For each chunk call ``timer.begin``, ``timer.share`` if the memory is shared, then ``fill``.
 
     Args:
-        dataset: whose samples.
+        dataset: gives the samples.
         slot: the worker's row of ``meter`` and ``gauge``.
-        meter: is told what each chunk took, and how that divides among the stages; None: chunks are
-            timed all the same.
+        meter: is told what each chunk took, by stage; None times chunks all the same.
         gauge: is told what each sample took that could be read.
+
+    Attributes:
+        timer: times the chunk.
     """
 
     def __init__(
@@ -37,21 +38,15 @@ class Filler:
         self._dataset = dataset
         self._slot = slot
         self._gauge = gauge
-        self._staged = dataset if isinstance(dataset, StagedDataset) else None
-        self._timer = (
-            StageMeter(stages_of(dataset), 0).timer(0) if meter is None else meter.timer(slot)
-        )
-        self._timers: Sequence[Laps | None] | None = None
+        if meter is None:
+            self.timer = StageMeter(stages_of(dataset), 0).timer(0)
+        else:
+            self.timer = meter.timer(slot)
+        self._timers: Any = None
 
     def begin(self, samples: int) -> None:
-        """Begin a chunk of so many samples; what happens until ``fill`` is the batch's, not a
-        sample's.
-        """
-        self._timers = self._timer.begin(samples)
-
-    def share(self) -> None:
-        """The batch gets memory that another process can map: that is handing it over."""
-        self._timer.share()
+        """Begins a chunk of ``samples``; time until ``fill`` is the batch's, not a sample's."""
+        self._timers = self.timer.begin(samples)
 
     def fill(
         self,
@@ -61,8 +56,7 @@ class Filler:
         labels: np.ndarray,
         batches: int = 1,
     ) -> tuple[Errors, Stamps]:
-        """Write the samples ``indices`` of ``epoch``; returns what went wrong, and when the chunk
-        began and was made.
+        """Writes samples into a batch; returns their errors, and when the chunk was made.
 
         Args:
             epoch: of the samples.
@@ -72,45 +66,40 @@ class Filler:
             batches: how many batches the chunk completes, for the meter's count.
 
         Raises:
-            MemoryError: which is no sample's fault.
+            MemoryError: no sample's fault.
         """
-        fill = self._dataset.fill
+        fill: Any = self._dataset.fill
         gauge = self._gauge
+        staged = hasattr(self._dataset, "stages")
         errors = Errors()
-        timers = repeat(None) if self._timers is None else self._timers
-        self._timer.fill()
+        self.timer.fill()
         # repeat() has no end
-        for row, (index, laps) in enumerate(zip(indices.tolist(), timers, strict=False)):
+        timers = zip(indices.tolist(), self._timers or repeat(None), strict=False)
+        for row, (index, laps) in enumerate(timers):
+            if gauge is not None:
+                wall_s = time.perf_counter()
+                cpu_s = time.thread_time()
             try:
-                out = pixels[row]
+                if laps is None:
+                    labels[row] = fill(epoch, index, pixels[row])
+                else:
+                    laps.lap(START)
+                    if staged:
+                        labels[row] = fill(epoch, index, pixels[row], laps.lap)
+                    else:
+                        labels[row] = fill(epoch, index, pixels[row])
+                        laps.lap(SAMPLE)
                 if gauge is not None:
-                    wall_s = time.perf_counter()
-                    cpu_s = time.thread_time()
-                labels[row] = (
-                    fill(epoch, index, out)
-                    if laps is None
-                    else self._timed(laps, epoch, index, out)
-                )
-                if gauge is not None:
-                    gauge.add(self._slot, time.perf_counter() - wall_s, time.thread_time() - cpu_s)
-            except BadSample as error:
-                errors.append((error.where, error.reason))
-            except MemoryError:
-                raise
+                    wall_s = time.perf_counter() - wall_s
+                    gauge.add(self._slot, wall_s, time.thread_time() - cpu_s)
             except Exception as error:
-                # as text: one that cannot be pickled would never arrive (pytorch #142884)
-                errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
-        return errors, self._timer.end(len(indices), batches)
-
-    def _timed(self, laps: Laps, epoch: int, index: int, out: np.ndarray) -> int:
-        """As the data set's ``fill``, timed by ``laps``."""
-        laps.lap(START)
-        try:
-            if self._staged is not None:
-                return self._staged.fill(epoch, index, out, laps.lap)
-            label = self._dataset.fill(epoch, index, out)
-            laps.lap(SAMPLE)
-            return label
-        except Exception:
-            laps.fail()
-            raise
+                if laps is not None:
+                    laps.fail()
+                if isinstance(error, MemoryError):
+                    raise
+                # as text: an error that cannot be pickled would never arrive (pytorch #142884)
+                if isinstance(error, BadSample):
+                    errors.append((error.where, error.reason))
+                else:
+                    errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
+        return errors, self.timer.end(len(indices), batches)

@@ -1,4 +1,4 @@
-"""What every form of the feed gives and takes."""
+"""What every backend of the feed gives and takes: batches, settings and the iterator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -16,28 +16,25 @@ from harness.config import LoaderConfig
 from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
-from harness.watch.stages import SAMPLE, Lap, StageMeter, Stamps
+from harness.watch.stages import SAMPLE, StageMeter, Stamps
 
-# the forms that every data set can be served by
+# the backends that can serve every data set
 PROCESSES = "processes"
 THREADS = "threads"
-# the one for images that all fit in memory
+# the backend for images that all fit in memory
 ARRAYS = "arrays"
-_TORCH_PREFETCH_FACTOR = 2
-# that nobody asked for
-_MOST_WORKERS = 16
 
 
 class HostBatch(NamedTuple):
-    """One batch as a feed gives it.
+    """One batch on the host.
 
     Attributes:
         images: uint8 ``[N, 3, H, W]``, 0..255, in channels_last memory, as decoders write them.
         labels: int64 ``[N]``.
         indices: int64 ``[N]``, the samples' places in the data set.
-        errors: where and why, for each sample that could not be read; its pixels are undefined.
-        epoch: of which pass it is: what is done to the batch further on is a function of it.
-        stamps: when it came where; None for one that nobody had to make.
+        errors: place and reason of each sample that could not be read; its pixels are undefined.
+        epoch: the epoch, of which augmentation on the device is a function.
+        stamps: when the batch was made and handed over; None for a batch that nobody made.
     """
 
     images: Tensor
@@ -48,22 +45,18 @@ class HostBatch(NamedTuple):
     stamps: Stamps | None = None
 
     def pin_memory(self) -> HostBatch:
-        """The same with what goes to the device in page-locked memory; torch's own loader asks for
-        that.
-        """
+        """Returns the batch in page-locked memory, but for the indices; torch's loader calls it."""
         images = self.images.pin_memory()
         labels = self.labels.pin_memory()
-        return self._replace(
-            images=images, labels=labels, stamps=self.stamps and self.stamps.pin_memory()
-        )
+        stamps = self.stamps and self.stamps.pin_memory()
+        return self._replace(images=images, labels=labels, stamps=stamps)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
     """The settings of a feed with nothing left to derive; the names are torch's.
 
-    ``prefetch_factor`` is None and ``persistent_workers`` False where ``num_workers`` is 0;
-    ``backend`` names the feed's form.
+    With ``num_workers=0``, ``prefetch_factor`` is None and ``persistent_workers`` False.
     """
 
     batch_size: int
@@ -77,21 +70,23 @@ class FeedSettings:
 
     def __str__(self) -> str:
         text = f"num_workers={self.num_workers} pin_memory={str(self.pin_memory).lower()}"
-        text += "" if self.prefetch_factor is None else f" prefetch_factor={self.prefetch_factor}"
-        return text if self.backend == PROCESSES else f"{text} backend={self.backend}"
+        if self.prefetch_factor is not None:
+            text += f" prefetch_factor={self.prefetch_factor}"
+        if self.backend != PROCESSES:
+            text += f" backend={self.backend}"
+        return text
 
 
 class Feed(ABC):
-    """An iterable over one epoch's batches at a time; its length is that of the chosen epoch.
+    """Iterates over the batches of one epoch at a time; its length is that of the chosen epoch.
 
-    A new pass ends the one before it, and no batch of a pass may be lost. A form says where they
-    come from.
+    A new pass ends the pass before. A backend only says where the batches come from.
 
     Attributes:
         order: which samples make which batch.
         settings: how the batches are made.
         on_device: whether the images are on the device already, so that nothing is copied.
-        meter: what its workers do; None where they make nothing, or where it cannot be had.
+        meter: what the workers do; None without workers or without shared memory.
     """
 
     on_device = False
@@ -103,7 +98,7 @@ class Feed(ABC):
         self._epoch = 0
         # the epoch of a pass that was begun ahead of time
         self._primed: int | None = None
-        # differs from pass to pass
+        # another object for each pass, so that a pass can see that a later one has begun
         self._running: object | None = None
 
     def __len__(self) -> int:
@@ -111,19 +106,17 @@ class Feed(ABC):
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """The live worker processes; empty where there are none."""
+        """The process ids of the live workers; empty for threads."""
         return ()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next ``iter()`` gives."""
+        """Chooses the epoch of the next ``iter()``."""
         self._epoch = epoch
 
     def prime(self, epoch: int) -> None:
-        """Begin the pass of ``epoch`` in the background, so that the next ``iter()``, if it is of
-        that epoch, finds batches.
+        """Begins ``epoch`` in the background, so that an ``iter()`` of that epoch finds batches.
 
-        It never blocks, and an error in it surfaces from ``next()``. It does nothing while another
-        pass runs.
+        Never blocks. An error surfaces from ``next()``. Does nothing while another pass runs.
         """
         if self._running is None and self._primed is None:
             self._begin(epoch)
@@ -135,8 +128,13 @@ class Feed(ABC):
             yield from filter(None, batches)
 
     def polled(self, poll_s: float) -> Generator[HostBatch | None, None, None]:
-        """One pass that gives None whenever ``poll_s`` seconds, at most 0.5 to 2, went by without a
-        batch.
+        """Iterates over one pass, and yields None after each ``poll_s`` seconds without a batch.
+
+        A wait lasts 2 s at most, whatever ``poll_s`` is; 0.5 s for threads.
+
+        Raises:
+            BadSample: a sample of the batch cannot be read.
+            LoaderError: a batch was lost, or the workers were.
         """
         if self._running is not None or self._primed not in (None, self._epoch):
             self.close()
@@ -146,47 +144,51 @@ class Feed(ABC):
         given = 0
         wanted = len(self)
         try:
-            for batch in self._batches(self._epoch, primed, poll_s) if wanted else ():
-                if batch is not None and batch.errors:
-                    raise BadSample(*batch.errors[0])
-                given += batch is not None
+            if not wanted:
+                return
+            for batch in self._batches(self._epoch, primed, poll_s):
+                if batch is not None:
+                    if batch.errors:
+                        raise BadSample(*batch.errors[0])
+                    given += 1
                 yield batch
+                # the memory of the batch must be free while the next one is awaited
                 del batch
                 if given == wanted:
-                    break
-            if given != wanted:
-                raise LoaderError(
-                    f"the feed ended after {given} of {wanted} batches; no batch may be lost"
-                )
+                    return
+            raise LoaderError(
+                f"the feed ended after {given} of {wanted} batches; no batch may be lost"
+            )
         finally:
-            # no later pass runs, whose workers these would be
+            # the workers may be those of a later pass
             if self._running in (None, own):
                 self._running = None
-                # what was asked for would come in the next pass
+                # batches that were asked for would come in the next pass
                 if not given or given < wanted or not self.settings.persistent_workers:
                     self.close()
 
     def close(self) -> None:
-        """End the workers, if any; the next ``iter()`` starts new ones. Safe to call twice."""
+        """Ends the workers; the next ``iter()`` starts new ones. Safe to call twice."""
         self._primed = self._running = None
         self._end()
 
     @abstractmethod
     def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
-        """The batches of ``epoch``, and None for each wait of ``poll_s``; where it is not
-        ``primed``, begins with it.
-        """
+        """Iterates over ``epoch``, begun already if ``primed``; None stands for a vain wait."""
 
-    def _begin(self, epoch: int) -> object:  # noqa: B027  # a form that makes nothing ahead has nothing to begin
-        """Begin the pass of ``epoch`` without waiting for it."""
+    # a backend that makes nothing ahead has nothing to begin or to end
+    def _begin(self, epoch: int) -> object:  # noqa: B027
+        """Begins the pass of ``epoch`` without waiting."""
 
-    def _end(self) -> None:  # noqa: B027  # nor to end
-        """End what a pass has begun."""
+    def _end(self) -> None:  # noqa: B027
+        """Ends what a pass has begun."""
 
 
 class FillableDataset(Protocol):
-    """What a feed needs of a data set; one that is a ``StagedDataset`` as well can tell what takes
-    its time.
+    """A data set that a feed can serve.
+
+    A data set with an attribute ``stages``, the names of what ``fill`` does, is given a fourth
+    argument by some calls of ``fill``: a function to call at the end of each stage with its name.
 
     Attributes:
         image_size: side of an image in pixels.
@@ -197,52 +199,29 @@ class FillableDataset(Protocol):
     def __len__(self) -> int: ...
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-        """Write sample ``index`` of ``epoch`` into ``out`` (uint8 ``[3, S, S]``) and return its
-        label.
-        """
+        """Writes sample ``index`` of ``epoch`` into ``out``, uint8 ``[3, S, S]``; returns its label."""
         ...
-
-
-@runtime_checkable
-class StagedDataset(FillableDataset, Protocol):
-    """A data set that times what it does.
-
-    Attributes:
-        stages: the names of what ``fill`` does, in order.
-    """
-
-    stages: tuple[str, ...]
-
-    def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
-        """As in ``FillableDataset``; where there is a ``lap``, it is called at the end of each
-        stage, with the stage's name.
-        """
-        ...
-
-
-def too_slow(settings: FeedSettings) -> LoaderError:
-    """The error for a batch that was waited for in vain."""
-    return LoaderError(
-        f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage "
-        "does; raise the time, "
-        f"or find the sample with {alone(settings)}"
-    )
-
-
-def alone(settings: FeedSettings) -> str:
-    """What to set so that the trainer itself loads each sample, as overrides that can be typed."""
-    return (
-        f"{'loader.backend=processes ' if settings.backend == ARRAYS else ''}loader.num_workers=0"
-    )
 
 
 def stages_of(dataset: FillableDataset) -> tuple[str, ...]:
-    """The stages that ``dataset`` names, or ``sample`` where it names none."""
-    return dataset.stages if isinstance(dataset, StagedDataset) else (SAMPLE,)
+    """Returns the stages that ``dataset`` names, or ``sample``."""
+    stages: tuple[str, ...] = getattr(dataset, "stages", (SAMPLE,))
+    return stages
+
+
+def too_slow(settings: FeedSettings) -> LoaderError:
+    """Returns the error for a batch that did not come in time."""
+    alone = "loader.num_workers=0"
+    if settings.backend == ARRAYS:
+        alone = f"loader.backend=processes {alone}"
+    return LoaderError(
+        f"no batch within loader.timeout_s={settings.timeout_s:g}: a worker hangs or the storage "
+        f"does; raise the time, or find the sample with {alone}"
+    )
 
 
 def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> FeedSettings:
-    """The training feed's settings, derived where ``loader`` leaves them null.
+    """Returns the training feed's settings, derived where ``loader`` has null.
 
     Args:
         loader: the user's settings.
@@ -251,42 +230,29 @@ def train_settings(loader: LoaderConfig, limits: Limits, pinnable: bool) -> Feed
     """
     workers = loader.num_workers
     if workers is None:
-        workers = max(1, min(_MOST_WORKERS, int(limits.cores)))
-    pin = (loader.pin_memory is None or loader.pin_memory) and pinnable
-    persistent = loader.persistent_workers is None or loader.persistent_workers
-    return _settings(loader, loader.batch_size, workers, pin, loader.prefetch_factor, persistent)
+        # more than 16 processes only for users who ask for them
+        workers = max(1, min(16, int(limits.cores)))
+    return FeedSettings(
+        batch_size=loader.batch_size,
+        num_workers=workers,
+        pin_memory=pinnable and loader.pin_memory is not False,
+        prefetch_factor=loader.prefetch_factor or 2 if workers else None,
+        persistent_workers=workers > 0 and loader.persistent_workers is not False,
+        timeout_s=loader.timeout_s,
+        start_method=loader.start_method.name,
+    )
 
 
 def val_settings(loader: LoaderConfig, train: FeedSettings) -> FeedSettings:
-    """The validation feed's settings: of the training feed's form, with workers that live for one
-    evaluation only.
-    """
+    """Returns the validation feed's settings: those of training, with workers for one pass."""
     val = loader.val
-    settings = _settings(
-        loader,
-        train.batch_size if val.batch_size is None else val.batch_size,
-        train.num_workers if val.num_workers is None else val.num_workers,
-        train.pin_memory,
-        val.prefetch_factor,
-        False,
-    )
-    return replace(settings, backend=train.backend)
-
-
-def _settings(
-    loader: LoaderConfig,
-    batch_size: int,
-    workers: int,
-    pin: bool,
-    prefetch: int | None,
-    persistent: bool,
-) -> FeedSettings:
-    return FeedSettings(
-        batch_size=batch_size,
+    workers = val.num_workers
+    if workers is None or train.backend == ARRAYS:
+        workers = train.num_workers
+    return replace(
+        train,
+        batch_size=val.batch_size or train.batch_size,
         num_workers=workers,
-        pin_memory=pin,
-        prefetch_factor=(prefetch or _TORCH_PREFETCH_FACTOR) if workers else None,
-        persistent_workers=persistent and workers > 0,
-        timeout_s=loader.timeout_s,
-        start_method=loader.start_method.name,
+        prefetch_factor=val.prefetch_factor or 2 if workers else None,
+        persistent_workers=False,
     )

@@ -20,30 +20,35 @@ _END: Any = object()
 
 
 class Ready(NamedTuple):
-    """A batch on its way.
+    """A batch on its way to the step.
 
-    ``done`` is recorded behind the last write to the tensors; ``copy`` is the event before and that
-    after the copy, and it; ``there_s`` is when the batch was there.
+    Attributes:
+        images: on the device, normalised.
+        labels: on the device.
+        events: before the copy, after the copy, behind the last write; None without a clock.
+        done: the event behind the last write to the tensors.
+        stamps: when the batch was made.
+        there_s: when the batch was there.
     """
 
     images: Tensor
     labels: Tensor
-    copy: tuple[Any, Any, Any] | None
+    events: tuple[Any, Any, Any] | None
     done: Any
     stamps: Stamps | None
     there_s: float
 
 
 class Mover:
-    """Moves batches to the device and makes them ready there, on ``stream`` if there is one.
+    """Moves batches to the device and makes them ready there.
 
-    It holds what the loader gave until its copy is done: the loader may use memory again that
-    nobody holds.
+    Holds what the loader gave until its copy is done: the loader may use memory again that nothing
+    holds.
 
     Args:
         own: the device.
-        stream: the side stream; None: all goes to the current one.
-        clock: reads the events; None: nobody does.
+        stream: the side stream; None puts all work on the current stream.
+        clock: reads the events, if given.
         made_there: the loader makes its batches on the device.
         augment, normalise, mix: what is done to each batch.
     """
@@ -62,7 +67,7 @@ class Mover:
         self.stream = stream
         self._made_there = made_there
         self._timed = clock is not None and own.has_streams
-        self._now = own.now if clock is None else clock.now
+        self._now = (clock or own).now
         self._augment = augment
         self._normalise = normalise
         self._mix = mix
@@ -71,104 +76,73 @@ class Mover:
         # the event behind each copy, and the batch that is copied
         self._copying: deque[tuple[Any, Any]] = deque()
 
-    def pulled(self, batches: Iterator[Any], plain: bool) -> Ready | None:
-        """The next of ``batches`` on the device, issued on the side stream if there is one; None at
-        the end.
+    def __call__(self, batches: Iterator[Any], plain: bool) -> Ready | None:
+        """Issues the next of ``batches`` to the device; returns None at the end.
 
-        A ``plain`` loop has its batch as soon as the loader has given it; one with a thread when
-        all of this is issued.
+        A ``plain`` loop has a batch as soon as the loader has given it; a loop with a thread, when
+        all of the work is issued.
         """
-        there_s: float | None
-        if not self.own.has_streams:
-            batch = next(batches, _END)
-            there_s = self._now() if plain else None
-            if batch is _END:
-                return None
-            with named("copy"):
-                images, labels = map(self.own.copy, _pair(batch))
-                return self._prepared(batch, images, labels, None, there_s)
-        with self.own.on(self.stream):
-            start = self._mark() if self._made_there else None
-            batch = next(batches, _END)
-            if batch is _END:
-                return None
-            there_s = self._now() if plain else None
-            ready = self._moved(batch, start, there_s)
-        # a plain loop must not wait here for the step before
-        self.let_go(most=None if self.stream is None else 1)
-        return ready
-
-    def _moved(self, batch: Any, start: Any, there_s: float | None) -> Ready:
-        images, labels = _pair(batch)
         own = self.own
-        is_there = self._made_there or own.holds(images)
-        if self.stream is not None and is_there:
-            own.keep_for(self.stream, images)
-            if not self._made_there:
-                # the loader's own GPU work may still write to it
-                self.stream.wait_stream(self.outer)
-        with named("copy"):
-            start = end = start or self._mark()
-            if not is_there:
-                images = own.copy(images)
-            if not self._made_there and not own.holds(labels):
-                labels = own.copy(labels)
-            if not is_there:
-                end = own.event(timed=self._timed)
-                end.record(own.stream())
-                self._copying.append((end, batch))
-            return self._prepared(batch, images, labels, (start, end), there_s)
-
-    def _prepared(
-        self,
-        batch: Any,
-        images: Tensor,
-        labels: Tensor,
-        copy: tuple[Any, Any] | None,
-        there_s: float | None,
-    ) -> Ready:
-        """``images`` and ``labels`` of ``batch`` as the network takes them."""
-        if self._augment is not None:
-            images = self._augment(images, batch)
-        images = self._normalise(images)
-        if self._mix is not None:
-            images, labels = self._mix(images, labels, batch)
-        done = None
-        if copy is not None and (self._timed or self.stream is not None):
-            done = self.own.event(timed=self._timed)
-            done.record(self.own.stream())
+        with own.on(self.stream):
+            start = self._mark(self._timed and self._made_there)
+            batch = next(batches, _END)
+            if batch is _END:
+                return None
+            there_s = self._now()
+            images, labels = _pair(batch)
+            is_there = self._made_there or own.holds(images)
+            if self.stream is not None and is_there:
+                own.keep_for(self.stream, images)
+                if not self._made_there:
+                    # the loader's own GPU work may still write to the images
+                    self.stream.wait_stream(self.outer)
+            with named("copy"):
+                start = end = start or self._mark(self._timed)
+                if not is_there:
+                    images = own.copy(images)
+                if not (self._made_there or own.holds(labels)):
+                    labels = own.copy(labels)
+                if own.has_streams and not is_there:
+                    end = self._mark(True)
+                    self._copying.append((end, batch))
+                if self._augment is not None:
+                    images = self._augment(images, batch)
+                images = self._normalise(images)
+                if self._mix is not None:
+                    images, labels = self._mix(images, labels, batch)
+                done = self._mark(self._timed or self.stream is not None)
+        if not plain:
+            there_s = self._now()
+        # without a side stream the device works in between, and the host must not wait for it
+        self.let_go(most=1 if self.stream is not None else None)
         stamps = getattr(batch, "stamps", None)
         return Ready(
             images,
             labels,
-            (*copy, done) if copy is not None and self._timed else None,
+            (start, end, done) if self._timed else None,
             done,
             stamps if isinstance(stamps, Stamps) else None,
-            self._now() if there_s is None else there_s,
+            there_s,
         )
 
-    def _mark(self) -> Any:
-        """A timing event at this point of the stream, if a clock reads them."""
-        if not self._timed:
+    def _mark(self, wanted: bool) -> Any:
+        """Returns an event at this point of the stream, if one is wanted."""
+        if not wanted:
             return None
-        event = self.own.event(timed=True)
+        event = self.own.event(timed=self._timed)
         event.record(self.own.stream())
         return event
 
     def let_go(self, most: int | None) -> None:
-        """Drop the batches that are copied, and wait until at most ``most`` copies are under way;
-        None: for none of them.
-        """
-        while self._copying and (
-            self._copying[0][0].query() or (most is not None and len(self._copying) > most)
-        ):
-            # the host waits for the device, which without a side stream works in between
-            self._copying[0][0].synchronize()
-            self._copying.popleft()
+        """Drops batches that are copied; waits until ``most`` copies are under way, if given."""
+        copying = self._copying
+        while copying and (copying[0][0].query() or (most is not None and len(copying) > most)):
+            copying[0][0].synchronize()
+            copying.popleft()
 
 
 def _pair(batch: Any) -> Sequence[Tensor]:
-    """The images and the labels of ``batch``, which has no other part, but for a feed's."""
+    """Returns the images and the labels; a batch of another loader must have no other part."""
     if hasattr(batch, "stamps"):
         return batch.images, batch.labels
     parts = list(batch) if isinstance(batch, tuple | list) else [batch]

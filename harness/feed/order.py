@@ -12,13 +12,10 @@ import numpy as np
 
 from harness.runtime.seeding import order_rng
 
-# far from any epoch of training
-_PROBE_EPOCH = 2**31
-
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Samples ``start`` to ``stop`` of the order of ``epoch``: what is left of it, over all ranks."""
+    """The samples ``start`` to ``stop`` that are left of the order of ``epoch``, of all ranks."""
 
     epoch: int
     start: int
@@ -29,25 +26,25 @@ class Rest:
 class Order:
     """The batches of one rank.
 
-    A global batch is a run of ``batch_size * world_size`` places in the epoch's order; each rank
-    takes its own stretch of it. So the global batches are the same for any number of ranks at an
+    A global batch is a run of ``batch_size * world_size`` places in the epoch's order, and each
+    rank takes its own stretch. So the global batches are the same for any number of ranks at an
     equal global batch size, and without ``drop_last`` every sample is seen once by one rank:
     nothing is padded.
 
     A rest begins with a whole global batch, wherever it starts, and all ranks have the same number
-    of batches of it: the last, short global batch is divided evenly. Where that has fewer samples
-    than there are ranks, it and the one before it become two of about half the size each.
+    of its batches: the last, short global batch is divided evenly. If the last batch has fewer
+    samples than there are ranks, the last two batches become two of about half the size.
 
     Attributes:
         length: samples in the data set.
         batch_size: samples per batch and rank.
         shuffle: a new order each epoch, else 0, 1, 2, ...
-        drop_last: leave out the last batches where they do not make a whole update.
+        drop_last: leave out the last batches if they do not make a whole update.
         parts: global batches of an update.
-        rest: all that there is of one epoch; None: every epoch is whole.
+        rest: what is left of one epoch; None: every epoch is whole.
 
     Raises:
-        ValueError: the rest does not lie in the data set, or the ranks cannot share it.
+        ValueError: the rest does not lie in the data set, or the ranks cannot share the rest.
     """
 
     length: int
@@ -68,30 +65,29 @@ class Order:
         if rest.start < 0 or rest.stop > self.length or not shared:
             raise ValueError(
                 f"epoch {rest.epoch}: {self.world_size} ranks cannot share samples {rest.start} to "
-                f"{rest.stop} of "
-                f"{self.length} evenly in batches of at most {self.batch_size}; use fewer ranks or "
-                "raise loader.batch_size"
+                f"{rest.stop} of {self.length} evenly in batches of at most {self.batch_size}; use "
+                "fewer ranks or raise loader.batch_size"
             )
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Returns the batches of a whole epoch."""
         return replace(self, rest=None).count(0)
 
     def count(self, epoch: int) -> int:
-        """Batches of ``epoch``."""
+        """Returns the batches of ``epoch``."""
         left = self._left(epoch)
-        # of the last, short batch of a whole epoch the first ranks alone may have a part
-        before = 0 if left is self.rest else self.rank * self.batch_size
-        return math.ceil((left.stop - left.start - before) / self._step)
+        samples = left.stop - left.start
+        if left is not self.rest:
+            # of the last, short batch of a whole epoch the first ranks alone may have a part
+            samples -= self.rank * self.batch_size
+        return math.ceil(samples / self._step)
 
     def stop(self, epoch: int) -> int:
-        """Where ``epoch`` ends: samples of its order."""
+        """Returns the place in its order where ``epoch`` ends."""
         return self._left(epoch).stop
 
     def taken(self, epoch: int, batches: int) -> int:
-        """Samples of the order of ``epoch`` that are behind all ranks once each has had ``batches``
-        of it.
-        """
+        """Returns the place in the order of ``epoch`` after ``batches`` of every rank."""
         left = self._left(epoch)
         taken = min(left.start + batches * self._step, left.stop)
         short = left.stop - taken
@@ -100,24 +96,25 @@ class Order:
         return taken
 
     def indices(self, epoch: int) -> np.ndarray:
-        """The order of the whole data set in ``epoch``: int64 ``[length]``."""
+        """Returns the order of the whole data set in ``epoch``, int64 ``[length]``."""
         if not self.shuffle:
             return np.arange(self.length)
         return order_rng(self.seed, epoch).permutation(self.length)
 
     def batches(self, epoch: int) -> Iterator[np.ndarray]:
-        """This rank's batches of ``epoch``, each int64 ``[<= batch_size]``."""
+        """Iterates over this rank's batches of ``epoch``, each int64 ``[<= batch_size]``."""
         order = self.indices(epoch)
         for position in range(self.count(epoch)):
             yield self.share(order, epoch, position)
 
     def share(self, order: np.ndarray, epoch: int, position: int) -> np.ndarray:
-        """This rank's batch at ``position`` of ``epoch``, whose ``indices()`` are ``order``."""
+        """Returns this rank's batch at ``position`` of ``epoch``, whose indices are ``order``."""
         batch = order[self.taken(epoch, position) : self.taken(epoch, position + 1)]
-        size = len(batch) if self._left(epoch) is self.rest else self._step
-        return batch[
-            size * self.rank // self.world_size : size * (self.rank + 1) // self.world_size
-        ]
+        size = self._step
+        if self._left(epoch) is self.rest:
+            size = len(batch)
+        first = size * self.rank // self.world_size
+        return batch[first : size * (self.rank + 1) // self.world_size]
 
     @property
     def _step(self) -> int:
@@ -125,14 +122,13 @@ class Order:
         return self.batch_size * self.world_size
 
     def _left(self, epoch: int) -> Rest:
-        """What there is of ``epoch``: the very ``rest``, or all."""
+        """Returns ``rest`` itself if it is of ``epoch``, else the whole epoch."""
         if self.rest is not None and self.rest.epoch == epoch:
             return self.rest
-        return Rest(
-            epoch,
-            0,
-            self.length - (self.length % (self._step * self.parts) if self.drop_last else 0),
-        )
+        stop = self.length
+        if self.drop_last:
+            stop -= stop % (self._step * self.parts)
+        return Rest(epoch, 0, stop)
 
 
 @dataclass(slots=True)
@@ -142,7 +138,7 @@ class Cursor:
     Attributes:
         asked: batches that all probes together have asked for.
         begin: where the last probe that moves on began.
-        seen: the batches that ``again`` goes round: those that such a probe has given.
+        seen: the batches that ``again`` repeats: those that the last such probe has given.
     """
 
     asked: int = 0
@@ -152,14 +148,12 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
-    """Batches of ``order`` without an end, from epochs that training will never see; asking for one
-    moves ``cursor``.
+    """Endless batches of ``order``, from epochs that training never sees; moves ``cursor``.
 
-    Probes that share a cursor never ask for the same sample before the whole set has been asked
-    for.
+    Probes that share a cursor ask for every sample once before they ask for any sample again.
 
     Attributes:
-        again: go round what the cursor has seen, and leave it alone.
+        again: repeat what the cursor has seen, and leave the cursor alone.
     """
 
     order: Order
@@ -167,27 +161,26 @@ class ProbeOrder:
     again: bool = False
 
     def count(self, epoch: int) -> int:
-        """More batches than anyone asks for, in any epoch."""
+        """Returns more batches than anyone asks for."""
         return sys.maxsize
 
     def batches(self, epoch: int) -> Iterator[np.ndarray]:
-        """The batches from now on; ``epoch`` changes nothing."""
+        """Iterates over the batches from now on; ``epoch`` changes nothing."""
+        repeated = itertools.cycle(self.cursor.seen if self.again else ())
         of = -1
         indices = np.empty(0, np.int64)
         whole = len(self.order)
-        for position in self._positions():
-            turn = _PROBE_EPOCH + position // whole
+        while True:
+            position = next(repeated, None)
+            if position is None:
+                position = self.cursor.asked
+                self.cursor.asked += 1
+            # far from any epoch of training
+            turn = 2**31 + position // whole
             if turn != of:
                 of = turn
                 indices = self.order.indices(turn)
             yield self.order.share(indices, turn, position % whole)
-
-    def _positions(self) -> Iterator[int]:
-        if self.again:
-            yield from itertools.cycle(self.cursor.seen)
-        while True:
-            self.cursor.asked += 1
-            yield self.cursor.asked - 1
 
 
 AnyOrder = Order | ProbeOrder

@@ -1,9 +1,9 @@
-"""Host batches to device batches, one ahead, normalised there.
+"""Moves host batches to the device, one ahead of the step, and normalises them there.
 
 After Apex's ``data_prefetcher`` (NVIDIA, examples/imagenet), with three differences. The host never
 waits for the next batch before it hands out one that is ready: a thread of the prefetcher's own
-waits. One side stream serves the whole life (a stream per epoch makes the allocator reserve memory
-anew, timm #2781). Errors and early exits are those of a plain loop.
+waits. One side stream serves the whole life (a stream per epoch makes the allocator reserve more
+memory, timm #2781). Errors and early exits are those of a plain loop.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ class DataPrefetcher:
 
     On CUDA, a thread takes batches from ``loader`` and issues their copy and normalisation on a
     side stream while the step runs; it is one batch ahead of what was asked for. ``next()`` first
-    sleeps until the device has at most one step left of those that it was given, so that the host
-    is never more than two steps ahead, nor their batches' memory. Elsewhere, and with
+    sleeps until the device has at most one step left, so that the host is never more than two
+    steps ahead, nor their batches' memory. Elsewhere, and with
     ``ahead=False``, each batch is moved when it is asked for. Each ``iter()`` is a new pass and
-    ends the one before it.
+    ends the pass before.
 
     Args:
         loader: gives batches ``(images, labels)``, two tensors ``[N, C, H, W]`` and ``[N]``, or is
@@ -50,12 +51,12 @@ class DataPrefetcher:
         augment: called with the images on the device, as the loader has them, and its batch; gives
             others in their place.
         mix: called with the normalised images, the labels on the device and the loader's batch;
-            gives both anew.
+            gives others in their place.
         reuse: on a CPU, normalise into memory of earlier batches that no tensor and no array holds
             any more; up to three batches of memory then stay with the prefetcher.
 
     Attributes:
-        first_wait_s: seconds that the first ``next()`` of the latest pass took; None before it.
+        first_wait_s: seconds that the first ``next()`` of the latest pass took; None before the first.
 
     Raises:
         ValueError: ``mean`` and ``std`` do not fit each other, or, from ``next()``, the images.
@@ -86,8 +87,8 @@ class DataPrefetcher:
         with own.on(stream):
             normalise = Normalise(self.device, mean, std, dtype, channels_last, reuse=reuse)
         made_there = getattr(loader, "on_device", False)
-        self._now = own.now if clock is None else clock.now
         self._mover = Mover(own, stream, clock, made_there, augment, normalise, mix)
+        self._now = (clock or own).now
         self._clock = clock
         self._lead = Lead(own, self._now) if own.has_streams else None
         self.first_wait_s: float | None = None
@@ -100,8 +101,7 @@ class DataPrefetcher:
     def __iter__(self) -> DataPrefetcher:
         self.close()
         self.first_wait_s = None
-        run = _run_ahead if self._ahead else _run_plain
-        self._pass = run(self.loader, self._mover, self._clock)
+        self._pass = _batches(self.loader, self._mover, self._clock, self._ahead)
         # a pass left half-way has a thread
         self._end_pass = weakref.finalize(self, self._pass.close)
         return self
@@ -111,9 +111,9 @@ class DataPrefetcher:
             iter(self)
         assert self._pass is not None
         if self._lead is not None:
-            began_s = self._lead.hold()
-            if began_s is not None and self._clock is not None:
-                self._clock.held(began_s)
+            held_s = self._lead.hold()
+            if held_s is not None and self._clock is not None:
+                self._clock.held(held_s)
         if self.first_wait_s is not None:
             return next(self._pass)
         began_s = self._now()
@@ -122,7 +122,7 @@ class DataPrefetcher:
         return first
 
     def next(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The next batch, or ``(None, None)`` at the end of the pass, as Apex's prefetcher has it."""
+        """Returns the next batch, or ``(None, None)`` at the end, as Apex's prefetcher does."""
         try:
             return self.__next__()
         except StopIteration:
@@ -130,7 +130,7 @@ class DataPrefetcher:
             return None, None
 
     def close(self) -> None:
-        """End the pass, if one runs, and wait for its thread."""
+        """Ends the pass, if one runs, and waits for its thread."""
         self._pass = None
         if self._end_pass is not None:
             self._end_pass()
@@ -147,9 +147,9 @@ class Lead:
         self._recorded = 0
 
     def hold(self) -> float | None:
-        """Sleep until the device has at most one step left; to be called before each step.
+        """Sleeps until the device has at most one step left; call it before each step.
 
-        Returns when it went to sleep, or None where the device has no more than that.
+        Returns when the sleep began; None if the device had no more than that.
         """
         self._ends.rotate()
         self._ends[0].record(self._own.stream())
@@ -162,28 +162,22 @@ class Lead:
         return began_s
 
 
-def _run_plain(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> Batches:
-    try:
-        batches = iter(loader)
-        while (ready := move.pulled(batches, plain=True)) is not None:
-            _tell(clock, ready)
-            yield ready.images, ready.labels
-            # or two batches would stay on the device while the next one is awaited
-            del ready
-    finally:
-        move.let_go(most=0)
-
-
-def _run_ahead(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> Batches:
+def _batches(loader: Iterable[Any], move: Mover, clock: StepClock | None, ahead: bool) -> Batches:
+    """One pass; ``ahead`` of the consumer by a thread, or each batch as it is asked for."""
     own = move.own
     side = move.stream
     if side is not None:
         move.outer = own.stream()
         # what the loader has on the device may still be written there
         side.wait_stream(move.outer)
-    pull = _Pull(loader, move)
+    pull = None
+    if ahead:
+        pull = _Pull(loader, move)
+        take = pull.take
+    else:
+        take = partial(move, iter(loader), plain=True)
     try:
-        while (ready := pull.take()) is not None:
+        while (ready := take()) is not None:
             if side is not None:
                 current = own.stream()
                 # compute waits for the copy, on the device
@@ -191,28 +185,24 @@ def _run_ahead(loader: Iterable[Any], move: Mover, clock: StepClock | None) -> B
                 # and the memory is not reused before compute is through
                 own.keep_for(current, ready.images)
                 own.keep_for(current, ready.labels)
-            _tell(clock, ready)
+            if clock is not None:
+                if ready.events is not None:
+                    clock.copied(*ready.events)
+                clock.arrived(ready.stamps, ready.there_s)
             yield ready.images, ready.labels
+            # or two batches would stay on the device while the next one is awaited
             del ready
     finally:
-        pull.stop()
+        if pull is not None:
+            pull.stop()
         move.let_go(most=0)
 
 
-def _tell(clock: StepClock | None, ready: Ready) -> None:
-    if clock is None:
-        return
-    if ready.copy is not None:
-        clock.copied(*ready.copy)
-    clock.arrived(ready.stamps, ready.there_s)
-
-
 class _Pull:
-    """The thread of one pass: takes a batch from the loader, moves it, and stops until that one is
-    taken.
+    """The thread of one pass: moves a batch, and stops until that batch is taken.
 
-    The permit keeps it exactly one ahead: it is given back when a batch is handed out, before the
-    step is launched.
+    The permit keeps the thread exactly one batch ahead: it is given back when a batch is handed
+    out, before the step is launched.
     """
 
     def __init__(self, loader: Iterable[Any], move: Mover) -> None:
@@ -224,20 +214,20 @@ class _Pull:
         self._thread = move.own.start(self._work, "prefetch")
 
     def take(self) -> Ready | None:
-        """The next batch, or None at the end; raises what the loader raised."""
+        """Returns the next batch, or None at the end; raises what the loader raised."""
         item: Ready | BaseException | None = self._ready.get()
         if isinstance(item, BaseException):
             try:
                 raise item
             finally:
-                # or its traceback would keep this frame, and this frame the error, and both the
+                # or the error's traceback would keep this frame, the frame the error, and both the
                 # loader's iterator
                 del item
         self._permit.put(True)
         return item
 
     def stop(self) -> None:
-        """End the thread; waits for the loader's current ``next()`` to come back."""
+        """Ends the thread; waits for the loader's current ``next()`` to come back."""
         self._permit.put(False)
         self._thread.join()
 
@@ -246,13 +236,12 @@ class _Pull:
             self._move.own.make_current()
             batches = iter(self._loader)
             try:
-                while (
-                    self._permit.get()
-                    and (ready := self._move.pulled(batches, plain=False)) is not None
-                ):
+                while self._permit.get():
+                    ready = self._move(batches, plain=False)
                     self._ready.put(ready)
+                    if ready is None:
+                        break
                     del ready
-                self._ready.put(None)
             finally:
                 if hasattr(batches, "close"):
                     batches.close()

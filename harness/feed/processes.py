@@ -1,6 +1,4 @@
-"""The feed's ``processes`` backend: torch's ``DataLoader`` with workers that fill whole uint8
-batches.
-"""
+"""The feed's ``processes`` backend: torch's ``DataLoader``, whose workers fill whole batches."""
 
 from __future__ import annotations
 
@@ -42,9 +40,6 @@ from harness.watch.stages import StageMeter
 # how soon a dead worker, or a signal to the trainer, ends a wait
 _POLL_S = 2.0
 
-# an epoch and the indices of one batch: the epoch travels with every request
-Key = tuple[int, np.ndarray]
-
 
 class ProcessFeed(Feed):
     """Batches of ``dataset`` in the order of ``order``.
@@ -69,14 +64,14 @@ class ProcessFeed(Feed):
     ) -> None:
         super().__init__(order, settings)
         self._keys = _Keys(order)
+        # without shared memory the feed does without a meter
         with suppress(RuntimeError, OSError):
-            # no shared memory for it: the feed does without
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
         self._data = _Batches(dataset, self.meter, gauge)
         self._loader: Loader | None = None
         # torch's iterator of this pass, or of the last with persistent workers
-        self._pass: Iterator[HostBatch] | None = None
-        # that of a primed pass
+        self._pass: Any = None
+        # the iterator of a primed pass
         self._started: Future[Iterator[HostBatch]] | None = None
         self._workers: list[BaseProcess] = []
         # at exit too: Python waits for them, and they are deaf to SIGTERM
@@ -84,16 +79,13 @@ class ProcessFeed(Feed):
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """The live workers; empty without any, and until a pass has begun."""
-        return tuple(
-            worker.pid for worker in self._workers if worker.pid is not None and worker.is_alive()
-        )
+        """The process ids of the live workers; empty until a pass has begun."""
+        return tuple(worker.pid for worker in self._workers if worker.pid and worker.is_alive())
 
     def prime(self, epoch: int) -> None:
-        """As in ``Feed``, in the background; nothing happens without workers.
+        """As in ``Feed``, but does nothing without workers, and forks none.
 
-        Nor are workers forked: a lock that the step holds at that moment would be held in them for
-        ever.
+        A lock that the step holds at that moment would be held in a forked worker for ever.
         """
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
@@ -102,7 +94,7 @@ class ProcessFeed(Feed):
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                # a primed pass serves where it waits as shortly
+                # a primed pass waits too long for a consumer that looks more often
                 if self._started and poll_s < _POLL_S:
                     self._end()
                 started = self._started
@@ -110,10 +102,14 @@ class ProcessFeed(Feed):
                 batches = started.result() if started else self._start(epoch, poll_s)
                 watchdog.wait = 0
                 for batch in self._polls(batches):
-                    if batch is None and watchdog.fired:
-                        raise TimeoutError
-                    given += batch is not None
-                    watchdog.wait = given if batch is None else None
+                    if batch is None:
+                        if watchdog.fired:
+                            raise TimeoutError
+                        watchdog.wait = given
+                    else:
+                        given += 1
+                        # the consumer has the batch: nothing waits
+                        watchdog.wait = None
                     yield batch
                     watchdog.wait = given
             except (RuntimeError, OSError, EOFError) as error:
@@ -122,10 +118,17 @@ class ProcessFeed(Feed):
                 if watchdog.fired:
                     signals.check()
                     raise too_slow(self.settings) from error
-                raise _loader_error(error) from error
+                # a worker's own error comes behind its traceback
+                lines = (str(error) or type(error).__name__).splitlines()
+                text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")
+                raise LoaderError(
+                    f"{text}: a worker died, or its batch could not be handed over (out of memory, "
+                    "full /dev/shm, too many open files); lower loader.num_workers or "
+                    "loader.batch_size"
+                ) from error
 
     def _polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
-        """The batches of one pass, and None for each of torch's waits that was in vain.
+        """Iterates over ``batches``, and yields None for each of torch's waits that was in vain.
 
         Torch looks for dead workers only when a wait is over, so that waits are short ones.
         """
@@ -142,22 +145,23 @@ class ProcessFeed(Feed):
             yield batch
 
     def _begin(self, epoch: int) -> None:
-        """Start the workers, or wake persistent ones, for ``epoch`` in the background."""
-        own = torch.accelerator
-        # a new thread is on the first device, and torch's pinning thread takes over the device of
-        # the one that starts it
-        device = (
-            (own.set_device_index, (own.current_device_index(),))
-            if self.settings.pin_memory
-            else ()
-        )
+        """Starts the workers, or wakes persistent ones, for ``epoch`` in the background."""
+        device: tuple[Any, ...] = ()
+        if self.settings.pin_memory:
+            # a new thread is on the first device, and torch's pinning thread takes over the device
+            # of the thread that starts it
+            own = torch.accelerator
+            device = (own.set_device_index, (own.current_device_index(),))
         pool = ThreadPoolExecutor(1, "prime", *device)
         self._started = pool.submit(self._start, epoch, _POLL_S)
         pool.shutdown(wait=False)
 
     def _start(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
+        """Returns torch's iterator over ``epoch``, with its workers started."""
         s = self.settings
-        wait_s = min(poll_s, _POLL_S, s.timeout_s or _POLL_S) if s.num_workers else 0
+        wait_s = 0.0
+        if s.num_workers:
+            wait_s = min(poll_s, _POLL_S, s.timeout_s or _POLL_S)
         if self._loader is not None and self._loader.timeout != wait_s:
             self._end_workers()
         if self._loader is None:
@@ -188,18 +192,19 @@ class ProcessFeed(Feed):
         except (PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"num_workers={s.num_workers}: the data set cannot be sent to worker processes "
-                f"({error}); define its functions "
-                "and classes at the top of a module, or use num_workers=0"
+                f"({error}); define its functions and classes at the top of a module, or use "
+                "num_workers=0"
             ) from error
         finally:
             if threading.current_thread() is threading.main_thread():
-                # torch's raises wherever the trainer happens to be
+                # torch's handler raises wherever the trainer happens to be
                 signal.signal(signal.SIGCHLD, former or signal.SIG_DFL)
         self._workers[:] = getattr(self._pass, "_workers", ())
-        return self._pass
+        batches: Iterator[HostBatch] = self._pass
+        return batches
 
     def _free(self) -> None:
-        """End a wait in a read from a worker, which has no limit of its own: kill the workers."""
+        """Ends a wait in a read from a worker, which has no limit of its own."""
         queue = getattr(self._pass, "_worker_result_queue", None)
         # torch's pinning thread reads in this one's place, and must be ended before the workers are
         if queue is not None and not self.settings.pin_memory:
@@ -209,7 +214,6 @@ class ProcessFeed(Feed):
             queue._writer.close()
 
     def _end(self) -> None:
-        """End the workers, busy or not, at once."""
         started = self._started
         self._started = None
         if started:
@@ -218,21 +222,29 @@ class ProcessFeed(Feed):
         self._end_workers()
 
     def _end_workers(self) -> None:
-        """Kill the workers, then drop torch's iterator: in the other order it waits up to 5 s for
-        each that is busy.
+        """Ends the workers at once, busy or not, and drops torch's iterator.
+
+        In the other order torch waits up to 5 s for each worker that is busy.
         """
         if self._workers:
-            _stop_pinning(self._pass)
+            # torch's thread that pins batches cannot bear the death of the workers it reads from
+            thread = getattr(self._pass, "_pin_memory_thread", None)
+            if thread is not None:
+                self._pass._pin_memory_thread_done_event.set()
+                # wakes the thread
+                self._pass._worker_result_queue.put((None, None))
+                thread.join(timeout=1.0)
+                # if it waits for a worker, the worker's death ends it, with an error that the feed
+                # tells
+                thread._invoke_excepthook = _as_it_is
             _kill(self._workers)
             # torch sets this event when it is dropped; a worker that was killed in a look at it
             # took its lock along
-            self._pass._workers_done_event = threading.Event()  # type: ignore[union-attr]
+            self._pass._workers_done_event = threading.Event()
         self._pass = self._loader = None
 
     def _parts(self) -> dict[str, Any]:
-        """What torch's loader is made of: ``__getitems__`` of the data set gives a whole batch for
-        a key.
-        """
+        """Returns what torch's loader is made of: a key becomes a whole batch in the worker."""
         return {
             "dataset": self._data,
             "batch_sampler": self._keys,
@@ -242,22 +254,20 @@ class ProcessFeed(Feed):
 
 
 class Loader(DataLoader[HostBatch]):
-    """Torch's, without its warning of many workers: so many were asked for, and threads must not
-    filter warnings.
-    """
+    """Torch's, without its warning of many workers: threads must not filter warnings."""
 
     def check_worker_number_rationality(self) -> None:
-        """Says nothing."""
+        """Says nothing: the user or the tuner asked for this number."""
 
 
 @dataclass(slots=True)
 class _Keys:
-    """The batch sampler: one request for each batch of the chosen epoch."""
+    """The batch sampler: the epoch and the indices of each batch, sent with every request."""
 
     order: AnyOrder
     epoch: int = 0
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
         return zip(itertools.repeat(self.epoch), self.order.batches(self.epoch))
 
 
@@ -276,16 +286,17 @@ class _Batches(Dataset[HostBatch]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, key: Key) -> HostBatch:
+    def __getitems__(self, key: tuple[int, np.ndarray]) -> HostBatch:
         epoch, indices = key
         count = len(indices)
         worker = get_worker_info()
         if self._filler is None:
-            self._filler = Filler(self.dataset, worker.id if worker else 0, self.meter, self.gauge)
+            slot = worker.id if worker else 0
+            self._filler = Filler(self.dataset, slot, self.meter, self.gauge)
         # what the batch takes besides its samples begins here
         self._filler.begin(count)
         size = self.dataset.image_size
-        self._filler.share()
+        self._filler.timer.share()
         shape = (count, 3, size, size)
         strides = (3 * size * size, 1, 3 * size, 3)
         if worker is None:
@@ -304,29 +315,13 @@ def _as_it_is(batch: HostBatch) -> HostBatch:
 
 
 def enter_worker(worker: int) -> None:
-    """Prepare worker number ``worker`` in its own process."""
+    """Prepares worker number ``worker`` in its own process."""
     workers.enter_worker()
 
 
 def _enter_feed(worker: int) -> None:
-    """The same for a worker of this project's own feeds."""
-    enter_worker(worker)
+    workers.enter_worker()
     workers.give_way()
-
-
-def _stop_pinning(batches: object) -> None:
-    """End torch's thread that pins batches, while the workers that it reads from are alive: it
-    cannot bear their death.
-    """
-    done, thread = (
-        getattr(batches, f"_pin_memory_thread{name}", None) for name in ("_done_event", "")
-    )
-    if done is not None and thread is not None:
-        done.set()
-        batches._worker_result_queue.put((None, None))  # type: ignore[attr-defined]  # wakes it
-        thread.join(timeout=1.0)
-        # where it waits for a worker, the worker's death ends it, with an error that the feed tells
-        thread._invoke_excepthook = _as_it_is
 
 
 def _kill(running: list[BaseProcess]) -> None:
@@ -334,7 +329,7 @@ def _kill(running: list[BaseProcess]) -> None:
         worker.kill()
     for worker in running:
         worker.join(timeout=1.0)
-        # one that it was just filling still has its name
+        # a segment that the worker was just filling still has its name
         for segment in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
             segment.unlink(missing_ok=True)
     running.clear()
@@ -342,15 +337,3 @@ def _kill(running: list[BaseProcess]) -> None:
 
 def _is_timeout(error: Exception) -> bool:
     return "timed out after" in str(error)
-
-
-def _loader_error(error: Exception) -> LoaderError:
-    """The typed form of what torch says of its workers."""
-    lines = (str(error) or type(error).__name__).splitlines()
-    # a worker's own error comes behind its traceback
-    text = lines[-1 if lines[0].startswith("Caught ") else 0].rstrip(". ")
-    return LoaderError(
-        f"{text}: a worker died, or its batch could not be handed over (out of memory, full "
-        "/dev/shm, too many open files); "
-        "lower loader.num_workers or loader.batch_size"
-    )

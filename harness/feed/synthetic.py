@@ -1,6 +1,4 @@
-"""Batches that are made on the device once: the step without any loading, as pytorch/examples'
-``--dummy`` wants it.
-"""
+"""Batches made on the device once: the step without loading, as pytorch/examples' ``--dummy``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The feed's ``threads`` backend: threads of the trainer fill batches together, in memory that is
-used again.
+"""The feed's ``threads`` backend: threads of the trainer fill batches together, in reused memory.
 
 Decoders release the interpreter lock while they work. Nothing is copied or handed over.
 ``prefetch_factor`` alone says how many batches there are in memory, however many threads there are.
@@ -30,7 +29,6 @@ from harness.feed.interface import (
     FeedSettings,
     FillableDataset,
     HostBatch,
-    alone,
     stages_of,
     too_slow,
 )
@@ -41,16 +39,12 @@ from harness.runtime.folder import LOGGER
 from harness.watch.stages import StageMeter, Stamps
 
 _log = logging.getLogger(LOGGER)
-_POLL_S = 0.5  # how soon a signal to the trainer ends a wait
-_IDLE_S = 5.0  # wake-up interval of an idle thread, in case a notification was missed
-_JOIN_S = 1.0  # how long ``close`` waits for threads that are busy
-# most samples that a thread takes at a time: between two chunks it looks whether it is still needed
-_CHUNK = 8
-_CHUNKS = (
-    4  # chunks per thread and batch, if the batch is large enough: the threads then finish together
-)
-# batches that a consumer holds: one in use or on its way to the device, and one that it is given
-_HELD = 2
+# how soon a signal to the trainer ends a wait
+_POLL_S = 0.5
+# wake-up interval of an idle thread, in case a notification was missed
+_IDLE_S = 5.0
+# how long ``close`` waits for threads that are busy
+_JOIN_S = 1.0
 
 
 class ThreadFeed(Feed):
@@ -62,7 +56,7 @@ class ThreadFeed(Feed):
 
     Raises:
         BadSample: from ``next()``, for a sample that cannot be read.
-        LoaderError: from ``next()``, where no batch came within ``settings.timeout_s``.
+        LoaderError: from ``next()``, if no batch came within ``settings.timeout_s``.
         MemoryError: from ``next()``.
     """
 
@@ -74,50 +68,45 @@ class ThreadFeed(Feed):
         gauge: Gauge | None = None,
     ) -> None:
         super().__init__(order, settings)
-        self.most_threads = (
-            max(settings.num_workers, 8, 4 * (os.cpu_count() or 1))
-            if gauge is None
-            else gauge.slots
-        )
+        self.most_threads = max(settings.num_workers, 8, 4 * (os.cpu_count() or 1))
+        if gauge is not None:
+            self.most_threads = gauge.slots
         self.meter = StageMeter(stages_of(dataset), self.most_threads, shared=False)
-        self._dataset = dataset
-        self._gauge = gauge
+        self._filler = partial(Filler, dataset, meter=self.meter, gauge=gauge)
+        self._image_size = dataset.image_size
         self._threads: BatchThreads | None = None
 
     def resize(self, threads: int) -> None:
-        """Have so many threads from now on, also within a pass; surplus threads leave after their
-        chunk of samples.
+        """Changes the number of threads, also within a pass; surplus threads end their chunk first.
 
-        Where the system starts no more, a warning says so, and ``settings`` have as many as there
-        are.
+        If the system starts no more, a warning says so, and ``settings`` have the number reached.
 
         Raises:
-            ValueError: there are none to add to, or the rows of the gauge or the meter are fewer.
+            ValueError: the feed has no threads, or the gauge or the meter has too few rows.
         """
         if not (self.settings.num_workers and 1 <= threads <= self.most_threads):
             raise ValueError(
                 f"resize({threads}) of a feed with num_workers={self.settings.num_workers}: choose "
-                "1 to "
-                f"{self.most_threads} threads, for a feed that has any"
+                f"1 to {self.most_threads} threads, for a feed that has any"
             )
-        started = threads if self._threads is None else self._threads.resize(threads)
-        self.settings = replace(self.settings, num_workers=started)
+        if self._threads is not None:
+            threads = self._threads.resize(threads)
+        self.settings = replace(self.settings, num_workers=threads)
 
     def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
-        threads = self._threads if primed and self._threads else self._begin(epoch)
+        threads = self._threads
+        if not primed or threads is None:
+            threads = self._begin(epoch)
         return threads.batches(poll_s)
 
     def _begin(self, epoch: int) -> BatchThreads:
-        """Let the threads begin with ``epoch``, if there are any."""
-        threads = self._threads or BatchThreads(
-            self, self._dataset, self.settings, self.meter, self._gauge
-        )
-        self._threads = threads
+        if self._threads is None:
+            self._threads = BatchThreads(self, self._filler, self._image_size, self.settings)
+        threads = self._threads
         threads.begin(epoch, self.order.batches(epoch))
         return threads
 
     def _end(self) -> None:
-        """End the threads; one that hangs in a read is left behind."""
         if self._threads is not None:
             self._threads.close()
         self._threads = None
@@ -125,101 +114,99 @@ class ThreadFeed(Feed):
 
 @dataclass(slots=True, eq=False)
 class _PendingBatch:
-    """A batch in the making: all threads fill it together, the oldest batch first."""
+    """A batch in the making: all threads fill it together, the oldest batch first.
+
+    Attributes:
+        images: in a buffer of the pool.
+        handed: samples that threads have taken on.
+        made: samples that are there.
+        chunks: the first row of each chunk, its errors and its times.
+        failure: what ended a chunk.
+    """
 
     epoch: int
     indices: np.ndarray
-    images: np.ndarray  # in a buffer of the pool
+    images: np.ndarray
     labels: np.ndarray
-    handed: int = 0  # samples that threads have taken on
-    made: int = 0  # samples that are there
-    chunks: list[tuple[int, Errors, Stamps]] = field(
-        default_factory=list
-    )  # the first row of each, and what came of it
-    failure: BaseException | None = None  # of a chunk
+    handed: int = 0
+    made: int = 0
+    chunks: list[tuple[int, Errors, Stamps]] = field(default_factory=list)
+    failure: BaseException | None = None
 
     @property
     def due(self) -> bool:
-        """Whether all that will come of it is there."""
+        """Whether nothing more will come of the batch."""
         return self.made == len(self.indices) or self.failure is not None
-
-    def batch(self) -> HostBatch:
-        """What the chunks are together."""
-        self.chunks.sort(key=lambda chunk: chunk[0])
-        errors = tuple(error for _, found, _ in self.chunks for error in found)
-        begun_s = min(stamps.begun_s for _, _, stamps in self.chunks)
-        made_s = max(stamps.made_s for _, _, stamps in self.chunks)
-        images, labels, indices = map(torch.from_numpy, (self.images, self.labels, self.indices))
-        return HostBatch(
-            images, labels, indices, errors, self.epoch, Stamps(begun_s, made_s, made_s, made_s)
-        )
 
 
 class BatchThreads:
-    """The threads of one feed; with ``num_workers=0`` whoever takes a batch fills it.
+    """The threads of one feed; with ``num_workers=0`` the consumer fills its batches itself.
 
-    A thread that returns late from a read finds this closed; it has written to the memory of its
-    own batch only.
+    A thread that returns late from a read finds the pool closed. It has written to the memory of
+    its own batch only.
+
+    Args:
+        owner: its end ends the threads.
+        filler: makes the ``Filler`` of a slot.
+        image_size: side of an image in pixels.
+        settings: of the feed.
 
     Attributes:
-        close: ends the threads, once, at the latest when ``owner`` goes.
-        through: whether all batches of the pass have been taken.
+        close: ends the threads; safe to call twice.
     """
 
     def __init__(
-        self,
-        owner: object,
-        dataset: FillableDataset,
-        settings: FeedSettings,
-        meter: StageMeter | None,
-        gauge: Gauge | None = None,
+        self, owner: object, filler: partial[Filler], image_size: int, settings: FeedSettings
     ) -> None:
         # with the owner, and at exit too: a thread must not be cut off in C code
         self.close = weakref.finalize(owner, self._close)
-        self.through = False
+        self._filler = filler
+        self._image_size = image_size
         self._settings = settings
-        self._image_size = dataset.image_size
-        self._pools: tuple[BufferPool, BufferPool] | None = (
-            None  # of images and of labels, from the first batch on
-        )
-        self._device = torch.accelerator.current_device_index() if settings.pin_memory else None
+        # of images and of labels, from the first batch on
+        self._pools: tuple[BufferPool, BufferPool] | None = None
+        self._device: int | None = None
+        if settings.pin_memory:
+            self._device = torch.accelerator.current_device_index()
         self._ahead = 1 + (settings.prefetch_factor or 0)
-        self._filler = partial(Filler, dataset, meter=meter, gauge=gauge)
-        self._own = (
-            None if settings.num_workers else self._filler(0)
-        )  # the consumer's, where there are no threads
+        # the consumer's, without threads
+        self._own: Filler | None = None
+        if not settings.num_workers:
+            self._own = filler(0)
         self._epoch = 0
-        self._requests: Iterator[np.ndarray] | None = None  # the indices of each batch to come
+        # the indices of each batch to come
+        self._requests: Iterator[np.ndarray] | None = None
         self._pending: deque[_PendingBatch] = deque()
-        self._failure: BaseException | None = None  # of no batch: raised after the pending ones
+        # of no batch: raised after the pending ones
+        self._failure: BaseException | None = None
         self._closed = False
         self._wanted = settings.num_workers
         self._threads: dict[int, threading.Thread] = {}
-        self._lock = (
-            threading.RLock()
-        )  # the collector may close this in the middle of a call of its own
+        # the collector may close this in the middle of a call of its own
+        self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
 
     def begin(self, epoch: int, requests: Iterator[np.ndarray]) -> None:
-        """Begin a pass; the one before it has been through."""
+        """Begins a pass; all batches of the pass before have been taken."""
         with self._lock:
             self._epoch = epoch
             self._requests = requests
-            self.through = False
             wanted = self._wanted
             try:
                 self._start(wanted)
             except RuntimeError as error:
                 text = f"loader.num_workers={wanted}: {error}; lower it"
-                if self._settings.backend == ARRAYS:  # whose threads are no setting
+                # the threads that read images for arrays are no setting
+                if self._settings.backend == ARRAYS:
                     text = (
-                        f"{error}, of {wanted} that were to read files; set {alone(self._settings)}"
+                        f"{error}, of {wanted} that were to read files; set "
+                        "loader.backend=processes loader.num_workers=0"
                     )
                 self._fail(LoaderError(text))
 
     def resize(self, threads: int) -> int:
-        """Have so many threads, or as many more as the system can start; returns how many."""
+        """Starts or ends threads; returns how many there are, fewer if the system starts no more."""
         with self._lock:
             try:
                 self._start(threads)
@@ -228,62 +215,77 @@ class BatchThreads:
             return self._wanted
 
     def batches(self, poll_s: float) -> Iterator[HostBatch | None]:
-        """Yields the batches of the pass, and None for each wait of ``poll_s`` that was in vain.
+        """Iterates over the pass, and yields None after each ``poll_s`` seconds without a batch.
 
         Raises:
             LoaderError: no batch came within ``settings.timeout_s``.
         """
         timeout_s = self._settings.timeout_s
+        wait_s = min(poll_s, _POLL_S, timeout_s or _POLL_S)
         waited_s = 0.0
         while True:
             begin_s = time.monotonic()
-            batch = self.take(min(poll_s, _POLL_S, timeout_s or _POLL_S))
-            if batch is not None:
-                waited_s = 0.0
-            elif self.through:
-                return
-            else:
+            batch = None
+            with self._lock:
+                while self._own is not None and not self._settled():
+                    if (chunk := self._hand_out()) is not None:
+                        self._fill(self._own, *chunk)
+                    del chunk
+                settled = self._done.wait_for(self._settled, wait_s)
+                if settled:
+                    if not self._pending and self._failure is None:
+                        return
+                    batch = self._take()
+            if not settled:
                 signals.check_wait()
                 waited_s += time.monotonic() - begin_s
                 if 0 < timeout_s <= waited_s:
                     raise too_slow(self._settings)
+            else:
+                waited_s = 0.0
             yield batch
+            # the memory of the batch must be free while the next one is awaited
             del batch
 
-    def take(self, wait_s: float) -> HostBatch | None:
-        """Returns the next batch; None if it is not there within ``wait_s`` seconds, or there is
-        none.
-        """
-        with self._lock:
-            while self._own is not None and not self._settled():
-                if (chunk := self._hand_out()) is not None:
-                    self._fill(self._own, *chunk)
-                del chunk
-            if not self._done.wait_for(self._settled, wait_s):
-                return None
-            first = self._pending.popleft() if self._pending else None
-            error = self._failure if first is None else first.failure
-            if error is not None:
-                try:
-                    raise error
-                finally:
-                    # or its traceback would keep this frame and the batch, and these the error
-                    self._failure = None
-                    if first is not None:
-                        first.failure = None
-                    del error, first
-            self.through = first is None
-            self._work.notify_all()  # there is room for another one
-        return first.batch() if first is not None else None
+    def _take(self) -> HostBatch:
+        """Returns the oldest batch, or raises what failed in its place."""
+        first: _PendingBatch | None = None
+        error = self._failure
+        if self._pending:
+            first = self._pending.popleft()
+            error = first.failure
+        if error is not None or first is None:
+            assert error is not None
+            try:
+                raise error
+            finally:
+                # or the error's traceback would keep this frame with the batch and the error
+                self._failure = None
+                if first is not None:
+                    first.failure = None
+                del error, first
+        # there is room for another batch
+        self._work.notify_all()
+        first.chunks.sort(key=lambda chunk: chunk[0])
+        begun_s = min(stamps.begun_s for _, _, stamps in first.chunks)
+        made_s = max(stamps.made_s for _, _, stamps in first.chunks)
+        return HostBatch(
+            torch.from_numpy(first.images),
+            torch.from_numpy(first.labels),
+            torch.from_numpy(first.indices),
+            tuple(error for _, errors, _ in first.chunks for error in errors),
+            first.epoch,
+            Stamps(begun_s, made_s, made_s, made_s),
+        )
 
     def _settled(self) -> bool:
-        """Whether there is no reason to wait: a batch is there, or none will come."""
+        """Whether a batch is there, or none will come."""
         if self._pending:
             return self._pending[0].due
         return self._failure is not None or self._closed or self._requests is None
 
     def _start(self, threads: int) -> None:
-        """Have so many threads; where one cannot be started, those before it."""
+        """Sets the number of threads; if one cannot be started, those before it stay."""
         for slot in range(threads):
             if slot not in self._threads:
                 thread = threading.Thread(
@@ -296,21 +298,17 @@ class BatchThreads:
         self._work.notify_all()
 
     def _fail(self, error: BaseException) -> None:
-        """Begin no further batch, and have ``error`` raised after those that were begun."""
+        """Begins no further batch, and has ``error`` raised after those that were begun."""
         self._failure = self._failure or error
         self._requests = None
         self._done.notify_all()
 
     def _close(self) -> None:
-        """End the threads; those that are busy for longer than a moment are not waited for."""
+        """Ends the threads; waits a moment for those that are busy."""
         with self._lock:
             self._closed = True
             self._pending.clear()
-            threads = [
-                thread
-                for thread in self._threads.values()
-                if thread is not threading.current_thread()
-            ]
+            threads = {*self._threads.values()} - {threading.current_thread()}
             self._work.notify_all()
             self._done.notify_all()
         until_s = time.monotonic() + _JOIN_S
@@ -318,73 +316,74 @@ class BatchThreads:
             thread.join(max(0.0, until_s - time.monotonic()))
 
     def _serve(self, slot: int) -> None:
-        """The thread of ``slot``."""
+        """The thread of ``slot``: fills chunks of the oldest batch until it is to leave."""
         workers.give_way()
         try:
-            if self._device is not None:  # a new thread is on the first one
+            if self._device is not None:
+                # a new thread is on the first device
                 torch.accelerator.set_device_index(self._device)
             filler = self._filler(slot)
-            while (chunk := self._next_chunk(slot)) is not None:
+            while True:
+                with self._lock:
+                    chunk = None
+                    while chunk is None:
+                        if self._closed or slot >= self._wanted:
+                            self._threads.pop(slot, None)
+                            return
+                        if (chunk := self._hand_out()) is None:
+                            self._work.wait(_IDLE_S)
                 self._fill(filler, *chunk)
-                del chunk  # or the last batch of this thread would never be free
-        except BaseException as error:  # handed to the consumer, who raises it
+                # or the last batch of this thread would never be free
+                del chunk
+        except BaseException as error:
+            # handed to the consumer, who raises it
             with self._lock:
                 self._fail(error)
 
-    def _next_chunk(self, slot: int) -> tuple[_PendingBatch, slice] | None:
-        """Waits for samples for the thread of ``slot``; returns None where it is to leave."""
-        with self._lock:
-            while not self._closed and slot < self._wanted:
-                if (chunk := self._hand_out()) is not None:
-                    return chunk
-                self._work.wait(_IDLE_S)
-            self._threads.pop(slot, None)
-            return None
-
     def _hand_out(self) -> tuple[_PendingBatch, slice] | None:
-        """Returns the next samples to fill; None where there is no room, or nothing to do."""
-        if not self._pending or self._pending[-1].handed == len(self._pending[-1].indices):
-            if len(self._pending) == self._ahead or self._requests is None:
+        """Returns the next samples to fill; None without room or without anything to do."""
+        pending = self._pending
+        if not pending or pending[-1].handed == len(pending[-1].indices):
+            if len(pending) == self._ahead or self._requests is None:
                 return None
-            if (indices := next(self._requests, None)) is None:
+            indices = next(self._requests, None)
+            if indices is None:
                 self._requests = None
                 self._done.notify_all()
                 return None
-            self._pending.append(self._new_batch(indices))
-        last = self._pending[-1]
+            # a new batch, in buffers that no tensor views any more
+            shape = (len(indices), self._image_size, self._image_size, 3)
+            size = self._settings.batch_size
+            if self._pools is None:
+                # the consumer holds two: one in use or on its way, and the one that it is given
+                pool = partial(BufferPool, self._ahead + 2, pin_memory=self._settings.pin_memory)
+                image_bytes = math.prod(shape[1:])
+                self._pools = pool(slot_bytes=size * image_bytes), pool(slot_bytes=size * 8)
+            images = self._pools[0].acquire(math.prod(shape)).view(shape).permute(0, 3, 1, 2)
+            labels = self._pools[1].acquire(len(indices) * 8).view(torch.int64)
+            pending.append(_PendingBatch(self._epoch, indices, images.numpy(), labels.numpy()))
+        last = pending[-1]
+        # Several chunks for each thread, so that threads end a batch together. At most 8 samples:
+        # between two chunks a thread looks whether it is still needed.
+        share = self._settings.batch_size // (4 * max(1, self._wanted))
         first = last.handed
-        share = self._settings.batch_size // (_CHUNKS * max(1, self._wanted))
-        last.handed = min(first + max(1, min(share, _CHUNK)), len(last.indices))
+        last.handed = min(first + max(1, min(share, 8)), len(last.indices))
         return last, slice(first, last.handed)
 
-    def _new_batch(self, indices: np.ndarray) -> _PendingBatch:
-        """Returns an empty batch for ``indices``, in buffers that no tensor views any more."""
-        shape = (len(indices), self._image_size, self._image_size, 3)
-        if self._pools is None:
-            settings = self._settings
-            pool = partial(BufferPool, self._ahead + _HELD, pin_memory=settings.pin_memory)
-            self._pools = (
-                pool(slot_bytes=settings.batch_size * math.prod(shape[1:])),
-                pool(slot_bytes=settings.batch_size * 8),
-            )
-        images = self._pools[0].acquire(math.prod(shape)).view(shape).permute(0, 3, 1, 2).numpy()
-        labels = self._pools[1].acquire(len(indices) * 8).view(torch.int64).numpy()
-        return _PendingBatch(self._epoch, indices, images, labels)
-
     def _fill(self, filler: Filler, pending: _PendingBatch, rows: slice) -> None:
-        """Fill the samples of ``pending`` that are at ``rows``."""
+        """Fills the samples of ``pending`` at ``rows``."""
         count = rows.stop - rows.start
         try:
             filler.begin(count)
-            last = rows.stop == len(pending.indices)
             errors, stamps = filler.fill(
                 pending.epoch,
                 pending.indices[rows],
                 pending.images[rows],
                 pending.labels[rows],
-                batches=int(last),
+                batches=int(rows.stop == len(pending.indices)),
             )
-        except BaseException as error:  # raised by the consumer, when the batch is due
+        except BaseException as error:
+            # raised by the consumer, when the batch is due
             pending.failure = pending.failure or error
         with self._lock:
             if pending.failure is None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from harness.config import TunerConfig
-from harness.feed.gauge import Gauge, gauged
+from harness.feed.gauge import Gauge, Gauged
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import Lead
@@ -209,7 +209,7 @@ class _Feed(ProcessFeed):
         probes = self._probes
         dataset = probes.dataset
         if self._gauge is not None:
-            dataset = gauged(dataset, self._gauge)
+            dataset = Gauged(dataset, self._gauge)
         return {
             "dataset": dataset,
             "batch_sampler": _Indices(self.order),

@@ -27,7 +27,7 @@ PAGE = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="
 TEXT = PAGE[PAGE.index("## The way of one image") : PAGE.index("## The way of a setting")]
 THREADS, PROCESSES = TEXT[TEXT.index("### By threads") :].split("### By processes")
 # needs a GPU, a worker process or a whole run
-ELSEWHERE = {"Mover._moved", "Engine._one_step", "Step.__call__", "HostBatch.pin_memory"}
+ELSEWHERE = {"Engine._one_step", "Step.__call__", "HostBatch.pin_memory"}
 
 
 def rows(text: str) -> list[tuple[str, str, str]]:
