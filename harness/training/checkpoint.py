@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import re
 import zipfile
 from contextlib import suppress
@@ -26,16 +25,14 @@ from harness.runtime.errors import CheckpointError, printable
 from harness.runtime.files import open_regular, parsed, read_regular, typed
 from harness.runtime.folder import LOGGER
 
-# 1 had no digest of the record itself.
+# 1 had no digest of the record itself
 SCHEMA = 2
-# Of a file that may be read the next time.
-_PASSING = {
-    errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT,
-    errno.ENOTCONN, errno.EHOSTDOWN,
-}  # fmt: skip
 UNNAMED = -1, 0
-_RECORD_BYTES = 1 << 16
-_NAME_BYTES = 99
+# of a file that may be read the next time
+_PASSING = {
+    errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE,
+    errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN,
+}  # fmt: skip
 
 _log = logging.getLogger(LOGGER)
 
@@ -60,54 +57,44 @@ class Record:
 
 
 def records(folder: Path) -> list[Record]:
-    """The committed checkpoints of ``folder``, oldest first; a record that cannot be read counts as
-    none.
-    """
+    """Returns the committed checkpoints of ``folder``, oldest first, without unreadable records."""
     found = []
-    for manifest in folder.glob("step-*.json"):
-        try:
+    for manifest in sorted(folder.glob("step-*.json"), key=order):
+        with suppress(CheckpointError):
             found.append(_record(manifest))
-        except CheckpointError:
-            continue
-    return sorted(found, key=lambda record: order(record.path))
+    return found
 
 
 def order(path: Path) -> tuple[int, int]:
-    """The step and the serial number in the name of a checkpoint's file; ``UNNAMED``: it has
-    another name.
-    """
+    """Returns the step and the serial number in a checkpoint's name; else ``UNNAMED``."""
     match = re.fullmatch(r"step-(\d{1,18})(?:\.(\d{1,9}))?", path.stem)
-    return (int(match[1]), int(match[2] or 1)) if match else UNNAMED
+    if match is None:
+        return UNNAMED
+    return int(match[1]), int(match[2] or 1)
 
 
 def sealed(facts: dict[str, Any]) -> bytes:
-    """The content of the record with these ``facts``, its own digest among them."""
+    """Returns the content of the record with these ``facts``, its own digest among them."""
     blank = json.dumps({"schema": SCHEMA, **facts, "digest": ""})
-    return blank.replace(
-        '"digest": ""', f'"digest": "{hashlib.sha256(blank.encode()).hexdigest()}"'
-    ).encode()
+    digest = hashlib.sha256(blank.encode()).hexdigest()
+    return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
 
 
 class _PassingError(CheckpointError):
-    """A checkpoint that cannot be read now, and may be whole: an older one in its place would end
-    it.
-    """
+    """A checkpoint that cannot be read now, and may be whole: no older one may take its place."""
 
 
 def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
-    """The newest checkpoint of ``folder`` that passes its digest, its state, and what was wrong
-    with newer ones.
+    """Returns the newest undamaged checkpoint of ``folder``, its state, and what was wrong before.
 
-    Returns:
-        None where there is no checkpoint at all.
+    None: there is no checkpoint at all.
 
     Raises:
         CheckpointError: every checkpoint is damaged or has lost its record, or the newest cannot be
             read now: training never starts from nothing by itself.
     """
     warnings: list[str] = []
-    manifests = sorted(folder.glob("step-*.json"), key=order, reverse=True)
-    for manifest in manifests:
+    for manifest in sorted(folder.glob("step-*.json"), key=order, reverse=True):
         try:
             record = _record(manifest)
             return record, _load(record.path, record.sha256), warnings
@@ -115,12 +102,12 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
             raise
         except CheckpointError as error:
             warnings.append(str(error))
-    if manifests:
+    if warnings:
         raise CheckpointError(
             f"{folder}: every checkpoint is damaged: {warnings[0]}; resume=null in another run "
-            "folder starts anew"
+            "folder starts from nothing"
         )
-    # One may be of a first save that was killed.
+    # one may be of a first save that was killed
     if len(list(folder.glob("step-*.pt"))) > 1:
         raise CheckpointError(
             f"{folder}: the records (step-*.json) of its checkpoints are missing; put them there"
@@ -129,7 +116,7 @@ def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
 
 
 def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
-    """The checkpoint at ``path``, its state, and what was wrong with newer ones.
+    """Returns the checkpoint at ``path``, its state, and what was wrong with newer ones.
 
     ``path`` is a ``.pt`` file beside its record, or a run's folder, whose newest checkpoint is
     meant.
@@ -138,8 +125,8 @@ def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
         CheckpointError: missing, damaged, without a record or not a checkpoint.
     """
     if path.is_dir():
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        found = newest(folder)
+        inside = path / "checkpoints"
+        found = newest(inside) if inside.is_dir() else newest(path)
         if found is None:
             raise CheckpointError(f"{printable(str(path))}: holds no checkpoint")
         return found
@@ -151,7 +138,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any], list[str]]:
 
 
 def read_any(path: Path) -> dict[str, Any]:
-    """What a checkpoint of ours (digest checked) or another file with weights holds.
+    """Returns what a checkpoint of ours (digest checked) or another file with weights holds.
 
     Raises:
         CheckpointError: missing, damaged or not a checkpoint.
@@ -166,12 +153,12 @@ def read_any(path: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The network's weights in a file that ``read_any`` reads."""
+    """Returns the network's weights in a file that ``read_any`` reads."""
     return weights_of(read_any(path), printable(str(path)))
 
 
 def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
-    """The network's weights in what a file holds.
+    """Returns the network's weights in what a file holds.
 
     Raises:
         CheckpointError: ``where``, which names the file, has none.
@@ -203,43 +190,48 @@ def is_plain(value: Any) -> bool:
 def _record(manifest: Path) -> Record:
     name = printable(str(manifest))
     try:
-        data = read_regular(manifest, _RECORD_BYTES)
+        data = read_regular(manifest, 1 << 16)
         facts = parsed(data)
         schema = typed(int, facts["schema"])
         if schema > SCHEMA:
             raise CheckpointError(
                 f"{name}: written by a newer version (schema {schema}, this one reads {SCHEMA})"
             )
-        step, epoch = (typed(int, facts[name]) for name in ("step", "epoch"))
-        top1 = typed(float | None, facts["top1"] if facts["top1"] == facts["top1"] else None)
-        digest = typed(str, facts["sha256"])
-        if not schema or order(manifest)[0] not in (-1, step):
+        if schema > 1:
+            digest = typed(str, facts["digest"]).encode()
+            if hashlib.sha256(data.replace(digest, b"")).hexdigest().encode() != digest:
+                raise ValueError("changed since it was written")
+        # NaN is no accuracy
+        if facts["top1"] != facts["top1"]:
+            facts["top1"] = None
+        record = Record(
+            path=manifest.with_suffix(".pt"),
+            step=typed(int, facts["step"]),
+            epoch=typed(int, facts["epoch"]),
+            top1=typed(float | None, facts["top1"]),
+            sha256=typed(str, facts["sha256"]),
+        )
+        if not schema or order(manifest)[0] not in (-1, record.step):
             raise ValueError("another step, or no schema")
-        own = typed(str, facts["digest"]).encode() if schema > 1 else b""
-        if schema > 1 and hashlib.sha256(data.replace(own, b"")).hexdigest().encode() != own:
-            raise ValueError("changed since it was written")
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{name}: missing, so the checkpoint beside it was never committed"
-        ) from error
+        missing = f"{name}: missing, so the checkpoint beside it was never committed"
+        raise CheckpointError(missing) from error
     except OSError as error:
         raise _unread(name, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{name}: not the record of a checkpoint ({error})") from error
-    return Record(manifest.with_suffix(".pt"), step, epoch, top1, digest)
+    return record
 
 
 def _target(path: Path) -> Path:
-    """The file that ``path`` leads to, by a link or by a text with a name where links cannot be
-    made.
-    """
+    """Returns the file that ``path`` leads to, by a link or by a text with a name."""
     target = path.resolve()
-    # Where it is no such text, it is the file itself.
+    # file systems without links have texts; other files are no such text
     with suppress(OSError, ValueError):
-        named = target.with_name(read_regular(target, _NAME_BYTES).decode().strip()).with_suffix(
-            ".pt"
-        )
-        return named if order(named) != UNNAMED else target
+        name = read_regular(target, 99).decode().strip()
+        named = target.with_name(name).with_suffix(".pt")
+        if order(named) != UNNAMED:
+            return named
     return target
 
 
@@ -253,18 +245,16 @@ def _unread(name: str, error: OSError) -> CheckpointError:
 
 
 def _load(path: Path, sha256: str | None) -> dict[str, Any]:
+    """Returns what the file holds, if its digest is ``sha256``; None: there is no digest to check."""
     name = printable(str(path))
     try:
         with open(open_regular(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise CheckpointError(f"{name}: empty file")
             if sha256 is not None:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
                 if found != sha256:
                     raise CheckpointError(
                         f"{name}: damaged: its digest is {found[:12]}..., recorded {sha256[:12]}..."
                     )
-            file.seek(0)
             if not zipfile.is_zipfile(file):
                 raise CheckpointError(f"{name}: not a checkpoint")
             file.seek(0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.errors import DataError, Interrupted, LoaderError, NonFiniteError
 from harness.runtime.folder import LOGGER
-from harness.training.epoch import Lead, Shown
+from harness.training.epoch import EvalWarmup, Shown
 from harness.training.evaluate import Evaluation, evaluate
 from harness.training.profile import Trace
 from harness.training.saving import Boundary, Place, Saves
@@ -33,13 +34,11 @@ from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
 from harness.watch.verdict import RankFigures
 
-_AS_IT_IS = nullcontext()
-
 _log = logging.getLogger(LOGGER)
 
 
 @dataclass(slots=True)
-class Outcome:
+class RunResult:
     """How a run went.
 
     Attributes:
@@ -81,208 +80,207 @@ class Engine:
         watch: Watch,
         place: Place,
     ) -> None:
-        self.config, self.world, self.step, self.watch, self.place = (
-            config,
-            world,
-            step,
-            watch,
-            place,
-        )
+        self.config = config
+        self.world = world
+        self.step = step
         self.state = step.state
-        self.feed, self.val_feed = feed, val_feed
-        self.outcome = Outcome()
-        assert isinstance(feed.order, Order)  # a probe has no end
+        self.feed = feed
+        self.val_feed = val_feed
+        self.watch = watch
+        self.place = place
+        self.outcome = RunResult()
+        # a probe has no end
+        assert isinstance(feed.order, Order)
         self.order = feed.order
         self.saves = Saves(config, world, self.state, self.order, place)
         self.train_batches = step.batches(feed, watch.clock)
         self.val_batches = device_batches(val_feed, config, world.device)
         self.memory = MemoryWatch(accelerator.of(world.device))
-        self._worked: StageTotals | None = None  # by the feed's workers up to the window before
+        # seconds of the feed's workers so far, at work or not; what they did up to the last window
+        self.worker_s = 0.0
+        self._worked: StageTotals | None = None
         self._looked_s = time.perf_counter()
-        self.worker_s = 0.0  # seconds of the feed's workers so far, at work or not
         self._boundary = Boundary(config, world, self.state.step)
-        self._whole = True  # no update is under way
+        # no update is under way; no step has ended yet
+        self._whole = True
+        self._starting = True
         self._logged_step = self.state.step
         self._epoch = Shown()
-        self._told = ""  # of the last window, beside the bar
-        self._starting = True  # no step has ended yet
-        self._trace = Trace(
-            config.profile.steps if world.is_main else None, place.folder, watch.clock.pause
-        )
+        # of the last window, beside the bar
+        self._told = ""
+        steps = config.profile.steps if world.is_main else None
+        self._trace = Trace(steps, place.folder, watch.clock.pause)
 
-    def fit(self) -> Outcome:
-        """Train to the last epoch or step; the outcome is also in ``self.outcome`` when an error
-        ends the run.
-        """
-        config, state = self.config, self.state
+    def fit(self) -> None:
+        """Trains to the last epoch or step; ``outcome`` has the result, after an error too."""
+        state = self.state
+        result = self.outcome
         with self._ending():
             evaluation = None
-            if state.pending:  # a signal came before or during the evaluation
+            # a signal came before or during the evaluation
+            if state.pending:
                 evaluation = self.evaluate(state.epoch - (state.samples == 0))
                 self._save(evaluation)
-            done = self._is_done()
-            if done and evaluation is None:
+            elif self._is_done():
                 say(
                     f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; "
                     "raise trainer.epochs"
                 )
-                self.outcome.status = "idle"
-                return self.outcome
-            while not done:
+                result.status = "idle"
+                return
+            while not self._is_done():
                 epoch = state.epoch
                 due = self._train_epoch(epoch)
-                done = self._is_done()
                 if evaluation is not None:
-                    self._note_turn()
-                if not state.pending:
+                    val_s = self.val_batches.first_wait_s or 0.0
+                    train_s = self.train_batches.first_wait_s or 0.0
+                    result.turns_ms.append((1e3 * val_s, 1e3 * train_s))
+                evaluation = None
+                if state.pending:
+                    evaluation = self.evaluate(epoch)
+                else:
                     say(f"epoch {epoch + 1}: training: {self._epoch}")
-                evaluation = (
-                    self.evaluate(epoch, None if done else state.epoch) if state.pending else None
-                )
-                if done or due or (epoch + 1) % config.checkpoint.every_epochs == 0:
+                every = self.config.checkpoint.every_epochs
+                if due or self._is_done() or (epoch + 1) % every == 0:
                     self._save(evaluation)
             if self.world.size > 1:
-                self.outcome.ranks = tuple(self.world.gathered(self._own_figures()))
-            self.outcome.status = "completed"
-        return self.outcome
+                result.ranks = tuple(self.world.gathered(self._rank_figures()))
+            result.status = "completed"
 
-    def evaluate_only(self) -> Outcome:
-        """Evaluate what the state holds."""
+    def evaluate_only(self) -> None:
+        """Evaluates what the state holds."""
         with self._ending():
             self.evaluate(max(0, self.state.epoch - 1))
             self.outcome.status = "completed"
-        return self.outcome
 
-    def evaluate(self, epoch: int, following: int | None = None) -> Evaluation:
-        """Evaluate once, log it and give the validation feed's workers back.
+    def evaluate(self, epoch: int) -> Evaluation:
+        """Evaluates once, logs the result and gives the validation feed's workers back.
 
-        Meanwhile the training feed makes the first batches of the ``following`` epoch.
+        Meanwhile the training feed makes the first batches of the epoch that follows.
         """
-        if following is not None:
-            self.train_batches.close()  # it is through; only then can the feed begin anew
-            self.feed.prime(following)
-        name = f"epoch {epoch + 1}" if self.config.mode is Mode.train else "evaluation"
+        name = "evaluation"
+        if self.config.mode is Mode.train:
+            name = f"epoch {epoch + 1}"
+            if not self._is_done():
+                # the feed can begin again only once its pass has ended
+                self.train_batches.close()
+                self.feed.prime(self.state.epoch)
+        network = self.state.network
         bar = progress(f"{name}: evaluating", len(self.val_feed), "batches")
         # a graph of its own would be compiled while training waits, for longer than a pass without
         # gradients lasts
         with self._aside("evaluate"), self._eagerly(), bar as shown:
-            self.world.copy_from_first(
-                self.state.network.buffers()
-            )  # each rank has norms' statistics of its own
-            result = evaluate(
-                self.state.network, shown.over(self.val_batches), self.world, self.step.autocast
-            )
+            # each rank has norms' statistics of its own
+            self.world.copy_from_first(network.buffers())
+            batches = shown.over(self.val_batches)
+            result = evaluate(network, batches, self.world, self.step.autocast)
             self.val_batches.close()
             self.val_feed.close()
         self.state.pending = False
         self.state.best_top1 = max(result.top1, self.state.best_top1 or 0.0)
         self.outcome.evaluation = result
-        values: dict[str, Value] = {
+        figures = {
             Tag.VAL_TOP1: result.top1,
             Tag.VAL_TOP5: result.top5,
             Tag.VAL_LOSS: result.loss,
+            **self.memory.evaluated(),
         }
-        self._write(epoch, {**values, **self.memory.evaluated()})
+        self._write(epoch, figures)
         accuracy = f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f}"
-        trained = f"; training: {self._epoch}" if self._epoch.steps else ""
-        say(f"{name}: {accuracy} on {result.images} validation images{trained}")
+        text = f"{name}: {accuracy} on {result.images} validation images"
+        if self._epoch.steps:
+            text += f"; training: {self._epoch}"
+        say(text)
         return result
 
     def close(self) -> None:
-        """End the feeds' threads and workers."""
-        for batches, feed in ((self.train_batches, self.feed), (self.val_batches, self.val_feed)):
-            batches.close()
-            feed.close()
+        """Ends the feeds' threads and workers."""
+        self.train_batches.close()
+        self.feed.close()
+        self.val_batches.close()
+        self.val_feed.close()
         self._trace.close()
 
     @contextmanager
     def _aside(self, name: str) -> Iterator[None]:
         """A block whose time and load are not the training's."""
         sampler = self.watch.sampler
-        with (
-            self.watch.clock.pause(name),
-            named(name),
-            sampler.aside() if sampler else nullcontext(),
-        ):
+        aside = sampler.aside() if sampler else nullcontext()
+        with self.watch.clock.pause(name), named(name), aside:
             yield
 
-    def _eagerly(self) -> AbstractContextManager[None]:
-        """A block in which the network runs without torch.compile, whose graph is kept for whole
-        batches of training.
-        """
-        return (
-            torch.compiler.set_stance("force_eager")
-            if self.config.trainer.compile
-            else nullcontext()
-        )
+    def _eagerly(self) -> AbstractContextManager[Any]:
+        """A block without torch.compile, whose graph is kept for whole batches of training."""
+        if self.config.trainer.compile:
+            return torch.compiler.set_stance("force_eager")
+        return nullcontext()
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Save what an error leaves whole, and close the feeds whatever ends the block."""
+        """Saves what an error leaves whole, and closes the feeds whatever ends the block."""
         try:
             yield
         except Exception as error:
-            expected = isinstance(error, Interrupted | DataError | LoaderError)
             if isinstance(error, Interrupted):
                 self.outcome.status = "interrupted"
+            expected = isinstance(error, Interrupted | DataError | LoaderError)
             # at another error the other ranks would not answer
-            if (
-                self._whole
-                and not isinstance(error, NonFiniteError)
-                and (expected or self.world.size == 1)
-            ):
-                with nullcontext() if expected else suppress(Exception):
+            answered = expected or self.world.size == 1
+            if self._whole and answered and not isinstance(error, NonFiniteError):
+                try:
                     if self.state.step > self._logged_step:
                         self._close_window(self.state.epoch)
                     self.saves.save(at_once=True)
+                except Exception:
+                    if expected:
+                        raise
             raise
         finally:
             with closing(self.saves):
                 self.close()
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Train to the end of the epoch, or to trainer.max_steps; whether a checkpoint is due then."""
-        state, order, accumulate = self.state, self.order, self.config.trainer.accumulate_steps
+        """Trains to the end of the epoch or the run; returns whether a checkpoint is due then."""
+        state = self.state
+        config = self.config.trainer
         self.feed.set_epoch(epoch)
         state.network.train()
         self.watch.clock.start_epoch()
-        batches, count = iter(self.train_batches), len(self.feed)
-        whole = self.feed.settings.batch_size * self.world.size
-        left, steps_left, due = count, self._steps_left(count), False
-        evaluated = (epoch + 1) % self.config.trainer.eval_every_epochs == 0 or self._is_last(
-            epoch, count
-        )
-        lead = Lead(steps_left) if evaluated else None
+        batches = iter(self.train_batches)
+        count = len(self.feed)
+        left = count
+        steps = self._steps_left(count)
+        ends = epoch + 1 == config.epochs or state.step + steps == config.max_steps
+        evaluated = ends or (epoch + 1) % config.eval_every_epochs == 0
+        warm_up = EvalWarmup(steps) if evaluated else None
         self._epoch = Shown()
+        due = False
         if self._starting:
-            say(
-                f"training: {steps_left} steps in epoch {epoch + 1}, {whole * accumulate} images "
-                "each; first step ..."
-            )
-        with progress(
-            f"epoch {epoch + 1}/{self.config.trainer.epochs}", steps_left, "steps"
-        ) as bar:
-            while steps_left:
-                if lead is not None and lead.due(steps_left):
+            images = self.feed.settings.batch_size * self.world.size * config.accumulate_steps
+            told = f"training: {steps} steps in epoch {epoch + 1}, {images} images each"
+            say(f"{told}; first step ...")
+        with progress(f"epoch {epoch + 1}/{config.epochs}", steps, "steps") as bar:
+            for steps_left in range(steps, 0, -1):
+                if warm_up is not None and warm_up.due(steps_left):
                     self.val_feed.prime(0)
-                parts = min(accumulate, left)
+                    warm_up = None
+                parts = min(config.accumulate_steps, left)
                 self._one_step(batches, parts)
-                left, steps_left = left - parts, steps_left - 1
-                if left > 1:
-                    state.samples += parts * whole
-                elif left:
-                    state.samples = order.taken(epoch, count - left)
-                else:
-                    state.epoch, state.samples = epoch + 1, 0
-                state.pending = evaluated and not steps_left
+                left -= parts
+                state.samples = self.order.taken(epoch, count - left)
+                if left == 0:
+                    state.epoch = epoch + 1
+                    state.samples = 0
+                state.pending = evaluated and steps_left == 1
                 bar.advance(1)
-                due = self._between_steps(epoch, last=not steps_left)
+                due = self._between_steps(epoch, last=steps_left == 1)
                 bar.note(self._told)
         return due
 
     def _between_steps(self, epoch: int, last: bool) -> bool:
-        """Log and save what is due after a step, which may be the ``last`` one before an evaluation
-        saves; whether it was due.
+        """Logs and saves what is due after a step; returns whether a checkpoint was due.
+
+        After the ``last`` step of an epoch, its evaluation comes before the checkpoint.
 
         Raises:
             Interrupted: any rank heard a signal.
@@ -301,17 +299,18 @@ class Engine:
         return due
 
     def _one_step(self, batches: DataPrefetcher, parts: int) -> None:
-        clock, images_seen = self.watch.clock, 0
+        clock = self.watch.clock
+        images_seen = 0
         with self._trace.step(self.state.step + 1):
             for part in range(parts):
                 with clock.waiting(), named("wait for data"):
                     images, labels = next(batches)
-                count = labels.shape[0]
-                whole = count == self.feed.settings.batch_size
                 self._whole = False
-                with clock.computing(), _AS_IT_IS if whole else self._eagerly():
+                # a short batch would be compiled for itself
+                short = len(labels) < self.feed.settings.batch_size
+                with clock.computing(), self._eagerly() if short else nullcontext():
                     self.step(images, labels, part=part, parts=parts)
-                images_seen += count
+                images_seen += len(labels)
             self._whole = True
             clock.step(images_seen)
         if self._starting and self.watch.sampler is not None:
@@ -319,14 +318,21 @@ class Engine:
         self._starting = False
 
     def _close_window(self, epoch: int) -> None:
-        """Log the window.
+        """Logs the window.
 
         Here, and where a checkpoint is made, a training step waits for the device.
+
+        Raises:
+            NonFiniteError: too many updates in a row were skipped.
         """
-        steps, self._logged_step = self.state.step - self._logged_step, self.state.step
-        self.watch.clock.settle()
-        figures, lr = self.step.read(), float(self.state.schedule.get_last_lr()[0])
-        window = self.watch.clock.close_window()
+        clock = self.watch.clock
+        now = self.state.step
+        steps = now - self._logged_step
+        self._logged_step = now
+        clock.settle()
+        figures = self.step.read()
+        lr = float(self.state.schedule.get_last_lr()[0])
+        window = clock.close_window()
         self.outcome.skipped += figures.skipped
         latest = Shown()
         for shown in (latest, self._epoch):
@@ -334,46 +340,43 @@ class Engine:
         self._told = str(latest)
         values: dict[str, Value] = {Tag.LOSS: figures.loss, Tag.LR: lr}
         if window is not None:
-            values |= by_tag(window.of_ranks(self.world.size)) | self._stages()
+            values |= by_tag(window.of_ranks(self.world.size))
+            if self.feed.meter is not None:
+                # what the training feed's workers did since the last window
+                workers = self.feed.settings.num_workers
+                before_s = self._looked_s
+                before = self._worked
+                self._looked_s = time.perf_counter()
+                self._worked = self.feed.meter.read()
+                worker_s = max(1, workers) * (self._looked_s - before_s)
+                self.worker_s += worker_s
+                values[Tag.NUM_WORKERS] = workers
+                values |= stages(self._worked.since(before), worker_s)
             for look in self.watch.on_window:
-                look(self.watch.clock, window)
-        with self.watch.clock.noted("logging"):
-            self._write(epoch, {**values, **self.memory.trained(self.state.step)})
+                look(clock, window)
+        with clock.noted("logging"):
+            self._write(epoch, values | self.memory.trained(now))
         if figures.skipped:
-            _log.warning(
-                "step %d: %d updates skipped, a loss or gradient was not finite",
-                self.state.step,
-                figures.skipped,
-            )
-        if figures.worst_streak > self.config.trainer.max_nonfinite_steps:
+            text = "step %d: %d updates skipped, a loss or gradient was not finite"
+            _log.warning(text, now, figures.skipped)
+        most = self.config.trainer.max_nonfinite_steps
+        if figures.worst_streak > most:
             raise NonFiniteError(
-                f"step {self.state.step}: {figures.worst_streak} updates in a row had a non-finite "
-                "loss or gradient "
-                f"(trainer.max_nonfinite_steps={self.config.trainer.max_nonfinite_steps}); lower "
-                "optim.lr, set "
+                f"step {now}: {figures.worst_streak} updates in a row had a non-finite loss or "
+                f"gradient (trainer.max_nonfinite_steps={most}); lower optim.lr, set "
                 "optim.clip_norm=1 or use trainer.precision=fp32"
             )
 
-    def _write(self, epoch: int, figures: dict[str, Value]) -> None:
+    def _write(self, epoch: int, figures: Mapping[str, Value]) -> None:
         if self.watch.board is not None:
             sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
             self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
 
-    def _stages(self) -> dict[str, Value]:
-        """What the training feed's workers did since the last call."""
-        since_s, self._looked_s = self._looked_s, time.perf_counter()
-        workers = self.feed.settings.num_workers
-        if self.feed.meter is None:
-            return {}
-        before, self._worked = self._worked, self.feed.meter.read()
-        worker_s = max(1, workers) * (self._looked_s - since_s)
-        self.worker_s += worker_s
-        return {Tag.NUM_WORKERS: workers, **stages(self._worked.since(before), worker_s)}
-
-    def _own_figures(self) -> RankFigures:
-        """What tells this rank from the others."""
+    def _rank_figures(self) -> RankFigures:
+        """Returns what tells this rank from the others."""
         total = self.watch.clock.total()
-        host, mean_ms = total.shares.get("host"), 1e3 * total.elapsed_s / max(1, total.steps)
+        mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
+        host = total.shares.get("host")
         return RankFigures(
             rank=self.world.rank,
             step_ms=total.step_ms.median if total.step_ms else 0.0,
@@ -383,31 +386,16 @@ class Engine:
         )
 
     def _steps_left(self, batches: int) -> int:
-        """Steps that ``batches`` are good for and trainer.max_steps allows."""
-        steps, limit = (
-            math.ceil(batches / self.config.trainer.accumulate_steps),
-            self.config.trainer.max_steps,
-        )
-        return steps if limit is None else max(0, min(steps, limit - self.state.step))
-
-    def _is_last(self, epoch: int, batches: int) -> bool:
-        """Whether the run ends with ``epoch``, of which so many ``batches`` are about to begin."""
-        limit, steps = (
-            self.config.trainer.max_steps,
-            math.ceil(batches / self.config.trainer.accumulate_steps),
-        )
-        return epoch + 1 == self.config.trainer.epochs or (
-            limit is not None and limit <= self.state.step + steps
-        )
+        """Returns the steps that ``batches`` are good for and trainer.max_steps allows."""
+        steps = math.ceil(batches / self.config.trainer.accumulate_steps)
+        limit = self.config.trainer.max_steps
+        if limit is None:
+            return steps
+        return max(0, min(steps, limit - self.state.step))
 
     def _is_done(self) -> bool:
         """Whether trainer.epochs or trainer.max_steps ends the run here."""
         return self.state.epoch >= self.config.trainer.epochs or not self._steps_left(1)
-
-    def _note_turn(self) -> None:
-        waits_s = self.val_batches.first_wait_s, self.train_batches.first_wait_s
-        if waits_s[0] is not None and waits_s[1] is not None:
-            self.outcome.turns_ms.append((1e3 * waits_s[0], 1e3 * waits_s[1]))
 
     def _save(self, evaluation: Evaluation | None) -> None:
         with self._aside("checkpoint"):

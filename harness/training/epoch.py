@@ -8,44 +8,40 @@ from dataclasses import dataclass
 
 from harness.watch.figures import Window
 
-_LEAD_S = 1.5  # workers that start now have batches ready by then
+# workers that start now have batches ready by then
+_WARM_UP_S = 1.5
 
 
-class Lead:
-    """Tells, once, when an epoch of ``steps`` steps is about to end: ``_LEAD_S`` seconds before, or
-    before its last step.
+class EvalWarmup:
+    """Tells when an epoch of ``steps`` steps is so near its end that validation workers must start.
 
-    The steps that are left are taken to last as long as those so far did on average, the first one
-    left out.
+    That is ``_WARM_UP_S`` seconds before the end, or before the last step. Each step left is taken
+    to last as long as the steps so far on average, without the first one.
     """
 
     def __init__(self, steps: int, now: Callable[[], float] = time.perf_counter) -> None:
-        self._steps, self._now = steps, now
-        self._begin = 0.0
-        self._told = False
+        self._steps = steps
+        self._now = now
+        self._began_s = 0.0
 
     def due(self, left: int) -> bool:
-        """Whether it is time; to be asked before each step, with the number of steps ``left``, that
-        one included.
-        """
+        """Whether it is time; ask before each step, with the steps ``left``, that step included."""
         timed = self._steps - left - 1
         if timed <= 0:
-            self._begin = self._now()
-        soon = left == 1 or (timed > 0 and left * (self._now() - self._begin) <= _LEAD_S * timed)
-        told, self._told = self._told, self._told or soon
-        return soon and not told
+            self._began_s = self._now()
+        return left == 1 or 0 < left * (self._now() - self._began_s) <= _WARM_UP_S * timed
 
 
 @dataclass(slots=True)
 class Shown:
-    """What some steps showed to people who watch: sums that ``add`` fills, and one line of them.
+    """What some steps showed: sums that ``add`` fills, and one line of text.
 
     Attributes:
-        steps: of which the loss is known.
+        steps: steps whose loss is known.
         loss: the sum of the losses of these steps.
         images: of all ranks.
         elapsed_s: seconds in which they were trained on.
-        stalled_s: seconds of these without data.
+        stalled_s: seconds thereof without data.
         lr: the last learning rate.
     """
 
@@ -59,9 +55,7 @@ class Shown:
     def add(
         self, steps: int, loss: float | None, lr: float, window: Window | None, ranks: int
     ) -> None:
-        """Add a window of ``steps`` steps of each of ``ranks`` ranks; the figures of ``window`` are
-        of one.
-        """
+        """Adds ``steps`` steps of each of ``ranks`` ranks; ``window`` has one rank's figures."""
         self.lr = lr
         if loss is not None:
             self.steps += steps

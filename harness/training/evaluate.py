@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.runtime import accelerator, signals
+from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import Interrupted
 
@@ -33,7 +33,7 @@ def evaluate(
     world: World,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> Evaluation:
-    """The network's accuracy over the ``batches`` of all ranks.
+    """Returns the network's accuracy over the ``batches`` of all ranks.
 
     Every rank sees other samples and only sums meet, so nothing is padded or counted twice. The
     sums stay on the device until the end.
@@ -43,13 +43,12 @@ def evaluate(
     """
     was_training = network.training
     network.eval()
-    # counts of images, top-1 and top-5, and the loss: exact up to 2**53 in float64, which Apple's
-    # GPUs do not have
-    sums = torch.zeros(
-        4,
-        device=world.device,
-        dtype=torch.float32 if accelerator.of(world.device).kind == "mps" else torch.float64,
-    )
+    # counts are exact up to 2**53 in float64, which Apple's GPUs do not have
+    dtype = torch.float64
+    if world.device.type == "mps":
+        dtype = torch.float32
+    # images, top-1, top-5, loss
+    sums = torch.zeros(4, device=world.device, dtype=dtype)
     for images, labels in batches:
         with autocast():
             logits = network(images)
@@ -64,7 +63,5 @@ def evaluate(
     if signum:
         raise Interrupted(signum)
     # the host waits for the device
-    images_seen, top1, top5, loss_sum = world.total(sums).tolist()
-    return Evaluation(
-        int(images_seen), top1 / images_seen, top5 / images_seen, loss_sum / images_seen
-    )
+    images_seen, *totals = world.total(sums).tolist()
+    return Evaluation(int(images_seen), *(total / images_seen for total in totals))

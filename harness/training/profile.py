@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 # profile() takes one, and torch.profiler does not export it
 from torch._C._profiler import _ExperimentalConfig
@@ -19,18 +18,15 @@ from harness.runtime.folder import LOGGER
 from harness.watch import spans
 from harness.watch.console import say
 
-_NOTHING = nullcontext()
-
 _log = logging.getLogger(LOGGER)
 
 
 class Trace:
-    """Records the steps that ``profile.steps`` names into ``trace/`` of the run's folder, with the
-    names of ``watch.spans``.
+    """Records the steps of ``profile.steps`` into ``trace/``, with the names of ``watch.spans``.
 
-    What the run does between two of these steps is recorded too. Every Python thread is, so that
-    what a prefetcher's thread does can be seen beside the step. The file is named after the steps
-    that are in it: a run may begin or end among those asked for.
+    What the run does between two of these steps is recorded too, in every Python thread, so that a
+    prefetcher's work can be seen beside the step. The file is named after the steps that it holds:
+    a run may begin or end among those asked for.
 
     Args:
         steps: first and last step, counted from 1, such as ``10-20``; None records nothing.
@@ -41,33 +37,19 @@ class Trace:
     def __init__(
         self, steps: str | None, folder: Path, pause: Callable[[str], AbstractContextManager[None]]
     ) -> None:
-        self._first, self._last = (int(n) for n in steps.split("-")) if steps else (1, 0)
+        self._first, self._last = map(int, (steps or "1-0").split("-"))
         self._folder = folder / "trace"
         self._pause = pause
         self._profiler: profile | None = None
-        self._began = self._ended = 0
-
-    def step(self, number: int) -> AbstractContextManager[Any]:
-        """The block of the run's step ``number``, counted from 1."""
-        return self._recorded(number) if self._first <= number <= self._last else _NOTHING
-
-    def close(self) -> None:
-        """End the recording and write it, if one runs; say so where none of the steps was trained."""
-        if self._profiler is not None:
-            profiler = self._profiler
-            self._profiler = None
-            spans.record(None)
-            self._write(profiler)
-        elif self._first <= self._last and not self._began:
-            _log.warning(
-                "profile.steps=%d-%d: none of these steps was trained, there is no trace",
-                self._first,
-                self._last,
-            )
-        self._last = 0
+        self._began = 0
+        self._ended = 0
 
     @contextmanager
-    def _recorded(self, number: int) -> Iterator[None]:
+    def step(self, number: int) -> Iterator[None]:
+        """The block of the run's step ``number``, counted from 1."""
+        if not self._first <= number <= self._last:
+            yield
+            return
         if self._profiler is None:
             with self._pause("profile"):
                 self._begin(number)
@@ -79,7 +61,7 @@ class Trace:
                 self.close()
 
     def _begin(self, number: int) -> None:
-        """Start recording; a profiler that cannot costs the trace and not the run."""
+        """Starts recording; a profiler that cannot costs the trace and not the run."""
         activities = [ProfilerActivity.CPU]
         if accelerator.count():
             activities.append(ProfilerActivity.CUDA)
@@ -87,11 +69,9 @@ class Trace:
             # it would complain that there is no GPU
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._began = number
+        every_thread = _ExperimentalConfig(profile_all_threads=True)
         try:
-            profiler = profile(
-                activities=activities,
-                experimental_config=_ExperimentalConfig(profile_all_threads=True),
-            )
+            profiler = profile(activities=activities, experimental_config=every_thread)
             profiler.start()
         except Exception as error:
             self._last = 0
@@ -100,25 +80,33 @@ class Trace:
             self._profiler = profiler
             spans.record(record_function)
 
-    def _write(self, profiler: profile) -> None:
-        """End and write the trace, whole or not at all; a full disk, or a profiler that fails,
-        costs it and not the run.
+    def close(self) -> None:
+        """Ends the recording and writes it, whole or not at all; warns if no step was trained.
+
+        A full disk, or a profiler that fails, costs the trace and not the run.
         """
+        profiler = self._profiler
+        if profiler is None:
+            if self._first <= self._last and not self._began:
+                asked = f"profile.steps={self._first}-{self._last}"
+                _log.warning("%s: none of these steps was trained, there is no trace", asked)
+            self._last = 0
+            return
+        self._profiler = None
+        self._last = 0
+        spans.record(None)
         path = self._folder / f"steps-{self._began}-{self._ended}.json"
+        shown = os.path.relpath(path)
         try:
             profiler.stop()
             self._folder.mkdir(exist_ok=True)
             with replacing(path) as temporary:
                 profiler.export_chrome_trace(str(temporary))
                 # the exporter raises nothing when it cannot write
-                with temporary.open("rb") as file:
-                    file.seek(-min(64, temporary.stat().st_size), os.SEEK_END)
-                    if not file.read().rstrip().endswith(b"}"):
-                        raise OSError("the file is not whole; free some space")
+                if not temporary.read_bytes().rstrip().endswith(b"}"):
+                    raise OSError("the file is not whole; free some space")
         except Exception as error:
-            _log.warning("profile.steps: no trace in %s: %s", os.path.relpath(path), error)
+            _log.warning("profile.steps: no trace in %s: %s", shown, error)
         else:
-            say(
-                f"trace of steps {self._began} to {self._ended}: open {os.path.relpath(path)} in "
-                "https://ui.perfetto.dev"
-            )
+            steps = f"trace of steps {self._began} to {self._ended}"
+            say(f"{steps}: open {shown} in https://ui.perfetto.dev")

@@ -7,37 +7,27 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.config import Config, DistName, Mode, walk
 from harness.data.cache import PixelCache
 from harness.runtime import accelerator, launch
-from harness.runtime.distributed import World
 from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.engine import Engine
 from harness.watch.console import say
-from harness.watch.figures import Spread, Tag, Window, by_name
-from harness.watch.goodput import Goodput
+from harness.watch.figures import Tag, Window, by_name
 from harness.watch.host import environment
 from harness.watch.stages import GROUPS, StageTotals
 from harness.watch.verdict import Evidence, Verdict, judge
 
 _log = logging.getLogger(LOGGER)
-_HPARAMS = (
-    "loader.batch_size",
-    "model.name",
-    "optim.lr",
-    "trainer.precision",
-)  # few: the page opens with five columns
 
 
 class Page(NamedTuple):
-    """The page of a run: its address while the run goes on, for whoever starts TensorBoard, and
-    what writes it at the end.
-    """
+    """The page of a run: its address in TensorBoard, and what writes it at the end."""
 
     link: str
     write: Callable[[Path], object]
@@ -51,8 +41,8 @@ class Reporter:
         config: the run's settings.
         overridden: what the command line set, such as ``loader.num_workers=2``: each is a column of
             the HParams page.
-        tuning: called with the run's figures, gives what tuning did, as plain values; None where
-            nothing was tuned.
+        tuning: called with the run's figures, gives what tuning did, as plain values; None: nothing
+            was tuned.
         cores: what this rank may use.
         page: is written once ``report.json`` is.
         cache: where decoded images are kept, if they are.
@@ -67,52 +57,49 @@ class Reporter:
 
     @contextmanager
     def reporting(self, engine: Engine) -> Iterator[None]:
-        """Report on ``engine`` at the end of the block, however it ends."""
-        error: BaseException | None = None
+        """Reports on ``engine`` at the end of the block, however it ends."""
         if self.config.mode is Mode.train and self.config.watch.tensorboard:
-            say(f"watch it: tensorboard --logdir {os.path.relpath(_root(engine.place.folder))}")
+            say(f"watch it: tensorboard --logdir {_root(engine.place.folder)}")
             _log.info("the charts of a stall, pinned on top in TensorBoard: %s", self.page.link)
         try:
             yield
-        except BaseException as caught:
-            error = caught
+        except BaseException as error:
+            known = described(error)
+            text = known[0] if known else f"{type(error).__name__}: {error}"
+            self._report(engine, {"error": text})
             raise
-        finally:
-            if (
-                engine.watch.board is not None and engine.outcome.status != "idle"
-            ):  # the report of what was done stays
-                self._report(engine, error)
+        self._report(engine, {})
 
-    def _report(self, engine: Engine, error: BaseException | None) -> None:
+    def _report(self, engine: Engine, ending: Mapping[str, str]) -> None:
         board = engine.watch.board
         outcome = engine.outcome
-        assert board is not None
+        # the report of what was done stays
+        if board is None or outcome.status == "idle":
+            return
         try:
             report = self.figures(engine)
         except Exception as fault:
             # a device that has failed answers nothing more; how the run ended is not up to its
             # report
             _log.warning("report: no figures: %s: %s", type(fault).__name__, fault)
-            report = {
-                "status": outcome.status,
-                "epochs": engine.state.epoch,
-                "steps": engine.state.step,
-            }
-        if error is not None:
-            known = described(error)
-            report["error"] = known[0] if known else f"{type(error).__name__}: {error}"
-        board.report(report)
-        if "verdict" not in report:
+            board.report({**_progress(engine), **ending})
             return
+        board.report({**report, **ending})
         verdict: Verdict = report["verdict"]
         board.text("verdict", [verdict.sentence, *verdict.evidence])
-        results = {
-            "hparam/top1": outcome.evaluation.top1 if outcome.evaluation else None,
-            "hparam/images_per_s": report.get("images_per_s"),
-            "hparam/stall_fraction": report.get("stall_fraction"),
-            "hparam/goodput": report["goodput"].fraction if "goodput" in report else None,
-        }
-        board.hparams(self._hparams(engine), results)
+
+        # few, for the page opens with five columns
+        columns = ["loader.batch_size", "model.name", "optim.lr", "trainer.precision"]
+        columns += [text.lstrip("+").partition("=")[0] for text in self.overridden]
+        values = {path: value for path, value, _ in walk(self.config)}
+        row = {name: values[name] for name in columns if name in values}
+        for name in ("num_workers", "pin_memory", "prefetch_factor"):
+            row[f"used.{name}"] = getattr(engine.feed.settings, name)
+        shown = ("top1", "images_per_s", "stall_fraction")
+        results = {f"hparam/{name}": report.get(name) for name in shown}
+        goodput = report.get("goodput")
+        board.hparams(row, results | {"hparam/goodput": goodput and goodput.fraction})
+
         self.page.write(engine.place.folder)
         if outcome.status == "completed":
             self._close(engine, report)
@@ -120,178 +107,145 @@ class Reporter:
             self._stand(engine)
 
     def figures(self, engine: Engine) -> dict[str, Any]:
-        """``report.json`` as plain values; what this device cannot give is absent."""
+        """Returns ``report.json`` as plain values; what this device cannot give is absent."""
         total = engine.watch.clock.total()
         outcome = engine.outcome
         world = engine.world
-        sampled = engine.watch.sampler.means() if engine.watch.sampler else {}
-        worked = engine.feed.meter.read() if engine.feed.meter is not None else None
+        trainer = self.config.trainer
+        settings = engine.feed.settings
+        sampled: Mapping[str, float] = {}
+        if engine.watch.sampler is not None:
+            sampled = engine.watch.sampler.means()
+        worked = None
+        if engine.feed.meter is not None:
+            worked = engine.feed.meter.read()
+        images = self.config.loader.batch_size * world.size * trainer.accumulate_steps
         own = accelerator.of(world.device)
-        device = own.name if own.kind == "cuda" else None
+        evidence = Evidence(
+            window=total,
+            stages=worked,
+            settings=settings,
+            cores=self.cores,
+            device=own.kind,
+            sampled=sampled,
+            autotuned=self.tuning is not None,
+            ranks=outcome.ranks,
+            precision=trainer.precision.name,
+            compiled=trainer.compile,
+            channels_last=trainer.channels_last,
+            window_steps=self.config.watch.window_steps,
+        )
         found: dict[str, Any] = {
-            "status": outcome.status,
-            "epochs": engine.state.epoch,
-            "steps": engine.state.step,
+            **_progress(engine),
             "world_size": world.size,
-            "global_batch_size": self.config.loader.batch_size
-            * world.size
-            * self.config.trainer.accumulate_steps,
+            "global_batch_size": images,
             **by_name(total.of_ranks(world.size)),
-            "shares": dict(total.shares) or None,
-            "wait_parts": dict(total.wait_parts) or None,
-            "host_parts_s": dict(total.host_parts_s) or None,
+            "shares": total.shares or None,
+            "wait_parts": total.wait_parts or None,
+            "host_parts_s": total.host_parts_s or None,
             "stall_basis": total.stall_basis,
             "gpu_utilization": sampled.get(Tag.GPU_UTILIZATION),
             "gpu_memory": engine.memory.peaks,
             "skipped_updates": outcome.skipped,
             "sampled": sampled or None,
             "ranks": outcome.ranks or None,
-            "pauses_s": dict(total.pauses_s),
+            "pauses_s": total.pauses_s,
             "goodput": engine.watch.course.goodput(total),
-            "turns_ms": [
-                {"val": val_ms, "train": train_ms} for val_ms, train_ms in outcome.turns_ms
-            ]
-            or None,
-            "loader": engine.feed.settings,
+            "turns_ms": [{"val": val, "train": train} for val, train in outcome.turns_ms] or None,
+            "loader": settings,
             "tuning": self.tuning and self.tuning(total),
-            "cache": self.cache.stats() if self.cache is not None else None,
-            "verdict": judge(self._evidence(engine, total, worked, sampled)),
-            "environment": environment(device),
+            "cache": self.cache and self.cache.stats(),
+            "verdict": judge(evidence),
+            "environment": environment(own.name if own.kind == "cuda" else None),
             "run": {"name": engine.place.folder.name, "overrides": list(self.overridden)},
         }
         if worked is not None and worked.samples:
             found |= _workers(worked, engine.worker_s)
         if outcome.evaluation is not None:
-            evaluation = outcome.evaluation
-            found |= {"top1": evaluation.top1, "top5": evaluation.top5, "loss": evaluation.loss}
-            found |= {"val_images": evaluation.images, "best_top1": engine.state.best_top1}
+            result = asdict(outcome.evaluation)
+            found |= {"val_images": result.pop("images"), **result}
+            found["best_top1"] = engine.state.best_top1
         return {key: value for key, value in found.items() if value is not None}
 
-    def _evidence(
-        self,
-        engine: Engine,
-        total: Window,
-        worked: StageTotals | None,
-        sampled: Mapping[str, float],
-    ) -> Evidence:
-        trainer = self.config.trainer
-        return Evidence(
-            window=total,
-            stages=worked,
-            settings=engine.feed.settings,
-            cores=self.cores,
-            device=accelerator.of(engine.world.device).kind,
-            sampled=sampled,
-            autotuned=self.tuning is not None,
-            ranks=engine.outcome.ranks,
-            precision=trainer.precision.name,
-            compiled=trainer.compile,
-            channels_last=trainer.channels_last,
-            window_steps=self.config.watch.window_steps,
-        )
-
-    def _hparams(self, engine: Engine) -> dict[str, Any]:
-        values = {path: value for path, value, _ in walk(self.config)}
-        named = [override.lstrip("+").partition("=")[0] for override in self.overridden]
-        chosen = {key: values[key] for key in (*_HPARAMS, *named) if key in values}
-        used = engine.feed.settings
-        return chosen | {
-            "used.num_workers": used.num_workers,
-            "used.pin_memory": used.pin_memory,
-            "used.prefetch_factor": used.prefetch_factor,
-        }
-
     def _close(self, engine: Engine, report: Mapping[str, Any]) -> None:
+        """Says how a completed run went."""
         folder = engine.place.folder
         say("")
         if "top1" in report:
             say(f"top-1          {report['top1']:.4f} on {report['val_images']} validation images")
         if "step_ms" in report:
-            say(
-                f"speed          {report['images_per_s']:.0f} images/s while training, "
-                f"{_spread(report['step_ms'])} a step"
-            )
+            step = report["step_ms"]
+            times = f"{step.median:.1f} ms (p95 {step.p95:.1f}, max {step.max:.1f}) a step"
+            say(f"speed          {report['images_per_s']:.0f} images/s while training, {times}")
             say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
-        if "goodput" in report:
-            say(f"goodput        {_goodput(report['goodput'])}")
+        if goodput := report.get("goodput"):
+            rest = [f"{part.name.replace('_', ' ')} {part.s:.1f} s" for part in goodput.rest[:3]]
+            share = f"{goodput.fraction:.0%} of {goodput.wall_s:.1f} s in training steps"
+            say(f"goodput        {share}; {', '.join(rest)}")
         if "gpu_memory" in report:
             say(f"memory         {report['gpu_memory']}")
         if self.config.mode is Mode.train:
-            say(f"loader         {engine.feed.settings}{_tuned(report.get('tuning'))}")
-            if settled := report.get("tuning", {}).get("settled"):
+            tuning = report.get("tuning", {})
+            tuned = ""
+            if tuning:
+                tuned = "remembered" if tuning["reused"] else f"tuned in {tuning['seconds']:.0f} s"
+                if (gained_s := tuning.get("gained_s", 0.0)) >= 1:
+                    tuned += f", saved about {gained_s:.0f} s of training"
+                tuned = f" ({tuned})"
+            say(f"loader         {engine.feed.settings}{tuned}")
+            if settled := tuning.get("settled"):
                 say(f"next time      {settled}")
             say(f"verdict        {report['verdict'].sentence}", stands_out=True)
         if self.cache is not None:
             say(f"cache          {self.cache.summary()}")
         say(f"run folder     {os.path.relpath(folder)}")
         page = os.path.relpath(folder / "report.html")
-        root = os.path.relpath(_root(folder))
-        say(f"look at it     {page}, or tensorboard --logdir {root}")
+        say(f"look at it     {page}, or tensorboard --logdir {_root(folder)}")
 
     def _stand(self, engine: Engine) -> None:
-        """Say where a run stands that ended too early, and the command that goes on with it."""
+        """Says where a run stands that ended too early, and the command that goes on with it."""
         state = engine.state
+        world = engine.world
+        config = self.config
         folder = os.path.relpath(engine.place.folder)
-        amid = (
-            f" and {state.samples} of {engine.order.stop(state.epoch)} images of the next"
-            if state.samples
-            else ""
-        )
-        say(
-            f"stopped after step {state.step}: {state.epoch} of {self.config.trainer.epochs} "
-            f"epochs{amid}"
-        )
-        if saved := engine.saves.last:
-            say(f"saved          {os.path.relpath(saved)}")
-            say(f"go on with     {_command(self.config, self.overridden, folder, engine.world)}")
-        elif not self.config.checkpoint.enabled:
-            say("nothing was saved: checkpoint.enabled=false")
-        elif engine.saves.unsaved:
-            say("nothing was saved: an update was under way, or the disk refused")
-        else:
-            say("nothing was saved: no step was made since the start")
+        done = f"{state.epoch} of {config.trainer.epochs} epochs"
+        if state.samples:
+            images = engine.order.stop(state.epoch)
+            done += f" and {state.samples} of {images} images of the next"
+        say(f"stopped after step {state.step}: {done}")
+        saved = engine.saves.last
+        if saved is None:
+            why = "no step was made since the start, one was under way, or the disk refused"
+            if not config.checkpoint.enabled:
+                why = "checkpoint.enabled=false"
+            say(f"nothing was saved: {why}")
+            return
+        # a named run finds its own checkpoints
+        resume = f"resume={folder}"
+        left_out = {"resume", "run.name"}
+        if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):
+            resume = "resume=auto"
+            left_out = {"resume"}
+        kept = [
+            text for text in self.overridden if text.lstrip("+").partition("=")[0] not in left_out
+        ]
+        ranks = None
+        if config.dist.name is DistName.torchrun:
+            one_node = world.size == world.local_size
+            ranks = f"--nproc-per-node={world.local_size}" if one_node else "..."
+        say(f"saved          {os.path.relpath(saved)}")
+        say(f"go on with     {shlex.join([*launch.command(ranks), *kept, resume])}")
 
 
-def _command(config: Config, overridden: tuple[str, ...], folder: str, world: World) -> str:
-    """The command line that goes on with the run in ``folder``."""
-    named = config.run.name is not None and Path(folder) == Path("outputs", config.run.name)
-    left_out = {"resume"} if named else {"resume", "run.name"}
-    kept = [text for text in overridden if text.lstrip("+").partition("=")[0] not in left_out]
-    ranks = None
-    if config.dist.name is DistName.torchrun:
-        ranks = f"--nproc-per-node={world.local_size}" if world.size == world.local_size else "..."
-    return shlex.join(
-        [*launch.command(ranks), *kept, "resume=auto" if named else f"resume={folder}"]
-    )
-
-
-def _tuned(tuning: Mapping[str, Any] | None) -> str:
-    """What tuning took, and what it gained."""
-    if tuning is None:
-        return ""
-    told = "remembered" if tuning["reused"] else f"tuned in {tuning['seconds']:.0f} s"
-    if (gained_s := tuning.get("gained_s", 0.0)) >= 1:
-        told += f", saved about {gained_s:.0f} s of training"
-    return f" ({told})"
-
-
-def _spread(spread: Spread) -> str:
-    return f"{spread.median:.1f} ms (p95 {spread.p95:.1f}, max {spread.max:.1f})"
-
-
-def _goodput(goodput: Goodput) -> str:
-    """The share of the wall time that went to training steps, and the three largest parts of the
-    rest.
-    """
-    rest = ", ".join(f"{part.name.replace('_', ' ')} {part.s:.1f} s" for part in goodput.rest[:3])
-    return f"{goodput.fraction:.0%} of {goodput.wall_s:.1f} s in training steps; {rest}"
+def _progress(engine: Engine) -> dict[str, Any]:
+    """Returns how far the run came."""
+    state = engine.state
+    return {"status": engine.outcome.status, "epochs": state.epoch, "steps": state.step}
 
 
 def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
-    """What the training feed's workers did in the whole run, by stage, in so many seconds of them
-    together.
-    """
-    each = [
+    """Returns what the training feed's workers did, by stage, in ``worker_s`` seconds of theirs."""
+    stages = [
         {
             "name": name,
             "group": GROUPS.get(name, "augment"),
@@ -300,11 +254,14 @@ def _workers(worked: StageTotals, worker_s: float) -> dict[str, Any]:
         }
         for name, cost in worked.stages.items()
     ]
-    busy = min(1.0, worked.busy_s / worker_s) if worker_s > 0 else None
-    return {"stages": each, "workers": {"samples": worked.samples, "busy_fraction": busy}}
+    busy = None
+    if worker_s > 0:
+        busy = min(1.0, worked.busy_s / worker_s)
+    return {"stages": stages, "workers": {"samples": worked.samples, "busy_fraction": busy}}
 
 
-def _root(folder: Path) -> Path:
-    """The folder that holds this run and its neighbours, whose names TensorBoard then shows."""
-    parts = Path(os.path.relpath(folder)).parts
-    return Path(parts[0]) if len(parts) > 1 and parts[0] in ("outputs", "multirun") else folder
+def _root(folder: Path) -> str:
+    """Returns the folder of this run and its neighbours, whose names TensorBoard then shows."""
+    path = os.path.relpath(folder)
+    top, *below = Path(path).parts
+    return top if below and top in ("outputs", "multirun") else path

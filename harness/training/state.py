@@ -1,22 +1,33 @@
-"""What a checkpoint holds, and how it goes back into a run."""
+"""What training changes: network, optimizer, learning rate, counts; to a checkpoint and back."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.config import Config, Precision
+from harness.config import (
+    Config,
+    OptimConfig,
+    OptimName,
+    Precision,
+    ScheduleConfig,
+    ScheduleName,
+)
 from harness.runtime.distributed import World
 from harness.runtime.errors import CheckpointError
 from harness.runtime.seeding import random_state, restore_random_state
 from harness.training import contents, models
-from harness.training.optim import make_optimizer, make_schedule
+
+# what a resumed run counts on from
+_COUNTS = ("epoch", "step", "samples", "pending", "best_top1")
 
 
 @dataclass(slots=True)
@@ -47,28 +58,23 @@ class TrainState:
     steps_per_epoch: int = 1
 
     def to_dict(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """The state as tensors and plain containers, with ``facts`` about the run beside it."""
+        """Returns the state as tensors and plain containers, with ``facts`` about the run."""
         return {
             **facts,
+            **{name: getattr(self, name) for name in (*_COUNTS, "steps_per_epoch")},
             "model": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "epoch": self.epoch,
-            "step": self.step,
-            "samples": self.samples,
-            "pending": self.pending,
-            "best_top1": self.best_top1,
-            "steps_per_epoch": self.steps_per_epoch,
             "random": random_state(self.device),
             "num_threads": torch.get_num_threads(),
         }
 
     def load_dict(self, saved: dict[str, Any], where: str, precision: Precision) -> None:
-        """Take over what ``to_dict`` gave; all of it or, on an error, nothing.
+        """Takes over what ``to_dict`` gave; all of it or, on an error, nothing.
 
-        Learning rate, weight decay and the like stay this run's own, and the loss scale starts anew
-        in another precision.
+        Learning rate, weight decay and the like stay this run's own, and so does the loss scale
+        where the precision is another one.
 
         Raises:
             CheckpointError: the checkpoint is of another network or optimizer; names the first
@@ -76,27 +82,39 @@ class TrainState:
         """
         needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
         if missing := needed - saved.keys():
-            raise CheckpointError(
-                f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}"
-            )
+            names = ", ".join(sorted(missing))
+            raise CheckpointError(f"{where}: cannot be resumed: holds no {names}")
         contents.check(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
         ours = self.optimizer.state_dict()["param_groups"]
         theirs = saved["optimizer"]["param_groups"]
         if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
             problems.append("the optimizer's parameter groups differ (optim.decay_norm_and_bias)")
-        elif {key for group in ours for key in group} != {key for group in theirs for key in group}:
+        elif {*itertools.chain(*ours)} != {*itertools.chain(*theirs)}:
             problems.append("the optimizer is of another kind (optim)")
         models.refuse(problems, f"{where}: does not fit this run")
+
         self.network.load_state_dict(saved["model"])
-        self._load_optimizer(saved)
+        self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": ours})
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                # the fused kernels want equal strides
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        schedule = self.schedule
+        schedule.last_epoch = saved["schedule"]["last_epoch"]
+        if saved.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
+            # with other batches the schedule goes on by the share of the epochs that is done
+            share = saved["samples"] / saved["stop"]
+            schedule.last_epoch = round((saved["epoch"] + share) * self.steps_per_epoch)
+        factor = schedule.lr_lambdas[0](schedule.last_epoch)
+        for group, base_lr in zip(self.optimizer.param_groups, schedule.base_lrs, strict=True):
+            group["lr"] = base_lr * factor
         if saved["settings"]["trainer"]["precision"] == precision.name:
             self.scaler.load_state_dict(saved["scaler"])
-        self.epoch = int(saved["epoch"])
-        self.step = int(saved["step"])
-        self.samples = int(saved.get("samples", 0))
-        self.pending = bool(saved.get("pending", False))
-        self.best_top1 = saved.get("best_top1")
+        # schema 1 has epoch and step alone
+        for name in saved.keys() & {*_COUNTS}:
+            setattr(self, name, saved[name])
         restore_random_state(saved["random"], self.device)
 
     @property
@@ -104,44 +122,21 @@ class TrainState:
         """Where the network lives."""
         return next(self.network.parameters()).device
 
-    def _load_optimizer(self, saved: dict[str, Any]) -> None:
-        own = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        base_lrs = self.schedule.base_lrs
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.schedule.load_state_dict(saved["schedule"])
-        if saved.get("steps_per_epoch", self.steps_per_epoch) != self.steps_per_epoch:
-            # other batches: by the share of the epochs that is done
-            share = saved["samples"] / saved["stop"]
-            self.schedule.last_epoch = round((saved["epoch"] + share) * self.steps_per_epoch)
-        self.schedule.base_lrs = base_lrs
-        factor = self.schedule.lr_lambdas[0](self.schedule.last_epoch)
-        for group, settings, base_lr in zip(
-            self.optimizer.param_groups, own, base_lrs, strict=True
-        ):
-            group.update(settings, lr=base_lr * factor)
-        for parameter, state in self.optimizer.state.items():
-            for key, value in state.items():
-                # the fused kernels want equal strides
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
 
 def make_state(
     config: Config, num_classes: int, world: World, steps_per_epoch: int, *, filled: bool = False
 ) -> TrainState:
-    """A fresh network on this rank's device, and what trains it; no weights are read if the caller
-    fills it (``filled``).
+    """Returns a fresh network on this rank's device, with what trains it.
+
+    No weights are read if the caller fills the network (``filled``).
 
     Raises:
         ConfigError: the network's name or its published weights.
         CheckpointError: the file that ``model.weights`` names.
     """
-    network = models.build(
-        config.model, num_classes, image_size=config.data.image_size, filled=filled
-    ).to(world.device)
+    size = config.data.image_size
+    network = models.build(config.model, num_classes, image_size=size, filled=filled)
+    network = network.to(world.device)
     if config.trainer.channels_last:
         network = network.to(memory_format=torch.channels_last)
     if config.trainer.compile:
@@ -154,10 +149,9 @@ def make_state(
 
 
 class FiniteCheck(GradScaler):
-    """Leaves out non-finite updates on the device, as a scaler whose scale is 1 does, and
-    multiplies nothing by that 1.
+    """Leaves out non-finite updates on the device, at less cost than a scaler whose scale is 1.
 
-    For an optimizer that takes ``found_inf``, as torch's fused ones do.
+    The optimizer must take ``found_inf``, as torch's fused ones do.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,11 +159,11 @@ class FiniteCheck(GradScaler):
         self._one = torch.ones((), device=device)
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs`` as they are."""
+        """Returns ``outputs`` as they are."""
         return outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Note whether a gradient is not finite."""
+        """Notes whether a gradient is not finite."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -180,7 +174,7 @@ class FiniteCheck(GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
 
     def step(self, optimizer: Any) -> None:
-        """Update, where all gradients that ``unscale_`` has seen were finite."""
+        """Updates, if all gradients that ``unscale_`` has seen were finite."""
         optimizer.found_inf = self._found
         optimizer.step()
         del optimizer.found_inf
@@ -190,5 +184,73 @@ class FiniteCheck(GradScaler):
 
 
 def make_scaler(precision: Precision, device: torch.device) -> GradScaler:
-    """The gradient scaler; outside fp16 it only leaves out non-finite updates."""
-    return GradScaler(device.type) if precision is Precision.fp16 else FiniteCheck(device)
+    """Returns the gradient scaler; outside fp16 it only leaves out non-finite updates."""
+    if precision is Precision.fp16:
+        return GradScaler(device.type)
+    return FiniteCheck(device)
+
+
+def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
+    """Returns the optimizer over ``network``'s parameters.
+
+    Norms and biases (every parameter with fewer than two dimensions) have no weight decay unless
+    ``optim.decay_norm_and_bias`` says so. The optimizer is always the fused form, which can skip an
+    update on the device.
+    """
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if not config.decay_norm_and_bias:
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2]},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
+    if config.name is OptimName.adamw:
+        return AdamW(groups, betas=config.betas, eps=config.eps, **common)
+    optimizer = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
+    # torch makes the buffers unfilled at the first update, and leaves them so if that is skipped
+    if config.momentum:
+        for parameter in parameters:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+class Schedule(LambdaLR):
+    """``LambdaLR`` with one factor for all groups, at a fraction of its cost."""
+
+    def step(self, epoch: int | None = None) -> None:
+        """Sets the rates of the next update."""
+        self.last_epoch += 1
+        factor = self.lr_lambdas[0](self.last_epoch)
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base_lr * factor
+
+    def get_last_lr(self) -> list[Any]:
+        """Each group's rate."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def make_schedule(
+    optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int
+) -> Schedule:
+    """Returns the schedule, to be stepped once per update."""
+    return Schedule(optimizer, lambda step: lr_factor(step, config, epochs, steps_per_epoch))
+
+
+def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:
+    """Returns the share of ``optim.lr`` that update number ``step`` (from 0) uses.
+
+    Warm-up is linear and ends at the peak; ``step`` drops at whole epochs as torch's ``StepLR``
+    stepped once per epoch; ``cosine`` falls from the end of the warm-up to ``final_fraction`` at
+    the last update (SGDR, arXiv 1608.03983).
+    """
+    warmup = config.warmup_epochs * steps_per_epoch
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.name is ScheduleName.step:
+        return float(config.gamma ** (step // steps_per_epoch // config.step_epochs))
+    if config.name is ScheduleName.cosine:
+        done = min(1.0, (step - warmup) / max(1.0, epochs * steps_per_epoch - warmup))
+        fall = 1 - config.final_fraction
+        return config.final_fraction + fall * (1 + math.cos(math.pi * done)) / 2
+    return 1.0

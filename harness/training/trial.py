@@ -23,12 +23,9 @@ from harness.watch.figures import StepRun, steps_of_group
 
 # the first may compile and makes what an update allocates; cuDNN tries its kernels
 _WARM_UP_STEPS = 5
-_GROUPS = 20
-# between two agreements of the ranks to go on
-_AGREE_S = 0.2
 
 # images and labels on the device
-_Batch = tuple[Tensor, Tensor]
+_Batches = Iterator[tuple[Tensor, Tensor]]
 # a step's images and seconds
 _Done = tuple[int, float]
 
@@ -51,8 +48,8 @@ class StepTrials:
         self._step = step
         self._config = config
         self._world = world
-        self._now = now or accelerator.of(world.device).now
-        self._parts = config.trainer.accumulate_steps
+        self._own = accelerator.of(world.device)
+        self._now = now or self._own.now
         # steps: says which part of an update the next one is
         self._made = 0
 
@@ -64,21 +61,20 @@ class StepTrials:
     @property
     def overlaps(self) -> bool:
         """Whether the device works on the step while batches are loaded even without workers."""
-        return accelerator.of(self.device).has_streams
+        return self._own.has_streams
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """A block of training mode at whose end all that steps change is as before.
 
-        Learning rates are 0 inside it: many steps on one batch must not make NaNs of the network,
-        for the time of those is not the real one, and an update costs the same at any rate. The
-        copy of the state is the host's alone.
+        Learning rates are 0 inside: repeated steps on one batch could diverge to NaN, whose timing
+        is not representative; an update costs the same at any rate. The copy of the state lies in
+        host memory.
         """
         state = self._step.state
         step = state.step
-        snapshot = Snapshot(
-            (state.network, state.optimizer, state.schedule, state.scaler), state.device
-        )
+        parts = (state.network, state.optimizer, state.schedule, state.scaler)
+        snapshot = Snapshot(parts, state.device)
         self._made = 0
         with self._step.kept():
             try:
@@ -93,177 +89,154 @@ class StepTrials:
                 state.step = step
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
+        """Times some 20 groups of steps on ``batch``, warmed up; at least two, however slow.
 
-        Its bytes are on the device; each step takes them augmented and normalised as in training,
-        for that is the step's work, not the loader's. ``steps_of_group`` says how many steps a
-        group has. ``limit_s`` counts from the end of the first step, which may compile.
+        The batch's bytes are on the device; each step takes them augmented and normalised as in
+        training, for that is the step's work, not the loader's. ``steps_of_group`` says how many
+        steps a group has. ``limit_s`` counts from the end of the first step, which may compile.
         """
-        own = accelerator.of(self.device)
-        placed = batch._replace(images=own.copy(batch.images), labels=own.copy(batch.labels))
-        with contextlib.closing(self._step.batches(itertools.repeat(placed))) as batches:
-            return self._groups(batches, len(placed.labels), limit_s)
-
-    def _groups(self, batches: DataPrefetcher, size: int, limit_s: float) -> StepRun:
-        first_s, _ = self._group(batches, 1, warm_up=True)
-        begin = self._now()
-        for _ in range(_WARM_UP_STEPS - 1):
-            step_s = self._world.agreed(self._group(batches, 1, warm_up=True)[0])
-            if step_s > limit_s / _WARM_UP_STEPS:
-                break
-        steps = steps_of_group(step_s, limit_s, self.overlaps)
-        if steps >= self._parts:
-            # each group has as many updates as the others
-            steps += -steps % self._parts
+        images = self._own.copy(batch.images)
+        placed = batch._replace(images=images, labels=self._own.copy(batch.labels))
         groups: list[tuple[float, float]] = []
-        cpu = time.process_time()
-        while len(groups) < _GROUPS and self._world.agreed(
-            len(groups) < 2 or self._now() - begin < limit_s
-        ):
-            groups.append(self._group(batches, steps))
-        cpu_s = time.process_time() - cpu
-        images = size * steps
-        launch_s = (
-            0.0
-            if self._config.loader.device_prefetch
-            else min(launch_s for _, launch_s in groups) / size
-        )
-        return StepRun(
-            images=(images,) * len(groups),
-            seconds=tuple(seconds for seconds, _ in groups),
-            cpu_s=cpu_s,
-            first_s=max(0.0, first_s - step_s),
-            launch_s=launch_s,
-        )
+        parts = self._config.trainer.accumulate_steps
+        with contextlib.closing(self._step.batches(itertools.repeat(placed))) as batches:
+            first_s, _ = self._group(batches, 1, 1)
+            begin = self._now()
+            for _ in range(_WARM_UP_STEPS - 1):
+                step_s = self._world.agreed(self._group(batches, 1, 1)[0])
+                if step_s > limit_s / _WARM_UP_STEPS:
+                    break
+            steps = steps_of_group(step_s, limit_s, self.overlaps)
+            self._made = 0
+            if steps >= parts:
+                # each group has as many updates as the others
+                steps += -steps % parts
+            cpu = time.process_time()
+            while len(groups) < 20 and self._world.agreed(
+                len(groups) < 2 or self._now() - begin < limit_s
+            ):
+                groups.append(self._group(batches, steps, parts))
+            cpu_s = time.process_time() - cpu
+        size = len(placed.labels)
+        seconds, launches = zip(*groups, strict=True)
+        launch_s = min(launches) / size
+        if self._config.loader.device_prefetch:
+            launch_s = 0.0
+        first_s = max(0.0, first_s - step_s)
+        return StepRun((size * steps,) * len(groups), seconds, 0.0, cpu_s, first_s, launch_s)
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
-        """Steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
+        """Times steps on the endless ``feed`` for ``limit_s`` seconds and at least two.
 
         Left out before them are the first batch, which holds the workers' start, and then ``skip``
         batches, or as many as come in a third of ``limit_s``. Their seconds are the device's, where
-        it has a clock. Where another rank's feed fails, it is the steps until then, maybe none. The
-        feed stays open.
+        it has a clock. Where another rank's feed fails, the result has the steps until then, maybe
+        none. The feed stays open.
 
         Raises:
             Whatever this rank's ``feed`` raises; with several ranks once all have stopped.
         """
         clock = StepClock(self.device, now=self._now, keep_steps=True)
+        failed: list[Exception] = []
         with contextlib.closing(self._step.batches(feed, clock)) as batches:
-            source = _Source(batches, (lambda: self._black(feed)) if self._world.size > 1 else None)
-            self._stretch(source, clock, 1, 1, 0.0)
-            self._stretch(source, clock, 0, skip, limit_s / 3)
+            source = self._endless(batches, feed, failed)
+            self._stretch(source, failed, clock, 1, 1, 0.0)
+            self._stretch(source, failed, clock, 0, skip, limit_s / 3)
             clock.close_window()
             cpu = time.process_time()
-            done = self._stretch(source, clock, 2, math.inf, limit_s)
+            done = self._stretch(source, failed, clock, 2, math.inf, limit_s)
             cpu_s = time.process_time() - cpu
             clock.settle()
-        if source.error is not None:
-            raise source.error
+        if failed:
+            raise failed[0]
         window = clock.close_window()
-        stall = (window.stall_fraction or 0.0) if window else 0.0
+        stall = 0.0
+        if window is not None:
+            stall = window.stall_fraction or 0.0
         seconds = clock.device_steps(len(done)) or tuple(seconds for _, seconds in done)
         return StepRun(tuple(images for images, _ in done), seconds, stall, cpu_s)
 
-    def _stretch(
-        self, source: _Source, clock: StepClock, least: int, most: float, limit_s: float
-    ) -> list[_Done]:
-        """Up to ``most`` steps while ``limit_s`` is not over, but ``least``; fewer once any rank's
-        feed has failed.
+    def _endless(self, batches: DataPrefetcher, feed: Feed, failed: list[Exception]) -> _Batches:
+        """Gives ``batches``; once ``feed`` has failed, black ones, and its error is in ``failed``.
 
-        The host waits for the device only where it is two steps ahead, or ranks agree.
+        The other ranks wait for this one in their updates. A rank alone raises the error at once.
+        """
+        try:
+            yield from batches
+        except Exception as error:
+            if self._world.size == 1:
+                raise
+            failed.append(error)
+        size = self._config.data.image_size
+        labels = torch.zeros(feed.settings.batch_size, dtype=torch.int64)
+        images = torch.zeros(len(labels), 3, size, size, dtype=torch.uint8)
+        with contextlib.closing(self._step.batches([HostBatch(images, labels, labels)])) as black:
+            yield from itertools.repeat(next(black))
+
+    def _stretch(
+        self,
+        source: _Batches,
+        failed: list[Exception],
+        clock: StepClock,
+        least: int,
+        most: float,
+        limit_s: float,
+    ) -> list[_Done]:
+        """Makes up to ``most`` steps while ``limit_s`` is not over, but ``least``.
+
+        Fewer once any rank's feed has failed. The host waits for the device only where it is two
+        steps ahead, or ranks agree.
         """
         done: list[_Done] = []
         begin = end = self._now()
         block = 1
         while True:
             more = len(done) < least or (len(done) < most and end - begin < limit_s)
-            told = self._world.gathered((more, block, source.error is not None))
-            if not told[0][0] or any(failed for _, _, failed in told):
+            told = self._world.gathered((more, block, bool(failed)))
+            more, block, _ = told[0]
+            if not more or any(has_failed for *_, has_failed in told):
                 break
-            block = told[0][1]
             for _ in range(block):
                 with clock.waiting():
-                    images, labels = source.take()
+                    images, labels = next(source)
                 with clock.computing():
-                    self._train(images, labels)
+                    self._train(images, labels, self._config.trainer.accumulate_steps)
                     self._step.forget()
-                count = len(labels)
-                clock.step(count)
+                clock.step(len(labels))
                 step_s = self._now() - end
-                done.append((count, step_s))
+                done.append((len(labels), step_s))
                 end += step_s
-            # at most doubled: the first batches may only have been the ones in store
+            # ranks agree five times a second; the block is at most doubled, for the first batches
+            # may only have been the ones in store
             if self._world.size > 1:
-                block_s = sum(seconds for _, seconds in done[-block:])
-                block = max(1, int(min(2 * block, _AGREE_S * block / block_s, most - len(done))))
+                step_s = sum(seconds for _, seconds in done[-block:]) / block
+                block = max(1, int(min(2 * block, 0.2 / step_s, most - len(done))))
         # what a device whose own time is not known has left to do is the last step's
         if not self.overlaps:
-            accelerator.of(self.device).synchronize()
+            self._own.synchronize()
             if done:
                 count, step_s = done[-1]
                 done[-1] = count, step_s + self._now() - end
         return done
 
-    def _group(
-        self, batches: DataPrefetcher, steps: int, *, warm_up: bool = False
-    ) -> tuple[float, float]:
-        """The seconds of so many steps, and the host's of the first; each makes an update while
-        warming up.
+    def _group(self, batches: _Batches, steps: int, parts: int) -> tuple[float, float]:
+        """Returns the seconds of ``steps`` steps, and the host's of the first.
+
+        An update has ``parts`` steps.
         """
         launch_s = 0.0
         begin = self._now()
         for _ in range(steps):
-            images, labels = next(batches)
-            self._train(images, labels, warm_up)
+            self._train(*next(batches), parts)
             # of the first step alone: before later ones the host may wait for the device
             launch_s = launch_s or self._now() - begin
         self._step.forget()
-        accelerator.of(self.device).synchronize()
+        self._own.synchronize()
         return self._now() - begin, launch_s
 
-    def _train(self, images: Tensor, labels: Tensor, update: bool = False) -> None:
-        if update:
-            self._step(images, labels)
-        else:
-            self._step(images, labels, part=self._made % self._parts, parts=self._parts)
-            self._made += 1
+    def _train(self, images: Tensor, labels: Tensor, parts: int) -> None:
+        self._step(images, labels, part=self._made % parts, parts=parts)
+        self._made += 1
         # several ranks must stop at one step: the launcher ends them
         if self._world.size == 1:
             signals.check()
-
-    def _black(self, feed: Feed) -> _Batch:
-        """Returns a batch of black images, as large as those of ``feed``, on the device."""
-        n = feed.settings.batch_size
-        size = self._config.data.image_size
-        labels = torch.zeros(n, dtype=torch.int64)
-        batch = HostBatch(torch.zeros(n, 3, size, size, dtype=torch.uint8), labels, labels)
-        with contextlib.closing(self._step.batches([batch])) as batches:
-            return next(batches)
-
-
-class _Source:
-    """The batches of a feed; once it has failed, a stand-in, for the other ranks wait for this one
-    in their updates.
-
-    Without a ``make_stand_in`` the error is raised at once.
-    """
-
-    def __init__(self, batches: DataPrefetcher, make_stand_in: Callable[[], _Batch] | None) -> None:
-        self.error: Exception | None = None
-        self._batches = batches
-        self._make_stand_in = make_stand_in
-        self._stand_in: _Batch | None = None
-
-    def take(self) -> _Batch:
-        """The next batch."""
-        if self._stand_in is None:
-            try:
-                batch = next(self._batches, None)
-                assert batch is not None, "a feed for trials has no end"
-                return batch
-            except Exception as error:
-                if self._make_stand_in is None:
-                    raise
-                self.error = error
-                self._stand_in = self._make_stand_in()
-        return self._stand_in

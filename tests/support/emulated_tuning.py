@@ -19,8 +19,7 @@ from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
-from harness.training.optim import make_optimizer, make_schedule
-from harness.training.state import TrainState, make_scaler
+from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
 from harness.training.step import Step
 from harness.training.trial import StepTrials
 

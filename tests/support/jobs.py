@@ -207,8 +207,7 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
 
     from harness.feed.interface import HostBatch
     from harness.runtime.distributed import joined
-    from harness.training.optim import make_optimizer, make_schedule
-    from harness.training.state import TrainState, make_scaler
+    from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
     from harness.training.step import Step
     from harness.training.trial import StepTrials
 

@@ -132,7 +132,6 @@ ODD = {
     "odd number": put("optimizer/param_groups/0/params/0", "x"),
     "schedule of texts": put("schedule/last_epoch", "x"),
     "schedule before the start": put("schedule/last_epoch", -7),
-    "schedule without rates": put("schedule/base_lrs", []),
     "odd scale": put("scaler/scale", "x"),
     "scale is not finite": put("scaler/scale", math.inf),
     "settings without precision": put("settings/trainer", {}),

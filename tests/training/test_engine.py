@@ -19,10 +19,9 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import NonFiniteError
 from harness.training import checkpoint
 from harness.training.engine import Engine
-from harness.training.epoch import Lead
-from harness.training.optim import make_optimizer, make_schedule
+from harness.training.epoch import EvalWarmup
 from harness.training.saving import Place, Saves
-from harness.training.state import TrainState, make_scaler
+from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
 from harness.training.step import Step
 from harness.watch.clock import StepClock
 from harness.watch.station import Watch
@@ -97,7 +96,7 @@ def run(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, batches: int = 3, **trainer: int
 ) -> tuple[Engine, list[str]]:
     """A whole run on recorded feeds, where an epoch is never about to end before its last step."""
-    monkeypatch.setattr("harness.training.epoch._LEAD_S", 0.0)
+    monkeypatch.setattr("harness.training.epoch._WARM_UP_S", 0.0)
     log: list[str] = []
     engine = make_engine(Recorded("train", batches, log), Recorded("val", 1, log), **trainer)
     engine.fit()
@@ -199,22 +198,20 @@ def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.Monkey
     ],
 )
 def test_the_end_of_an_epoch_is_foreseen_by_its_steps(step_s: float, told_at: int) -> None:
-    """It is told once, 1.5 s before the end by the mean step, without the first; at the latest
-    before the last step.
-    """
+    """It is due 1.5 s before the end by the mean step, without the first; or before the last."""
     now = 0.0
-    lead = Lead(10, lambda: now)
-    told = []
+    warm_up = EvalWarmup(10, lambda: now)
+    due = []
     for left in range(10, 0, -1):
-        if lead.due(left):
-            told.append(left)
+        if warm_up.due(left):
+            due.append(left)
         now += 100.0 if left == 10 else step_s
-    assert told == [told_at]
+    assert due == list(range(told_at, 0, -1))
 
 
 def test_an_epoch_of_one_step_is_about_to_end_at_once() -> None:
     """There is no step to wait for."""
-    assert Lead(1, lambda: 0.0).due(1)
+    assert EvalWarmup(1, lambda: 0.0).due(1)
 
 
 def fit(make_engine: MakeEngine, val_workers: int, **trainer: int) -> Engine:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from harness.config import OptimConfig, OptimName, ScheduleConfig, ScheduleName
-from harness.training.optim import lr_factor, make_optimizer, make_schedule
+from harness.training.state import lr_factor, make_optimizer, make_schedule
 
 
 def network() -> nn.Module:

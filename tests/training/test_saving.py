@@ -14,9 +14,8 @@ from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
 from harness.training import checkpoint
-from harness.training.optim import make_optimizer, make_schedule
 from harness.training.saving import Boundary, Place, Saves
-from harness.training.state import TrainState, make_scaler
+from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 

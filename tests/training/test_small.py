@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from harness.training.small import small
+from harness.training.models import small
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,7 @@ from harness.data.augment import BatchAugment
 from harness.data.mix import Mix
 from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
-from harness.training.optim import make_optimizer, make_schedule
-from harness.training.state import TrainState, make_scaler
+from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
 from harness.training.step import Step, _ForwardTimer, device_batches
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -224,25 +223,35 @@ def test_every_precision_learns(precision: Precision) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_the_forward_pass_is_timed_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pass is left out, an update counts all its parts, and what was timed before
-    training is forgotten.
-    """
-    ticks = iter(
-        [0.0, 10.0, 12.0, 20.0, 26.0, 30.0, 40.0, 41.0]
-    )  # passes of 2, 6 and 1 seconds, and two that do not count
+def test_the_forward_pass_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass is left out, and what was timed before training is forgotten."""
+    # passes of 2, 6 and 1 seconds, and two that do not count
+    ticks = iter([0.0, 10.0, 12.0, 20.0, 26.0, 30.0, 40.0, 41.0])
     monkeypatch.setattr(
         "harness.training.step.time", SimpleNamespace(perf_counter=lambda: next(ticks))
     )
     model = nn.Linear(1, 1)
-    timer = _ForwardTimer(model, 2)
-    means = []
+    timer = _ForwardTimer(model)
+    sums = []
     for forget in (False, False, False, True, False):
         if forget:
             timer.forget()
         model(torch.zeros(1, 1))
-        means.append(timer.mean_ms())
-    assert means == [None, 4000.0, 8000.0, None, 2000.0]
+        sums.append((timer.passes, timer.seconds))
+    assert sums == [(0, 0.0), (1, 2.0), (2, 8.0), (0, 0.0), (1, 1.0)]
+
+
+def test_the_forward_time_is_that_of_an_update() -> None:
+    """It counts all passes of an update, and is unknown before the second pass."""
+    config = Config()
+    config.trainer.accumulate_steps = 2
+    step = make(config)
+    assert step.forward_ms is None
+    step._forward = timer = _ForwardTimer(nn.Linear(1, 1))
+    assert step.forward_ms is None
+    timer.passes = 2
+    timer.seconds = 8.0
+    assert step.forward_ms == 8000.0
 
 
 def host_batch() -> HostBatch:

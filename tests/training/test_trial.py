@@ -22,8 +22,7 @@ from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World, launch
 from harness.runtime.errors import Interrupted, LoaderError
 from harness.runtime.seeding import random_state
-from harness.training.optim import make_optimizer, make_schedule
-from harness.training.state import TrainState, make_scaler
+from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
 from harness.training.step import Step, device_batches
 from harness.training.trial import StepTrials
 from harness.watch.clock import StepClock
