@@ -1,6 +1,4 @@
-"""What the command line answers to what was mistyped: flags, unknown settings and choices, values
-of another type.
-"""
+"""What the command line answers to mistyped flags, settings, choices and values."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 _LONG_FLAGS = (
-    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
-    "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun",
+    "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun",
+    "--info",
 )  # fmt: skip
 _SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i")
-_MOST_CHOICES = 12  # that are all listed
 
-# Settings that are paths.
+# settings that are paths
 _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
-# Names of other programs, and what they are called here.
+# names of other programs, and what they are called here
 _OTHER_NAMES = {
     "a": "model.name",
     "arch": "model.name",
@@ -40,41 +38,39 @@ _OTHER_NAMES = {
     "data_dir": "data.root",
     "data_path": "data.root",
 }
-_AUTOCAST = "write trainer.precision=bf16 or trainer.precision=fp16"
-_FOLDER = "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER"
 _LOGGERS = (
     "there is no such logger; a run writes TensorBoard's event file, metrics.jsonl and "
     "report.html by itself"
 )
-_PROCESSES = "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N"
-# Names whose answer is more than another name.
+# names whose answer is more than another name
 _ANSWERS = {
     "pretrained": (
         "write model.weights=DEFAULT, with a network of torchvision such as model=resnet18"
     ),
-    "amp": _AUTOCAST,
-    "fp16": _AUTOCAST,
+    "amp": "write trainer.precision=bf16 or trainer.precision=fp16",
     "optimizer": "write optim=adamw or optim=sgd",
-    "opt": "write optim=adamw or optim=sgd",
     "scheduler": "write schedule=cosine, schedule=step or schedule=constant",
     "dataset": "write data=NAME, or data=imagefolder data.root=FOLDER for your own images",
     "num_classes": "leave it out; the number of classes is taken from the data",
     "wandb": _LOGGERS,
     "logger": _LOGGERS,
-    "output_dir": _FOLDER,
-    "run.dir": _FOLDER,
-    "checkpoint.dir": _FOLDER,
-    "gpus": _PROCESSES,
-    "devices": _PROCESSES,
+    "output_dir": "write run.name=NAME for the folder outputs/NAME, or hydra.run.dir=FOLDER",
+    "gpus": "write dist=spawn for all GPUs, or dist=spawn dist.nprocs=N",
     "evaluate": "write mode=evaluate resume=PATH",
+}
+_ANSWERS |= {
+    "fp16": _ANSWERS["amp"],
+    "opt": _ANSWERS["optimizer"],
+    "run.dir": _ANSWERS["output_dir"],
+    "checkpoint.dir": _ANSWERS["output_dir"],
+    "devices": _ANSWERS["gpus"],
 }
 
 
 def version(own: str) -> str:
-    """Returns the versions of wellfed, which is ``own``, of torch and Python, without importing
-    torch.
-    """
-    from importlib import metadata  # takes 30 ms
+    """Returns the versions of wellfed (``own``), torch and Python, without importing torch."""
+    # takes 30 ms
+    from importlib import metadata
 
     try:
         torch = metadata.version("torch")
@@ -84,13 +80,11 @@ def version(own: str) -> str:
 
 
 def expanded(arguments: Sequence[str]) -> list[str]:
-    """Returns ``arguments`` with the home folder for ``~`` in the settings that are paths, where no
-    shell writes it.
-    """
+    """Returns ``arguments`` with the home folder for ``~`` in paths, which no shell puts there."""
     found = []
     for text in arguments:
         name, equals, value = text.partition("=")
-        if equals and name.lstrip("+") in _PATHS:
+        if name.lstrip("+") in _PATHS:
             # a sweep lists several
             value = ",".join(map(os.path.expanduser, value.split(",")))
         found.append(f"{name}{equals}{value}")
@@ -98,39 +92,34 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 
 
 def refused_flag(arguments: Sequence[str], settings: Sequence[str]) -> str | None:
-    """Returns what to say of the first flag that there is not, such as ``--lr 0.1``; None: there is
-    none.
+    """Returns what to say of the first unknown flag, such as ``--lr 0.1``; None without any.
 
     ``settings`` are the dotted names of all settings.
     """
     for text, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        flag, equals, value = text.partition("=")
-        if not re.fullmatch(r"--?[A-Za-z][\w-]*", flag) or _is_hydras(flag):
+        flag, _, value = text.partition("=")
+        # Hydra takes beginnings of its long flags, and a value right after a short one
+        is_hydras = flag.startswith(_SHORT_FLAGS) or any(
+            known.startswith(flag) for known in _LONG_FLAGS
+        )
+        if is_hydras or not re.fullmatch(r"--?[A-Za-z][\w-]*", flag):
             continue
         name = flag.lstrip("-").replace("-", "_")
-        if not equals and following[:1] != "-" and "=" not in following:
-            value = following
-        if name not in _ANSWERS and (meant := _meant(name, settings)):
-            return f"{flag}: settings are written without dashes: {meant[0]}={value or 'VALUE'}"
-        return f"{flag}: settings are written NAME=VALUE, without dashes{_hint(name, settings)}"
+        if name in _ANSWERS or not (meant := _meant(name, settings)):
+            return f"{flag}: settings are written NAME=VALUE, without dashes{_hint(name, settings)}"
+        if not re.match("-|.*=", following):
+            value = value or following
+        return f"{flag}: settings are written without dashes: {meant[0]}={value or 'VALUE'}"
     return None
 
 
-def _is_hydras(flag: str) -> bool:
-    if flag.startswith("--"):
-        return any(known.startswith(flag) for known in _LONG_FLAGS)
-    return flag.startswith(_SHORT_FLAGS)
-
-
 def _hint(name: str, settings: Sequence[str]) -> str:
-    """Returns what follows "unknown setting" of ``name``: what to write, what may be meant, or
-    where to look.
-    """
-    answer = _ANSWERS.get(name) or _ANSWERS.get(name.rpartition(".")[2])
-    if answer:
+    """Returns what follows "unknown setting": what to write, what may be meant, where to look."""
+    if answer := _ANSWERS.get(name) or _ANSWERS.get(name.rpartition(".")[2]):
         return f"; {answer}"
-    meant = _meant(name, settings)
-    return f"; did you mean {' or '.join(meant)}?" if meant else "; see --help"
+    if meant := _meant(name, settings):
+        return f"; did you mean {' or '.join(meant)}?"
+    return "; see --help"
 
 
 def _meant(name: str, settings: Sequence[str]) -> list[str]:
@@ -155,68 +144,63 @@ def _meant(name: str, settings: Sequence[str]) -> list[str]:
 
 
 def nearest(value: str, known: Sequence[str]) -> str:
-    """Returns ``"; did you mean ...?"`` with the most similar names, whatever their case; empty
-    without any.
-    """
+    """Returns ``"; did you mean ...?"`` with the most similar names in any case, else nothing."""
     plain = {re.sub(r"[-_.]", "", name).lower(): name for name in known}
     near = difflib.get_close_matches(re.sub(r"[-_.]", "", value).lower(), plain, n=3)
-    return f"; did you mean {', '.join(plain[name] for name in near)}?" if near else ""
+    if not near:
+        return ""
+    return f"; did you mean {', '.join(plain[name] for name in near)}?"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether Hydra or OmegaConf refused the settings."""
+    """Says whether Hydra or OmegaConf refused the settings."""
     return isinstance(error, HydraException | OmegaConfBaseException)
 
 
 def explain(error: BaseException, settings: Sequence[str]) -> str:
-    """Returns one line for a refusal by Hydra or OmegaConf: the setting, what is wrong and the way
-    out.
+    """Returns one line for a refusal by Hydra or OmegaConf: setting, reason and way out.
 
     ``settings`` are the dotted names of all settings.
     """
-    text = str(error).strip()
-    name = getattr(error, "full_key", None) or _first(r"full_key: (\S+)", text) or ""
-    unknown = _first(r"Could not override '([^']+)'", text) or _first(
-        r"Key '([^']+)' (?:is )?not in", text
-    )
     if isinstance(error, OverrideParseException):
-        return _unreadable(error.override, settings)
-    if isinstance(error, HydraException) and error.__cause__ is not None and unknown is None:
-        return (
-            explain(error.__cause__, settings) if isinstance(error.__cause__, Exception) else text
-        )
+        name, equals, value = error.override.partition("=")
+        if not equals:
+            return f"{name}: settings are written NAME=VALUE{_hint(name, settings)}"
+        plain = value.replace("'", "")
+        return f"""{name}={value}: the value cannot be read; quote it twice: "{name}='{plain}'\""""
+
+    text = str(error).strip()
+    full_key = _first(r"full_key: (\S+)", text)
+    name = getattr(error, "full_key", None) or full_key
+    unknown = _first(r"(?:Could not override|Key) '([^']+)'(?:\.| (?:is )?not in)", text)
+    # what OmegaConf says has the setting's whole name
+    if isinstance(error, HydraException) and isinstance(error.__cause__, Exception) and not unknown:
+        return explain(error.__cause__, settings)
     if unknown:
-        full = name if name.endswith(unknown) else unknown
-        return f"{full}: unknown setting{_hint(full, settings)}"
+        if not name.endswith(unknown):
+            name = unknown
+        return f"{name}: unknown setting{_hint(name, settings)}"
     if required := _first(r"field '([^']+)' is not Optional", text):
         return f"{required}=null: needs a value"
-    choice = re.search(
-        r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?(?:Config "
-        r"search path|$)",
-        text,
-        re.S,
-    )
-    if choice:
-        return _no_choice(choice[1], choice[2], (choice[3] or "").split())
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " ".join(
-        line for line in lines if not re.match(r"(full_key|object_type|reference_type)\b", line)
-    )
-    said += _better_value(name, said)
-    return f"{name}: {said}" if name and name not in said else said
+    choice = r"Could not find '([^']+)/([^/']+)'(?:.*?Available options in '[^']+':(.*?))?"
+    if found := re.search(rf"{choice}(?:Config search path|$)", text, re.S):
+        return _no_choice(found[1], found[2], (found[3] or "").split())
 
-
-def _unreadable(override: str, settings: Sequence[str]) -> str:
-    name, equals, value = override.partition("=")
-    if not equals:
-        return f"{override}: settings are written NAME=VALUE{_hint(name, settings)}"
-    plain = value.replace("'", "")
-    return f"""{override}: the value cannot be read; quote it twice: "{name}='{plain}'\""""
+    # any other text, without the lines that name Python's types
+    said = " ".join(re.sub(r"(?m)^\s*(full_key|object_type|reference_type)\b.*", "", text).split())
+    if mistyped := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
+        said += nearest(mistyped[1], mistyped[2].split(", "))
+    elif name.startswith("loader.") and "'auto'" in said:
+        said += "; to have it found, write loader.autotune=true"
+    if name in said:
+        return said
+    return f"{name}: {said}"
 
 
 def _no_choice(group: str, value: str, options: Sequence[str]) -> str:
+    """Returns what to say of ``GROUP=VALUE`` that is none of ``options``."""
     listed = f"there are: {', '.join(options) or 'none'}"
-    if len(options) > _MOST_CHOICES:
+    if len(options) > 12:
         listed = f"there are {len(options)}, such as {', '.join(options[:3])}"
     more = nearest(value, options)
     if group == "loader" and value == "auto":
@@ -224,22 +208,12 @@ def _no_choice(group: str, value: str, options: Sequence[str]) -> str:
     elif group == "data":
         more = f"; for your own images write data=imagefolder data.root=FOLDER{more}"
     elif group.startswith("hydra/"):
-        more = (
-            "; others come with plugins of Hydra, such as pip install "
-            f"hydra-{value}-{group.rpartition('/')[2]}"
-        )
+        kind = group.rpartition("/")[2]
+        more = f"; others come with plugins of Hydra, such as pip install hydra-{value}-{kind}"
     return f"{group}={value}: no such choice; {listed}{more}"
 
 
-def _better_value(name: str, said: str) -> str:
-    """Returns what to add to a value that was refused, empty where nothing is known to help."""
-    if choice := re.search(r"Invalid value '([^']+)', expected one of \[(.*?)\]", said):
-        return nearest(choice[1], choice[2].split(", "))
-    if name.startswith("loader.") and "'auto'" in said:
-        return "; to have it found, write loader.autotune=true"
-    return ""
-
-
-def _first(pattern: str, text: str) -> str | None:
+def _first(pattern: str, text: str) -> str:
+    """Returns the first group of ``pattern`` in ``text``; empty: not found."""
     match = re.search(pattern, text)
-    return match[1] if match else None
+    return match[1] if match else ""

@@ -7,6 +7,7 @@ the files in ``conf/`` hold values only. ``load`` turns what Hydra composed into
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import io
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.config_store import ConfigStore
@@ -30,9 +31,7 @@ from harness import answers
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the text is one line that names the setting, its value and the
-    way out.
-    """
+    """A setting that cannot be used; one line names the setting, its value and the way out."""
 
 
 Mode = Enum("Mode", ["train", "evaluate", "diagnose"])
@@ -48,13 +47,10 @@ DistName = Enum("DistName", ["single", "spawn", "torchrun"])
 DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
 
 
-# Inside the package in a wheel, beside it in a checkout.
-CONF = next(
-    path
-    for path in (Path(__file__).with_name("conf"), Path(__file__).parents[1] / "conf")
-    if path.is_dir()
-)
-_Refusal = tuple[bool, str]  # whether settings are at odds, and how to say so
+# inside the package in a wheel, beside it in a checkout
+CONF = Path(__file__).with_name("conf")
+if not CONF.is_dir():
+    CONF = Path(__file__).parents[1] / "conf"
 
 
 def setting(default: Any, text: str, **limits: Any) -> Any:
@@ -64,15 +60,11 @@ def setting(default: Any, text: str, **limits: Any) -> Any:
         default: the value when no file in ``conf/`` says otherwise.
         text: one sentence, with the unit.
         **limits: any of ``ge``, ``gt``, ``le``, ``lt`` (bounds of a number, or of every number of a
-            tuple), ``increasing`` (a tuple whose values may not fall) and ``each`` (the exact
-            number of values in a tuple).
+            tuple), ``increasing`` (a tuple whose values may not fall), ``each`` (the exact number
+            of values in a tuple) and ``no_effect_with`` (other settings, as they are typed: beside
+            any of these entries a value other than the default is refused).
     """
-    return field(default=default, metadata={"text": text, **limits})
-
-
-def group(cls: type) -> Any:
-    """A field that holds a nested group of settings."""
-    return field(default_factory=cls, metadata={"text": (cls.__doc__ or "").strip().split("\n")[0]})
+    return field(default=default, metadata={"text": text, "default": default, **limits})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,22 +147,24 @@ class DataConfig:
         DataCache.none, "Keep decoded pixels: none, in ram (this run) or on disk (next ones too)."
     )
     cache_gb: float | None = setting(
-        None, "Most that the cache takes, in GB; null: half of what is free.", gt=0.0
+        None,
+        "Most that the cache takes, in GB; null: half of what is free.",
+        gt=0.0,
+        no_effect_with=["data.cache=none"],
     )
     cache_max_side: int | None = setting(
         None,
         "Longer side of a cached image in pixels, larger ones are shrunk, which changes crops; "
         "null: as they are.",
         ge=32,
+        no_effect_with=["data.cache=none"],
     )
-    generate: GenerateConfig = group(GenerateConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
 
 
 @dataclass(slots=True, kw_only=True)
 class AugmentConfig:
-    """What happens to a training image before it is a batch; a function of (seed, epoch, index)
-    alone.
-    """
+    """What happens to a training image: a function of (seed, epoch, index) alone."""
 
     crop: Crop = setting(
         Crop.random_resized,
@@ -191,7 +185,12 @@ class AugmentConfig:
         each=2,
         increasing=True,
     )
-    pad: int = setting(4, "Zero pixels added to each side before a pad crop.", ge=0)
+    pad: int = setting(
+        4,
+        "Zero pixels added to each side before a pad crop.",
+        ge=0,
+        no_effect_with=["augment.crop=random_resized", "augment.crop=center"],
+    )
     hflip: float = setting(0.5, "Probability of a horizontal flip.", ge=0.0, le=1.0)
     color_jitter: tuple[float, float, float, float] = setting(
         (0.0, 0.0, 0.0, 0.0),
@@ -200,7 +199,13 @@ class AugmentConfig:
         each=4,
     )
     rand_augment: int = setting(0, "RandAugment: operations on each image; 0: none.", ge=0, le=10)
-    rand_augment_magnitude: int = setting(9, "RandAugment: strength, of 31 bins.", ge=0, le=30)
+    rand_augment_magnitude: int = setting(
+        9,
+        "RandAugment: strength, of 31 bins.",
+        ge=0,
+        le=30,
+        no_effect_with=["augment.rand_augment=0"],
+    )
     random_erasing: float = setting(
         0.0, "Probability that a rectangle of an image is erased.", ge=0.0, le=1.0
     )
@@ -220,10 +225,21 @@ class ValLoaderConfig:
         None, "Images per batch and rank; null: loader.batch_size.", ge=1
     )
     num_workers: int | None = setting(
-        None, "Worker processes per rank; null: as the training feed.", ge=0, le=512
+        None,
+        "Worker processes per rank; null: as the training feed.",
+        ge=0,
+        le=512,
+        no_effect_with=["loader.backend=arrays"],
     )
     prefetch_factor: int | None = setting(
-        None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1
+        None,
+        "Batches in flight: per worker process, of threads in all; null: 2.",
+        ge=1,
+        no_effect_with=[
+            "loader.backend=arrays",
+            "loader.val.num_workers=0",
+            "loader.num_workers=0 loader.val.num_workers=null",
+        ],
     )
 
 
@@ -231,27 +247,39 @@ class ValLoaderConfig:
 class LoaderConfig:
     """The feed: how samples become batches."""
 
-    autotune: bool = setting(False, "Search the settings below before training, as tuner= says.")
+    autotune: bool = setting(
+        False,
+        "Search the settings below before training, as tuner= says.",
+        no_effect_with=["mode=evaluate", "mode=diagnose", "data=fake"],
+    )
     backend: Backend | None = setting(
         None,
         "How images become batches: processes, threads, arrays, or auto: what tuner=auto finds. "
-        "null: auto with autotune; "
-        "without it processes where a setting of workers is given, else threads.",
+        "null: auto with autotune; without it processes where a setting of workers is given, else "
+        "threads.",
     )
     batch_size: int = setting(64, "Images per batch and rank.", ge=1)
     num_workers: int | None = setting(
-        None, "Workers (processes or threads) per rank, 0 loads in the trainer; null: one a usable "
-              "core, at most 16.",
-        ge=0, le=512,
-    )  # fmt: skip
+        None,
+        "Workers (processes or threads) per rank, 0 loads in the trainer; null: one a usable core, "
+        "at most 16.",
+        ge=0,
+        le=512,
+        no_effect_with=["loader.backend=arrays"],
+    )
     pin_memory: bool | None = setting(
         None, "Page-locked batches; null: where there is a CUDA device."
     )
     prefetch_factor: int | None = setting(
-        None, "Batches in flight: per worker process, of threads in all; null: 2.", ge=1
+        None,
+        "Batches in flight: per worker process, of threads in all; null: 2.",
+        ge=1,
+        no_effect_with=["loader.backend=arrays", "loader.num_workers=0"],
     )
     persistent_workers: bool | None = setting(
-        None, "Keep the workers between epochs; null: where there are workers."
+        None,
+        "Keep the workers between epochs; null: where there are workers.",
+        no_effect_with=["loader.backend=arrays", "loader.num_workers=0"],
     )
     drop_last: bool = setting(
         True, "Leave out the last images of an epoch that do not fill an update."
@@ -263,7 +291,7 @@ class LoaderConfig:
     device_prefetch: bool = setting(
         True, "Copy and normalise one batch ahead on a CUDA stream of its own."
     )
-    val: ValLoaderConfig = group(ValLoaderConfig)
+    val: ValLoaderConfig = field(default_factory=ValLoaderConfig)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -274,8 +302,8 @@ class TunerConfig:
     budget_s: float | None = setting(
         None,
         "Seconds for the search; a measurement that was begun is finished. null: auto takes at "
-        "most 5 s, or seven steps where "
-        "these take longer, and never more than a tenth of the rest of the run; grid has no limit.",
+        "most 5 s, or seven steps where these take longer, and never more than a tenth of the rest "
+        "of the run; grid has no limit.",
         gt=0.0,
     )
     max_workers: int | None = setting(
@@ -287,8 +315,8 @@ class TunerConfig:
     live: bool | None = setting(
         None,
         "While training, change the number of threads that load where that pays; null: yes, except "
-        "on CUDA. For one rank, "
-        "tuner=auto and threads.",
+        "on CUDA. For one rank, tuner=auto and threads.",
+        no_effect_with=["loader.autotune=false", "tuner=grid"],
     )
     fresh: bool = setting(False, "Forget what an earlier search of the same kind of run found.")
 
@@ -407,7 +435,11 @@ class DistConfig:
 
     name: DistName = setting(DistName.single, "One process, spawn on this node, or under torchrun.")
     nprocs: int | None = setting(
-        None, "Processes that spawn starts; null: one per GPU.", ge=1, le=1024
+        None,
+        "Processes that spawn starts; null: one per GPU.",
+        ge=1,
+        le=1024,
+        no_effect_with=["dist=single", "dist=torchrun"],
     )
     backend: DistBackend = setting(DistBackend.auto, "auto: nccl with CUDA, gloo without.")
     timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0)
@@ -418,7 +450,9 @@ class ProfileConfig:
     """torch.profiler."""
 
     steps: str | None = setting(
-        None, "First and last step of a trace in the run folder, such as 10-20; null: none."
+        None,
+        "First and last step of a trace in the run folder, such as 10-20; null: none.",
+        no_effect_with=["mode=evaluate", "mode=diagnose"],
     )
 
 
@@ -435,78 +469,171 @@ class Config:
     resume: str | None = setting(
         None,
         "null: start at epoch 1; auto: go on in this run's folder, if it holds a checkpoint; a "
-        "run's folder: go on there; a "
-        "checkpoint: begin with it in a new folder.",
+        "run's folder: go on there; a checkpoint: begin with it in a new folder.",
+        no_effect_with=["mode=diagnose"],
     )
-    run: RunConfig = group(RunConfig)
-    data: DataConfig = group(DataConfig)
-    augment: AugmentConfig = group(AugmentConfig)
-    loader: LoaderConfig = group(LoaderConfig)
-    tuner: TunerConfig = group(TunerConfig)
-    model: ModelConfig = group(ModelConfig)
-    optim: OptimConfig = group(OptimConfig)
-    schedule: ScheduleConfig = group(ScheduleConfig)
-    trainer: TrainerConfig = group(TrainerConfig)
-    checkpoint: CheckpointConfig = group(CheckpointConfig)
-    watch: WatchConfig = group(WatchConfig)
-    dist: DistConfig = group(DistConfig)
-    profile: ProfileConfig = group(ProfileConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    tuner: TunerConfig = field(default_factory=TunerConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 def load(composed: DictConfig) -> Config:
-    """A checked ``Config`` from what Hydra composed.
-
-    Merging with the schema once more refuses keys that were added with a plus; resolving first
-    brings every missing environment variable to light.
+    """Returns the checked settings of what Hydra composed.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type, out of its range, or contradicts
             another.
     """
-    config = _typed(_own(composed))
-    for path, value, meta in walk(config):
-        _check_range(path, value, meta)
-    _check_together(config)
+    config = _typed(composed)
+    settings = list(walk(config))
+    # as they are typed: dist=, not dist.name=
+    typed_as = {path.removesuffix(".name"): shown(value) for path, value, _ in settings}
+    for path, value, meta in settings:
+        given = f"{path}={shown(value)}"
+        numbers = value if isinstance(value, tuple) else (value,)
+        if len(numbers) != meta.get("each", len(numbers)):
+            raise ConfigError(f"{given}: takes exactly {meta['each']} numbers")
+        for number in numbers:
+            # bool is an int too
+            if type(number) not in (int, float):
+                continue
+            if not math.isfinite(number):
+                raise ConfigError(f"{given}: must be a finite number")
+            for name, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items():
+                if name in meta and not getattr(operator, name)(number, meta[name]):
+                    raise ConfigError(f"{given}: must be {sign} {meta[name]}")
+        if meta.get("increasing") and list(numbers) != sorted(numbers):
+            raise ConfigError(f"{given}: the first number may not be larger than the second")
+
+        # a setting without effect is refused, never passed over
+        for condition in meta.get("no_effect_with", ()):
+            others = dict(text.split("=") for text in condition.split())
+            holds = all(typed_as[name] == other for name, other in others.items())
+            if value and value != meta["default"] and holds:
+                raise ConfigError(
+                    f"{given}: has no effect with {condition}; set it to {shown(meta['default'])}, "
+                    f"or change {' or '.join(others)}"
+                )
+    for text in _contradictions(config):
+        raise ConfigError(text)
     return config
 
 
 def _typed(composed: DictConfig) -> Config:
-    """``composed`` as a ``Config`` whose values have their types and are not checked otherwise."""
+    """Returns ``composed`` with the types of the schema, and nothing else checked."""
     try:
-        plain = OmegaConf.to_container(composed, resolve=True)
+        # without Hydra's own part; resolving finds every missing environment variable
+        ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        plain = OmegaConf.to_container(ours, resolve=True)
+        # merged once more: composing lets keys pass that were added with a plus
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, Config)
-    _make_tuples(config)
+    # OmegaConf makes lists of tuples
+    for path, value, _ in list(walk(config)):
+        if isinstance(value, list):
+            group, _, name = path.rpartition(".")
+            setattr(operator.attrgetter(group)(config), name, tuple(value))
     return config
 
 
+def _contradictions(c: Config) -> Iterator[str]:
+    """Yields a line for each pair of settings that cannot go together, or a text of no use."""
+    if c.dist.name is not DistName.single and not c.loader.drop_last:
+        yield (
+            "loader.drop_last=false: ranks would have batches of different sizes; set it to true "
+            "or use dist=single"
+        )
+    if c.loader.backend is Backend.auto and c.tuner.name is TunerName.grid:
+        yield "loader.backend=auto: tuner=grid tries processes alone; use tuner=auto"
+    if c.loader.backend is Backend.auto and not c.loader.autotune and c.mode is Mode.train:
+        yield (
+            "loader.backend=auto: is what the tuner finds; add loader.autotune=true, or choose "
+            "processes, threads or arrays"
+        )
+    if c.augment.color_jitter[3] > 0.5:
+        jitter = shown(c.augment.color_jitter)
+        yield f"augment.color_jitter={jitter}: the last number is of the hue; use at most 0.5"
+    if c.optim.nesterov and c.optim.name is not OptimName.sgd:
+        yield (
+            "optim.nesterov=true: has an effect with sgd alone; write optim=adamw, which brings "
+            "its own values"
+        )
+    if c.optim.nesterov and c.optim.momentum == 0:
+        yield "optim.nesterov=true: needs a momentum; set optim.momentum=0.9"
+    if c.schedule.warmup_epochs > c.trainer.epochs:
+        yield (
+            f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than "
+            f"trainer.epochs={c.trainer.epochs}; lower it"
+        )
+    if c.data.eval_resize is not None and c.data.eval_resize < c.data.image_size:
+        yield (
+            f"data.eval_resize={c.data.eval_resize}: smaller than "
+            f"data.image_size={c.data.image_size}; raise it or set it to null"
+        )
+    if c.data.name == "own":
+        yield "data=own: name the function that opens your data: data.name=my_module:open_splits"
+    if c.data.name == "fake" and c.mode is Mode.diagnose:
+        yield "mode=diagnose: data=fake loads nothing; name a data set with data=NAME"
+    if c.mode is Mode.evaluate and c.model.weights is None and c.resume is None:
+        yield "mode=evaluate: nothing to evaluate; write model.weights=PATH or resume=PATH"
+    if c.resume == "auto" and c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield "resume=auto: a new folder holds no checkpoint; write run.name=NAME or resume=FOLDER"
+
+    # texts of no use
+    if c.resume == "":
+        yield "resume=: empty; use null, auto or a path"
+    if c.data.md5 is not None and not re.fullmatch(r"[0-9a-fA-F]{32}", c.data.md5):
+        yield f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits"
+    if c.run.name is not None and not re.fullmatch(r"\w[\w.+=@ -]{0,199}", c.run.name):
+        yield (
+            f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning "
+            "with a letter or digit"
+        )
+    steps = re.fullmatch(r"(\d+)-(\d+)", c.profile.steps or "1-1")
+    if steps is None or not 0 < int(steps[1]) <= int(steps[2]):
+        yield f"profile.steps={c.profile.steps}: write the first and the last step, such as 10-20"
+
+
 def typed(chosen: HydraConf) -> tuple[str, ...]:
-    """What the command line asked for: flags that name other folders or files of settings, then the
-    overrides.
+    """Returns what the command line asked for.
+
+    First the flags that name other folders or files of settings, then the overrides.
     """
     places = {source.provider: source.path for source in chosen.runtime.config_sources}
-    flags = {
-        "path": places.get("main"),
-        "name": chosen.job.config_name,
-        "dir": places.get("command-line"),
-    }
-    usual = {"path": str(CONF), "name": "config", "dir": None}
-    other = (f"--config-{name}={value}" for name, value in flags.items() if value != usual[name])
-    return (*other, *chosen.overrides.task)
+    flags = (
+        ("path", places.get("main"), str(CONF)),
+        ("name", chosen.job.config_name, "config"),
+        ("dir", places.get("command-line"), None),
+    )
+    others = [f"--config-{name}={value}" for name, value, usual in flags if value != usual]
+    return (*others, *chosen.overrides.task)
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """``config`` as nested dictionaries of plain values, enums by name."""
+    """Returns ``config`` as nested dictionaries of plain values, enums by name."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return cast("dict[str, Any]", plain)
+
+
+def from_plain(plain: dict[str, Any]) -> Config:
+    """Returns the settings of which ``to_plain`` made ``plain``."""
+    return load(OmegaConf.create(plain))
 
 
 def saved(text: bytes) -> dict[str, Any]:
-    """The settings that a run left in ``.hydra/config.yaml``, as nested dictionaries; nobody has
-    checked them.
+    """Returns the settings in a run's ``.hydra/config.yaml``, nested and unchecked.
 
     Raises:
         ConfigError: it is not YAML.
@@ -516,236 +643,76 @@ def saved(text: bytes) -> dict[str, Any]:
     # YAML's own, which has no base that Python has; omegaconf's
     except Exception as error:
         raise ConfigError(str(error)) from error
-    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
-
-
-def from_plain(plain: dict[str, Any]) -> Config:
-    """The inverse of ``to_plain``."""
-    return load(OmegaConf.create(plain))
+    # a list, in a file that is not ours
+    if not isinstance(plain, dict):
+        return {}
+    return cast("dict[str, Any]", plain)
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Every leaf of a tree of settings: dotted name, value, and the field's sentence and range."""
+    """Yields every leaf of a tree of settings: dotted name, value, and what is declared of it."""
     for item in dataclasses.fields(config):
-        value, path = getattr(config, item.name), f"{prefix}{item.name}"
+        path = f"{prefix}{item.name}"
+        value = getattr(config, item.name)
         if dataclasses.is_dataclass(value):
             yield from walk(value, f"{path}.")
         else:
             yield path, value, dict(item.metadata)
 
 
-def _make_tuples(config: Any) -> None:
-    """Turn the lists that OmegaConf makes of tuples back into tuples, in place."""
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            _make_tuples(value)
-        elif isinstance(value, list):
-            setattr(config, item.name, tuple(value))
-
-
-def _check_range(path: str, value: Any, meta: dict[str, Any]) -> None:
-    numbers = value if isinstance(value, tuple) else (value,)
-    if "each" in meta and len(numbers) != meta["each"]:
-        raise ConfigError(f"{path}={shown(value)}: takes exactly {meta['each']} numbers")
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            continue
-        if not math.isfinite(number):
-            raise ConfigError(f"{path}={shown(value)}: must be a finite number")
-        for name, sign, holds in (
-            ("ge", ">=", operator.ge),
-            ("gt", ">", operator.gt),
-            ("le", "<=", operator.le),
-            ("lt", "<", operator.lt),
-        ):
-            if name in meta and not holds(number, meta[name]):
-                raise ConfigError(f"{path}={shown(value)}: must be {sign} {meta[name]}")
-    if meta.get("increasing") and list(numbers) != sorted(numbers):
-        raise ConfigError(
-            f"{path}={shown(value)}: the first number may not be larger than the second"
-        )
-
-
 def form_asked_for(loader: LoaderConfig) -> Backend | None:
-    """The feed's form that is named; else processes, where anything is said about workers; else
-    None.
-    """
+    """Returns the backend that is named, or processes where anything is said about workers."""
     if loader.backend not in (None, Backend.auto):
         return loader.backend
-    numbers = (
-        loader.num_workers,
-        loader.prefetch_factor,
-        loader.val.num_workers,
-        loader.val.prefetch_factor,
-    )
-    return (
-        Backend.processes
-        if any(value is not None for value in (*numbers, loader.persistent_workers))
-        else None
-    )
+    val = loader.val
+    about_workers = {loader.num_workers, loader.prefetch_factor, loader.persistent_workers}
+    if about_workers | {val.num_workers, val.prefetch_factor} == {None}:
+        return None
+    return Backend.processes
 
 
 def shown(value: Any) -> str:
-    """A setting's value as the command line takes it."""
+    """Returns a setting's value as the command line takes it."""
     if isinstance(value, tuple):
-        return "[" + ",".join(map(str, value)) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else value.name if isinstance(value, Enum) else str(value)
-
-
-def _check_together(c: Config) -> None:
-    """Refuse settings that contradict each other or have no effect together."""
-    for wrong, text in (*_loader_refusals(c), *_training_refusals(c), *_run_refusals(c)):
-        if wrong:
-            raise ConfigError(text)
-
-
-def _loader_refusals(c: Config) -> tuple[_Refusal, ...]:
-    load_, val = c.loader, c.loader.val
-    val_workers = load_.num_workers if val.num_workers is None else val.num_workers
-    return (
-        (load_.num_workers == 0 and load_.prefetch_factor is not None,
-         f"loader.prefetch_factor={load_.prefetch_factor}: has no effect with "
-         "loader.num_workers=0; set it to null or "
-         "loader.num_workers to 1 or more"),
-        (load_.num_workers == 0 and load_.persistent_workers is True,
-         "loader.persistent_workers=true: has no effect with loader.num_workers=0; set it to null "
-         "or loader.num_workers "
-         "to 1 or more"),
-        (val_workers == 0 and val.prefetch_factor is not None,
-         f"loader.val.prefetch_factor={val.prefetch_factor}: has no effect without validation "
-         "workers; set it to null or "
-         "loader.val.num_workers to 1 or more"),
-        (c.dist.name is not DistName.spawn and c.dist.nprocs is not None,
-         (f"dist.nprocs={c.dist.nprocs}: has an effect with dist=spawn alone; add dist=spawn or "
-          "set it to null")),
-        (c.dist.name is not DistName.single and not load_.drop_last,
-         ("loader.drop_last=false: ranks would have batches of different sizes; set it to true or "
-          "use dist=single")),
-        (load_.backend is Backend.auto and not load_.autotune and c.mode is Mode.train,
-         ("loader.backend=auto: is what the tuner finds; add loader.autotune=true, or choose "
-          "processes, threads or arrays")),
-        (load_.backend is Backend.auto and c.tuner.name is TunerName.grid,
-         ("loader.backend=auto: tuner=grid looks at processes alone; use tuner=auto, or set it to "
-          "null")),
-        (c.tuner.live is True and not load_.autotune,
-         "tuner.live=true: has no effect without loader.autotune=true; add it, or set it to null"),
-        (c.tuner.live is True and c.tuner.name is TunerName.grid,
-         "tuner.live=true: has no effect with tuner=grid; use tuner=auto, or set it to null"),
-        *(
-            (load_.backend is Backend.arrays and bool(value),
-             f"loader.{name}={shown(value)}: has no effect with loader.backend=arrays, which has "
-             "no workers; set it "
-             "to null")
-            for name, value in (
-                ("num_workers", load_.num_workers), ("prefetch_factor", load_.prefetch_factor),
-                ("persistent_workers", load_.persistent_workers), ("val.num_workers", val.num_workers),
-                ("val.prefetch_factor", val.prefetch_factor),
-            )
-        ),
-    )  # fmt: skip
-
-
-def _training_refusals(c: Config) -> tuple[_Refusal, ...]:
-    plain_augment = AugmentConfig()
-    return (
-        (c.data.cache is DataCache.none and c.data.cache_gb is not None,
-         (f"data.cache_gb={c.data.cache_gb}: has no effect with data.cache=none; add "
-          "data.cache=ram or data.cache=disk")),
-        (c.data.cache is DataCache.none and c.data.cache_max_side is not None,
-         (f"data.cache_max_side={c.data.cache_max_side}: has no effect with data.cache=none; add "
-          "data.cache=ram or disk")),
-        (c.augment.color_jitter[3] > 0.5,
-         f"augment.color_jitter={shown(c.augment.color_jitter)}: the last number is of the hue, "
-         "whose circle is 1 long; use "
-         "at most 0.5"),
-        (not c.augment.rand_augment and c.augment.rand_augment_magnitude != plain_augment.rand_augment_magnitude,
-         f"augment.rand_augment_magnitude={c.augment.rand_augment_magnitude}: has no effect "
-         "without "
-         "augment.rand_augment=2"),
-        (c.augment.crop is not Crop.pad and c.augment.pad != plain_augment.pad,
-         (f"augment.pad={c.augment.pad}: has an effect with augment.crop=pad alone; add "
-          "augment.crop=pad")),
-        (c.optim.nesterov and c.optim.name is not OptimName.sgd,
-         ("optim.nesterov=true: has an effect with sgd alone; write optim=adamw, which brings its "
-          "own values")),
-        (c.optim.nesterov and c.optim.momentum == 0,
-         ("optim.nesterov=true: needs optim=sgd with a momentum; set optim.momentum=0.9 or "
-          "optim.nesterov=false")),
-        (c.schedule.warmup_epochs > c.trainer.epochs,
-         (f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than "
-          f"trainer.epochs={c.trainer.epochs}; lower it")),
-        (c.data.eval_resize is not None and c.data.eval_resize < c.data.image_size,
-         f"data.eval_resize={c.data.eval_resize}: smaller than "
-         f"data.image_size={c.data.image_size}; raise it or set it "
-         "to null"),
-    )  # fmt: skip
-
-
-def _run_refusals(c: Config) -> tuple[_Refusal, ...]:
-    steps = c.profile.steps
-    return (
-        (c.mode is Mode.evaluate and c.model.weights is None and c.resume is None,
-         ("mode=evaluate: nothing to evaluate; name a checkpoint with model.weights=PATH or "
-          "resume=PATH")),
-        (c.mode is not Mode.train and c.loader.autotune,
-         f"loader.autotune=true: has no effect with mode={c.mode.name}; set it to false"),
-        (c.mode is Mode.diagnose and c.resume is not None,
-         (f"resume={c.resume}: has no effect with mode=diagnose, which trains nothing; set it to "
-          "null")),
-        (c.mode is Mode.diagnose and c.data.name == "fake",
-         ("mode=diagnose: data=fake loads nothing that could be diagnosed; name a data set with "
-          "data=NAME")),
-        (c.data.name == "own",
-         "data=own: name the function that opens your data set: data.name=my_module:open_splits"),
-        (c.data.name == "fake" and c.loader.autotune,
-         ("loader.autotune=true: has no effect with data=fake, which loads nothing; set it to "
-          "false")),
-        (c.resume == "auto" and c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ,
-         ("resume=auto: a new run folder holds no checkpoint; name the run with run.name=NAME, or "
-          "resume=FOLDER")),
-        (c.resume == "", "resume=: empty; use null, auto or a path"),
-        (c.data.md5 is not None and not re.fullmatch(r"[0-9a-fA-F]{32}", c.data.md5),
-         f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits"),
-        (c.run.name is not None and not re.fullmatch(r"\w[\w.+=@ -]{0,199}", c.run.name),
-         (f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning with "
-          "a letter or digit")),
-        (steps is not None and c.mode is not Mode.train,
-         (f"profile.steps={steps}: has no effect with mode={c.mode.name}, which trains nothing; "
-          "set it to null")),
-        (steps is not None and not _is_range(steps),
-         f"profile.steps={steps}: write the first and the last step, such as 10-20"),
-    )  # fmt: skip
-
-
-def _is_range(text: str) -> bool:
-    match = re.fullmatch(r"(\d+)-(\d+)", text)
-    return match is not None and 0 < int(match[1]) <= int(match[2])
+        return f"[{','.join(map(str, value))}]"
+    if isinstance(value, Enum):
+        return value.name
+    if value is None:
+        return "null"
+    # true and false in YAML's way
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def explain(error: BaseException) -> str:
-    """One line for a refusal by Hydra or OmegaConf: the dotted setting, what is wrong, and the way
-    out.
-    """
+    """Returns one line for a refusal by Hydra or OmegaConf: setting, reason and way out."""
     return answers.explain(error, names())
 
 
 def names() -> list[str]:
-    """The dotted names of all settings."""
+    """Returns the dotted names of all settings."""
     return [path for path, _, _ in walk(Config())]
 
 
 def prepared(arguments: list[str]) -> list[str]:
-    """The command line's ``arguments`` as Hydra takes them; ``model=`` then takes torchvision's
-    names too.
+    """Returns the command line's ``arguments`` as Hydra takes them.
+
+    A relative ``--config-path`` is made whole, for Hydra would look for it beside its caller: it
+    lies in the current folder, else beside ``conf/``. ``model=`` takes torchvision's names too.
 
     Raises:
         ConfigError: a flag that there is not, such as ``--lr 0.1``.
     """
     if wrong := answers.refused_flag(arguments, names()):
         raise ConfigError(wrong)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-path", "-cp")
+    known, rest = parser.parse_known_args(arguments)
+    # pkg://... is Hydra's
+    if known.config_path is not None and "://" not in known.config_path:
+        place = Path.cwd() / known.config_path
+        if not place.is_dir() and (CONF.parent / known.config_path).is_dir():
+            place = CONF.parent / known.config_path
+        arguments = [f"--config-path={place}", *rest]
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):
@@ -754,30 +721,29 @@ def prepared(arguments: list[str]) -> list[str]:
 
 
 def classifiers() -> list[str]:
-    """The names of torchvision's classifiers, read from its source: importing it would import
-    torch.
+    """Returns the names of torchvision's classifiers, read from its source.
+
+    Importing torchvision would import torch.
     """
     found = importlib.util.find_spec("torchvision")
-    folders = found.submodule_search_locations if found else None
-    files = sorted(Path(folders[0], "models").glob("*.py")) if folders else []
+    assert found is not None and found.origin is not None
     builder = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)\(", re.M)
+    files = Path(found.origin).with_name("models").glob("*.py")
     return sorted(
         name for file in files for name in builder.findall(file.read_text(encoding="utf-8"))
     )
 
 
 def check_model(model: ModelConfig, known: Sequence[str]) -> None:
-    """Refuses a network whose name is none of ``known``, and published weights where there are
-    none.
+    """Refuses a network that is none of ``known``, and published weights of one that has none.
 
     Raises:
         ConfigError: names the setting and the way out.
     """
     is_own = ":" in model.name
     if not is_own and model.name not in known:
-        hint = (
-            answers.nearest(model.name, known) or "; a network of your own is named module:function"
-        )
+        hint = answers.nearest(model.name, known)
+        hint = hint or "; a network of your own is named module:function"
         raise ConfigError(f"model.name={model.name}: unknown{hint}")
     if (is_own or model.name == "small") and model.weights == "DEFAULT":
         raise ConfigError(
@@ -792,7 +758,7 @@ def check_names(config: Config) -> None:
         ConfigError: with the nearest names.
     """
     torchvisions = classifiers()
-    # empty where torchvision is laid out in another way: the network's room then refuses the name
+    # empty where torchvision is laid out in another way: building the network then refuses the name
     if torchvisions:
         check_model(config.model, ["small", *torchvisions])
     name = config.data.name
@@ -800,102 +766,86 @@ def check_names(config: Config) -> None:
     sets = [known for known in choices("data") if known != "own"]
     if ":" not in name and name not in sets:
         raise ConfigError(
-            f"data.name={name}: no such data set; choose from "
-            f"{', '.join(sets)}{answers.nearest(name, sets)}"
+            f"data.name={name}: no such data set; choose from {', '.join(sets)}"
+            f"{answers.nearest(name, sets)}"
         )
 
 
 def choices(group_name: str) -> list[str]:
-    """The names that ``GROUP=`` takes, without their values."""
+    """Returns the names that ``GROUP=`` takes, without their values."""
     return sorted(file.stem for file in (CONF / group_name).glob("*.yaml"))
 
 
+_HELP = """train.py: train an image classifier on a feed that keeps the device busy.
+
+  python train.py loader.autotune=true                  the generated data set, tuned
+  python train.py data=imagefolder data.root=FOLDER     your own images
+  python train.py -m loader.num_workers=0,1,2           one run for each value
+  python train.py page multirun/DATE/TIME               one page for all runs of a sweep
+  python train.py compare outputs/first outputs/second  runs side by side, as a table
+  python train.py --version                             the versions of wellfed, torch and Python
+
+Where the project is installed, the command wellfed takes the same words, in any folder.
+
+A run leaves its files in outputs/ in the folder where it is started.
+
+Choices that bring values of their own:
+"""
+_SETTINGS = """
+Every setting with its value as this command line has it; add data=cifar10 to see what that changes.
+"""
+
+
 def help_text(config: Config) -> str:
-    """The page that ``--help`` shows: how to call, each group's choices, then every setting with
-    its value in ``config``.
-    """
-    lines = [
-        "train.py: train an image classifier on a feed that keeps the device busy.",
-        "",
-        "  python train.py loader.autotune=true                  the generated data set, tuned",
-        "  python train.py data=imagefolder data.root=FOLDER     your own images",
-        "  python train.py -m loader.num_workers=0,1,2           one run for each value",
-        "  python train.py page multirun/DATE/TIME               one page for all runs of a sweep",
-        "  python train.py compare outputs/first outputs/second  runs side by side, as a table",
-        (
-            "  python train.py --version                             the versions of wellfed, "
-            "torch "
-            "and Python"
-        ),
-        "",
-        "Where the project is installed, the command wellfed takes the same words, in any folder.",
-        "",
-        "A run leaves its files in outputs/ in the folder where it is started.",
-        "",
-        "Choices that bring values of their own:",
-    ]
+    """Returns the page of ``--help``: the calls, the choices, every setting with its value."""
+    lines = []
     for name in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
         values = choices(name)
-        more = (
-            ", any classifier of torchvision, or model.name=my_module:build"
-            if name == "model"
-            else ""
-        )
+        if name == "model":
+            values += ["any classifier of torchvision", "or model.name=my_module:build"]
         if len(values) > 1:
-            lines.append(f"  {name}= {', '.join(values)}{more}")
-    lines += [
-        "",
-        (
-            "Every setting with its value as this command line has it; add data=cifar10 to see "
-            "what "
-            "that changes."
-        ),
-    ]
-    section = None
+            lines.append(f"  {name}= {', '.join(values)}")
+    lines.append(_SETTINGS.rstrip())
+    last = None
     for path, value, meta in walk(config):
-        here = path.rpartition(".")[0] or "run"
-        if here != section:
-            section = here
+        section = path.rpartition(".")[0] or "run"
+        if section != last:
             lines += ["", f"{section}:"]
-        options = f" [{' | '.join(m.name for m in type(value))}]" if isinstance(value, Enum) else ""
-        lines.append(f"  {path}={shown(value)}{options}")
-        lines.append(f"      {meta['text']}")
-    return "\n".join(lines)
-
-
-def _composed_help(*, _root_: DictConfig) -> str:
-    """The help page of the settings that Hydra composed, as the template that Hydra fills in."""
-    # Hydra resolves this for every run, which would cost each 15 ms
-    if not any(text == "-h" or (len(text) > 2 and "--help".startswith(text)) for text in sys.argv):
-        return ""
-    return help_text(_typed(_own(_root_))).replace("$", "$$")
-
-
-def _own(composed: DictConfig) -> DictConfig:
-    """``composed`` without Hydra's own part."""
-    return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+        last = section
+        options = ""
+        if isinstance(value, Enum):
+            options = f" [{' | '.join(member.name for member in type(value))}]"
+        lines.append(f"  {path}={shown(value)}{options}\n      {meta['text']}")
+    return _HELP + "\n".join(lines)
 
 
 def register() -> None:
-    """Give Hydra the schema, the help page, and what it does with folders and logs.
+    """Gives Hydra the schema, the help page, and what to do with folders and logs.
 
-    The last replaces Hydra's own defaults rather than standing in ``conf/config.yaml``, so that it
-    also holds for a run that starts from the ``.hydra`` folder of another.
+    The last replaces Hydra's own defaults rather than standing in ``conf/config.yaml``: it also
+    holds for a run that starts from the ``.hydra`` folder of another.
     """
+
+    def help_page(*, _root_: DictConfig) -> str:
+        # Hydra resolves this for every run, which would cost each 15 ms
+        if not any(text in ("-h", "--h", "--he", "--hel", "--help") for text in sys.argv):
+            return ""
+        return help_text(_typed(_root_)).replace("$", "$$")
+
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    OmegaConf.register_new_resolver("wellfed.help", _composed_help, replace=True)
+    OmegaConf.register_new_resolver("wellfed.help", help_page, replace=True)
     template = {"app_name": "train.py", "template": "${wellfed.help:}"}
     store.store(group="hydra/help", name="wellfed", node=template)
     chosen = {"help": "wellfed", "job_logging": "none", "hydra_logging": "none"}
-    defaults = [
-        {group: chosen.get(group, name)}
-        for item in HydraConf().defaults
-        for group, name in item.items()
-    ]
-    run = RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}")
-    sweep = SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}")
     node = HydraConf(
-        defaults=defaults, run=run, sweep=sweep, job=JobConf(name="train", chdir=False)
+        defaults=[
+            {group: chosen.get(group, name)}
+            for item in HydraConf().defaults
+            for group, name in item.items()
+        ],
+        run=RunDir(dir="${wellfed.run_dir:${run.name},${resume},${mode}}"),
+        sweep=SweepDir(dir="${wellfed.sweep_dir:${run.name}}", subdir="${hydra.job.num}"),
+        job=JobConf(name="train", chdir=False),
     )
     store.store(group="hydra", name="config", node=node, provider="hydra")

@@ -5,24 +5,26 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from harness.config import (
-    Backend,
-    Config,
-    Mode,
-    StartMethod,
-    TunerName,
-    check_names,
-    form_asked_for,
-)
+from harness import config as schema
+from harness.config import Backend, Config, Mode, StartMethod, TunerName
 from harness.runtime import folder, signals, workers
 from harness.runtime.errors import CheckpointError, printable
+
+if TYPE_CHECKING:
+    from harness.runtime.distributed import World
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run: its settings, its folder, what its command line set, and when it began on
-    ``time.perf_counter``.
+    """One run.
+
+    Attributes:
+        config: its settings.
+        folder: where its files go.
+        overridden: what its command line set.
+        began_s: when it began, on ``time.perf_counter``.
     """
 
     config: Config
@@ -32,14 +34,15 @@ class Job:
 
 
 def check(config: Config) -> None:
-    """Refuses names of networks, data sets and files that there are not, before torch is imported.
+    """Refuses names of networks, data sets and files that there are not, without importing torch.
 
     Raises:
         ConfigError: there is no such network or data set.
         CheckpointError: there is no such file.
     """
-    check_names(config)
-    resume, weights = config.resume, config.model.weights
+    schema.check_names(config)
+    resume = config.resume
+    weights = config.model.weights
     if resume not in (None, "auto") and not Path(resume).exists():
         raise CheckpointError(f"{printable(resume)}: no such checkpoint")
     # a run that goes on reads no other weights
@@ -50,27 +53,40 @@ def check(config: Config) -> None:
 
 
 def _needs_processes(config: Config) -> bool:
-    """Whether worker processes are likely to start; with the data sets here, threads and tuner=auto
-    may do without any.
+    """Says whether worker processes are likely to start.
+
+    With the data sets here, threads and tuner=auto may do without.
     """
     is_own = ":" in config.data.name
     searched = config.loader.autotune and config.tuner.name is TunerName.grid
-    return is_own or searched or form_asked_for(config.loader) is Backend.processes
+    return is_own or searched or schema.form_asked_for(config.loader) is Backend.processes
 
 
 def main_worker(local_rank: int, job: Job) -> None:
-    """One rank of a run, from the data on disk to the report."""
+    """Does one rank of a run, in a process of its own or in this one."""
     config = job.config
     if config.loader.start_method is StartMethod.forkserver:
         workers.plan_server(["hydra", "harness.feed.processes", "harness.data.datasets"])
         if _needs_processes(config):
             # while torch is imported here
             workers.start_server()
+    from harness.runtime import distributed
+    from harness.watch import station
+
+    joined = distributed.joined(local_rank, config)
+    with joined as world, folder.logging_to(job.folder, world.rank), station.quiet_ranks(world):
+        signals.set_grace(config.checkpoint.grace_s)
+        station.refuse_hidden_gpu(config, world)
+        _wire(world, job)
+
+
+def _wire(world: World, job: Job) -> None:
+    """Wires the rooms in the order of the data, from the disk to the report."""
     from harness.data import datasets
     from harness.diagnose.stage import diagnose
     from harness.feed.forms import Feeds
     from harness.page import link, report
-    from harness.runtime import distributed, limits, seeding
+    from harness.runtime import limits, seeding
     from harness.training import resume
     from harness.training.engine import Engine
     from harness.training.report import Page, Reporter
@@ -81,59 +97,53 @@ def main_worker(local_rank: int, job: Job) -> None:
     from harness.tuning.stage import tuned
     from harness.watch import station
 
-    with (
-        distributed.joined(local_rank, config) as world,
-        folder.logging_to(job.folder, world.rank),
-        station.quiet_ranks(world),
-    ):
-        signals.set_grace(config.checkpoint.grace_s)
-        station.refuse_hidden_gpu(config, world)
-        saved = resume.find(config, job.folder)
-        config = resume.settings(config, saved, job.overridden)
-        seeding.seed_everything(config.seed, config.trainer.deterministic)
-        splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
-        config, rest = resume.rest(config, saved, world, len(splits.train))
-        feeds = Feeds(splits, config, world)
-        state = make_state(
-            config, len(splits.classes), world, feeds.steps_per_epoch(), filled=saved is not None
-        )
-        resumed_step = resume.take_over(state, saved, config, world, splits.classes)
-        with station.watched(config, world, job.folder, job.began_s, resumed_step) as watch:
-            allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
-            step, train = Step(state, config, world, len(splits.classes)), feeds.settings(allowed)
-            trials, val, found = StepTrials(step, config, world), feeds.val_settings(train), None
-            if config.mode is Mode.diagnose:
-                diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
-                return
-            if config.loader.autotune:
-                found = tuned(feeds, trials, config, allowed, world, resumed_step)
-                train, val = found.told(watch, job.folder)
-            if (
-                config.mode is Mode.train
-                and feeds.on_device(train)
-                and not (found and not found.report.reused)
-            ):
-                # a step first takes what the network needs, so that the images get of the rest;
-                # tuning has made steps
-                with trials.kept():
-                    trials.demand(feeds.noise(train.batch_size), 0.0)
-            place = Place(job.folder, splits.classes)
-            feed, val_feed = feeds.train(train, rest), feeds.val(val)
-            if found is not None:
-                found.follow(feed, val_feed, watch, state.step)
-            engine = Engine(config, world, step, feed, val_feed, watch, place)
-            page, summary = (
-                Page(link.pinned_link(), report.write_report),
-                found.summary if found else None,
-            )
-            with Reporter(
-                config, job.overridden, summary, allowed.cores, page, splits.cache
-            ).reporting(engine):
-                engine.fit() if config.mode is Mode.train else engine.evaluate_only()
+    saved = resume.find(job.config, job.folder)
+    config = resume.settings(job.config, saved, job.overridden)
+    seeding.seed_everything(config.seed, config.trainer.deterministic)
+    # storage -> decode -> augment
+    splits = datasets.load(config.data, config.augment, config.seed, world.gathered)
+    config, rest = resume.rest(config, saved, world, len(splits.train))
+    # order -> load -> pin -> copy
+    feeds = Feeds(splits, config, world)
+    # what takes the batches
+    steps = feeds.steps_per_epoch()
+    state = make_state(config, len(splits.classes), world, steps, filled=saved is not None)
+    resumed = resume.take_over(state, saved, config, world, splits.classes)
+    with station.watched(config, world, job.folder, job.began_s, resumed) as watch:
+        allowed = limits.measure(world.local_size, reserved_bytes=splits.reserved_bytes)
+        step = Step(state, config, world, len(splits.classes))
+        trials = StepTrials(step, config, world)
+        train = feeds.settings(allowed)
+        val = feeds.val_settings(train)
+        if config.mode is Mode.diagnose:
+            diagnose(feeds, trials, allowed, job.overridden, job.folder, watch.board)
+            return
+        found = summary = None
+        if config.loader.autotune:
+            found = tuned(feeds, trials, config, allowed, world, resumed)
+            train, val = found.told(watch, job.folder)
+            summary = found.summary
+        has_stepped = found is not None and not found.report.reused
+        if config.mode is Mode.train and feeds.on_device(train) and not has_stepped:
+            # a step first takes what the network needs: images get of the rest
+            with trials.kept():
+                trials.demand(feeds.noise(train.batch_size), 0.0)
+
+        # normalise -> step -> evaluate -> save
+        feed = feeds.train(train, rest)
+        val_feed = feeds.val(val)
+        if found is not None:
+            found.follow(feed, val_feed, watch, state.step)
+        place = Place(job.folder, splits.classes)
+        engine = Engine(config, world, step, feed, val_feed, watch, place)
+        page = Page(link.pinned_link(), report.write_report)
+        told = Reporter(config, job.overridden, summary, allowed.cores, page, splits.cache)
+        with told.reporting(engine):
+            engine.fit() if config.mode is Mode.train else engine.evaluate_only()
 
 
 def run(index: int, job: Job) -> None:
-    """One run, in the processes that ``dist=`` asks for; ``index`` is 0."""
+    """Does one run, in the processes that ``dist=`` asks for; ``index`` is 0."""
     from harness.runtime import distributed
 
     if folder.is_first_rank():

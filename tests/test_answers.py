@@ -227,7 +227,7 @@ def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPat
         ["-m"],
         ["--cfg", "job"],
         ["--multi"],
-        ["--config-path", "/x"],
+        ["--config-path=/x"],
         ["-cn", "x"],
         ["--help"],
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import __version__, app
+from harness import __version__, config
 
 ROOT = Path(__file__).parents[1]
 # Nothing that matters to the installation; every test of it uses the same few steps.
@@ -122,7 +122,7 @@ def test_other_settings_are_found_from_the_current_folder(
     """A folder of settings is looked for where the user is, then where conf/ is."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert app._with_whole_path(given) == [text.format(cwd=tmp_path, root=ROOT) for text in found]
+    assert config.prepared(given) == [text.format(cwd=tmp_path, root=ROOT) for text in found]
 
 
 def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path: Path) -> None:

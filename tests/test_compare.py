@@ -217,7 +217,8 @@ def test_a_run_that_did_not_complete_is_not_compared(
         code, _, errors = compare(capsys, *pair, "--fail-beyond", "speed=0.95")
         assert code == 2
         assert errors == [
-            f"error: {pair[1].name}: not judged, because broken is {status}; compare completed runs"
+            f"error: {pair[1].name}: speed=0.95 cannot be judged: broken is {status}; compare "
+            "completed runs"
         ]
 
 

@@ -11,9 +11,7 @@ from harness.page.report import write_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and say where it is; the exit code: 0, or 2 where there is no run or no room
-    for it.
-    """
+    """Writes the page and says where; returns the exit code: 0, or 2: no run, or no room for it."""
     parser = argparse.ArgumentParser(
         prog="wellfed page", description="Write report.html of a run or a sweep."
     )
@@ -29,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"{path}: {runs} run{'' if runs == 1 else 's'}")
+    print(f"{path}: {runs} run{'s' * (runs != 1)}")
     return 0
 
 

@@ -1,15 +1,14 @@
-"""The course of a run from its ``metrics.jsonl``: as many points as a chart can show, with no spike
-lost.
-"""
+"""A run's course from ``metrics.jsonl``: as many points as a chart shows, with no spike lost."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from harness.page.shape import number
@@ -17,192 +16,157 @@ from harness.runtime.files import open_regular, parsed
 from harness.watch.figures import FIGURES, STEP_FIGURES, Figure, Tag
 
 SPREAD = ("median", "p95", "max")
-PARTS = ("compute", "prepare", "starved", "exposed_copy", "host")  # of a step
-CHARTED = tuple(figure for figure in FIGURES if figure.chart)
+# of a step
+PARTS = ("compute", "prepare", "starved", "exposed_copy", "host")
+CHARTED = [figure for figure in FIGURES if figure.chart]
+LONGEST = "time/step_ms/max"
 
 
-def _columns(figure: Figure) -> list[str]:
-    """Returns the tags of a figure in ``metrics.jsonl``, the one that a chart draws first."""
-    return [f"{figure.tag}/{of}" for of in SPREAD] if figure.unit == "ms" else [figure.tag]
+def _drawn(figure: Figure) -> str:
+    """Returns the tag that a figure's chart draws."""
+    return f"{figure.tag}/median" if figure.unit == "ms" else figure.tag
 
 
-TAGS = tuple(
-    dict.fromkeys(tag for figure in (*STEP_FIGURES.values(), *CHARTED) for tag in _columns(figure))
-)
-_DRAWN = {
+TAGS = {
     *(f"time/step_ms/{of}" for of in SPREAD),
-    *(f"time/{part}_ms/median" for part in PARTS),
-    *(_columns(figure)[0] for figure in CHARTED),
+    *(f"time/{part}_ms/{of}" for part in PARTS for of in ("median", "max")),
+    *map(_drawn, CHARTED),
 }
-
-_OF_TYPICAL = 3.0  # a spike is a step that is so many times the typical one
-_OF_USUAL = 2.0  # and so many times the longest that windows usually have
-
-Figures = list[float | None]
 
 
 @dataclass(slots=True)
 class Windows:
-    """The logged windows of steps, one entry per window in every list.
+    """The logged windows of steps.
 
     Attributes:
-        steps: the step after which it was logged.
-        epochs: the epoch it lies in; None where the line does not say.
-        figures: by tag.
+        columns: one entry per window, by ``step``, ``epoch`` and tag; None where a line does not
+            say.
+        last: the line that was written last.
         damaged: lines that could not be read, but for a last one that is still being written.
     """
 
-    steps: list[int] = field(default_factory=list)
-    epochs: Figures = field(default_factory=list)
-    figures: dict[str, Figures] = field(default_factory=lambda: {tag: [] for tag in TAGS})
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    last: Mapping[str, Any] = field(default_factory=dict)
     damaged: int = 0
 
 
 def read_windows(path: Path) -> Windows:
-    """The windows that the file ``path`` has, in the order of their steps.
+    """Returns the windows in the file ``path``, in the order of their steps.
 
     Raises:
         OSError: it cannot be read.
     """
-    lines: list[tuple[int, Figures]] = []
     windows = Windows()
+    names = ("step", "epoch", *sorted(TAGS))
+    rows = []
     with open(open_regular(path), "rb") as file:
         for text in file:
             try:
                 line = parsed(text)
-                step = line["step"]
-            except (ValueError, KeyError, TypeError):
+                row = [number(line.get(name)) for name in names]
+            except (ValueError, AttributeError):
                 windows.damaged += text.endswith(b"\n")
                 continue
-            if number(step) is not None and number(line.get("time/step_ms/median")) is not None:
-                lines.append((int(step), [number(line.get(name)) for name in ("epoch", *TAGS)]))
-    for step, (epoch, *found) in sorted(lines, key=lambda pair: pair[0]):
-        windows.steps.append(step)
-        windows.epochs.append(epoch)
-        for figures, figure in zip(windows.figures.values(), found, strict=True):
-            figures.append(figure)
+            # other lines are of evaluations
+            if row[0] is not None and number(line.get("time/step_ms/median")) is not None:
+                rows.append(row)
+                windows.last = line
+    # a run that went on from a checkpoint may have logged a step twice
+    rows.sort(key=itemgetter(0))
+    if rows:
+        windows.columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     return windows
 
 
 def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
-    """The windows in at most ``buckets`` groups of neighbours, as JSON can hold them; None where
-    there are none.
+    """Returns the windows in at most ``buckets`` groups of neighbours, for JSON; None without any.
 
-    ``columns`` gives for every tag the ``mean`` of each group, and its ``low`` and ``high`` where a
-    group is more than one window; ``spikes`` are single steps that stand out, the longest of each
-    group, the longest first, each with the group it is ``at``; ``spike_count`` is the number of
-    windows that hold one.
+    - ``columns``: for every tag the ``mean``, ``low`` and ``high`` of each group.
+    - ``spikes``: single steps that stand out, the longest of each group, the longest first, each
+      with the group it is ``at`` and with its ``cause``, the part that made up most of it.
+    - ``spike_count``: the number of windows that hold a spike.
     """
-    count = len(windows.steps)
-    if not count:
+    if not windows.columns:
         return None
-    groups = min(count, buckets)
-    edges = [group * count // groups for group in range(groups + 1)]
-    columns = {
-        tag: _column(figures, edges)
-        for tag, figures in windows.figures.items()
-        if tag in _DRAWN and any(figure is not None for figure in figures)
-    }
+    steps = windows.columns["step"]
+    groups = min(len(steps), buckets)
+    edges = [group * len(steps) // groups for group in range(groups + 1)]
+    columns = {}
+    kinds: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "low": min, "high": max}
+    for tag in sorted(TAGS):
+        figures = windows.columns[tag]
+        known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]
+        if any(known):
+            columns[tag] = {kind: _short(known, of) for kind, of in kinds.items()}
+
     found = spikes(windows)
-    longest: dict[int, int] = {}
+    marked: dict[int, dict[str, Any]] = {}
     for index in found:
-        longest.setdefault(bisect_right(edges, index) - 1, index)
+        group = bisect_right(edges, index) - 1
+        ms = windows.columns[LONGEST][index]
+        spike = {"after": [0, *steps][index], "step": steps[index], "ms": ms, "at": group}
+        parts = {part: windows.columns[f"time/{part}_ms/max"][index] or 0.0 for part in PARTS}
+        cause = max(PARTS, key=lambda part: parts[part])
+        if parts[cause] > ms / 2:
+            spike["cause"] = cause
+        marked.setdefault(group, spike)
+    ends = [edge - 1 for edge in edges[1:]]
     return {
-        "steps": [windows.steps[edge - 1] for edge in edges[1:]],
-        "epochs": [windows.epochs[edge - 1] for edge in edges[1:]],
-        "windows": count,
+        "steps": [steps[end] for end in ends],
+        "epochs": [windows.columns["epoch"][end] for end in ends],
+        "windows": len(steps),
         "columns": columns,
-        "spikes": [_told(windows, index) | {"at": group} for group, index in longest.items()],
+        "spikes": [*marked.values()],
         "spike_count": len(found),
     }
 
 
+def _short(groups: list[list[float]], of: Callable[[list[float]], float]) -> list[float | None]:
+    """Returns ``of`` each group, in four digits, for a chart shows no more; None: it is empty."""
+    return [float(f"{of(group):.4g}") if group else None for group in groups]
+
+
 def latest(windows: Windows) -> dict[str, Any]:
-    """The last window in the words of a report, with None for what it does not say: for a run that
-    has no report yet.
-    """
-    if not windows.steps:
+    """Returns the last window in the words of a report, unchecked, for a run without a report."""
+    last = windows.last
+    if not last:
         return {}
-    last = {tag: figures[-1] for tag, figures in windows.figures.items()}
-    spreads = {name: figure.tag for name, figure in STEP_FIGURES.items() if figure.unit == "ms"}
-    numbers = {name: figure.tag for name, figure in STEP_FIGURES.items() if figure.unit != "ms"}
-    known = {part: ms for part in PARTS if (ms := last[f"time/{part}_ms/median"]) is not None}
-    whole = sum(known.values())
-    return {
-        "steps": windows.steps[-1],
-        "gpu_utilization": last[Tag.GPU_UTILIZATION],
-        **{name: last[tag] for name, tag in numbers.items()},
-        **{name: {of: last[f"{tag}/{of}"] for of in SPREAD} for name, tag in spreads.items()},
-        "shares": {part: ms / whole for part, ms in known.items()} if whole > 0 else None,
+    parts = {part: number(last.get(f"time/{part}_ms/median")) or 0.0 for part in PARTS}
+    whole = sum(parts.values())
+    told = {
+        "steps": last.get("step"),
+        "gpu_utilization": last.get(Tag.GPU_UTILIZATION),
+        "shares": {part: ms / whole for part, ms in parts.items() if ms > 0},
     }
+    for name, figure in STEP_FIGURES.items():
+        told[name] = last.get(figure.tag)
+        if figure.unit == "ms":
+            told[name] = {of: last.get(f"{figure.tag}/{of}") for of in SPREAD}
+    return told
 
 
 def declared() -> dict[str, Any]:
-    """Returns what the page shows of the figures: the charts of their courses, and a row for each
-    of the steps.
-    """
-    charts: dict[str, list[Figure]] = {}
+    """Returns what the page shows of the figures: charts of their courses, rows of the steps."""
+    charts: dict[str, Any] = {}
     for figure in CHARTED:
-        charts.setdefault(figure.chart, []).append(figure)
-    return {
-        "charts": [
-            {
-                "title": title,
-                "unit": drawn[0].unit,
-                "series": [
-                    {"tag": _columns(figure)[0], "name": figure.label or figure.text}
-                    for figure in drawn
-                ],
-            }
-            for title, drawn in charts.items()
-        ],
-        "figures": [
-            {"name": name, "unit": figure.unit, "text": figure.text}
-            for name, figure in STEP_FIGURES.items()
-        ],
-    }
+        empty = {"title": figure.chart, "unit": figure.unit, "series": []}
+        line = {"tag": _drawn(figure), "name": figure.label or figure.text}
+        charts.setdefault(figure.chart, empty)["series"].append(line)
+    rows = [
+        {"name": name, "unit": figure.unit, "text": figure.text}
+        for name, figure in STEP_FIGURES.items()
+    ]
+    return {"charts": [*charts.values()], "figures": rows}
 
 
 def spikes(windows: Windows) -> list[int]:
-    """The windows whose longest step stands out, the longest first, and of equal ones the earliest."""
-    longest = windows.figures["time/step_ms/max"]
-    known = [figure for figure in longest if figure is not None]
+    """Returns the windows whose longest step stands out: the longest first, then the earliest."""
+    longest = windows.columns.get(LONGEST, ())
+    known = [ms for ms in longest if ms is not None]
     if not known:
         return []
-    typical = median(
-        figure for figure in windows.figures["time/step_ms/median"] if figure is not None
-    )
-    least = max(_OF_TYPICAL * typical, _OF_USUAL * median(known))
-    over = [
-        (figure, index)
-        for index, figure in enumerate(longest)
-        if figure is not None and figure > least
-    ]
-    return [index for _, index in sorted(over, key=lambda spike: (-spike[0], spike[1]))]
-
-
-def _told(windows: Windows, index: int) -> dict[str, Any]:
-    """One spike: between which steps, how long, and the part of a step that made up most of it, if
-    one did.
-    """
-    ms = windows.figures["time/step_ms/max"][index] or 0.0
-    parts = {part: windows.figures[f"time/{part}_ms/max"][index] or 0.0 for part in PARTS}
-    cause = max(parts, key=lambda part: parts[part])
-    before = windows.steps[index - 1] if index else 0
-    told = {"after": before, "step": windows.steps[index], "ms": _short(ms)}
-    return told | ({"cause": cause} if parts[cause] > ms / 2 else {})
-
-
-def _column(figures: Sequence[float | None], edges: Sequence[int]) -> dict[str, Figures]:
-    column: dict[str, Figures] = {"mean": [], "low": [], "high": []}
-    for first, end in pairwise(edges):
-        known = [figure for figure in figures[first:end] if figure is not None]
-        column["mean"].append(_short(sum(known) / len(known)) if known else None)
-        column["low"].append(_short(min(known)) if known else None)
-        column["high"].append(_short(max(known)) if known else None)
-    return column if len(figures) >= len(edges) else {"mean": column["mean"]}
-
-
-def _short(figure: float) -> float:
-    """Four digits are more than a chart shows."""
-    return float(f"{figure:.4g}")
+    # three times a typical step, and twice the longest that windows usually have
+    typical = median(windows.columns["time/step_ms/median"])
+    least = max(3.0 * typical, 2.0 * median(known))
+    over = [index for index, ms in enumerate(longest) if ms is not None and ms > least]
+    return sorted(over, key=lambda index: -longest[index])

@@ -16,8 +16,9 @@ PINNED = (
 
 
 def pinned_link(port: int = 6006) -> str:
-    """The address of a TensorBoard on this machine; a card whose figure a run has not is not shown,
-    and nothing is smoothed.
+    """Returns the address of a TensorBoard on this machine, with cards pinned, nothing smoothed.
+
+    A card whose figure a run has not is not shown.
     """
     cards = json.dumps([{"plugin": "scalars", "tag": tag} for tag in PINNED], separators=(",", ":"))
     return f"http://localhost:{port}/?pinnedCards={quote(cards, safe='')}&smoothing=0#timeseries"

@@ -1,6 +1,4 @@
-"""Run folders, and what the page shows of one: its files, read as they are, with what is missing
-said in words.
-"""
+"""Run folders, and what the page shows of one: its files, with what is missing said in words."""
 
 from __future__ import annotations
 
@@ -9,34 +7,32 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from heapq import nlargest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.page.course import Windows, course, latest, read_windows
 from harness.page.shape import REPORT, TUNING, fitted
 from harness.runtime.files import read_inside, read_json
 
-BUCKETS = 400  # points of a chart that has the page's width
+T = TypeVar("T")
+
+# points of a chart that has the page's width
+BUCKETS = 400
 REPORT_JSON = "report.json"
 METRICS_JSONL = "metrics.jsonl"
-TUNING_JSON = "tuning.json"
-FILES = (REPORT_JSON, METRICS_JSONL, TUNING_JSON)
-_CONFIG = ".hydra/config.yaml"
+FILES = (REPORT_JSON, METRICS_JSONL, "tuning.json")
 
 # looked at below one folder
 _MOST_RUNS = 1000
 _MOST_FOLDERS = 50_000
-_CONFIG_CHARACTERS = 32_000
-_OF_A_RUN = ("checkpoints", "trace")  # folders in which there are no runs
 
 
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
-    """The run folders at and below ``root`` by name, which is the path from there, in natural
-    order.
+    """Returns the run folders at and below ``root``, in natural order.
 
-    They are the 1,000 that were written to last, and ``notes`` is told where there are more.
+    They are named by their path from there. Of more than 1,000 they are those that were written to
+    last, and ``notes`` say so.
     """
     found = [(changed_s(folder), name, folder) for name, folder in each_run(root, notes)]
     if len(found) > _MOST_RUNS:
@@ -48,9 +44,9 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
 
 
 def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:
-    """Every run folder as it is found, the last by name first; links to folders are not followed.
+    """Yields every run folder as it is found, the last by name first; follows no links.
 
-    After ``most`` folders it ends, and ``notes`` is told.
+    It ends after ``most`` folders, and ``notes`` say so.
     """
     for count, (path, folders, files) in enumerate(os.walk(root)):
         if count == most:
@@ -59,20 +55,21 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
                 "into: name one below it"
             )
             return
-        is_run = REPORT_JSON in files or METRICS_JSONL in files
-        if is_run:
-            yield (
-                (os.path.relpath(path, root) if path != str(root) else root.resolve().name),
-                Path(path),
-            )
-        passed = _OF_A_RUN if is_run else ()
+        passed: tuple[str, ...] = ()
+        if REPORT_JSON in files or METRICS_JSONL in files:
+            name = os.path.relpath(path, root)
+            if name == ".":
+                name = root.resolve().name
+            yield name, Path(path)
+            passed = ("checkpoints", "trace")
         looked_into = [name for name in folders if not name.startswith(".") and name not in passed]
         folders[:] = sorted(looked_into, key=_natural, reverse=True)
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Returns what changes when a file does: nanoseconds of the wall clock and bytes; zeros if it
-    cannot be looked at.
+    """Returns what changes when a file does: nanoseconds of the wall clock, and bytes.
+
+    Both are 0 if it cannot be looked at.
     """
     try:
         found = path.stat()
@@ -82,14 +79,12 @@ def stamp(path: Path) -> tuple[int, int]:
 
 
 def changed_s(folder: Path) -> float:
-    """Returns when the run in ``folder`` last wrote what it did, in seconds of the wall clock; 0 if
-    it has not.
-    """
+    """Returns when a run last wrote, in seconds of the wall clock; 0: never."""
     return max(stamp(folder / name)[0] for name in (REPORT_JSON, METRICS_JSONL)) / 1e9
 
 
 def told(runs: Mapping[str, Path], make: Callable[[Path, str], str], notes: list[str]) -> list[str]:
-    """``make(folder, name)`` of each run; one that cannot be told is a note and no other's end."""
+    """Returns ``make(folder, name)`` of each run; a run that fails is a note."""
     found = []
     for name, folder in runs.items():
         try:
@@ -99,97 +94,69 @@ def told(runs: Mapping[str, Path], make: Callable[[Path, str], str], notes: list
     return found
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """A key by which job 10 comes after job 9."""
-    return [
-        (part.isdigit(), int(part) if part.isdigit() else 0, part)
-        for part in re.split(r"([0-9]+)", name)
-    ]
+def _natural(name: str) -> list[str | int]:
+    """Returns a key by which job 10 comes after job 9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def run_json(folder: Path, name: str, *, buckets: int = BUCKETS) -> str:
-    """One run as JSON, in letters of ASCII."""
-    return json.dumps(
-        read_run(folder, name, buckets=buckets), allow_nan=False, separators=(",", ":")
-    )
+    """Returns one run as JSON, in letters of ASCII."""
+    run = read_run(folder, name, buckets=buckets)
+    return json.dumps(run, allow_nan=False, separators=(",", ":"))
 
 
 def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, Any]:
-    """One run as the page takes it: its files' contents and ``notes`` on what is missing.
+    """Returns one run as the page takes it: its files' contents, and ``notes`` on what is missing.
 
-    Where there is no report yet, ``report`` has the figures of the ``latest`` window.
+    Without a report yet, ``report`` has the figures of the ``latest`` window.
     """
     notes: list[str] = []
-    windows = _windows(folder / METRICS_JSONL, notes) or Windows()
-    report = fitted(_json(folder / REPORT_JSON, notes), REPORT)
-    if report is None and not os.path.exists(folder / REPORT_JSON):
-        notes.append(
-            f"{REPORT_JSON} is missing: the run has not ended or was killed; what is shown is what "
-            "it wrote so far"
-        )
-    if report and windows.steps and windows.steps[-1] > report.get("steps", math.inf):
+
+    def read(file: str, of: Callable[[Path], T], missing: str = "") -> T | None:
+        try:
+            return of(folder / file)
+        except FileNotFoundError:
+            if missing:
+                notes.append(f"{file} is missing: {missing}")
+        except OSError as error:
+            notes.append(f"{file} cannot be read: {error.strerror or error}")
+        except ValueError as error:
+            notes.append(f"{file} is damaged: {error}")
+        return None
+
+    windows = read(METRICS_JSONL, read_windows, "there is no course over time")
+    if windows is None:
+        windows = Windows()
+    elif not windows.last:
+        notes.append(f"{METRICS_JSONL} has no window of steps yet")
+    if windows.damaged:
+        notes.append(f"{METRICS_JSONL} has {windows.damaged} damaged lines, which are left out")
+    unfinished = "the run has not ended or was killed; what is shown is what it wrote so far"
+    report = read(REPORT_JSON, lambda path: _fitting(path, REPORT), unfinished)
+    last_step = windows.last.get("step", 0)
+    if report and last_step > report.get("steps", math.inf):
         notes.append(
             f"{REPORT_JSON} is of step {report['steps']}; the run has gone on since, to step "
-            f"{windows.steps[-1]}"
+            f"{last_step}"
         )
-    tuned = os.path.exists(folder / TUNING_JSON)  # Path.exists would raise where it may not look
-    tuning = fitted(_json(folder / TUNING_JSON, notes), TUNING) if tuned else None
-    if tuned and tuning is None and not any(TUNING_JSON in note for note in notes):
-        notes.append(f"{TUNING_JSON} does not hold what the tuner writes")
+    config = ".hydra/config.yaml"
     return {
         "name": name,
         "changed_s": changed_s(folder),
         "report": fitted(latest(windows), REPORT) if report is None else report,
         "latest": report is None,
-        "tuning": tuning,
+        "tuning": read("tuning.json", lambda path: _fitting(path, TUNING)),
         "course": course(windows, buckets),
-        "config": _config(folder, notes),
+        "config": read(
+            config, lambda _: read_inside(folder, config)[:32_000].decode("utf-8", "replace")
+        ),
         "notes": notes,
     }
 
 
-@contextmanager
-def _noting(name: str, notes: list[str], missing: str = "") -> Iterator[None]:
-    """A block that reads the file ``name``; where that fails it ends early, and ``notes`` are told
-    why.
-
-    A file that is not there is worth a note only where ``missing`` says what that costs.
-    """
-    try:
-        yield
-    except FileNotFoundError:
-        if missing:
-            notes.append(f"{name} is missing: {missing}")
-    except OSError as error:
-        notes.append(f"{name} cannot be read: {error.strerror or error}")
-    except ValueError as error:
-        notes.append(f"{name} is damaged: {error}")
-
-
-def _json(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
-    """Returns the object in a file; None, with a note unless it is just not there, if there is
-    none.
-    """
-    with _noting(path.name, notes):
-        value = read_json(path)
-        if isinstance(value, dict):
-            return value
-        raise ValueError(f"it holds no object but {type(value).__name__}")
-    return None
-
-
-def _windows(path: Path, notes: list[str]) -> Windows | None:
-    with _noting(path.name, notes, missing="there is no course over time"):
-        windows = read_windows(path)
-        if windows.damaged:
-            notes.append(f"{path.name} has {windows.damaged} damaged lines, which are left out")
-        if not windows.steps:
-            notes.append(f"{path.name} has no window of steps yet")
-        return windows
-    return None
-
-
-def _config(folder: Path, notes: list[str]) -> str | None:
-    with _noting(_CONFIG, notes):
-        return read_inside(folder, _CONFIG).decode(errors="replace")[:_CONFIG_CHARACTERS]
-    return None
+def _fitting(path: Path, shape: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Returns what of a JSON file fits ``shape``; ``ValueError``: nothing does."""
+    found: Mapping[str, Any] | None = fitted(read_json(path), shape)
+    if found is None:
+        raise ValueError("it does not hold what a run writes")
+    return found

@@ -13,14 +13,14 @@ from harness.page.course import TAGS, Windows, course, declared, latest, read_wi
 
 def windows_of(longest_ms: list[float], usual_ms: float = 10.0) -> Windows:
     """One window of 10 steps for each longest step."""
-    windows = Windows()
-    for index, ms in enumerate(longest_ms):
-        line = window(10 * (index + 1), {"compute": usual_ms}, **{"time/step_ms/max": ms})
-        windows.steps.append(line["step"])
-        windows.epochs.append(1)
-        for tag, figures in windows.figures.items():
-            figures.append(line.get(tag))
-    return windows
+    if not longest_ms:
+        return Windows()
+    lines = [
+        window(10 * step, {"compute": usual_ms}, **{"time/step_ms/max": ms})
+        for step, ms in enumerate(longest_ms, 1)
+    ]
+    columns = {name: [line.get(name) for line in lines] for name in ("step", "epoch", *TAGS)}
+    return Windows(columns, lines[-1])
 
 
 def test_a_long_run_keeps_every_spike(tmp_path: Path) -> None:
@@ -63,10 +63,7 @@ def test_groups_keep_lowest_and_highest(buckets: int) -> None:
     found = course(windows, buckets)
     assert found is not None and len(found["steps"]) == buckets and found["steps"][-1] == 400
     column = found["columns"]["time/step_ms/max"]
-    assert (
-        max(column.get("high", column["mean"])) == 22
-        and min(column.get("low", column["mean"])) == 10
-    )
+    assert (max(column["high"]), min(column["low"])) == (22, 10)
 
 
 def test_every_line_of_a_chart_is_read() -> None:
@@ -81,9 +78,11 @@ def test_every_line_of_a_chart_is_read() -> None:
 
 
 def test_few_windows_are_told_one_by_one() -> None:
-    """Where each group is one window there is no need for its lowest and highest."""
+    """Each is a group of its own."""
     found = course(windows_of([12.0, 13.0]), 400)
-    assert found is not None and found["columns"]["time/step_ms/max"] == {"mean": [12.0, 13.0]}
+    assert found is not None
+    column = found["columns"]["time/step_ms/max"]
+    assert column["mean"] == column["low"] == column["high"] == [12.0, 13.0]
 
 
 def test_a_figure_that_no_window_has_is_no_column() -> None:
@@ -117,7 +116,7 @@ def test_damaged_lines_are_counted_and_a_growing_one_is_not(tmp_path: Path) -> N
         f'{{"step": 5, "val/top1": 0.5}}\nno json\n[1]\n{good}\n{{"step": 20, "time/st'
     )
     windows = read_windows(tmp_path / "m.jsonl")
-    assert (windows.steps, windows.damaged) == ([10], 2)
+    assert (windows.columns["step"], windows.damaged) == ([10], 2)
 
 
 def test_what_is_not_finite_is_absent(tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ def test_what_is_not_finite_is_absent(tmp_path: Path) -> None:
         for n, value in enumerate((None, float("nan"), "x", 0.5), 1)
     ]
     (tmp_path / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert read_windows(tmp_path / "m.jsonl").figures["gpu/utilization"] == [None, None, None, 0.5]
+    assert read_windows(tmp_path / "m.jsonl").columns["gpu/utilization"] == [None, None, None, 0.5]
 
 
 def test_the_last_window_speaks_for_a_run_without_report() -> None:
