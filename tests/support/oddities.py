@@ -1,6 +1,4 @@
-"""What may lie where a file of this project should: for tests that nobody believes it, waits for it
-or breaks on it.
-"""
+"""What may lie where a file of this project should, and small changes of bytes."""
 
 from __future__ import annotations
 
