@@ -148,6 +148,7 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": paths}
     waits = {STEP: workload.step_ms, READ: workload.read_ms, BEGAN: str(time.time())}
     env |= {name: value for name, value in waits.items() if value}
+    # another project's loop, or train.py with this strategy's settings
     if strategy in EXAMPLES:
         script = "examples_run.py"
         arguments = [str(_files(workload, folder)), f"--side={workload.side}"]
@@ -170,6 +171,7 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     if strategy in EXAMPLES:
         chosen = done.stdout.splitlines()[-1]
         return {"seconds": seconds, "tuning_s": 0.0, "chosen": chosen, "changes": [], "windows": []}
+    # a run of ours has left what it did
     report = json.loads((place / "outputs/x/report.json").read_text())
     tuning = report.get("tuning") or {}
     return {
@@ -235,6 +237,7 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
         own = [line for line in lines if line["workload"] == name]
         for strategy in dict.fromkeys(line["strategy"] for line in own):
             mine = [line for line in own if line["strategy"] == strategy]
+            # the best that a fixed number of threads reaches, from a second later on
             fixed = [
                 rate(line, workload.at_s + 1)
                 for line in own
@@ -271,6 +274,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     ):
         if WORKLOADS[name].at_s:
             continue
+        # rounds that have both, this strategy and the default
         of_workload = [x for x in lines if (x["workload"], x["epochs"]) == (name, epochs)]
         own = {x["round"]: x for x in of_workload if x["strategy"] == strategy}
         base = {x["round"]: x["seconds"] for x in of_workload if x["strategy"] == "default"}

@@ -175,6 +175,7 @@ def measure_round(
 ) -> None:
     """Measures what round ``number`` lacks, in random order, on the same samples."""
     name = rig.workload.name
+    # an order and samples that follow from the round alone, in whatever session
     order = [*entries]
     random.Random(f"{name} {phase} {number}").shuffle(order)
     seed = number if phase == "choose" else 1000 + number

@@ -173,17 +173,18 @@ def train(part: Part) -> Iterator[Piece]:
         "what": row, "CPU ms an image": Sample.of(part.values(row, cpu_ms)),
         "images/s": f"{part.middle(row, rate):.0f}", "n": len(part.rows[row]),
     } for row in (*feeds, *trained)]  # fmt: skip
+    # whole training, on their loader and on ours
     old, new = ([row for row in trained if (EXAMPLES in row) is theirs] for theirs in (True, False))
     if len(feeds) == 3 and old and new:
         yield _end_to_end(part, old, new)
+    # a sleeping device, which the old feed keeps waiting or not
     for row, wanted, text in (
         (
             "device, fast",
             2.0,
             (
                 "images/s with a sleeping device where the old feed binds, times the old feed's: "
-                "at "
-                "least 2"
+                "at least 2"
             ),
         ),
         (
@@ -202,8 +203,7 @@ def train(part: Part) -> Iterator[Piece]:
             }
             figures = (
                 f"{Sample.of(ratios)}, n = {len(ratios)}; it takes {lines[0]['demand']:.0f} "
-                "images/s in the first round"
-                f"; the old feed is best as {_best(rivals)}"
+                f"images/s in the first round; the old feed is best as {_best(rivals)}"
             )
             yield Claim(text, median(ratios) >= wanted, figures)
 

@@ -118,8 +118,10 @@ def paced(
             batches = _paced(counted(examples(Path(root), count)), step_s)
             return window(batches, seconds, count)
 
+        # the device takes a share of what the form can supply
         supply = _rate(ours(0.0))
         step_s = BATCH_SIZE / (share * supply)
+        # ours twice as a control, theirs with each number of workers
         runs = [(name, partial(ours, step_s)) for name in (form, form + AGAIN)]
         runs += [(f"{EXAMPLES} {count}", partial(theirs, count, step_s)) for count in others]
         rates = {name: _rate(run()) for name, run in (reversed(runs) if back else runs)}

@@ -316,6 +316,7 @@ def loadtune_workload(name: str, folder: str) -> Any:
         torch.tensor(values).mul(255).view(1, 3, 1, 1) for values in (data.mean, data.std)
     )
 
+    # the consumer: a sleep, or the harness's own step as a plain loop has it
     def step(
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
