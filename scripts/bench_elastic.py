@@ -151,7 +151,11 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     # another project's loop, or train.py with this strategy's settings
     if strategy in EXAMPLES:
         script = "examples_run.py"
-        arguments = [str(_files(workload, folder)), f"--side={workload.side}"]
+        # the images that an earlier run of this workload generated
+        width = 500 if workload.overrides == _LARGE else 80
+        made = (folder / "cache").glob("*/shapes.json")
+        files = next(file for file in made if json.loads(file.read_text())["width"] == width)
+        arguments = [str(files.parent), f"--side={workload.side}"]
         arguments += [f"--epochs={epochs}", *EXAMPLES[strategy]]
     else:
         script = "slept_run.py"
@@ -198,13 +202,6 @@ def _windows(metrics: Path, began_s: float) -> list[list[float]]:
     return found
 
 
-def _files(workload: Workload, folder: Path) -> Path:
-    """The images that an earlier run of this workload generated."""
-    width = 500 if workload.overrides == _LARGE else 80
-    made = (folder / "cache").glob("*/shapes.json")
-    return next(facts.parent for facts in made if json.loads(facts.read_text())["width"] == width)
-
-
 def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float:
     """Returns images/s of the windows that end in these seconds after the command, or 0.0."""
     found = [
@@ -214,7 +211,7 @@ def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float:
     ]
     if not found:
         return 0.0
-    return statistics.harmonic_mean(*zip(*found, strict=True))
+    return float(statistics.harmonic_mean(*zip(*found, strict=True)))
 
 
 def back_s(line: dict[str, Any], at_s: float, best: float) -> float:
