@@ -91,16 +91,19 @@ def compare(megabytes: int, pairs: int, folder: Path) -> dict[str, Any]:
         def save(number: int = pair) -> None:
             saver.save(state, step=number, epoch=0, top1=None)
 
+        # the copy comes before the save and after it in turns
         if pair % 2:
             ms["copy"].append(timed_ms(lambda: copied(state)))
         began_s = time.perf_counter()
         ms["save"].append(timed_ms(save))
+        # steps while the save is under way, one at least
         beside: list[float] = []
         while (saver._last is not None and not saver._last.done()) or not beside:
             beside.append(timed_ms(step))
         saver.wait()
         ms["written"].append(1e3 * (time.perf_counter() - began_s))
         ms["step beside"].append(sum(beside) / len(beside))
+        # as many steps without a save
         alone = [timed_ms(step) for _ in beside[:MOST_STEPS]]
         ms["step"].append(sum(alone) / len(alone))
         if not pair % 2:

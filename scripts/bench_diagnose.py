@@ -104,6 +104,7 @@ def measure(_: int, work: Work) -> None:
     from harness.training.trial import StepTrials
 
     config = work.config
+    # wired as train.py does it, with nothing on the console
     with ExitStack() as stack:
         world = stack.enter_context(distributed.joined(0, config))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -115,6 +116,7 @@ def measure(_: int, work: Work) -> None:
         state = make_state(config, len(splits.classes), world, feeds.steps_per_epoch())
         step = Step(state, config, world)
         allowed = limits.measure()
+        # the one measurement of this process
         if work.kind == "diagnose":
             found = diagnose(feeds, StepTrials(step, config, world), allowed, (), place, None)
             runs = found.runs
@@ -263,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}"
     )
     a = parser.parse_args(argv)
+    # workloads one after the other, the load average between them
     make_photos(a.photos, a.images)
     rows = []
     load = [os.getloadavg()[0]]

@@ -148,9 +148,14 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": paths}
     waits = {STEP: workload.step_ms, READ: workload.read_ms, BEGAN: str(time.time())}
     env |= {name: value for name, value in waits.items() if value}
+    # another project's loop, or train.py with this strategy's settings
     if strategy in EXAMPLES:
         script = "examples_run.py"
-        arguments = [str(_files(workload, folder)), f"--side={workload.side}"]
+        # the images that an earlier run of this workload generated
+        width = 500 if workload.overrides == _LARGE else 80
+        made = (folder / "cache").glob("*/shapes.json")
+        files = next(file for file in made if json.loads(file.read_text())["width"] == width)
+        arguments = [str(files.parent), f"--side={workload.side}"]
         arguments += [f"--epochs={epochs}", *EXAMPLES[strategy]]
     else:
         script = "slept_run.py"
@@ -170,6 +175,7 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     if strategy in EXAMPLES:
         chosen = done.stdout.splitlines()[-1]
         return {"seconds": seconds, "tuning_s": 0.0, "chosen": chosen, "changes": [], "windows": []}
+    # a run of ours has left what it did
     report = json.loads((place / "outputs/x/report.json").read_text())
     tuning = report.get("tuning") or {}
     return {
@@ -196,13 +202,6 @@ def _windows(metrics: Path, began_s: float) -> list[list[float]]:
     return found
 
 
-def _files(workload: Workload, folder: Path) -> Path:
-    """The images that an earlier run of this workload generated."""
-    width = 500 if workload.overrides == _LARGE else 80
-    made = (folder / "cache").glob("*/shapes.json")
-    return next(facts.parent for facts in made if json.loads(facts.read_text())["width"] == width)
-
-
 def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float:
     """Returns images/s of the windows that end in these seconds after the command, or 0.0."""
     found = [
@@ -212,7 +211,7 @@ def rate(line: dict[str, Any], from_s: float, to_s: float = math.inf) -> float:
     ]
     if not found:
         return 0.0
-    return statistics.harmonic_mean(*zip(*found, strict=True))
+    return float(statistics.harmonic_mean(*zip(*found, strict=True)))
 
 
 def back_s(line: dict[str, Any], at_s: float, best: float) -> float:
@@ -235,6 +234,7 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
         own = [line for line in lines if line["workload"] == name]
         for strategy in dict.fromkeys(line["strategy"] for line in own):
             mine = [line for line in own if line["strategy"] == strategy]
+            # the best that a fixed number of threads reaches, from a second later on
             fixed = [
                 rate(line, workload.at_s + 1)
                 for line in own
@@ -271,6 +271,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     ):
         if WORKLOADS[name].at_s:
             continue
+        # rounds that have both, this strategy and the default
         of_workload = [x for x in lines if (x["workload"], x["epochs"]) == (name, epochs)]
         own = {x["round"]: x for x in of_workload if x["strategy"] == strategy}
         base = {x["round"]: x["seconds"] for x in of_workload if x["strategy"] == "default"}

@@ -339,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = listed(parser, "--part", a.part, [*PARTS])
     workloads = listed(parser, "--workloads", a.workloads, [*WORKLOADS])
     results = Results(a.results)
+    # measure what the results lack
     if not a.table:
         a.folder.mkdir(parents=True, exist_ok=True)
         setup = Setup(_commit(), a.folder.resolve(), a.workers, a.seconds, a.files, workloads)
@@ -359,6 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     break
         except KeyboardInterrupt:
             return 130
+    # show all that is there
     page = show(results.lines)
     print(page)
     if a.write:

@@ -227,6 +227,7 @@ def show(found: Mapping[str, Any], config: Config, steps: int) -> str:
     weights = "bitwise the same on both sides"
     if apart := found["largest_weight_difference"]:
         weights = f"differ by up to {apart:.3g}"
+    # one table of steps, one of ratios
     epochs = [
         {
             "epochs of": side.replace("_", " "),

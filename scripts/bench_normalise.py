@@ -55,11 +55,13 @@ def compare(
         "new, reuse": reusing,
     }
     images = torch.randint(256, (batch_size, size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    # each way gives the same values, and is warm then
     expected = ways["old"](images)
     for name, way in ways.items():
         assert torch.equal(way(images), expected), f"{name} gives other values"
     wall_ms: dict[str, list[float]] = {name: [] for name in ways}
     processor_ms: dict[str, list[float]] = {name: [] for name in ways}
+    # there and back, so that drift falls out
     for turn in range(n):
         for name in ways if turn % 2 == 0 else reversed(ways):
             began_s = time.perf_counter(), time.process_time()

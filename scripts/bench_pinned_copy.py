@@ -218,6 +218,7 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
     pinned = own.pin(pageable)
     side = own.side_stream()
     copy = own.copy
+    # work as long as the copy, so that either can hide the other
     work = Work(device, min(timed(own, partial(copy, pinned)).total_ms for _ in range(5)))
 
     def one_stream(x: Tensor) -> Tensor:
@@ -249,6 +250,7 @@ def overlap(device: torch.device, mib: int, n: int) -> list[dict[str, Any]]:
         way: Sample.of([t.total_ms for t in timings])
         for way, timings in in_turns(ways, n, partial(timed, own)).items()
     }
+    # what of the shorter of the two is hidden by the longer
     rows = []
     for way, total in totals.items():
         row: dict[str, Any] = {"way": way, "done after ms": total, "hidden": ""}

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -175,6 +175,7 @@ def measure_round(
 ) -> None:
     """Measures what round ``number`` lacks, in random order, on the same samples."""
     name = rig.workload.name
+    # an order and samples that follow from the round alone, in whatever session
     order = [*entries]
     random.Random(f"{name} {phase} {number}").shuffle(order)
     seed = number if phase == "choose" else 1000 + number
@@ -200,11 +201,9 @@ def measure_round(
 
 def deliver(rig: Rig, setting: Setting, seed: int, seconds: float) -> tuple[int, float, str | None]:
     """Images, seconds, and why there are none where the loader failed."""
-    from scripts.tuner_strategies import measured_feed
-
     try:
         with (
-            measured_feed(rig, setting, seed, TIMEOUT_S) as feed,
+            closing(rig.feeds(seed).probe(rig.settings(setting, TIMEOUT_S))) as feed,
             closing(cast(Any, rig.steps(feed))) as steps,
         ):
             return *steady(steps, setting, seconds), None
@@ -309,14 +308,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _passed_on(a: argparse.Namespace) -> Iterator[str]:
-    """The options that a run of this script in another namespace needs."""
-    names = "results folder strategies auto_repeats choosing_rounds rounds seconds"
-    for name in names.split():
-        if (value := getattr(a, name)) is not None:
-            yield from (f"--{name.replace('_', '-')}", str(value))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     a = parser.parse_args(argv)
@@ -330,8 +321,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         strategies = listed(parser, "--strategies", a.strategies, [*STRATEGIES])
         deadline = time.monotonic() + 60 * a.minutes
         plan = Plan(strategies, a.auto_repeats, a.choosing_rounds, a.rounds, a.seconds, deadline)
+        # what a run of this script in another namespace needs
+        passed_on = []
+        for name in ("results", "folder", "auto_repeats", "choosing_rounds", "rounds", "seconds"):
+            passed_on += [f"--{name.replace('_', '-')}", str(getattr(a, name))]
+        if a.strategies is not None:
+            passed_on += ["--strategies", a.strategies]
         try:
-            run(names, [*_passed_on(a)], a.folder, results, plan)
+            run(names, passed_on, a.folder, results, plan)
         except StoppedError:
             tell("the time is over; start again to go on")
             return 0

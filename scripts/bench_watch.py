@@ -245,14 +245,14 @@ def claims(found: Mapping[str, Any]) -> list[str]:
             f"{dearest.judged(CEILING)}"
         ),
         f"the workers' timers take at most {WORKERS_CEILING:.1%} of their time, samples of "
-        f"{sample_us:.0f} us: "
-        f"{timers:.3%}: {timers.judged(WORKERS_CEILING)}",
+        f"{sample_us:.0f} us: {timers:.3%}: {timers.judged(WORKERS_CEILING)}",
         f"memory stays as it was, to {most:g} byte a step: {a_step:.2f} bytes: {flat}",
     ]
 
 
 def show(found: Mapping[str, Any]) -> str:
     """Returns the figures as text."""
+    # a table for each of: memory, the whole, the workers
     memory = [
         {"memory of": name, "bytes more": size}
         for name, size in found["memory_growth_bytes"].items()

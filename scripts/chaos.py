@@ -97,6 +97,7 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
     runs = 0
     whole = ended(plan, f"{name}/whole", *overrides).folder
     most_s = lines(whole)[-1]["time_s"] / 2
+    # each run is killed again and again until it ends by itself
     while killed < plan.n and runs < plan.n:
         runs += 1
         place = plan.place(f"{name}/{runs}")
@@ -122,8 +123,7 @@ def _killed(plan: Plan, name: str, overrides: tuple[str, ...]) -> Row:
         wrong += [f"run {runs}: {text}" for text in _differences(life, whole)]
     required = (
         "each life goes on from the newest checkpoint; the same state, lines and losses as without "
-        "kills; every sample once "
-        "an epoch; TensorBoard equal to metrics.jsonl"
+        "kills; every sample once an epoch; TensorBoard equal to metrics.jsonl"
     )
     return row(f"kills, {name}", killed, required, wrong, f"{runs} runs")
 
@@ -151,6 +151,7 @@ def terms(plan: Plan) -> list[Row]:
     wholes: dict[tuple[int, bool], Run] = {}
     kinds: dict[tuple[Signals, int], list[_End]] = {}
     for i in range(plan.n):
+        # every way meets every other one: ranks, tuning, signal, moment
         ranks = 1 + i % 2
         tuned = i % 3 == 2
         sign = SIGUSR1 if i % 12 in (4, 9) else SIGTERM
@@ -164,6 +165,7 @@ def terms(plan: Plan) -> list[Row]:
         kinds.setdefault((sign, ranks), []).append(
             _signalled(plan, str(i), overrides, sign, after_s, trained)
         )
+    # a row for each signal and number of ranks; the last run that saved goes on
     for (sign, ranks), ends in sorted(kinds.items()):
         wrong = [text for end in ends for text in end.wrong]
         exits_s = sorted(end.exit_s for end in ends)
@@ -308,6 +310,7 @@ def ranks(plan: Plan) -> list[Row]:
             "loader.num_workers=0",
             f"loader.batch_size={batch}",
         )
+        # only then can the same global batches be cut for the new ranks
         shared = batch * before % after == 0
         whole = updates(ended(plan, f"{name}/whole", *overrides, *_RANKS[before]).notes)
         for i in range(plan.n):
@@ -382,6 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         base = (a.keep or Path(temporary)).resolve()
+        # each part in a folder of its own
         for name in names:
             part, n = PARTS[name]
             plan = Plan(base / name, a.n or n, a.seed, a.exit_s, a.run_s)

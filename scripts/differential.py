@@ -218,6 +218,7 @@ def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
         EmulatedStream(f"emulated-{name}") for name in ("compute", "copy", "idle")
     )
 
+    # the loader's thread: a batch, and its copy on the copy stream
     def made(load_s: float) -> tuple[EmulatedEvent, EmulatedEvent] | None:
         if not load_s:
             return None
@@ -229,6 +230,7 @@ def emulated_rig(step_s: float = 0.01, copy_s: float = 0.001) -> Rig:
         end.record(copy)
         return start, end
 
+    # one batch ahead; the step's stream waits for its copy
     def batches(load_s: float, count: int, clock: StepClock) -> Iterator[None]:
         with ThreadPoolExecutor(1) as loader:
             coming = loader.submit(made, load_s)

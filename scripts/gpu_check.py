@@ -78,10 +78,9 @@ def missing() -> str:
     names = " ".join(absent)
     return (
         f"gpu_check: missing: {names}. With a network: python -m pip install {names}. Without: on "
-        "a machine that has one, "
-        f"the same Python and the same processor, python -m pip wheel --no-deps -w wheels {names}; "
-        "then here: "
-        "python -m pip install --no-index --no-deps wheels/*.whl"
+        "a machine that has one, the same Python and the same processor, python -m pip wheel "
+        f"--no-deps -w wheels {names}; then here: python -m pip install --no-index --no-deps "
+        "wheels/*.whl"
     )
 
 
@@ -261,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="folder for gpu_check.json, or gpu_check-GROUP.json",
     )
     a = parser.parse_args(argv)
+    # without its packages nothing can be measured
     if absent := missing():
         print(absent, file=sys.stderr)
         return 2
@@ -272,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a.out.mkdir(parents=True, exist_ok=True)
     findings = Findings(path, groups, a.quick)
     run(groups, findings, a.quick, DEADLINE_S)
+    # where the file is, and what there was no time for
     said = str(path)
     left = [name for name, part in findings.parts.items() if part["status"] == "not run"]
     if left:

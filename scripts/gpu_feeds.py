@@ -95,6 +95,7 @@ def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterat
         left_s: the time that is left.
     """
     have = len(os.sched_getaffinity(0))
+    # what the network takes where nothing is loaded
     ready = run(NONE, have)["images_per_s"]
     for count in (n for n in CORES[::-1] if n <= have):
         for feed in feeds:
@@ -108,6 +109,7 @@ def cores(feeds: Sequence[str], run: Run, left_s: Callable[[], float]) -> Iterat
                 "by": "",
                 "failed": "",
             }
+            # a run that fails is a row that says why
             try:
                 found = run(feed, count)
                 rate = found["images_per_s"]

@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -104,18 +104,15 @@ def _ours(backend: str, job: Job) -> Iterator[Iterable[Any]]:
         yield feed
 
 
-@contextmanager
-def _examples(job: Job) -> Iterator[Iterable[Batch]]:
-    yield examples(job.root, job.num_workers, size=job.batch_size, pin_memory=job.pinned)
+def _examples(job: Job) -> AbstractContextManager[Iterable[Batch]]:
+    how: dict[str, Any] = {"size": job.batch_size, "pin_memory": job.pinned}
+    return nullcontext(examples(job.root, job.num_workers, **how))
 
 
-@contextmanager
-def _dali(job: Job) -> Iterator[Iterable[Batch]]:
-    with closing(
-        _labelled(map(np.array, dali(job.root, job.num_workers, job.batch_size)), job.pinned)
-    ) as batches:
-        # copies: DALI uses its tensors' memory again
-        yield batches
+def _dali(job: Job) -> AbstractContextManager[Iterable[Batch]]:
+    # copies: DALI uses its tensors' memory again
+    made = map(np.array, dali(job.root, job.num_workers, job.batch_size))
+    return closing(_labelled(made, job.pinned))
 
 
 @contextmanager
@@ -135,12 +132,6 @@ def _labelled(made: Iterable[Any], pinned: bool) -> Generator[Batch]:
             (images.pin_memory() if pinned else images).permute(0, 3, 1, 2),
             torch.zeros(len(images), dtype=torch.int64),
         )
-
-
-@contextmanager
-def _nvjpeg(job: Job) -> Iterator[Iterable[Batch]]:
-    with closing(_decoded_on_device(job)) as batches:
-        yield batches
 
 
 def _decoded_on_device(job: Job) -> Generator[Batch]:
@@ -189,7 +180,8 @@ def decoder() -> tuple[str, Callable[[list[Tensor], torch.device], list[Tensor]]
 
 LOADERS: dict[str, Make] = {
     NONE: _none, **{name: partial(_ours, name) for name in OURS},
-    EXAMPLES: _examples, NVJPEG: _nvjpeg, "DALI": _dali, "SPDL": _spdl,
+    EXAMPLES: _examples, NVJPEG: lambda job: closing(_decoded_on_device(job)),
+    "DALI": _dali, "SPDL": _spdl,
 }  # fmt: skip
 
 

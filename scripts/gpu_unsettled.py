@@ -61,6 +61,7 @@ def elapsed(o: Options) -> Said:
         forwards = []
         backwards = []
         for _ in range(o.turns):
+            # an event, work of known length behind it, an event
             early, late = (own.event(timed=True) for _ in range(2))
             early.record(first)
             second.wait_stream(first)
@@ -70,6 +71,7 @@ def elapsed(o: Options) -> Said:
             late.synchronize()
             forwards.append(early.elapsed_time(late))
             backwards.append(late.elapsed_time(early))
+        # backwards must be the negative of forwards
         apart = max(abs(there + back) for there, back in zip(forwards, backwards, strict=True))
         worst = max(worst, apart)
         yield {
@@ -135,6 +137,7 @@ def events(o: Options) -> Said:
             taken_us = []
             for _ in range(o.turns):
                 own.synchronize()
+                # an idle device answers at once, one at work has events pending
                 if device == "at work":
                     own.delay(5 * BUSY_S)
                 begin = time.perf_counter()
@@ -154,6 +157,7 @@ def finish(o: Options) -> Said:
 
     As the step clock waits, and with a blocking event.
     """
+    # on a CPU the device is emulated by threads
     rig = emulated_rig(step_s=0.05)
     if o.on_gpu:
         own = accelerator.of(o.device)
@@ -241,6 +245,7 @@ def pinning(o: Options) -> Said:
     before = set(threading.enumerate())
     slowest_s = 0.0
     datasets.load(data, AugmentConfig(), 0)
+    # passes that are given up after three batches
     for end in ("closed", "workers killed"):
         for _ in range(1 if o.quick else 3):
             job = Job(Path(str(data.root)), 2, 16, o.device)

@@ -184,7 +184,12 @@ def passes(form: str, root: str, workers: int, seconds: float, cache: str) -> Fo
         with closing(_passes(feed)) as batches:
             second = window(batches, 0.0, skip=len(feed), cycle=len(feed))
             later = window(batches, seconds, skip=0, cycle=len(feed))
-        return second | {"later": later, "digest": _digest(feed)}
+        # all pixels of the second pass, and their order
+        digest = hashlib.blake2b()
+        feed.set_epoch(1)
+        for batch in feed:
+            digest.update(batch.images.numpy().tobytes() + batch.indices.numpy().tobytes())
+        return second | {"later": later, "digest": digest.hexdigest()}
 
 
 def _passes(feed: Feed) -> Generator[int]:
@@ -192,15 +197,6 @@ def _passes(feed: Feed) -> Generator[int]:
     for epoch in count():
         feed.set_epoch(epoch)
         yield from counts(feed)
-
-
-def _digest(feed: Feed) -> str:
-    """Of all pixels that the second pass has, and their order."""
-    digest = hashlib.blake2b()
-    feed.set_epoch(1)
-    for batch in feed:
-        digest.update(batch.images.numpy().tobytes() + batch.indices.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def pixels(root: str) -> Found:

@@ -173,17 +173,18 @@ def train(part: Part) -> Iterator[Piece]:
         "what": row, "CPU ms an image": Sample.of(part.values(row, cpu_ms)),
         "images/s": f"{part.middle(row, rate):.0f}", "n": len(part.rows[row]),
     } for row in (*feeds, *trained)]  # fmt: skip
+    # whole training, on their loader and on ours
     old, new = ([row for row in trained if (EXAMPLES in row) is theirs] for theirs in (True, False))
     if len(feeds) == 3 and old and new:
         yield _end_to_end(part, old, new)
+    # a sleeping device, which the old feed keeps waiting or not
     for row, wanted, text in (
         (
             "device, fast",
             2.0,
             (
                 "images/s with a sleeping device where the old feed binds, times the old feed's: "
-                "at "
-                "least 2"
+                "at least 2"
             ),
         ),
         (
@@ -194,16 +195,15 @@ def train(part: Part) -> Iterator[Piece]:
     ):
         if part.has(row):
             lines = [*part.rows[row].values()]
-            ratios = [_ours(line) / _theirs(line) for line in lines]
-            rivals = {
-                name: median(line["rates"][name] for line in lines)
-                for name in lines[0]["rates"]
-                if EXAMPLES in name
-            }
+            names = lines[0]["rates"]
+            theirs = [name for name in names if EXAMPLES in name]
+            ours = next(name for name in names if name not in theirs and not name.endswith(AGAIN))
+            rates = [line["rates"] for line in lines]
+            ratios = [found[ours] / max(found[name] for name in theirs) for found in rates]
+            rivals = {name: median(found[name] for found in rates) for name in theirs}
             figures = (
                 f"{Sample.of(ratios)}, n = {len(ratios)}; it takes {lines[0]['demand']:.0f} "
-                "images/s in the first round"
-                f"; the old feed is best as {_best(rivals)}"
+                f"images/s in the first round; the old feed is best as {_best(rivals)}"
             )
             yield Claim(text, median(ratios) >= wanted, figures)
 
@@ -234,20 +234,6 @@ def _best(rates: Mapping[str, float]) -> str:
     best = max(rates, key=lambda row: rates[row])
     most = max(rates, key=lambda row: int(row.rpartition(" ")[2]))
     return best + " (the most workers that were tried)" * (best == most)
-
-
-def _ours(line: Line) -> float:
-    return float(
-        next(
-            value
-            for row, value in line["rates"].items()
-            if EXAMPLES not in row and not row.endswith(AGAIN)
-        )
-    )
-
-
-def _theirs(line: Line) -> float:
-    return float(max(value for row, value in line["rates"].items() if EXAMPLES in row))
 
 
 def start(part: Part) -> Iterator[Piece]:
@@ -308,7 +294,7 @@ def index(part: Part) -> Iterator[Piece]:
 
 
 def tuner(part: Part) -> Iterator[Piece]:
-    """Yields what the tuner chooses of all forms and of each form alone."""
+    """What the tuner chooses of all forms, and of each form alone."""
     rows = []
     claims = []
     for workload, rounds in part.rows.items():
@@ -394,22 +380,15 @@ def show(lines: Sequence[Line]) -> str:
         )
     for name, make in PAGES.items():
         if name in parts:
-            page += [
-                f"## {name}: {(make.__doc__ or '').rstrip('.')}",
-                _under(parts[name].key),
-                *_pieces(make(parts[name])),
-            ]
-            page += [
-                f"Not measured: {row}: {reason}." for row, reason in parts[name].missing.items()
-            ]
+            part = parts[name]
+            page.append(f"## {name}: {(make.__doc__ or '').rstrip('.')}")
+            page.append(
+                f"Commit {part.key['commit'] or 'unknown'}; {part.key['workers']} workers; windows "
+                f"of {part.key['seconds']:g} s at least."
+            )
+            page += _pieces(make(part))
+            page += [f"Not measured: {row}: {reason}." for row, reason in part.missing.items()]
     return "\n\n".join([*page, NOTES]) + "\n"
-
-
-def _under(key: Line) -> str:
-    return (
-        f"Commit {key['commit'] or 'unknown'}; {key['workers']} workers; windows of "
-        f"{key['seconds']:g} s at least."
-    )
 
 
 def _pieces(pieces: Iterable[Piece]) -> Iterator[str]:

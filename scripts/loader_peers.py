@@ -182,10 +182,6 @@ def dali(root: Path, threads: int, size: int = BATCH_SIZE) -> Iterator[Any]:
         yield images.as_tensor()
 
 
-def _dali_counts(root: Path, threads: int) -> Counts:
-    return (images.shape()[0] for images in dali(root, threads))
-
-
 def spdl(root: Path, threads: int, size: int = BATCH_SIZE) -> Generator[Tensor]:
     """SPDL's threads, with simplejpeg and torchvision v2 as its stages; uint8 ``[N, H, W, C]``."""
     # its threads are all the parallelism that there is to be
@@ -280,7 +276,10 @@ PEERS = {
     "torchvision v2": Peer("decode_jpeg, v2 on uint8", torchvision, "torchvision"),
     "TorchCodec + v2": Peer("decode_image, v2 on uint8", torchcodec, "torchcodec", "torchcodec"),
     "DALI": Peer(
-        "on the CPU, fused random crop", _dali_counts, "nvidia-dali-cuda120", "nvidia.dali"
+        "on the CPU, fused random crop",
+        lambda root, n: (images.shape()[0] for images in dali(root, n)),
+        "nvidia-dali-cuda120",
+        "nvidia.dali",
     ),
     "SPDL": Peer(
         "simplejpeg, v2 on uint8, torch.stack",

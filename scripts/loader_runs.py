@@ -47,7 +47,7 @@ from scripts.loader_peers import BATCH_SIZE, EXAMPLES, Counts, counted, examples
 from scripts.loader_score import AGAIN, BARE
 from scripts.tuner_score import Ratio, Setting
 from scripts.tuner_strategies import Rig, trained
-from scripts.tuner_workloads import WORKLOADS
+from scripts.tuner_workloads import WORKLOADS, warm
 
 # of measuring what was chosen, in turns until ratios are known so well
 _MOST_TURNS = 12
@@ -118,8 +118,10 @@ def paced(
             batches = _paced(counted(examples(Path(root), count)), step_s)
             return window(batches, seconds, count)
 
+        # the device takes a share of what the form can supply
         supply = _rate(ours(0.0))
         step_s = BATCH_SIZE / (share * supply)
+        # ours twice as a control, theirs with each number of workers
         runs = [(name, partial(ours, step_s)) for name in (form, form + AGAIN)]
         runs += [(f"{EXAMPLES} {count}", partial(theirs, count, step_s)) for count in others]
         rates = {name: _rate(run()) for name, run in (reversed(runs) if back else runs)}
@@ -231,7 +233,7 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
     with distributed.joined(0, composed()) as world:
         rig = Rig(one, one.make(Path(folder)), world)
         rig.config.loader.autotune = True
-        _warm(rig.dataset)
+        warm(Path(folder))
         choices: dict[str, str] = {}
         costs: dict[str, float] = {}
         for form in ("auto", *rig.feeds().forms):
@@ -247,7 +249,11 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
                     rig, Setting.parse(setting), number // 2, max(seconds, one.seconds)
                 )
                 rates[setting].append(images / taken_s if images else 0.0)
-            if number + 1 >= 2 * rounds and number % 2 and _widest(rates) <= _CLEAR:
+            # until the widest interval of a ratio to the fastest is narrow enough
+            best = max(rates.values(), key=mean)
+            found = [Ratio.of(each, best) for each in rates.values()]
+            widest = max(ratio.high - ratio.low for ratio in found)
+            if number + 1 >= 2 * rounds and number % 2 and widest <= _CLEAR:
                 break
     return {
         "choices": choices,
@@ -255,20 +261,6 @@ def tuned(workload: str, folder: str, rounds: int, seconds: float) -> Found:
         "rates": rates,
         "mean": {s: mean(r) for s, r in rates.items()},
     }
-
-
-def _widest(rates: dict[str, list[float]]) -> float:
-    """How wide the interval of a setting's ratio to the fastest is, at the widest."""
-    best = max(rates.values(), key=mean)
-    found = [Ratio.of(each, best) for each in rates.values()]
-    return max(ratio.high - ratio.low for ratio in found)
-
-
-def _warm(dataset: object) -> None:
-    """Reads every file once, into the page cache."""
-    source = getattr(dataset, "source", None)
-    if source is not None:
-        _read(getattr(source, "source", source), np.arange(len(source)))
 
 
 def _choice(rig: Rig, form: Backend) -> Setting:

@@ -54,6 +54,7 @@ def ask(
         )
     except subprocess.TimeoutExpired as error:
         raise FailedError(f"took more than {_LIMIT_S:g} s") from error
+    # its last words; an answer is its last line
     if done.returncode != 0:
         raise FailedError(
             (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

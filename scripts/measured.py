@@ -49,10 +49,9 @@ def machine_line(found: Mapping[str, Any]) -> str:
         cuda = f" (CUDA {found['cuda']}, driver {found.get('driver', 'none')})"
     return (
         f"{found['cpu']}, {found['usable_cores']:g} of {found['cores']} cores, "
-        f"{found['torch_threads']} torch threads; "
-        f"GPU: {found.get('device', 'none')}; Python {found['python']}, torch "
-        f"{found['torch']}{cuda}, "
-        f"torchvision {found.get('torchvision')}; {found['platform']}"
+        f"{found['torch_threads']} torch threads; GPU: {found.get('device', 'none')}; Python "
+        f"{found['python']}, torch {found['torch']}{cuda}, torchvision {found.get('torchvision')}; "
+        f"{found['platform']}"
     )
 
 

@@ -30,14 +30,13 @@ test fails where it is not up to date.
 def messages(source: str) -> Iterator[str]:
     """The texts of a module in their order, without docstrings and annotations."""
     tree = ast.parse(source)
-    skipped = set(map(id, _docstrings(tree)))
+    skipped = set()
     for node in ast.walk(tree):
+        # parts of a longer text, and texts that stand alone as a statement: docstrings
         if isinstance(node, ast.JoinedStr):
-            skipped |= {
-                id(part)
-                for part in ast.walk(node)
-                if part is not node and isinstance(part, ast.Constant)
-            }
+            skipped |= {id(part) for part in ast.walk(node) if part is not node}
+        elif isinstance(node, ast.Expr):
+            skipped.add(id(node.value))
     found = [
         node
         for node in ast.walk(tree)
@@ -45,7 +44,8 @@ def messages(source: str) -> Iterator[str]:
     ]
     for node in sorted(found, key=lambda node: (node.lineno, node.col_offset)):
         text = " ".join(_text(node).split())
-        if len(_words(text)) >= _FEWEST_WORDS and not text.startswith(_NAMES):
+        words = [word for word in text.split() if any(letter.isalpha() for letter in word)]
+        if len(words) >= _FEWEST_WORDS and not text.startswith(_NAMES):
             yield text
 
 
@@ -68,23 +68,10 @@ def page(root: Path = ROOT) -> str:
     return "\n".join(parts)
 
 
-def _docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
-    for node in ast.walk(tree):
-        for statement in (
-            getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []
-        ):
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                yield statement.value
-
-
 def _text(node: ast.Constant | ast.JoinedStr) -> str:
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     return "".join(_text(part) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split() if any(letter.isalpha() for letter in word)]
 
 
 def main() -> None:

@@ -75,10 +75,6 @@ def _limits(value: Any, meta: Mapping[str, Any]) -> str:
     return f" Range: {', '.join(found)}."
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else schema.shown(value)
-
-
 def page() -> str:
     """Returns the whole page."""
     config, chosen = composed()
@@ -95,7 +91,8 @@ def page() -> str:
         ]
         for name, value, meta in settings:
             text = f"{meta['text']}{_limits(value, meta)}".replace("|", "\\|")
-            lines.append(f"| `{name}` | `{_shown(value)}` | {text} |")
+            shown = str(value).lower() if isinstance(value, bool) else schema.shown(value)
+            lines.append(f"| `{name}` | `{shown}` | {text} |")
     return "\n".join(lines) + "\n"
 
 

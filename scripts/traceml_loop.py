@@ -222,6 +222,7 @@ def run_harness(plant: Plant, folder: Path, steps: int) -> None:
     val_images: Any = Images(BATCH, 0.0)
     splits = Splits(images, val_images, tuple(map(str, range(CLASSES))), "planted", "")
     scalars = Board.scalars
+    # the data, the network and a slow board are put in from outside
     with (folder / "own.log").open("w", encoding="utf-8") as file:
 
         def slow_scalars(board: Board, *args: Any, **named: Any) -> None:

@@ -30,6 +30,7 @@ def show(lines: Sequence[Line]) -> str:
             f"Load average when a part of the benchmark began: {min(loads):.1f} to "
             f"{max(loads):.1f}."
         )
+    # each table under its title; one without rows is left out
     tables = (
         ("Workloads", workload_rows(scored)),
         ("Strategies, over all workloads", summary_rows(scored, [*STRATEGIES])),

@@ -5,7 +5,6 @@ The tuner, the tutorial's grid, loadtune, rules of thumb.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import shutil
@@ -240,12 +239,25 @@ def _rule(workers: Callable[[Rig], int], rig: Rig, folder: Path) -> Choice:
 
 
 def _loadtune(rig: Rig, folder: Path) -> Choice:
-    """Asks ``loadtune tune`` for its best setting."""
-    python = _loadtune_python()
+    """Asks ``loadtune tune`` for its best setting.
+
+    Raises:
+        MissingError: there is no uv, or the package cannot be had.
+    """
+    if shutil.which("uv") is None:
+        raise MissingError("loadtune: needs uv, to have it without installing it here")
+    # Python that has loadtune beside this project's environment
+    python = ["uv", "run", "--quiet", "--no-sync", "--with", LOADTUNE, "python"]
+    tried = subprocess.run(
+        [*python, "-c", "import loadtune"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if tried.returncode != 0:
+        raise MissingError(f"loadtune: {' '.join(tried.stderr.split())[-200:]}")
+    # a file that makes the workload; the number of cores is the only limit that loadtune looks at
     file = folder / f"loadtune_{rig.workload.name}.py"
     count = ""
     if rig.workload.cores is not None:
-        count = f"os.cpu_count = lambda: {rig.cores}  # the only limit that it looks at\n"
+        count = f"os.cpu_count = lambda: {rig.cores}\n"
     file.write_text(
         f"import os, sys\n{count}sys.path.insert(0, {str(ROOT)!r})\n"
         "from scripts.tuner_strategies import loadtune_workload\n\n\n"
@@ -270,23 +282,6 @@ def loadtune_choice(said: str, most: int) -> Setting:
     if match is None:
         return Setting.of(0, None)
     return Setting.of(min(most, int(match[1])), int(match[2] or 0))
-
-
-def _loadtune_python() -> list[str]:
-    """Python that has loadtune beside this project's environment.
-
-    Raises:
-        MissingError: there is no uv, or the package cannot be had.
-    """
-    if shutil.which("uv") is None:
-        raise MissingError("loadtune: needs uv, to have it without installing it here")
-    python = ["uv", "run", "--quiet", "--no-sync", "--with", LOADTUNE, "python"]
-    tried = subprocess.run(
-        [*python, "-c", "import loadtune"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if tried.returncode != 0:
-        raise MissingError(f"loadtune: {' '.join(tried.stderr.split())[-200:]}")
-    return python
 
 
 class _Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -316,6 +311,7 @@ def loadtune_workload(name: str, folder: str) -> Any:
         torch.tensor(values).mul(255).view(1, 3, 1, 1) for values in (data.mean, data.std)
     )
 
+    # the consumer: a sleep, or the harness's own step as a plain loop has it
     def step(
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -368,23 +364,7 @@ def candidates(rig: Rig) -> list[Setting]:
     forms = rig.feeds().forms
     counts = range(1, rig.most + 1)
     alone = {Setting.of(0, None, form) for form in {PROCESSES, *forms} & {PROCESSES, ARRAYS}}
+    shared = [form for form in forms if form != ARRAYS]
     return sorted(
-        alone
-        | {
-            Setting.of(n, k, form)
-            for form in forms
-            if form != ARRAYS
-            for n in counts
-            for k in (2, 4)
-        }
+        alone | {Setting.of(n, k, form) for form in shared for n in counts for k in (2, 4)}
     )
-
-
-@contextlib.contextmanager
-def measured_feed(rig: Rig, setting: Setting, seed: int, timeout_s: float) -> Iterator[Feed]:
-    """Opens an endless feed of ``setting`` whose samples follow from ``seed`` alone."""
-    feed = rig.feeds(seed).probe(rig.settings(setting, timeout_s))
-    try:
-        yield feed
-    finally:
-        feed.close()

@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Knows the setting of pytest-timeout where that is missing: a bare machine with a GPU may have
-    pytest alone.
+    """Knows the setting of pytest-timeout where that is missing.
+
+    A bare machine with a GPU may have pytest alone.
     """
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds of a test; needs pytest-timeout")
@@ -43,8 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a GPU torch's warnings are no errors: which ones come depends on the card, the driver and
-    torch's version.
+    """Lets torch's warnings pass on a GPU.
+
+    Which ones come depends on the card, the driver and torch's version.
     """
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -55,9 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
-    """Starts the fork server with what workers import, before a test that needs less starts it
-    without.
-    """
+    """Starts the fork server with what workers import, before a test starts a lesser one."""
     start_server()
 
 
@@ -77,9 +77,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets tuning and diagnosis see no other programs, whatever runs on this machine beside the
-    tests.
-    """
+    """Lets tuning and diagnosis see no other programs on this machine."""
     monkeypatch.setattr(Neighbours, "look", lambda self: None)
 
 
@@ -120,9 +118,7 @@ def one_thread(kept_globals: None) -> None:
 def write_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[str, str], None]]:
-    """Writes a module into the current folder, as a user does who brings parts of their own, and
-    forgets it afterwards.
-    """
+    """Writes a module into the current folder, as a user does, and forgets it afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     written: set[str] = set()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from commands import trained
 from torchvision import models as zoo
 
 from harness import answers, job
@@ -275,11 +275,7 @@ def ran(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``train.py`` in a process in which importing torch is an error."""
     (cwd / "torch.py").write_text("raise ImportError('torch was imported')")
     path = os.pathsep.join([str(cwd), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    return trained(cwd, *arguments, PYTHONPATH=path)
 
 
 @pytest.mark.parametrize(

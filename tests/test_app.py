@@ -5,13 +5,13 @@ and a wheel.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import ran, trained
 
 from harness import __version__, config
 
@@ -48,14 +48,7 @@ def build(num_classes):
 
 def done(cwd: Path, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A whole command, which succeeds and prints no error."""
-    found = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    found = ran(*command, cwd=cwd, timeout_s=200, **environment)
     assert (found.returncode, found.stderr) == (0, ""), found.stderr + found.stdout
     return found
 
@@ -128,10 +121,7 @@ def test_other_settings_are_found_from_the_current_folder(
 def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path: Path) -> None:
     """Exit code 2, and nothing but the line on standard error."""
     (tmp_path / "mine.py").write_text("def build(num_classes):\n    return num_classes / 0\n")
-    command = (sys.executable, ROOT / "train.py", *SMALL, "model.name=mine:build")
-    found = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
+    found = trained(tmp_path, *SMALL, "model.name=mine:build")
     said = (
         "error: model.name=mine:build: failed with ZeroDivisionError: division by zero "
         "(mine.py:2)\n"

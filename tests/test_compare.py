@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import oddities
 import pytest
+from commands import ran
 from oddities import Plant
 from omegaconf import OmegaConf
 
@@ -557,14 +557,7 @@ def test_it_starts_without_torch(make_run: MakeRun) -> None:
     """As a command it answers before torch would be imported."""
     begin = "import sys; from harness.compare.__main__ import main"
     code = f"{begin}; main([{str(make_run('a'))!r}]); sys.exit('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = ran(sys.executable, "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     assert "images/s" in done.stdout
 
@@ -575,21 +568,10 @@ def test_two_real_runs_are_compared(tmp_path: Path) -> None:
     """A sweep of two jobs, as a user starts it, is one table with the setting that was swept."""
     steps = ["loader.batch_size=16", "trainer.max_steps=12", "watch.window_steps=4"]
     sweep = ["-m", "data=digits", *steps, "run.name=sweep", "loader.num_workers=0,1"]
-    command = [sys.executable, str(ROOT / "train.py"), *sweep]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = ran(sys.executable, ROOT / "train.py", *sweep, cwd=tmp_path, timeout_s=240)
     assert done.returncode == 0, done.stderr
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "compare_runs.py"),
-        "multirun/sweep",
-        "--fail-beyond",
-        "speed=0.0001",
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
+    command = (sys.executable, ROOT / "scripts" / "compare_runs.py", "multirun/sweep")
+    done = ran(*command, "--fail-beyond", "speed=0.0001", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     rows = cells(done.stdout)
     assert [(row["run"], row["steps"], row["loader.num_workers"]) for row in rows] == [

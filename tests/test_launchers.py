@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from commands import ran
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("experiment=smoke", "trainer.max_steps=1", "loader.num_workers=0", "run.name=x")
@@ -50,10 +51,8 @@ def way(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 def sweep(cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A whole command."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "-m", *SMALL, *overrides],
-        cwd=cwd, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+    command = (sys.executable, ROOT / "train.py", "-m", *SMALL, *overrides)
+    return ran(*command, cwd=cwd, timeout_s=280)
 
 
 def statuses(cwd: Path) -> list[str]:

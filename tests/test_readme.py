@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import get_args
 
 import pytest
 import torch
+from commands import ran
 from hydra import compose
 
 from harness.config import Config
@@ -156,14 +156,8 @@ def test_every_file_that_is_named_is_there() -> None:
 def test_the_page_of_settings_is_up_to_date() -> None:
     """Else: ``uv run scripts/settings_page.py``."""
     source = "from scripts import settings_page; print(settings_page.page(), end='')"
-    made = subprocess.run(
-        [sys.executable, "-c", source],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    made = ran(sys.executable, "-c", source)
+    assert made.returncode == 0, made.stderr
     assert made.stdout == (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from archives import write_cifar10
+from commands import ran, trained
 from emulated import GB, Gpu
 from loopback import files, site
 from PIL import Image
@@ -89,19 +90,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     the digits, started as a user does.
     """
     cwd = tmp_path_factory.mktemp("finished")
-    done = subprocess.run(
-        command(
-            "data=digits",
-            "loader.autotune=true",
-            "tuner.budget_s=6",
-            "trainer.epochs=2",
-            "run.name=first",
-        ),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
+    done = trained(
+        cwd,
+        "data=digits",
+        "loader.autotune=true",
+        "tuner.budget_s=6",
+        "trainer.epochs=2",
+        "run.name=first",
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -188,18 +183,15 @@ def test_a_saved_config_starts_the_same_run_again(
     finished: tuple[Path, str], tmp_path: Path
 ) -> None:
     """A run's .hydra folder is a config of its own."""
-    done = subprocess.run(
-        [
-            *command("--config-path", str(finished[0] / ".hydra"), "--config-name", "config"),
-            "trainer.max_steps=1",
-            "loader.autotune=false",
-            "run.name=again",
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    done = trained(
+        tmp_path,
+        "--config-path",
+        str(finished[0] / ".hydra"),
+        "--config-name",
+        "config",
+        "trainer.max_steps=1",
+        "loader.autotune=false",
+        "run.name=again",
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "outputs/again/report.json").read_text())["steps"] == 1
@@ -524,10 +516,7 @@ def test_a_run_that_ends_within_a_window_logs_it(composed: Composed, tmp_path: P
 def test_a_used_folder_is_refused(finished: tuple[Path, str]) -> None:
     """A second run of the same name does not mix with the first, nor touch its settings."""
     before = (finished[0] / ".hydra/overrides.yaml").read_text()
-    done = subprocess.run(
-        command("data=digits", "run.name=first"), cwd=finished[0].parents[1], capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = trained(finished[0].parents[1], "data=digits", "run.name=first")
     assert done.returncode == 2
     assert (finished[0] / ".hydra/overrides.yaml").read_text() == before
     assert "outputs/first: holds a run; go on with resume=auto" in done.stderr
@@ -687,14 +676,7 @@ def test_two_ranks_share_one_run(composed: Composed, tmp_path: Path, way: str) -
             "tuner.budget_s=2",
             "tuner.max_workers=1",
         ]
-    done = subprocess.run(
-        command(*overrides, launcher=launcher),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = ran(*command(*overrides, launcher=launcher), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = tmp_path.glob("outputs/*/*")
     assert len(list(folder.glob("events.*"))) == 1
@@ -739,20 +721,14 @@ def test_a_sweep_loses_no_job(tmp_path: Path) -> None:
     """A failing job leaves the others whole; each has its folder and a row of its own with the same
     columns.
     """
-    done = subprocess.run(
-        command(
-            "-m",
-            "data=digits",
-            "trainer.epochs=1",
-            "loader.num_workers=0,1",
-            "optim.lr=-1,0.1",
-            "run.name=sweep",
-        ),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
+    done = trained(
+        tmp_path,
+        "-m",
+        "data=digits",
+        "trainer.epochs=1",
+        "loader.num_workers=0,1",
+        "optim.lr=-1,0.1",
+        "run.name=sweep",
     )
     assert done.returncode == 2
     for number in (0, 2):
@@ -862,14 +838,7 @@ def test_a_killed_trainer_leaves_no_worker_and_is_resumed(tmp_path: Path) -> Non
     assert process.stdout is not None
     process.stdout.close()
     before = checkpoint.read(folder)[0]
-    done = subprocess.run(
-        command(*arguments, "resume=auto"),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = trained(tmp_path, *arguments, "resume=auto")
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
     assert report["epochs"] == 3
@@ -890,14 +859,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     wait_for(lambda: (tmp_path / "outputs/x/.lock").exists(), 60, process)
     wait_for(lambda: (tmp_path / "outputs/x/.hydra/overrides.yaml").exists(), 60, process)
     before = (tmp_path / "outputs/x/.hydra/overrides.yaml").read_text()
-    second = subprocess.run(
-        command("data=digits", "run.name=x", "seed=3"),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    second = trained(tmp_path, "data=digits", "run.name=x", "seed=3")
     process.terminate()
     process.communicate(timeout=30)
     assert second.returncode == 9

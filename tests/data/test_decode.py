@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oddities import flip_bits
 from PIL import Image
 from PIL.WebPImagePlugin import WebPImageFile
 
@@ -617,13 +618,6 @@ def test_ghostscript_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_smallest_images(size: tuple[int, int]) -> None:
     """One pixel, one row and one column are images."""
     assert pixels(encoded(photo(*size), "PNG")).shape == (size[1], size[0], 3)
-
-
-def flip_bits(data: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(rng.randrange(1, 8)):
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
 
 
 def shorten(data: bytes, rng: random.Random) -> bytes:

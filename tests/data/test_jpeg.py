@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simplejpeg
+from oddities import flip_bits
 from photographs import NAMES, photograph
 from PIL import Image
 
@@ -220,13 +221,6 @@ def test_memory_that_cannot_be_had_is_no_fault_of_the_file(monkeypatch: pytest.M
     monkeypatch.setattr(simplejpeg, "decode_jpeg", full)
     with pytest.raises(MemoryError):
         decode_jpeg(KINDS["4:2:0"], LIMIT)
-
-
-def flip_bits(data: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(data)
-    for _ in range(rng.randrange(1, 4)):
-        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
 
 
 def flip_in_the_header(data: bytes, rng: random.Random) -> bytes:

@@ -40,7 +40,7 @@ def test_the_first_error_ends_the_others(tmp_path: Path) -> None:
     after the grace.
     """
     with pytest.raises(ProcessError, match="^loader.num_workers: no more$") as caught:
-        run_processes(jobs.first_fails, tmp_path, 2)
+        run_processes(jobs.first_fails, tmp_path, 2, grace_s=0.5)
     assert caught.value.exit_code == 6
     assert not psutil.pid_exists(int((tmp_path / "0").read_text()))
 

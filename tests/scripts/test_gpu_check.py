@@ -80,9 +80,8 @@ def left_by(folder: Path) -> list[int]:
 def started(stubs: Path, groups: dict[str, dict[str, int]]) -> subprocess.Popen[bytes]:
     """The check with ``groups`` of stubs, in a process that may be killed."""
     code = (
-        "from scripts import gpu_check; "
-        f"gpu_check.PARTS, gpu_check.GROUPS, gpu_check.missing = 'stub_parts', {groups}, str; "
-        f"gpu_check.main(['--out', {str(stubs)!r}])"
+        "from scripts import gpu_check; gpu_check.PARTS, gpu_check.GROUPS, gpu_check.missing = "
+        f"'stub_parts', {groups}, str; gpu_check.main(['--out', {str(stubs)!r}])"
     )
     paths = os.pathsep.join((str(gpu_check.ROOT), str(stubs)))
     return subprocess.Popen(

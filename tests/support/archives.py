@@ -34,8 +34,9 @@ Pickled = Callable[[object], bytes]
 
 
 def py2_pickle(value: object) -> bytes:
-    """``value`` as Python 2 pickled it in protocol 2: its strings are bytes, and numpy's modules
-    have their old names.
+    """Returns ``value`` as Python 2 pickled it in protocol 2.
+
+    Its strings are bytes, and numpy's modules have their old names.
     """
     return b"\x80\x02" + _py2(value) + b"."
 
@@ -83,8 +84,9 @@ def _py2(value: object) -> bytes:
 
 
 def pictures(rows: int, classes: int, seed: int) -> tuple[NDArray[np.uint8], list[int]]:
-    """Noise in a colour for each class, uint8 ``[rows, 3072]`` in CIFAR's order of planes, and the
-    labels.
+    """Returns noise in a colour for each class, uint8 ``[rows, 3072]``, and the labels.
+
+    Planes come in CIFAR's order.
     """
     rng = np.random.default_rng(seed)
     labels = np.arange(rows) % classes
@@ -155,8 +157,9 @@ def write_cifar100(folder: Path, rows: int = 200, seed: int = 0) -> str:
 def write_members(
     archive: Path, members: Mapping[str, bytes], more: Iterable[tarfile.TarInfo] = ()
 ) -> str:
-    """Write a ``.tar.gz`` of these files, then of ``more`` members without content; returns its
-    MD5.
+    """Writes a ``.tar.gz`` of these files, and returns its MD5.
+
+    ``more`` members behind them have no content.
     """
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
         for name, content in members.items():

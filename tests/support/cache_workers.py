@@ -1,6 +1,4 @@
-"""What worker processes do with a decoded cache; and files for it, with the pixels that they stand
-for.
-"""
+"""What worker processes do with a decoded cache, and files for the cache."""
 
 from __future__ import annotations
 

@@ -45,9 +45,7 @@ def members(group: Path) -> list[int]:
 
 
 def settled(group: Path, limit_s: float) -> list[int]:
-    """The processes that are still in ``group`` after so many seconds; comes back as soon as there
-    are none.
-    """
+    """Returns the processes still in ``group`` after some seconds, or once there are none."""
     deadline = time.monotonic() + limit_s
     while (left := members(group)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,5 +1,6 @@
-"""The calls by which a save reaches the disk, told one by one: each may fail, or end the process
-before or after it.
+"""Tells the calls by which a save reaches the disk, one by one.
+
+Each may fail, or end the process before or after it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A training loop on an emulated GPU in virtual time, as the engine's own: feed, prefetcher, clock,
-verdict.
-"""
+"""A training loop on an emulated GPU in virtual time, as the engine's own."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ SIZE = 256
 
 
 class MadeFeed:
-    """Batches of ``workers`` made-up worker processes, each of which takes ``batch_s(k)`` for batch
-    k.
+    """Batches of ``workers`` made-up processes, which take ``batch_s(k)`` for batch k.
 
     They begin a batch once one of those ``in_flight`` was taken. Page-locked where ``pinned``.
     """
@@ -187,9 +184,7 @@ class Loop:
 
 @dataclass
 class Result:
-    """What the clock reported, and what the device did in the ``spans`` without each epoch's first
-    step.
-    """
+    """What the clock reported, and the device did, without each epoch's first step."""
 
     device: EmulatedDevice
     window: Window

@@ -1,6 +1,4 @@
-"""A machine with an emulated GPU for the tuner: made-up workers, and a real step whose kernels are
-made up.
-"""
+"""A machine with an emulated GPU for the tuner: made-up workers and kernels."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class Machine:
 
 
 class WorkedFeed:
-    """What the workers of ``machine`` make, in virtual time; without
-    workers the consumer makes it.
-    """
+    """What the workers of ``machine`` make in virtual time, or the consumer without any."""
 
     on_device = False
     meter = None
@@ -127,8 +123,9 @@ class WorkedFeed:
             yield self.machine.last
 
     def _ready(self, k: int) -> float:
-        """When batch ``k`` is made: its worker begins once it is through, and one of those in
-        flight was taken.
+        """Returns when batch ``k`` is made.
+
+        Its worker begins once it is through, and one of those in flight was taken.
         """
         workers = self.settings.num_workers
         in_flight = self.settings.num_workers * (self.settings.prefetch_factor or 1)
@@ -158,8 +155,9 @@ class WorkedFeed:
 
 
 class Launching(nn.Module):
-    """A network of one layer that launches the kernels of a large one; its first pass takes
-    ``first_s`` more.
+    """A network of one layer that launches the kernels of a large one.
+
+    Its first pass takes ``first_s`` more.
     """
 
     def __init__(
@@ -188,8 +186,9 @@ class Launching(nn.Module):
 def trials(
     device: EmulatedDevice, network: nn.Module, *, parts: int = 1, ahead: bool = True
 ) -> tuple[Step, StepTrials]:
-    """The harness' own step on ``network``, of ``parts`` batches an update, and its trials;
-    ``ahead``: with a prefetcher.
+    """Returns the harness' own step on ``network`` and its trials.
+
+    Of ``parts`` batches an update; ``ahead``: with a prefetcher.
     """
     config = Config()
     world = World(0, 1, 0, 1, device.device)

@@ -1,5 +1,6 @@
-"""An emulated GPU behind ``harness.runtime.accelerator``: tensors lie on the CPU and have real
-values; time is made up.
+"""An emulated GPU behind ``harness.runtime.accelerator``: real values, made-up time.
+
+Its tensors lie on the CPU.
 
 Work goes to streams, in order, each piece with a duration; how long launching it takes the host,
 too. When everything ends is known as it is launched, so that no thread plays the device. On a
@@ -59,8 +60,9 @@ class _Blocked:
 
 
 class VirtualClock:
-    """A time that stands still while a thread runs, and moves when all are blocked; one of its
-    threads runs at a time.
+    """A time that stands still while a thread runs, and moves when all are blocked.
+
+    One of its threads runs at a time.
 
     The thread that makes it is the first; others come by ``start``. They may block in ``sleep``, a
     queue's ``get`` and a thread's ``join`` alone. Each blocked ``get`` takes ``wake_s`` more, as a
@@ -216,9 +218,7 @@ class Event:
 
 @dataclass(eq=False)
 class _Copy:
-    """A copy from page-locked memory: when it is through, what its source held first, the source
-    and where it goes.
-    """
+    """A copy from page-locked memory: its end, its source's first values, source and target."""
 
     until_s: float
     first: int
@@ -226,8 +226,9 @@ class _Copy:
     target: Callable[[], Tensor | None]
 
     def end(self) -> None:
-        """What the host has written to the source meanwhile arrives too; nothing does where either
-        was freed.
+        """Ends the copy with what the host has written to the source meanwhile.
+
+        Nothing arrives where either was freed.
         """
         source = self.source()
         target = self.target()
@@ -247,8 +248,9 @@ def _digest(tensor: Tensor) -> int:
 
 
 class Pool:
-    """What a caching allocator holds: freed blocks are used again on the same stream, and given
-    back by ``release`` alone.
+    """What a caching allocator holds: freed blocks are used again on the same stream.
+
+    ``release`` alone gives blocks back.
     """
 
     def __init__(self, device: EmulatedDevice, rounded: Callable[[int], int]) -> None:
@@ -393,8 +395,9 @@ class EmulatedDevice(accelerator.Accelerator):
         self.settle()
 
     def settle(self) -> None:
-        """Give copies that are through what their source held until then, where the host has
-        changed that too early.
+        """Gives copies that are through what their source held until then.
+
+        The host may have changed the source too early.
         """
         for copy in [copy for copy in self._copies if copy.until_s <= self.now()]:
             # another thread was first
@@ -496,8 +499,9 @@ class EmulatedDevice(accelerator.Accelerator):
 def emulated(
     device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch | None = None
 ) -> Iterator[EmulatedDevice]:
-    """A block in which ``device`` is the only GPU; with ``monkeypatch`` torch's own pinning goes to
-    it too.
+    """Makes ``device`` the only GPU in a block.
+
+    With ``monkeypatch`` torch's own pinning goes to the device too.
     """
     with accelerator.emulate(device):
         if monkeypatch is not None:

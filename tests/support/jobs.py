@@ -51,8 +51,9 @@ def fail_at_length(i: int, length: int) -> None:
 
 
 def fail_to_save(i: int, folder: Path) -> None:
-    """Signal the parent once both run; process 1 then ends by the signal, process 0 finds no room a
-    moment later.
+    """Signals the parent once both run; process 0 then finds no room.
+
+    Process 1 ends by the signal a moment before.
     """
     signals.set_grace(20.0)
     note(i, folder)
@@ -76,9 +77,7 @@ def leave_things(i: int, folder: Path) -> None:
 
 
 def clear_up(i: int, job: tuple[Path, str]) -> None:
-    """Signal the whole group, and clear up for longer than the parent
-    takes to pass the signal on.
-    """
+    """Signals the whole group, and clears up for longer than the signal takes to pass on."""
     folder, stage = job
     signals.set_grace(20.0)
 
@@ -199,9 +198,7 @@ class SlowRanks:
 
 
 def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
-    """Time steps on every rank, on one of which the feed breaks at batch 3; leave in a file what
-    came of it.
-    """
+    """Times steps on every rank, of which one may break; leaves in a file what came of it."""
     import torch
     from torch import nn
 

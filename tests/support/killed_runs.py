@@ -1,5 +1,6 @@
-"""Kills a run before and after each of its calls to the disk, then one that goes on with it, and
-looks at what comes of it.
+"""Kills a run before and after each of its calls to the disk, then its successor.
+
+And looks at what comes of it.
 
 Run in a process of its own, without threads: each run is a fork of it, which has all that must be
 imported.
@@ -24,7 +25,7 @@ from scripts.chaos_left import digest, logged
 
 
 def settings(resume: str | None = "auto") -> Config:
-    """Of a run of seven steps that is saved after each second one, and evaluated at its end."""
+    """Returns settings of seven steps, saved after each second one, evaluated at the end."""
     config = Config(device="cpu", resume=resume)
     config.data.name = "digits"
     config.data.image_size = 32
@@ -41,8 +42,9 @@ def settings(resume: str | None = "auto") -> Config:
 
 
 def run(folder: Path, number: int) -> bool:
-    """Whether a run in ``folder`` was killed at its call ``number``; the
-    calls' names go to a file.
+    """Runs in ``folder``; returns whether the run was killed at its call ``number``.
+
+    The calls' names go to a file.
     """
     child = os.fork()
     if child:
@@ -73,9 +75,7 @@ def run(folder: Path, number: int) -> bool:
 
 
 def main(base: Path) -> None:
-    """Kill a run at each call, and the one after it at the same number of calls; the third must end
-    as if nothing had been.
-    """
+    """Kills a run at each call, and its successor; the third must end as if unharmed."""
     # every process here sees the same page cache
     os.fsync = lambda handle: None
     torch.set_num_threads(1)

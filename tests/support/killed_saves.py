@@ -1,5 +1,6 @@
-"""Kills a save before and after each of its calls to the disk, and looks at what is left; run in a
-process of its own.
+"""Kills a save before and after each of its calls to the disk, and looks at the rest.
+
+Run in a process of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def save(folder: Path, step: int, top1: float | None = None) -> None:
 
 
 def killed_at(number: int, folder: Path, step: int) -> bool:
-    """Whether a save in a process of its own was killed at its event ``number``; the events' names
-    go to a file.
+    """Returns whether a save in a new process was killed at its event ``number``.
+
+    The events' names go to a file.
     """
     child = os.fork()
     if child:
@@ -48,9 +50,7 @@ def killed_at(number: int, folder: Path, step: int) -> bool:
 
 
 def look(folder: Path, step: int) -> None:
-    """Whatever is left, there is a newest checkpoint, both pointers lead to one, and the next save
-    clears up.
-    """
+    """Checks the newest checkpoint, both pointers, and that the next save clears up."""
     found = checkpoint.newest(folder)
     assert found is not None and found[0].step in (30, step) and not found[2], found
     assert found[1]["w"][0] == found[0].step
@@ -65,7 +65,7 @@ def look(folder: Path, step: int) -> None:
 
 
 def main(base: Path) -> None:
-    """Kill at each event of a save of the step before or the next, until the save comes through."""
+    """Kills at each event of a save, until the save comes through."""
     # Every process here sees the same page cache.
     os.fsync = lambda handle: None
     whole = base / "whole"

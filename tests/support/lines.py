@@ -13,9 +13,7 @@ from typing import Any
 
 
 class Lines:
-    """Notes the lines of ``files`` that run while it is ``watching``, in threads that start then
-    too.
-    """
+    """Notes the lines of ``files`` that run while it watches, new threads included."""
 
     def __init__(self, files: list[Path]) -> None:
         self._seen: dict[str, set[int]] = {str(file): set() for file in files}

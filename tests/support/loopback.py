@@ -1,4 +1,4 @@
-"""A web site on this machine that answers as a test wants, and remembers what it was asked for."""
+"""A web site on this machine that answers as a test wants, and keeps the requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reply(handler: BaseHTTPRequestHandler, code: int, body: bytes = b"", **heade
 
 
 def files(contents: Mapping[str, bytes]) -> Answer:
-    """Answer with the file of that name, or with the rest of it if a range is asked for."""
+    """Answers with the file of that name, or with the range asked for."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         body = contents.get(handler.path.lstrip("/"))

@@ -23,8 +23,9 @@ def own(num_workers: int) -> FeedSettings:
 
 @dataclass
 class Machine:
-    """``cores`` processors, on which a sample takes ``wall_s``, ``cpu_s`` of them busy, and a step
-    ``1 / demand`` an image.
+    """``cores`` processors with costs of a sample and of a step.
+
+    A sample takes ``wall_s``, ``cpu_s`` of them busy, and a step ``1 / demand`` an image.
 
     ``receive_s`` is what the trainer's processor takes to receive an image. ``ceiling`` is the most
     that the storage gives, ``handing`` the most that the trainer takes; ``noise`` the relative

@@ -1,6 +1,4 @@
-"""Machines whose time passes when told, and loops on them: every
-figure of theirs is known exactly.
-"""
+"""Machines whose time passes when told, so that every figure is known exactly."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def one_step(
 
 
 class Gpu:
-    """A host's clock, a compute stream and a copy stream; work is
-    queued and done in order on each.
-    """
+    """A host's clock, a compute stream and a copy stream, each of which works in order."""
 
     def __init__(self) -> None:
         self.host = 0.0

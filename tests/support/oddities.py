@@ -1,10 +1,9 @@
-"""What may lie where a file of this project should: for tests that nobody believes it, waits for it
-or breaks on it.
-"""
+"""What may lie where a file of this project should, and small changes of bytes."""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,3 +80,11 @@ def untouched(path: Path) -> bool:
 def listing(folder: Path) -> list[str]:
     """All that lies below ``folder``, by its path in there."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def flip_bits(data: bytes, rng: random.Random) -> bytes:
+    """``data`` with one to seven bits flipped."""
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 8)):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)

@@ -1,5 +1,6 @@
-"""Two photographs of 640 x 427 pixels that come with scikit-learn, read without what importing it
-takes.
+"""Two photographs of 640 x 427 pixels that come with scikit-learn.
+
+Read without what importing scikit-learn takes.
 """
 
 from importlib.util import find_spec

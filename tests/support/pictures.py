@@ -1,6 +1,4 @@
-"""Small batches that look a little like photographs, and what tells augmentation which ones they
-are.
-"""
+"""Small batches that look a little like photographs, and their indices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Bottlenecks planted into real runs: loading, engine and report are the project's own, the device
-is often emulated.
+"""Plants bottlenecks into real runs; the device is often emulated.
 
     python tests/support/planted.py --runs 3 --write
 
@@ -42,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
-    """A rank of two, of which the one that ``size`` chooses has a slow disk; the steps are real."""
+    """Runs one rank of two; the rank that ``size`` chooses has a slow disk."""
     run, size = job
     slow = local_rank == int(size) % 2
     with patch(
@@ -52,9 +51,7 @@ def rank_worker(local_rank: int, job: tuple[Job, float]) -> None:
 
 
 def here(plant: Plant, size: float, job: Job) -> None:
-    """A run in this process; other programs on this machine go unseen, but for those that are
-    planted.
-    """
+    """Runs in this process; only planted programs beside the run are seen."""
     seen = (
         contextlib.nullcontext()
         if plant.bottleneck == "neighbours"
@@ -70,9 +67,7 @@ def in_ranks(plant: Plant, size: float, job: Job) -> None:
 
 
 def in_group(plant: Plant, size: float, job: Job) -> None:
-    """A run in a new process in a control group of its own; skips
-    the test where none may be made.
-    """
+    """Runs in a new process in a control group, or skips the test."""
     with plant.group(size) as group:
         command = [
             sys.executable,
@@ -361,8 +356,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def row(plant: Plant, sizes: list[float]) -> dict[str, str]:
-    """A line of the table: how many runs of these sizes said what they should, and the last one's
-    sentence.
+    """Returns a line of the table: how many runs said what they should.
+
+    And the last one's sentence.
     """
     said: list[dict[str, Any]] = []
     skipped = ""

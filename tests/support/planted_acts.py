@@ -1,5 +1,6 @@
-"""What plants a bottleneck into the run that is started in its block, in a size: data, steps or
-Python that take their time.
+"""Plants a bottleneck into the run of a block, in a size.
+
+Data, steps or Python that take their time.
 """
 
 from __future__ import annotations
@@ -68,9 +69,7 @@ GROUP = "PLANTED_GROUP"
 
 @contextmanager
 def stepping(act: Callable[[], object], data: Splits | None = None) -> Iterator[None]:
-    """Let every step of a run be ``act``, on a device that normalises its batches itself, and train
-    on ``data``.
-    """
+    """Makes every step of a run ``act``, on a normalising device, and trains on ``data``."""
 
     def step(
         self: Step, images: torch.Tensor, labels: torch.Tensor, *, part: int = 0, parts: int = 1
@@ -101,9 +100,7 @@ def sleeping(step_s: float, data: Splits | None = None) -> AbstractContextManage
 def asynchronous(
     act: Callable[[EmulatedStream], object], data: Splits | None = None
 ) -> Iterator[None]:
-    """Steps on a device that runs beside the host, by its own
-    clock: ``act`` gives it its orders.
-    """
+    """Makes steps run beside the host by a device's own clock; ``act`` gives the orders."""
     device = EmulatedStream("device")
     idle = EmulatedStream("idle")
     read = Step.read
@@ -133,8 +130,9 @@ def async_slow_disk(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def files(megabytes: float, count: int, cold: bool) -> Iterator[Splits]:
-    """``count`` files that are small images in so many megabytes each, on the disk that temporary
-    files are on.
+    """Returns ``count`` files that are small images in so many megabytes each.
+
+    On the disk that temporary files are on.
     """
     with tempfile.TemporaryDirectory() as folder:
         small = Encoded(64).data
@@ -218,7 +216,7 @@ def slow_callback(size: float) -> Iterator[None]:
 
 
 def slow_launches(size: float) -> AbstractContextManager[None]:
-    """A step is ``size`` launches of 4 ms, each of them of a kernel that takes a tenth of that."""
+    """Makes a step ``size`` launches of 4 ms, each of a kernel of a tenth of that."""
 
     def act(device: EmulatedStream) -> None:
         for _ in range(round(size)):
@@ -234,8 +232,9 @@ def pageable_copies(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def tiny_memory(size: float) -> Iterator[None]:
-    """Files of which the page cache holds a share of ``size`` while the run trains, in a control
-    group of its own.
+    """Makes files of which the page cache holds a share of ``size``.
+
+    While the run trains, in a control group of its own.
     """
     join()
     one_step = Engine._one_step
@@ -272,8 +271,9 @@ def quota(size: float) -> AbstractContextManager[None]:
 
 @contextmanager
 def burning(cores: float) -> Iterator[None]:
-    """Other programs that use so many cores, for five minutes at most; they are no children of this
-    process.
+    """Runs other programs that use so many cores, for five minutes at most.
+
+    They are no children of this process.
     """
     count = math.ceil(cores)
     with ExitStack() as stack:

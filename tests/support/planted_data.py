@@ -79,9 +79,7 @@ class Encoded(Memory):
 
 
 class ColdFolder(FolderSource):
-    """Files that leave the page cache before they are read; there are few, which are read again and
-    again.
-    """
+    """Files that leave the page cache before each read; few, read again and again."""
 
     def __init__(self, root: Path, cold: bool) -> None:
         super().__init__(root)

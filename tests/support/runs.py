@@ -35,8 +35,9 @@ def spread(
 def window(
     step: int, parts: dict[str, float], longest_ms: float | None = None, **figures: float | None
 ) -> dict[str, Any]:
-    """A line of ``metrics.jsonl`` whose steps are made of ``parts`` in ms; one starved step lasts
-    ``longest_ms``.
+    """Returns a line of ``metrics.jsonl`` with steps of ``parts`` in ms.
+
+    One starved step lasts ``longest_ms``.
     """
     step_ms = sum(parts.values())
     line: dict[str, Any] = {
@@ -207,9 +208,7 @@ def write(
 
 
 def long_run(folder: Path, steps: int = 20_000) -> Path:
-    """A run on a GPU with 2,000 windows and ``SPIKES``: four steps that are far longer than all
-    others.
-    """
+    """Writes a run on a GPU with 2,000 windows and ``SPIKES``, four far longer steps."""
     noise = random.Random(1)
     lines = []
     for step in range(10, steps + 1, 10):
@@ -256,9 +255,7 @@ def cpu_run(folder: Path, steps: int = 400, **changes: Any) -> Path:
 
 
 def sweep(root: Path) -> Path:
-    """Six jobs of a sweep over num_workers and the batch size; the last was interrupted and has no
-    accuracy.
-    """
+    """Writes six jobs over num_workers and the batch size, the last one interrupted."""
     for job in range(6):
         workers = (1, 2, 4)[job % 3]
         batch = (128, 256)[job // 3]

@@ -29,9 +29,7 @@ from harness.watch.stages import Lap
 
 
 class Noise:
-    """Sample ``index`` of an epoch: 3 x 4 x 4 pixels drawn for (epoch, index), with the label
-    ``index % 10``.
-    """
+    """Samples of 3 x 4 x 4 pixels drawn for (epoch, index), labelled ``index % 10``."""
 
     image_size = 4
 
@@ -132,7 +130,7 @@ def hang() -> None:
 
 
 def hang_in_a_segment() -> None:
-    """Hang as a worker that is about to hand over a batch: what it shares still has its name."""
+    """Hangs as a worker about to hand over a batch: its segment still has a name."""
     Path(f"/dev/shm/torch_{os.getpid()}_1_1").touch()
     hang()
 
@@ -177,8 +175,9 @@ def settings(
 
 
 def start_server() -> None:
-    """Start the fork server with what workers under pytest import, so that each takes a moment and
-    not seconds.
+    """Starts the fork server with what workers under pytest import.
+
+    So each worker takes a moment and not seconds.
     """
     workers.start_server(["pytest", "harness.feed.processes", "harness.data.datasets"])
 
