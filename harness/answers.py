@@ -72,10 +72,7 @@ def version(own: str) -> str:
     # takes 30 ms
     from importlib import metadata
 
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = "(not installed)"
+    torch = metadata.version("torch")
     return f"wellfed {own}, torch {torch}, Python {platform.python_version()}"
 
 

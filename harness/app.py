@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,14 +36,9 @@ def command() -> NoReturn:
     if "--version" in arguments:
         print(answers.version(__version__))
         sys.exit()
-    if arguments[:1] == ["page"]:
-        from harness.page import __main__ as page
-
-        sys.exit(page.main(arguments[1:]))
-    if arguments[:1] == ["compare"]:
-        from harness.compare import __main__ as compare
-
-        sys.exit(compare.main(arguments[1:]))
+    for name in ("page", "compare"):
+        if arguments[:1] == [name]:
+            sys.exit(import_module(f"harness.{name}.__main__").main(arguments[1:]))
     with signals.caught(grace_s=0):
         signals.leave(cli())
 
@@ -85,6 +81,7 @@ def main(composed: DictConfig) -> float | None:
     began_s = time.perf_counter()
     chosen = HydraConfig.get()
     place = Path(chosen.runtime.output_dir)
+    name = printable(os.path.relpath(place))
     overridden = schema.typed(chosen)
     is_sweep = chosen.mode is RunMode.MULTIRUN
     try:
@@ -92,7 +89,7 @@ def main(composed: DictConfig) -> float | None:
         # none yet where hydra.run.dir was typed
         config = _only_run[0][0] if _only_run and not is_sweep else _checked(composed)
         if folder.is_first_rank():
-            print(f"run folder: {printable(os.path.relpath(place))}\nloading torch ...", flush=True)
+            print(f"run folder: {name}\nloading torch ...", flush=True)
         if not is_sweep:
             job.run(0, job.Job(config, place, overridden, launch.began_s()))
             return None
@@ -103,7 +100,7 @@ def main(composed: DictConfig) -> float | None:
             _failed.append(error)
             return None
         text, code = told(error)
-        failure = launch.ProcessError(f"{printable(os.path.relpath(place))}: {text}", code)
+        failure = launch.ProcessError(f"{name}: {text}", code)
         _failed.append(failure)
         # a launcher may have started this process: what is raised reaches the command line's
         raise failure from error

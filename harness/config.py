@@ -67,7 +67,7 @@ def setting(default: Any, text: str, **limits: Any) -> Any:
     return field(default=default, metadata={"text": text, "default": default, **limits})
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RunConfig:
     """The run's folder."""
 
@@ -76,7 +76,7 @@ class RunConfig:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class GenerateConfig:
     """What the generated data sets hold (data=shapes and data=fake only)."""
 
@@ -89,7 +89,7 @@ class GenerateConfig:
     seed: int = setting(0, "Seed of the generator; another seed is another data set.", ge=0)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class DataConfig:
     """The data set."""
 
@@ -162,7 +162,7 @@ class DataConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class AugmentConfig:
     """What happens to a training image: a function of (seed, epoch, index) alone."""
 
@@ -217,7 +217,7 @@ class AugmentConfig:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ValLoaderConfig:
     """The validation feed's own settings."""
 
@@ -243,7 +243,7 @@ class ValLoaderConfig:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class LoaderConfig:
     """The feed: how samples become batches."""
 
@@ -294,7 +294,7 @@ class LoaderConfig:
     val: ValLoaderConfig = field(default_factory=ValLoaderConfig)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class TunerConfig:
     """The search behind loader.autotune=true."""
 
@@ -321,7 +321,7 @@ class TunerConfig:
     fresh: bool = setting(False, "Forget what an earlier search of the same kind of run found.")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ModelConfig:
     """The network."""
 
@@ -335,7 +335,7 @@ class ModelConfig:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class OptimConfig:
     """The optimizer."""
 
@@ -357,7 +357,7 @@ class OptimConfig:
     label_smoothing: float = setting(0.0, "Label smoothing of the training loss.", ge=0.0, lt=1.0)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ScheduleConfig:
     """The learning rate over time."""
 
@@ -372,7 +372,7 @@ class ScheduleConfig:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class TrainerConfig:
     """The training loop."""
 
@@ -400,7 +400,7 @@ class TrainerConfig:
     deterministic: bool = setting(False, "Only deterministic kernels, and no cuDNN benchmark.")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class CheckpointConfig:
     """What is saved, and when."""
 
@@ -420,7 +420,7 @@ class CheckpointConfig:
     keep_last: int = setting(2, "Newest checkpoints that are kept, besides the best.", ge=2)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class WatchConfig:
     """What is logged, and how often."""
 
@@ -429,7 +429,7 @@ class WatchConfig:
     tensorboard: bool = setting(True, "Write TensorBoard's event file.")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class DistConfig:
     """Processes and devices."""
 
@@ -445,7 +445,7 @@ class DistConfig:
     timeout_s: float = setting(600.0, "Longest wait of a collective in seconds.", gt=0.0)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ProfileConfig:
     """torch.profiler."""
 
@@ -456,7 +456,7 @@ class ProfileConfig:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Config:
     """A whole run."""
 
@@ -496,8 +496,13 @@ def load(composed: DictConfig) -> Config:
     """
     config = _typed(composed)
     settings = list(walk(config))
-    # as they are typed: dist=, not dist.name=
-    typed_as = {path.removesuffix(".name"): shown(value) for path, value, _ in settings}
+    shown_as = {path: shown(value) for path, value, _ in settings}
+
+    def holds(typed: str) -> bool:
+        pairs = [text.split("=") for text in typed.split()]
+        # dist= is dist.name=
+        return all(shown_as.get(name, shown_as.get(f"{name}.name")) == text for name, text in pairs)
+
     for path, value, meta in settings:
         given = f"{path}={shown(value)}"
         numbers = value if isinstance(value, tuple) else (value,)
@@ -514,19 +519,84 @@ def load(composed: DictConfig) -> Config:
                     raise ConfigError(f"{given}: must be {sign} {meta[name]}")
         if meta.get("increasing") and list(numbers) != sorted(numbers):
             raise ConfigError(f"{given}: the first number may not be larger than the second")
-
         # a setting without effect is refused, never passed over
-        for condition in meta.get("no_effect_with", ()):
-            others = dict(text.split("=") for text in condition.split())
-            holds = all(typed_as[name] == other for name, other in others.items())
-            if value and value != meta["default"] and holds:
-                raise ConfigError(
-                    f"{given}: has no effect with {condition}; set it to {shown(meta['default'])}, "
-                    f"or change {' or '.join(others)}"
-                )
-    for text in _contradictions(config):
-        raise ConfigError(text)
+        for others in meta.get("no_effect_with", ()):
+            if value and value != meta["default"] and holds(others):
+                way_out = f"set it to {shown(meta['default'])}"
+                raise ConfigError(f"{given}: has no effect with {others}; {way_out}")
+    for typed, reason in _CONTRADICTIONS.items():
+        if holds(typed):
+            raise ConfigError(f"{typed.split()[0]}: {reason}")
+    _check_values(config)
     return config
+
+
+# settings that cannot go together, as they are typed; the first one is named
+_CONTRADICTIONS = {
+    "loader.drop_last=false dist=spawn": (
+        "ranks would have batches of different sizes; set it to true or use dist=single"
+    ),
+    "loader.drop_last=false dist=torchrun": (
+        "ranks would have batches of different sizes; set it to true or use dist=single"
+    ),
+    "loader.backend=auto tuner=grid": "tuner=grid tries processes alone; use tuner=auto",
+    "loader.backend=auto loader.autotune=false mode=train": (
+        "is what the tuner finds; add loader.autotune=true, or choose processes, threads or arrays"
+    ),
+    "optim.nesterov=true optim=adamw": (
+        "has an effect with sgd alone; write optim=adamw, which brings its own values"
+    ),
+    "optim.nesterov=true optim.momentum=0.0": "needs a momentum; set optim.momentum=0.9",
+    "data=own": "name the function that opens your data: data.name=my_module:open_splits",
+    "mode=diagnose data=fake": "data=fake loads nothing; name a data set with data=NAME",
+    "mode=evaluate model.weights=null resume=null": (
+        "nothing to evaluate; write model.weights=PATH or resume=PATH"
+    ),
+    "resume=": "empty; use null, auto or a path",
+}
+
+
+def _check_values(c: Config) -> None:
+    """Refuses what neither a range nor a list of contradictions can say."""
+    jitter = c.augment.color_jitter
+    steps = re.fullmatch(r"(\d+)-(\d+)", c.profile.steps or "1-1")
+    # torchrun starts a run again in its folder
+    is_new = c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ
+    for wrong, text in (
+        (
+            jitter[3] > 0.5,
+            f"augment.color_jitter={shown(jitter)}: the last number is of the hue; use at most 0.5",
+        ),
+        (
+            c.schedule.warmup_epochs > c.trainer.epochs,
+            f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than "
+            f"trainer.epochs={c.trainer.epochs}; lower it",
+        ),
+        (
+            (c.data.eval_resize or c.data.image_size) < c.data.image_size,
+            f"data.eval_resize={c.data.eval_resize}: smaller than "
+            f"data.image_size={c.data.image_size}; raise it or set it to null",
+        ),
+        (
+            c.resume == "auto" and is_new,
+            "resume=auto: a new folder holds no checkpoint; write run.name=NAME or resume=FOLDER",
+        ),
+        (
+            not re.fullmatch("[0-9a-fA-F]{32}|None", str(c.data.md5)),
+            f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits",
+        ),
+        (
+            not re.fullmatch(r"\w[\w.+=@ -]{0,199}", str(c.run.name)),
+            f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning "
+            "with a letter or digit",
+        ),
+        (
+            steps is None or not 0 < int(steps[1]) <= int(steps[2]),
+            f"profile.steps={c.profile.steps}: write the first and the last step, such as 10-20",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(text)
 
 
 def _typed(composed: DictConfig) -> Config:
@@ -546,64 +616,6 @@ def _typed(composed: DictConfig) -> Config:
             group, _, name = path.rpartition(".")
             setattr(operator.attrgetter(group)(config), name, tuple(value))
     return config
-
-
-def _contradictions(c: Config) -> Iterator[str]:
-    """Yields a line for each pair of settings that cannot go together, or a text of no use."""
-    if c.dist.name is not DistName.single and not c.loader.drop_last:
-        yield (
-            "loader.drop_last=false: ranks would have batches of different sizes; set it to true "
-            "or use dist=single"
-        )
-    if c.loader.backend is Backend.auto and c.tuner.name is TunerName.grid:
-        yield "loader.backend=auto: tuner=grid tries processes alone; use tuner=auto"
-    if c.loader.backend is Backend.auto and not c.loader.autotune and c.mode is Mode.train:
-        yield (
-            "loader.backend=auto: is what the tuner finds; add loader.autotune=true, or choose "
-            "processes, threads or arrays"
-        )
-    if c.augment.color_jitter[3] > 0.5:
-        jitter = shown(c.augment.color_jitter)
-        yield f"augment.color_jitter={jitter}: the last number is of the hue; use at most 0.5"
-    if c.optim.nesterov and c.optim.name is not OptimName.sgd:
-        yield (
-            "optim.nesterov=true: has an effect with sgd alone; write optim=adamw, which brings "
-            "its own values"
-        )
-    if c.optim.nesterov and c.optim.momentum == 0:
-        yield "optim.nesterov=true: needs a momentum; set optim.momentum=0.9"
-    if c.schedule.warmup_epochs > c.trainer.epochs:
-        yield (
-            f"schedule.warmup_epochs={c.schedule.warmup_epochs}: longer than "
-            f"trainer.epochs={c.trainer.epochs}; lower it"
-        )
-    if c.data.eval_resize is not None and c.data.eval_resize < c.data.image_size:
-        yield (
-            f"data.eval_resize={c.data.eval_resize}: smaller than "
-            f"data.image_size={c.data.image_size}; raise it or set it to null"
-        )
-    if c.data.name == "own":
-        yield "data=own: name the function that opens your data: data.name=my_module:open_splits"
-    if c.data.name == "fake" and c.mode is Mode.diagnose:
-        yield "mode=diagnose: data=fake loads nothing; name a data set with data=NAME"
-    if c.mode is Mode.evaluate and c.model.weights is None and c.resume is None:
-        yield "mode=evaluate: nothing to evaluate; write model.weights=PATH or resume=PATH"
-    if c.resume == "auto" and c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ:
-        yield "resume=auto: a new folder holds no checkpoint; write run.name=NAME or resume=FOLDER"
-
-    # texts of no use
-    if c.resume == "":
-        yield "resume=: empty; use null, auto or a path"
-    if c.data.md5 is not None and not re.fullmatch(r"[0-9a-fA-F]{32}", c.data.md5):
-        yield f"data.md5={c.data.md5}: an MD5 has 32 hexadecimal digits"
-    if c.run.name is not None and not re.fullmatch(r"\w[\w.+=@ -]{0,199}", c.run.name):
-        yield (
-            f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning "
-            "with a letter or digit"
-        )
-    steps = re.fullmatch(r"(\d+)-(\d+)", c.profile.steps or "1-1")
-    if steps is None or not 0 < int(steps[1]) <= int(steps[2]):
-        yield f"profile.steps={c.profile.steps}: write the first and the last step, such as 10-20"
 
 
 def typed(chosen: HydraConf) -> tuple[str, ...]:
@@ -778,12 +790,12 @@ def choices(group_name: str) -> list[str]:
 
 _HELP = """train.py: train an image classifier on a feed that keeps the device busy.
 
-  python train.py loader.autotune=true                  the generated data set, tuned
-  python train.py data=imagefolder data.root=FOLDER     your own images
-  python train.py -m loader.num_workers=0,1,2           one run for each value
-  python train.py page multirun/DATE/TIME               one page for all runs of a sweep
-  python train.py compare outputs/first outputs/second  runs side by side, as a table
-  python train.py --version                             the versions of wellfed, torch and Python
+  python train.py loader.autotune=true                  the generated data set, tuned.
+  python train.py data=imagefolder data.root=FOLDER     your own images.
+  python train.py -m loader.num_workers=0,1,2           one run for each value.
+  python train.py page multirun/DATE/TIME               one page for all runs of a sweep.
+  python train.py compare outputs/first outputs/second  runs side by side, as a table.
+  python train.py --version                             the versions of wellfed, torch and Python.
 
 Where the project is installed, the command wellfed takes the same words, in any folder.
 
@@ -835,8 +847,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     OmegaConf.register_new_resolver("wellfed.help", help_page, replace=True)
-    template = {"app_name": "train.py", "template": "${wellfed.help:}"}
-    store.store(group="hydra/help", name="wellfed", node=template)
+    store.store(group="hydra/help", name="wellfed", node={"template": "${wellfed.help:}"})
     chosen = {"help": "wellfed", "job_logging": "none", "hydra_logging": "none"}
     node = HydraConf(
         defaults=[

@@ -96,16 +96,16 @@ def test_a_run_goes_on_and_is_evaluated(composed: Composed, tmp_path: Path) -> N
     """With a network and a data set of the user's: evaluation asks for their names, and takes all
     else from the checkpoint.
     """
+    alone = (*FEW[:2], "loader.num_workers=0")
     typed = (
         *DATASET,
-        *FEW[:2],
+        *alone,
         "model.name=my_model:build",
-        "loader.num_workers=0",
         "trainer.epochs=1",
         "schedule.warmup_epochs=0",
     )
     first = run(composed(*typed), tmp_path / "run", *typed)
-    again = ("mode=evaluate", "resume=run", "loader.num_workers=0", *FEW[:2])
+    again = ("mode=evaluate", "resume=run", *alone)
     named = ("data.name=my_dataset:open_splits", "model.name=my_model:build")
     for left_out in (0, 1):
         given = (*again, named[1 - left_out])

@@ -300,16 +300,6 @@ def test_version_is_the_projects_own(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{versions}\n", "")
 
 
-def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout that was never installed still answers."""
-
-    def missing(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
-    assert answers.version("1.2").startswith("wellfed 1.2, torch (not installed), Python 3")
-
-
 def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
     """--help has the composed values, those of the data set that is named, and each group's
     choices.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import oddities
 import pytest
-from commands import ran
 from oddities import Plant
 from omegaconf import OmegaConf
 
@@ -104,24 +104,21 @@ def test_runs_are_set_against_the_first_one(
     """
     before = make_run("before")
     after = make_run(
-        "after", {"loader.num_workers": 2}, images_per_s=300.0, step_ms__median=240.0,
-        stall_fraction=0.02,
+        "after", {"loader.num_workers": 2}, images_per_s=300.0, step_ms__median=240.0, stall_fraction=0.02,
         goodput__fraction=0.9, top1=0.9, verdict__bottleneck="compute", loader__num_workers=2,
     )  # fmt: skip
     code, said, errors = compare(capsys, before, after)
     assert (code, errors) == (0, [])
     assert cells(said) == [
         {
-            "run": "before", "steps": "400", "images/s": "200", "step ms": "320", "p95 ms": "350",
-            "stall": "10.0%",
-            "goodput": "80.0%", "top-1": "91.0%", "verdict": "decode", "loader.num_workers": "null",
-            "used.num_workers": "1",
+            "run": "before", "status": "completed", "steps": "400", "images/s": "200",
+            "step ms": "320", "p95 ms": "350", "stall": "10.0%",
+            "goodput": "80.0%", "top-1": "91.0%", "verdict": "decode", "loader.num_workers": "null", "used.num_workers": "1",
         },
         {
-            "run": "after", "steps": "400", "images/s": "300 (1.5x)", "step ms": "240 (0.75x)",
-            "p95 ms": "350 (1x)",
-            "stall": "2.0% (-8.0 points)", "goodput": "90.0% (+10.0 points)",
-            "top-1": "90.0% (-1.0 points)",
+            "run": "after", "status": "completed", "steps": "400", "images/s": "300 (1.5x)",
+            "step ms": "240 (0.75x)", "p95 ms": "350 (1x)",
+            "stall": "2.0% (-8.0 points)", "goodput": "90.0% (+10.0 points)", "top-1": "90.0% (-1.0 points)",
             "verdict": "compute", "loader.num_workers": "2", "used.num_workers": "2",
         },
     ]  # fmt: skip
@@ -139,22 +136,15 @@ def test_what_the_loader_used_is_told_once(
 def test_a_diagnosis_among_runs_is_passed_over(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What mode=diagnose left is a note, first or not; where there is nothing else, that is an
-    error.
-    """
+    """What mode=diagnose left in a folder of runs; named itself, it is an error."""
     runs = [make_run(name) for name in "bc"]
     diagnosis = runs[0].parent / "a"
     (diagnosis / ".hydra").mkdir(parents=True)
     (diagnosis / "diagnosis.json").write_text("{}")
-    for folders in ([runs[0].parent], [diagnosis, *runs]):
-        code, said, errors = compare(capsys, *folders, "--fail-beyond", "speed=0.9")
-        assert (code, errors, [row["run"] for row in cells(said)]) == (0, [], ["b", "c"])
-        assert f"- {os.path.relpath(diagnosis)}: passed over: a diagnosis trains nothing" in said
-    assert "passed over" in json.loads(compare(capsys, runs[0].parent, "--json")[1])["notes"][-1]
+    code, said, errors = compare(capsys, runs[0].parent, "--fail-beyond", "speed=0.9")
+    assert (code, errors, [row["run"] for row in cells(said)]) == (0, [], ["b", "c"])
     code, _, errors = compare(capsys, diagnosis)
-    assert code == 2 and errors[0].endswith(
-        "a diagnosis trains nothing; name a run's folder, or a sweep's"
-    )
+    assert code == 2 and errors[0].startswith(f"error: {diagnosis}: holds no run")
 
 
 def test_a_sweep_stands_for_its_jobs_in_order(
@@ -217,8 +207,8 @@ def test_a_run_that_did_not_complete_is_not_compared(
         code, _, errors = compare(capsys, *pair, "--fail-beyond", "speed=0.95")
         assert code == 2
         assert errors == [
-            f"error: {pair[1].name}: speed=0.95 cannot be judged: broken is {status}; compare "
-            "completed runs"
+            f"error: {pair[1].name}: speed=0.95 cannot be judged: broken is {status}; leave the "
+            "limit or the run out"
         ]
 
 
@@ -236,7 +226,7 @@ def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFix
     assert errors == [
         (
             "error: bare: top1=-0.01 cannot be judged: the report of bare has no top1; leave the "
-            "limit out"
+            "limit or the run out"
         )
     ]
 
@@ -260,64 +250,37 @@ def test_figures_from_different_clocks_are_not_compared(
 def test_other_machines_and_versions_are_noted(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each difference with the runs that have it, no more than three by name."""
+    """Each difference with the runs that have it."""
     runs = [
         make_run(name, environment__torch="2.16.0" if name == "e" else "2.15.0") for name in "abcde"
     ]
     said = compare(capsys, *runs)[1]
-    assert "- torch differs: 2.15.0 (a, b, c and 1 more); 2.16.0 (e)" in said
+    assert "- torch differs: 2.15.0 (a, b, c, d); 2.16.0 (e)" in said
     assert "cpu differs" not in said
 
 
 @pytest.mark.parametrize(
     ("limit", "report", "text"),
     [
-        pytest.param(
-            "speed=0.95",
-            {"images_per_s": 189.0},
-            "images/s 189 against 200 of main: 0.945x, where speed=0.95 allows 0.95x at least",
-            id="slower",
-        ),
-        pytest.param(
-            "step=1.05",
-            {"step_ms__median": 340.0},
-            "step ms 340 against 320 of main: 1.06x, where step=1.05 allows 1.05x at most",
-            id="longer_steps",
-        ),
-        pytest.param(
-            "p95=1.1",
-            {"step_ms__p95": 400.0},
-            "p95 ms 400 against 350 of main: 1.14x",
-            id="longer_tail",
-        ),
-        pytest.param(
-            "stall=+0.05",
-            {"stall_fraction": 0.16},
-            "stall 16.0% against 10.0% of main: +6.0 points, where "
-            "stall=+0.05 allows +5.0 points at most",
-            id="more_stall",
-        ),
-        pytest.param(
-            "goodput=-0.1",
-            {"goodput__fraction": 0.6},
-            "goodput 60.0% against 80.0% of main: -20.0 points",
-            id="less_goodput",
-        ),
-        pytest.param(
-            "top1=-0.01",
-            {"top1": 0.89},
-            "top-1 89.0% against 91.0% of main: -2.0 points, where top1=-0.01 allows "
-            "-1.0 points at least",
-            id="less_accurate",
-        ),
-        pytest.param(
-            "speed=1.1",
-            {"images_per_s": 210.0},
-            "1.05x, where speed=1.1 allows 1.1x at least",
-            id="too_little_gain",
-        ),
+        pytest.param("speed=0.95", {"images_per_s": 189.0},
+                     "images/s 189 against 200 of main: 0.945x, beyond speed=0.95", id="slower"),
+        pytest.param("step=1.05", {"step_ms__median": 340.0},
+                     "step ms 340 against 320 of main: 1.06x, beyond step=1.05", id="longer_steps"),
+        pytest.param("p95=1.1", {"step_ms__p95": 400.0}, "p95 ms 400 against 350 of main: "
+                                                         "1.14x", id="longer_tail"),
+        pytest.param("stall=+0.05", {"stall_fraction": 0.16},
+                     "stall 16.0% against 10.0% of main: +6.0 points, beyond stall=+0.05",
+                     id="more_stall"),
+        pytest.param("goodput=-0.1", {"goodput__fraction": 0.6}, "goodput 60.0% against 80.0% of "
+                                                                 "main: -20.0 points",
+                     id="less_goodput"),
+        pytest.param("top1=-0.01", {"top1": 0.89},
+                     "top-1 89.0% against 91.0% of main: -2.0 points, beyond top1=-0.01",
+                     id="less_accurate"),
+        pytest.param("speed=1.1", {"images_per_s": 210.0}, "1.05x, beyond speed=1.1",
+                     id="too_little_gain"),
     ],
-)
+)  # fmt: skip
 def test_a_regression_fails(
     make_run: MakeRun,
     capsys: pytest.CaptureFixture[str],
@@ -370,36 +333,21 @@ def test_every_run_and_every_limit_is_judged(
     ("limit", "text"),
     [
         pytest.param("speed", "speed: write the allowed ratio", id="no_value"),
-        pytest.param(
-            "fps=0.9",
-            "fps=0.9: not a limit; write NAME=LIMIT, where the names are speed, step",
-            id="unknown",
-        ),
-        pytest.param(
-            "speed=95",
-            "speed=95: write the allowed ratio to the first run, such as speed=0.95",
-            id="percent",
-        ),
-        pytest.param(
-            "speed=-0.05", "speed=-0.05: write the allowed ratio", id="difference_of_no_fraction"
-        ),
-        pytest.param(
-            "top1=0.9",
-            "top1=0.9: write the allowed difference of two fractions, signed, such as top1=-0.05",
-            id="absolute",
-        ),
-        pytest.param(
-            "stall=+5",
-            "stall=+5: write the allowed difference of two fractions, signed, such as stall=+0.05",
-            id="points",
-        ),
-        pytest.param(
-            "step=nan",
-            "step=nan: write the allowed ratio to the first run, such as step=1.05",
-            id="nan",
-        ),
+        pytest.param("fps=0.9", "fps=0.9: not a limit; write NAME=LIMIT, where the names are "
+                                "speed, step", id="unknown"),
+        pytest.param("speed=95", "speed=95: write the allowed ratio to the first run, such as "
+                                 "speed=0.95", id="percent"),
+        pytest.param("speed=-0.05", "speed=-0.05: write the allowed ratio", id="difference_of_no_fraction"),
+        pytest.param("top1=0.9", "top1=0.9: write the allowed difference of two fractions, signed, "
+                                 "such as top1=-0.05",
+                     id="absolute"),
+        pytest.param("stall=+5", "stall=+5: write the allowed difference of two fractions, signed, "
+                                 "such as stall=+0.05",
+                     id="points"),
+        pytest.param("step=nan", "step=nan: write the allowed ratio to the first run, such as "
+                                 "step=1.05", id="nan"),
     ],
-)
+)  # fmt: skip
 def test_a_limit_that_cannot_be_meant_is_refused(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], limit: str, text: str
 ) -> None:
@@ -538,8 +486,8 @@ def test_json_holds_what_programs_need(
     found = json.loads(said)
     assert code == 1
     assert found["runs"][1]["figures"] == {
-        "images_per_s": 150.0, "step_ms_median": 320.0, "step_ms_p95": 350.0, "stall_fraction": 0.1,
-        "goodput_fraction": 0.8, "top1": 0.91,
+        "images_per_s": 150.0, "step_ms_median": 320.0, "step_ms_p95": 350.0, "stall_fraction": 0.1, "goodput_fraction": 0.8,
+        "top1": 0.91,
     }  # fmt: skip
     assert found["runs"][1]["against_first"]["images_per_s"] == 0.75
     assert found["runs"][1]["verdict"]["sentence"] == "Decoding holds training up."
@@ -547,9 +495,7 @@ def test_json_holds_what_programs_need(
         {"loader.num_workers": None, "optim.lr": 0.1},
         {"loader.num_workers": 4, "optim.lr": 0.2},
     ]
-    assert found["beyond_limits"] == [
-        "b: images/s 150 against 200 of a: 0.75x, where speed=0.9 allows 0.9x at least"
-    ]
+    assert found["beyond_limits"] == ["b: images/s 150 against 200 of a: 0.75x, beyond speed=0.9"]
     assert found["not_judged"] == []
 
 
@@ -557,7 +503,14 @@ def test_it_starts_without_torch(make_run: MakeRun) -> None:
     """As a command it answers before torch would be imported."""
     begin = "import sys; from harness.compare.__main__ import main"
     code = f"{begin}; main([{str(make_run('a'))!r}]); sys.exit('torch' in sys.modules)"
-    done = ran(sys.executable, "-c", code)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "images/s" in done.stdout
 
@@ -568,10 +521,21 @@ def test_two_real_runs_are_compared(tmp_path: Path) -> None:
     """A sweep of two jobs, as a user starts it, is one table with the setting that was swept."""
     steps = ["loader.batch_size=16", "trainer.max_steps=12", "watch.window_steps=4"]
     sweep = ["-m", "data=digits", *steps, "run.name=sweep", "loader.num_workers=0,1"]
-    done = ran(sys.executable, ROOT / "train.py", *sweep, cwd=tmp_path, timeout_s=240)
+    command = [sys.executable, str(ROOT / "train.py"), *sweep]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
-    command = (sys.executable, ROOT / "scripts" / "compare_runs.py", "multirun/sweep")
-    done = ran(*command, "--fail-beyond", "speed=0.0001", cwd=tmp_path)
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "compare_runs.py"),
+        "multirun/sweep",
+        "--fail-beyond",
+        "speed=0.0001",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     rows = cells(done.stdout)
     assert [(row["run"], row["steps"], row["loader.num_workers"]) for row in rows] == [

@@ -18,13 +18,11 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from harness.compare.folders import (
     FIGURES,
     Figure,
     Run,
-    Unusable,
     find,
     group,
     notes,
@@ -33,13 +31,8 @@ from harness.compare.folders import (
 )
 from harness.runtime.errors import printable
 
-
-class Limit(NamedTuple):
-    """How far a figure may be from the first run's, and how that was typed."""
-
-    typed: str
-    figure: Figure
-    bound: float
+# as it was typed, and how far the figure may be from the first run's
+Limit = tuple[str, Figure, float]
 
 
 def limit(typed: str) -> Limit:
@@ -69,7 +62,7 @@ def limit(typed: str) -> Limit:
         raise argparse.ArgumentTypeError(
             f"{typed}: write the allowed {wanted}, such as {figure.example}"
         )
-    return Limit(typed, figure, bound)
+    return typed, figure, bound
 
 
 def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list[str]]:
@@ -85,37 +78,28 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
         changes = run.changes(first)
         for typed, figure, bound in limits:
             if figure not in changes:
-                why = _why_not(figure, run, first)
-                untold.append(f"{run.name}: {typed} cannot be judged: {why}")
+                why = f"{first.name} and {run.name} have it from different clocks"
+                for one in (run, first):
+                    if figure not in one.figures:
+                        why = f"the report of {one.name} has no {figure.key}"
+                    if one.status != "completed":
+                        why = f"{one.name} is {one.status}"
+                if not figure.is_fraction and first.figures.get(figure) == 0:
+                    why = f"{figure.key} of {first.name} is 0"
+                said = f"{run.name}: {typed} cannot be judged: {why}"
+                untold.append(f"{said}; leave the limit or the run out")
                 continue
             excess = changes[figure] - bound
-            at = "most"
             if figure.higher_is_better:
                 excess = -excess
-                at = "least"
             # on the limit is within, whatever the subtraction of two decimals leaves
             if excess > 1e-9:
-                value, reference = (
-                    figure.shown(figure.of(one.report) or 0.0) for one in (run, first)
-                )
                 beyond.append(
-                    f"{run.name}: {figure.title} {value} against {reference} of {first.name}: "
-                    f"{figure.shown_change(changes[figure])}, where {typed} allows "
-                    f"{figure.shown_change(bound)} at {at}"
+                    f"{run.name}: {figure.title} {figure.shown(run.figures[figure])} against "
+                    f"{figure.shown(first.figures[figure])} of {first.name}: "
+                    f"{figure.shown_change(changes[figure])}, beyond {typed}"
                 )
     return beyond, untold
-
-
-def _why_not(figure: Figure, run: Run, first: Run) -> str:
-    """Returns why two runs cannot be compared by ``figure``, and the way out."""
-    for one in (first, run):
-        if one.status != "completed":
-            return f"{one.name} is {one.status}; compare completed runs"
-        if figure.of(one.report) is None:
-            return f"the report of {one.name} has no {figure.key}; leave the limit out"
-    if figure.is_clocked:
-        return f"{first.name} and {run.name} have it from different clocks; leave the limit out"
-    return f"{figure.key} of {first.name} is 0; compare with another run"
 
 
 def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list[dict[str, str]]:
@@ -123,12 +107,11 @@ def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list
     found = []
     for run in runs:
         row = {"run": run.name, "status": run.status, "steps": text(run.report, "steps")}
-        if all(one.status == "completed" for one in runs):
-            del row["status"]
         changes = run.changes(runs[0])
         for figure in FIGURES:
-            value = figure.of(run.report)
-            row[figure.title] = "-" if value is None else figure.shown(value)
+            row[figure.title] = "-"
+            if figure in run.figures:
+                row[figure.title] = figure.shown(run.figures[figure])
             if figure in changes and run is not runs[0]:
                 row[figure.title] += f" ({figure.shown_change(changes[figure])})"
         row["verdict"] = text(group(run.report, "verdict"), "bottleneck")
@@ -147,8 +130,8 @@ def table(listed: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
-def show(runs: Sequence[Run], passed: Sequence[str]) -> str:
-    """Returns the comparison as text; ``passed`` are notes on folders that are no part of it."""
+def show(runs: Sequence[Run]) -> str:
+    """Returns the comparison as text."""
     settings = settings_that_differ(runs)
     # more than four are a table of their own
     if len(settings) <= 4:
@@ -156,26 +139,23 @@ def show(runs: Sequence[Run], passed: Sequence[str]) -> str:
     else:
         own = [{"setting": key, **values} for key, values in settings.items()]
         parts = [table(rows(runs, {})), table(own)]
-    if told := [*notes(runs), *passed]:
+    if told := notes(runs):
         parts.append("\n".join(f"- {printable(note)}" for note in told))
     return "\n\n".join(parts)
 
 
-def as_json(
-    runs: Sequence[Run], passed: Sequence[str], beyond: Sequence[str], untold: Sequence[str]
-) -> str:
+def as_json(runs: Sequence[Run], beyond: Sequence[str], untold: Sequence[str]) -> str:
     """Returns the comparison for programs."""
     settings = settings_that_differ(runs)
     listed = []
     for run in runs:
-        figures = {figure.key: figure.of(run.report) for figure in FIGURES}
         changes = run.changes(runs[0])
         listed.append(
             {
                 "run": run.name,
                 "status": run.status,
                 "error": run.error,
-                "figures": {key: value for key, value in figures.items() if value is not None},
+                "figures": {figure.key: value for figure, value in run.figures.items()},
                 "against_first": {figure.key: change for figure, change in changes.items()},
                 "verdict": group(run.report, "verdict"),
                 "settings": {key: run.settings.get(key) for key in settings if run.report},
@@ -183,7 +163,7 @@ def as_json(
         )
     found = {
         "runs": listed,
-        "notes": [*notes(runs), *passed],
+        "notes": notes(runs),
         "beyond_limits": beyond,
         "not_judged": untold,
     }
@@ -219,12 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        runs, passed = find(options.folders)
-    except (Unusable, OSError) as error:
+        runs = find(options.folders)
+    except OSError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     beyond, untold = judge(runs, options.fail_beyond)
-    print(as_json(runs, passed, beyond, untold) if options.json else show(runs, passed))
+    print(as_json(runs, beyond, untold) if options.json else show(runs))
     errors = [str(run.error) for run in runs if run.status == "unreadable"] + untold
     for line in [
         *(f"error: {line}" for line in errors),

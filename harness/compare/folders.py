@@ -14,10 +14,6 @@ from harness import config
 from harness.runtime.files import read_inside, read_json
 
 
-class Unusable(Exception):
-    """Input that nothing can be told from; the text is one line with the way out."""
-
-
 class Figure(NamedTuple):
     """One figure of a report, and how two of them are compared.
 
@@ -34,7 +30,7 @@ class Figure(NamedTuple):
 
     name: str
     title: str
-    path: tuple[str, ...]
+    path: str
     example: str
     higher_is_better: bool = False
     is_fraction: bool = False
@@ -43,17 +39,7 @@ class Figure(NamedTuple):
     @property
     def key(self) -> str:
         """Its name in JSON, which carries the unit."""
-        return "_".join(self.path)
-
-    def of(self, report: Mapping[str, Any]) -> float | None:
-        """Returns the figure in ``report``; None: it is no finite number."""
-        value: Any = report
-        for part in self.path:
-            value = value.get(part) if isinstance(value, Mapping) else None
-        # an integer of JSON may be too long for a float
-        if type(value) in (int, float) and abs(value) < 1e300:
-            return float(value)
-        return None
+        return self.path.replace(".", "_")
 
     def shown(self, value: float) -> str:
         """Returns ``value`` as people read it."""
@@ -67,12 +53,12 @@ class Figure(NamedTuple):
 
 
 FIGURES = (
-    Figure("speed", "images/s", ("images_per_s",), "speed=0.95", higher_is_better=True),
-    Figure("step", "step ms", ("step_ms", "median"), "step=1.05"),
-    Figure("p95", "p95 ms", ("step_ms", "p95"), "p95=1.05"),
-    Figure("stall", "stall", ("stall_fraction",), "stall=+0.05", False, True, True),
-    Figure("goodput", "goodput", ("goodput", "fraction"), "goodput=-0.05", True, True, True),
-    Figure("top1", "top-1", ("top1",), "top1=-0.05", True, True),
+    Figure("speed", "images/s", "images_per_s", "speed=0.95", higher_is_better=True),
+    Figure("step", "step ms", "step_ms.median", "step=1.05"),
+    Figure("p95", "p95 ms", "step_ms.p95", "p95=1.05"),
+    Figure("stall", "stall", "stall_fraction", "stall=+0.05", False, True, True),
+    Figure("goodput", "goodput", "goodput.fraction", "goodput=-0.05", True, True, True),
+    Figure("top1", "top-1", "top1", "top1=-0.05", True, True),
 )
 
 
@@ -86,6 +72,7 @@ class Run:
         error: why it did not complete, where that is known.
         report: ``report.json``.
         settings: the run's settings by dotted name, and ``used.*``, what its loader ran with.
+        figures: those that the report has.
     """
 
     name: str
@@ -93,69 +80,59 @@ class Run:
     error: str | None = None
     report: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[Figure, float] = field(default_factory=dict)
 
     def changes(self, first: Run) -> dict[Figure, float]:
         """Returns the change of each figure that both runs have; none unless both completed."""
         changes: dict[Figure, float] = {}
-        if not self.status == first.status == "completed":
-            return changes
-        same_clock = self.report.get("stall_basis") == first.report.get("stall_basis")
-        for figure in FIGURES:
-            value = figure.of(self.report)
-            reference = figure.of(first.report)
-            if value is None or reference is None or (figure.is_clocked and not same_clock):
+        is_same_clock = self.report.get("stall_basis") == first.report.get("stall_basis")
+        for figure, value in self.figures.items():
+            if not self.status == first.status == "completed" or figure not in first.figures:
                 continue
-            if figure.is_fraction:
+            reference = first.figures[figure]
+            if figure.is_fraction and (is_same_clock or not figure.is_clocked):
                 changes[figure] = value - reference
-            elif reference > 0:
+            elif not figure.is_fraction and reference > 0:
                 changes[figure] = value / reference
         return changes
 
 
-def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Returns the runs in ``folders``, and a note for each folder that is passed over.
-
-    They are in the order given, those of one folder by name.
+def find(folders: Sequence[Path]) -> list[Run]:
+    """Returns the runs in ``folders``, in the order given, those of one folder by name.
 
     Raises:
-        Unusable: a folder is not there or holds no run.
+        FileNotFoundError: a folder is not there or holds no run; says the way out.
     """
     found: list[Path] = []
-    passed: list[str] = []
     for folder in folders:
         if not folder.is_dir():
-            raise Unusable(f"{folder}: no such folder; name a run's folder, or a sweep's")
+            raise FileNotFoundError(f"{folder}: no such folder; name a run's folder, or a sweep's")
         places = [folder]
         if not _is_run(folder):
-            # job 10 comes after job 9
-            parts = {place: re.split(r"(\d+)", place.name) for place in folder.iterdir()}
-            order = {
-                place: [int(part) if part.isdecimal() else part for part in parts[place]]
-                for place in parts
-            }
-            places = sorted(filter(_is_run, parts), key=order.__getitem__)
+            places = sorted(filter(_is_run, folder.iterdir()), key=_natural)
         if not places:
-            raise Unusable(
+            raise FileNotFoundError(
                 f"{folder}: holds no run, nor does a folder in it; name a folder with a "
                 "report.json, or one above it"
             )
-        for place in places:
-            if (place / "diagnosis.json").is_file() and not (place / "report.json").is_file():
-                said = f"{os.path.relpath(place)}: passed over: a diagnosis trains nothing"
-                passed.append(said)
-            else:
-                found.append(Path(os.path.abspath(place)))
-    if not found:
-        raise Unusable(f"{passed[0]}; name a run's folder, or a sweep's")
+        found += [Path(os.path.abspath(place)) for place in places]
     base = os.path.commonpath([place.parent for place in found])
-    return [_read(place, os.path.relpath(place, base)) for place in found], passed
+    return [read(place, os.path.relpath(place, base)) for place in found]
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "report.json").is_file() or (folder / ".hydra").is_dir()
+    # a diagnosis trains nothing
+    is_diagnosis = (folder / "diagnosis.json").is_file()
+    has_begun = (folder / ".hydra").is_dir() and not is_diagnosis
+    return has_begun or (folder / "report.json").is_file()
 
 
-def _read(folder: Path, name: str) -> Run:
+def _natural(folder: Path) -> list[str | int]:
+    # job 10 comes after job 9
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", folder.name)]
+
+
+def read(folder: Path, name: str) -> Run:
     """Returns the run in ``folder``; one that cannot be read says why."""
     path = folder / "report.json"
     settings: dict[str, Any] = {}
@@ -173,11 +150,17 @@ def _read(folder: Path, name: str) -> Run:
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         why = f"damaged: {why}; leave the run out"
         return Run(name, "unreadable", f"{os.path.relpath(path)}: {why}")
-    used = {"used": group(report, "loader"), "world_size": report.get("world_size")}
-    flat = dict(_flat(settings | used))
+    settings |= {"used": group(report, "loader"), "world_size": report.get("world_size")}
     # every run has its own
-    flat.pop("run.name", None)
-    return Run(name, report["status"], report.get("error"), report, flat)
+    group(settings, "run").pop("name", None)
+    told = dict(_flat(report))
+    # an integer of JSON may be too long for a float
+    figures = {
+        figure: told[figure.path]
+        for figure in FIGURES
+        if type(told.get(figure.path)) in (int, float) and abs(told[figure.path]) < 1e300
+    }
+    return Run(name, report["status"], report.get("error"), report, dict(_flat(settings)), figures)
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -188,10 +171,10 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def group(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the object ``name`` of a report; empty: it has none."""
-    found = report.get(name)
-    return found if isinstance(found, Mapping) else {}
+def group(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the object ``name`` of ``tree``; empty: it has none."""
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def differing(trees: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
@@ -234,10 +217,6 @@ def notes(runs: Sequence[Run]) -> list[str]:
         names: dict[str, list[str]] = {}
         for name, value in values.items():
             names.setdefault(value, []).append(name)
-        told = []
-        for value, those in names.items():
-            if len(those) > 3:
-                those[3:] = [f"and {len(those) - 3} more"]
-            told.append(f"{value} ({', '.join(those).replace(', and', ' and')})")
+        told = [f"{value} ({', '.join(those)})" for value, those in names.items()]
         found.append(f"{key} differs: {'; '.join(told)}")
     return found

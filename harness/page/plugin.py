@@ -1,15 +1,18 @@
 """The tab "Data stalls" in TensorBoard, as TensorBoard finds it.
 
-TensorBoard imports this file when it starts and would not start if that failed. So it needs next to
-nothing, and whatever goes wrong later is told in the tab.
+TensorBoard imports this file when it starts and would not start if that failed. So it needs the
+standard library alone, and whatever goes wrong later is told in the tab.
 """
 
 from __future__ import annotations
 
-import json
+import os
+from pathlib import Path
 from typing import Any
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
+
+from harness.page import serve
 
 
 class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
@@ -22,8 +25,8 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     plugin_name = "data_stalls"
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        self._logdir = context.logdir
-        self._spec = getattr(context.flags, "logdir_spec", None)
+        # --logdir_spec has none, and nothing is found
+        self._root = Path(context.logdir or os.devnull).expanduser()
         self._has_run = False
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -32,29 +35,13 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def get_plugin_apps(self) -> dict[str, Any]:
         """Returns what is served below ``data/plugin/data_stalls``, by path."""
-        try:
-            from harness.page import serve
-
-            return serve.apps(serve.logdirs(self._logdir, self._spec))
-        except Exception as error:
-            said = json.dumps(f"The page cannot be served: {type(error).__name__}: {error}")
-
-        # a script that shows what is wrong and nothing else
-        def confess(environ: Any, start: Any) -> list[bytes]:
-            kind = ("Content-Type", "text/javascript; charset=utf-8")
-            start("200 OK", [kind, ("X-Content-Type-Options", "nosniff")])
-            body = f"export async function render() {{ document.body.textContent = {said}; }}"
-            return [body.encode()]
-
-        return {"/tab.js": confess}
+        return serve.apps(self._root)
 
     def is_active(self) -> bool:
         """Says whether there is a run to show, or an error to tell."""
         try:
-            from harness.page import serve
-
-            if not self._has_run:
-                self._has_run = serve.has_run(serve.logdirs(self._logdir, self._spec))
-            return self._has_run
+            # TensorBoard asks again and again: a run that was seen is not looked for
+            self._has_run = self._has_run or serve.has_run(self._root)
         except Exception:
             return True
+        return self._has_run

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from heapq import nlargest
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,18 +29,15 @@ _MOST_FOLDERS = 50_000
 
 
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
-    """Returns the run folders at and below ``root``, in natural order.
+    """Returns the run folders at and below ``root`` by their path from there, in natural order.
 
-    They are named by their path from there. Of more than 1,000 they are those that were written to
-    last, and ``notes`` say so.
+    Of more than 1,000 they are the last by name, which dates are, and ``notes`` say so.
     """
-    found = [(changed_s(folder), name, folder) for name, folder in each_run(root, notes)]
+    found = dict(islice(each_run(root, notes), _MOST_RUNS + 1))
     if len(found) > _MOST_RUNS:
-        notes.append(
-            f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
-        )
-    kept = sorted(nlargest(_MOST_RUNS, found), key=lambda run: _natural(run[1]))
-    return {name: folder for _, name, folder in kept}
+        notes.append(f"{root}: shown are the last {_MOST_RUNS:,} runs by name")
+        found.popitem()
+    return {name: found[name] for name in sorted(found, key=_natural)}
 
 
 def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:

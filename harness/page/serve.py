@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,57 +19,32 @@ _GLANCED_AT = 2000
 App = Callable[[Mapping[str, Any], Callable[..., Any]], Iterable[bytes]]  # WSGI
 
 
-def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
-    """Returns folders by label, as TensorBoard reads its flags.
-
-    They are those of ``--logdir``, whose label is empty, or else those of
-    ``--logdir_spec=label:path,label:path``. A leading ``~`` is the home folder.
-    """
-    if logdir:
-        return {"": os.path.expanduser(str(logdir))}
-    found: dict[str, str] = {}
-    for item in filter(None, (spec or "").split(",")):
-        label, colon, path = item.partition(":")
-        if not colon or "/" in label or path.startswith("//"):
-            label = path = item
-        found[label] = os.path.expanduser(path)
-    return found
-
-
-def has_run(folders: Mapping[str, str]) -> bool:
-    """Says whether there is a run in ``folders``, or so much that a glance cannot tell."""
+def has_run(root: Path) -> bool:
+    """Says whether there is a run below ``root``, or so much that a glance cannot tell."""
     unseen: list[str] = []
-    return any(
-        next(each_run(Path(path), unseen, _GLANCED_AT), None) or unseen for path in folders.values()
-    )
+    return any(each_run(root, unseen, _GLANCED_AT)) or bool(unseen)
 
 
-def apps(folders: Mapping[str, str]) -> dict[str, App]:
+def apps(root: Path) -> dict[str, App]:
     """Returns what is served, by path.
 
-    They are the page's files, ``/runs`` with few points of each, and ``/run?name=`` with as many
-    as fit.
+    They are the page's files, ``/runs`` with few points of each run below ``root``, and
+    ``/run?name=`` with as many as fit.
     """
 
-    def runs(notes: list[str]) -> dict[str, Path]:
-        return {
-            f"{label}/{name}".lstrip("/"): folder
-            for label, path in folders.items()
-            for name, folder in find_runs(Path(path), notes).items()
-        }
-
     def every(query: str) -> str:
-        notes = [
-            f"{path} is not on this machine: this page reads run folders on a local disk only"
-            for path in folders.values()
-            if "://" in path
-        ]
-        return listed(told(runs(notes), partial(_run, buckets=60), notes), notes)
+        notes: list[str] = []
+        if re.match(r"\w+:/", str(root)):
+            notes.append(
+                f"{root} is not on this machine: the page reads run folders on a disk only"
+            )
+        runs = find_runs(root, notes)
+        return listed(told(runs, partial(_run, buckets=60), notes), notes)
 
     def one(query: str) -> str:
         name = parse_qs(query).get("name", [""])[0]
         # a name is looked up and never made into a path
-        return _run(runs([])[name], name, BUCKETS)
+        return _run(find_runs(root, [])[name], name, BUCKETS)
 
     def file(name: str) -> Callable[[str], str]:
         return lambda query: asset(name)

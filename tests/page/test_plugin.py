@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,10 @@ from tensorboard.plugins.base_plugin import TBContext
 
 from harness.page import serve
 from harness.page.plugin import StallsPlugin
-from harness.page.serve import logdirs
 
 
-class Flags:
-    """TensorBoard's flags, as far as they matter here."""
-
-    def __init__(self, logdir_spec: str | None = None) -> None:
-        self.logdir_spec = logdir_spec
-
-
-def plugin(logdir: object = None, spec: str | None = None) -> StallsPlugin:
-    return StallsPlugin(TBContext(logdir=logdir and str(logdir), flags=Flags(spec)))
+def plugin(logdir: object = None) -> StallsPlugin:
+    return StallsPlugin(TBContext(logdir=logdir and str(logdir)))
 
 
 def ask(of: StallsPlugin, route: str, query: str = "") -> tuple[str, dict[str, str], bytes]:
@@ -155,7 +146,7 @@ def test_runs_that_are_left_out_are_noted(tmp_path: Path, monkeypatch: pytest.Mo
     for name in "ab":
         runs.write(tmp_path / name, report={})
     (note,) = json.loads(ask(plugin(tmp_path), "/runs")[2])["notes"]
-    assert note.endswith("2 runs; shown are the 1 that were written to last")
+    assert note == f"{tmp_path}: shown are the last 1 runs by name"
 
 
 @pytest.mark.parametrize("logdir", [None, "", "/nowhere/at/all", "gs://bucket/runs", "s3://bucket"])
@@ -184,43 +175,8 @@ def test_an_error_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert here.is_active()
 
 
-def test_a_broken_room_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the page's own modules cannot be imported, TensorBoard starts all the same and the tab
-    says why.
-    """
-    monkeypatch.setitem(sys.modules, "harness.page.serve", None)
-    monkeypatch.delattr("harness.page.serve", raising=False)
-    here = plugin(tmp_path)
-    assert here.is_active() and list(here.get_plugin_apps()) == ["/tab.js"]
-    status, headers, body = ask(here, "/tab.js")
-    assert (status, headers["Content-Type"]) == ("200 OK", "text/javascript; charset=utf-8")
-    assert b"export async function render()" in body and b"The page cannot be served: " in body
-
-
-@pytest.mark.parametrize(
-    ("logdir", "spec", "expected"),
-    [
-        pytest.param("/a,b", None, {"": "/a,b"}, id="logdir"),
-        pytest.param("~/a", None, {"": "/home/me/a"}, id="logdir-at-home"),
-        pytest.param("gs://~/a", None, {"": "gs://~/a"}, id="logdir-elsewhere"),
-        pytest.param("", "x:~/a", {"x": "/home/me/a"}, id="label-at-home"),
-        pytest.param("", "x:/a,y:/b", {"x": "/a", "y": "/b"}, id="labels"),
-        pytest.param("", "/a,gs://c/d", {"/a": "/a", "gs://c/d": "gs://c/d"}, id="no-labels"),
-        pytest.param("", "/a:b", {"/a:b": "/a:b"}, id="a-colon-in-a-path"),
-        pytest.param(None, None, {}, id="nothing"),
-    ],
-)
-def test_logdirs_are_read_as_tensorboard_reads_them(
-    logdir: str | None, spec: str | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A label is what stands before a colon, a path stays whole, and a tilde is the home folder."""
-    monkeypatch.setenv("HOME", "/home/me")
-    assert logdirs(logdir, spec) == expected
-
-
-def test_labels_tell_runs_apart(tmp_path: Path) -> None:
-    """With several folders a run is named after its own."""
-    for label in ("one", "two"):
-        runs.write(tmp_path / label / "0", report={})
-    listed = json.loads(ask(plugin("", f"a:{tmp_path}/one,b:{tmp_path}/two"), "/runs")[2])
-    assert [run["name"] for run in listed["runs"]] == ["a/0", "b/0"]
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TensorBoard reads its flag; a path stays whole, comma and all."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    runs.write(tmp_path / "a,b" / "0", report={})
+    assert [run["name"] for run in json.loads(ask(plugin("~/a,b"), "/runs")[2])["runs"]] == ["0"]
