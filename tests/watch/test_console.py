@@ -82,7 +82,7 @@ def test_text_from_outside_is_only_text(
     console.say(text)
     assert console.aligned(["a"], [[text]]) == ["a", shown]
     with console.progress(text, 3, "files", now=Hand()) as bar:
-        bar.describe(text)
+        bar.advance()
     assert capsys.readouterr().out.splitlines() == [shown]
 
 
@@ -92,11 +92,11 @@ def test_markup_is_only_text_on_a_terminal_too() -> None:
         "from harness.watch.console import say, progress\n"
         "text = '[red]x[/red] \\x1b[2J[/]'\n"
         "say(text); say(text)\n"
-        "with progress(text, 2, 'files') as bar: bar.advance(1); bar.describe(text + '!')\n"
+        "with progress(text, 2, 'files') as bar: bar.advance(1); bar.note(text); bar.advance(1)\n"
     )
     assert "\x1b[2J" not in seen
     assert seen.count("[red]x[/red] \\x1b[2J[/]") >= 3
-    assert "1 of 2 files" in seen
+    assert "2 of 2 files" in seen
 
 
 def test_a_long_line_on_a_terminal_is_not_broken() -> None:
@@ -176,8 +176,6 @@ def test_what_work_shows_so_far_stands_after_its_counts(capsys: pytest.CaptureFi
             hand.now += 6
             bar.advance()
             bar.note(f"loss {loss}")
-        hand.now += 1
-        bar.describe("end")
     assert capsys.readouterr().out.splitlines() == [
         "epoch 1/5: 1 of 4 steps", "epoch 1/5: 2 of 4 steps, loss 0.9", ("epoch 1/5: 3 of 4 steps, "
                                                                          "loss 0.8"),

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DECLARED = '    copy_ms: Spread | None = _figure("time/copy_ms"'
+DECLARED = "    copy_ms: Spread | None = _figure("
 NEW = (
     '    rest_ms: Spread | None = _figure("time/rest_ms", "ms", "all but the wait", "The rest", '
     '"rest")\n'
