@@ -13,7 +13,7 @@ import numpy as np
 from harness.feed.gauge import Gauge
 from harness.feed.interface import FillableDataset, StagedDataset, stages_of
 from harness.runtime.errors import BadSample
-from harness.watch.stages import SAMPLE, START, Laps, StageMeter, Stamps
+from harness.watch.stages import SAMPLE, START, StageMeter, StageTimer, Stamps
 
 # where and why
 Errors = list[tuple[str, str]]
@@ -41,7 +41,7 @@ class Filler:
         self._timer = (
             StageMeter(stages_of(dataset), 0).timer(0) if meter is None else meter.timer(slot)
         )
-        self._timers: Sequence[Laps | None] | None = None
+        self._timers: Sequence[StageTimer | None] | None = None
 
     def begin(self, samples: int) -> None:
         """Begin a chunk of so many samples; what happens until ``fill`` is the batch's, not a
@@ -102,7 +102,7 @@ class Filler:
                 errors.append((f"sample {index}", f"{type(error).__name__}: {error}"))
         return errors, self._timer.end(len(indices), batches)
 
-    def _timed(self, laps: Laps, epoch: int, index: int, out: np.ndarray) -> int:
+    def _timed(self, laps: StageTimer, epoch: int, index: int, out: np.ndarray) -> int:
         """As the data set's ``fill``, timed by ``laps``."""
         laps.lap(START)
         try:

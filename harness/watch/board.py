@@ -116,13 +116,11 @@ class Board:
         if self._events:
             from torch.utils.tensorboard import summary
 
-            cells: dict[str, str | int | float] = {}
-            for name, value in settings.items():
+            cells = plain(settings)
+            for name, value in cells.items():
                 # torch would write true as 1.0, and leave a null out together with its column
-                if value is None or isinstance(value, bool):
+                if type(value) not in (int, float, str):
                     cells[name] = json.dumps(value)
-                else:
-                    cells[name] = value if isinstance(value, (int, float)) else str(plain(value))
             # of the experiment, the session's start and its end
             for part in summary.hparams(cells, dict(metrics)):
                 self._events.append(_event(summary=part))

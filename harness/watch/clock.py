@@ -70,7 +70,9 @@ class StepClock:
         if events is None and own.has_streams:
             events = Events(lambda: own.event(timed=True), own.stream, own.idle_stream(), own.delay)
         self.now = now or own.now
-        self._timeline = Timeline(slots, events, self.now, keep_steps) if events else None
+        self._timeline = None
+        if events:
+            self._timeline = Timeline(slots, events, self.now, keep_steps)
         # when a call returns, a CPU has done its work; MPS has not
         self._times_compute = own.kind == "cpu" and not events
         self._ledger = Ledger()
@@ -78,12 +80,16 @@ class StepClock:
         # when the running step, wait, block of computing and noted work began; a pause moves them
         self._since: dict[str, float] = {}
         self._paused = False
-        self._first = True  # the running step is an epoch's first
-        self._stamps: Stamps | None = None  # of the batch that ends the running wait
-        self._there_s: float | None = None  # when that batch was there
+        # the running step is an epoch's first
+        self._first = True
+        # of the batch that ends the running wait
+        self._stamps: Stamps | None = None
+        # when that batch was there
+        self._there_s: float | None = None
         self._clear_step()
         self._gc = Collections(self.now)
-        self._gc_mark_s = 0.0  # of its seconds, those before the running step
+        # of its seconds, those before the running step
+        self._gc_mark_s = 0.0
         gc.callbacks.append(self._gc)
         weakref.finalize(self, gc.callbacks.remove, self._gc)
 
@@ -160,7 +166,7 @@ class StepClock:
     ) -> None:
         """Take the recorded events around one batch's copy, before the block that computes on it.
 
-        ``ready`` is recorded after what else the device did to the batch, such as normalising. A
+        ``ready`` is recorded after what else the device did to the batch, as normalising. A
         batch that was not copied has ``start`` for its ``end``. The caller must not record the
         events again.
         """
@@ -169,7 +175,7 @@ class StepClock:
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Give work between steps, such as logging, a name in ``Window.host_parts_s``.
+        """Give work between steps, as logging, a name in ``Window.host_parts_s``.
 
         Garbage collections inside do not count: they have a figure of their own.
         """

@@ -25,9 +25,11 @@ from harness.runtime.errors import printable
 from harness.runtime.folder import LOGGER
 
 _log = logging.getLogger(LOGGER)
-_console = Console(soft_wrap=True, highlight=False)  # asks for sys.stdout at each use
+# asks for sys.stdout at each use
+_console = Console(soft_wrap=True, highlight=False)
 _quiet = False
-_busy = False  # a progress() or a live_table() is open
+# a progress() or a live_table() is open
+_busy = False
 Item = TypeVar("Item")
 
 
@@ -55,7 +57,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class LiveTable:
-    """A table whose rows come one by one, with a line under it that says what is done now.
+    """A table whose rows come one by one, above a line that says what is done now.
 
     On a terminal ``live`` draws the table again for each row; elsewhere a row is a line, padded to
     ``widths``.
@@ -79,7 +81,7 @@ class LiveTable:
         self.status("")
 
     def status(self, text: str) -> None:
-        """Say what is being done now, on a terminal alone; the next row takes the text away."""
+        """Say what is being done now, on a terminal alone, until the next row."""
         if self._live:
             parts: list[Text | Table] = [Text(self._title), self._grid]
             if text:
@@ -96,7 +98,7 @@ class LiveTable:
 def live_table(
     title: str, columns: Sequence[str], widths: Sequence[int] | None = None
 ) -> Iterator[LiveTable]:
-    """Show a table that grows inside the block: as a whole on a terminal, else line by line.
+    """Show a table that grows inside the block, line by line where there is no terminal.
 
     Inside a ``progress`` or another live table the rows are lines too; a ``progress`` inside the
     table shows nothing. ``widths`` are the columns' least widths in lines, which are written before
@@ -143,7 +145,7 @@ class Bar:
         self._note = printable(text)
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``; each is a unit of the work, done when the next one is asked for."""
+        """Yield ``items``; an item is done when the next one is asked for."""
         for item in items:
             yield item
             self.advance()
@@ -166,7 +168,7 @@ class Bar:
 def progress(
     description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Bar]:
-    """Show how far long work is, inside the block: a bar on a terminal, else a few lines.
+    """Show how far the block's long work is: a bar on a terminal, else a few lines.
 
     The lines: one after 5 s, then at most every tenth of the work and every 5 s, and one at the
     end; none for work under a second. Inside another ``progress`` nothing is shown. ``total`` is

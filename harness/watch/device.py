@@ -17,13 +17,14 @@ from harness.runtime.folder import LOGGER
 from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
-Figures = Sequence[float | None]  # one for each tag, or none at all this time
+# one for each tag, or none at all this time
+Figures = Sequence[float | None]
 
 _log = logging.getLogger(LOGGER)
 
 
 def nvml_sees_gpu() -> tuple[str, list[str]] | None:
-    """Returns the driver's version and the names of the GPUs that NVML sees; None without a GPU.
+    """Returns the driver's version and the GPUs' names by NVML; None without a GPU.
 
     Does not import torch.
     """
@@ -34,7 +35,8 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         names = [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
         driver = str(nvml.nvmlSystemGetDriverVersion())
-    except Exception:  # NVML's own, or of another module of its name
+    except Exception:
+        # NVML's own, or of another module of its name
         names = []
     with suppress(Exception):
         nvml.nvmlShutdown()
@@ -68,7 +70,8 @@ class Source:
                 for tag, figure in zip(tags, read(), strict=False):
                     if figure is not None:
                         found[tag] = figure
-            except Exception as error:  # whatever a driver or a kernel comes up with
+            except Exception as error:
+                # whatever a driver or a kernel comes up with
                 del self._reads[tags]
                 lost.setdefault(str(error) or type(error).__name__, []).extend(tags)
         for reason, names in lost.items():
@@ -81,7 +84,7 @@ class GpuSource(Source):
     """Utilisation, memory and power of one GPU or MIG instance.
 
     ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any kernel
-    ran, whoever's, however little it filled; a MIG instance has none. ``gpu/sm_utilization`` is how
+    ran, of any program, however little it filled; a MIG instance has none. ``gpu/sm_utilization`` is how
     much it filled, since the sample before: the mean share of multiprocessors at work, which Hopper
     and later count, for a MIG instance its own.
     """
@@ -89,7 +92,7 @@ class GpuSource(Source):
     _level = logging.WARNING
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` is torch's; of indices CUDA counts only those that CUDA_VISIBLE_DEVICES shows."""
+        """``uuid`` is torch's; an index counts only what CUDA_VISIBLE_DEVICES shows."""
         super().__init__()
         nvml = _started()
         if nvml is None:
@@ -104,7 +107,8 @@ class GpuSource(Source):
         if is_mig:
             try:
                 handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
-            except Exception as error:  # NVML's own, or of another module of its name
+            except Exception as error:
+                # NVML's own, or of another module of its name
                 _log.warning("no GPU figures: NVML does not know GPU %s: %s", uuid, error)
                 return
         self._reads = {
@@ -117,7 +121,8 @@ class GpuSource(Source):
         }
         try:
             self._reads[(Tag.GPU_SM_UTILIZATION,)] = _sm_utilization(nvml, handle, is_mig)
-        except Exception as error:  # no loss: most GPUs and drivers have none
+        except Exception as error:
+            # no loss: most GPUs and drivers have none
             _log.info("no %s: %s", Tag.GPU_SM_UTILIZATION, error)
 
 
@@ -175,11 +180,13 @@ def _others(nvml: Any, handle: Any) -> Callable[[], Figures]:
         try:
             running = {each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
             samples = nvml.nvmlDeviceGetProcessUtilization(handle, seen_us)
-        except Exception:  # not supported, or nothing ran
+        except Exception:
+            # not supported, or nothing ran
             return ()
         own = tree.pids()
         seen_us = max((sample.timeStamp for sample in samples), default=seen_us)
-        if not own & running:  # NVML counts processes as another container does
+        if not own & running:
+            # NVML counts processes as another container does
             return ()
         return (min(1.0, sum(sample.smUtil for sample in samples if sample.pid not in own) / 100),)
 
@@ -187,13 +194,10 @@ def _others(nvml: Any, handle: Any) -> Callable[[], Figures]:
 
 
 def _started() -> Any:
-    """Returns the NVML module, ready for use, or None."""
-    try:
+    """Returns the NVML module, ready for use; None without a driver or the package."""
+    with suppress(Exception):
+        # no such package, or no driver
         nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return None
-    try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    return nvml
+        return nvml
+    return None

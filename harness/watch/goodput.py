@@ -66,7 +66,8 @@ class Course:
             "first_steps": figures.first_step_s or 0.0,
             **figures.pauses_s,
         }
-        spent["other"] = wall_s - busy_s - sum(spent.values())  # making feeds, printing, closing
+        # making feeds, printing, closing
+        spent["other"] = wall_s - busy_s - sum(spent.values())
         parts = [Part(name, s) for name, s in spent.items() if s > 0]
         parts.sort(key=lambda part: -part.s)
         return Goodput(busy_s / wall_s, busy_s, wall_s, tuple(parts))

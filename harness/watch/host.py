@@ -1,4 +1,4 @@
-"""The machine: what it is, how busy it is, what holds this run up; and the thread that looks."""
+"""The machine: what it is, how busy it is, and what holds this run up."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ class Sampler:
         self._sources = sources
         # sum and number of each figure's samples
         self._recent: dict[str, tuple[float, int]] = {}
-        self._whole: dict[str, tuple[float, int]] = {}  # of training, since the restart
+        # of training, since the restart
+        self._whole: dict[str, tuple[float, int]] = {}
         self._before: dict[str, tuple[float, int]] = {}  # all others
         self._aside = False
         # the time since the last look began was not all training: rates reach back to that look
@@ -129,7 +130,8 @@ class Sampler:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(5.0)  # a driver's call may never come back
+        # a driver's call may never come back
+        self._thread.join(5.0)
 
     def look(self) -> None:
         """Take one sample of every source."""
@@ -161,7 +163,7 @@ class Sampler:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the block, such as an evaluation, out of the means of the run."""
+        """Leave the block, as an evaluation, out of the means of the run."""
         with self._lock:
             self._aside = self._mixed = True
         try:
@@ -236,7 +238,7 @@ def environment(device_name: str | None = None) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "platform": platform.platform(),
         "device": device_name,
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "usable_cores": limits.measure().cores,
     }
@@ -250,7 +252,8 @@ def environment(device_name: str | None = None) -> dict[str, object]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Returns the processor's name, as Linux or else the platform has it."""
     named = None
     if cpuinfo.exists():
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")

@@ -22,7 +22,8 @@ Number = TypeVar("Number", int, float)
 # steps by the host's clock: ``Window.step_ms`` where no device tells its own
 HOST_STEP = "host_step_ms"
 
-_ERROR = 0.01  # relative error of a quantile
+# relative error of a quantile
+_ERROR = 0.01
 _LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))  # of the buckets' bounds
 
 
@@ -99,7 +100,8 @@ class Ledger:
     gc_s: float = 0.0
     full_s: float = 0.0
     blocks: int = 0  # behind ``device_s``
-    kernels_s: float = 0.0  # of ``kernel_blocks``, whose kernels ran without waiting to be launched
+    # of ``kernel_blocks``, whose kernels ran without waiting to be launched
+    kernels_s: float = 0.0
     kernel_blocks: int = 0
     prepare_s: float = 0.0  # by the host's clock
     first_steps: int = 0
@@ -165,7 +167,6 @@ class Ledger:
             shares=shares,
             wait_parts=_shares(self.wait_parts_s, sum(self.wait_parts_s.values())),
             host_parts_s={**self.host_parts_s, "gc": self.gc_s},
-            gc_s=self.gc_s,
             first_steps=self.first_steps,
             first_step_s=self.first_s if self.first_steps else None,
             pauses_s=dict(self.pauses_s),

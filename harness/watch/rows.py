@@ -33,7 +33,8 @@ class Rows:
     cells: memoryview[float]
 
     def __init__(self, rows: int, columns: int, shared: bool = True) -> None:
-        import torch  # not above: what imports this file for a type needs no torch
+        # not above: what imports this file for a type needs no torch
+        import torch
 
         zeros = torch.zeros(rows, columns, dtype=torch.float64)
         if shared:
@@ -49,4 +50,5 @@ class Rows:
 
     def __setstate__(self, rows: Tensor) -> None:
         self._rows = rows
-        self.cells = memoryview(rows.view(-1).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
+        # numpy's arrays are buffers
+        self.cells = memoryview(rows.view(-1).numpy())  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from typing import Any
 Mark = Callable[[str], AbstractContextManager[Any]]
 
 _NOTHING = nullcontext()
-_mark: Mark | None = None  # of the recording that runs
+# of the recording that runs
+_mark: Mark | None = None
 
 
 def named(name: str) -> AbstractContextManager[Any]:

@@ -18,10 +18,14 @@ from typing import NamedTuple
 
 from harness.watch.rows import Rows
 
-START = ""  # told to a lap at the beginning of a sample
-SAMPLE = "sample"  # all of a sample, where a data set names no stages
-COLLATE = "collate"  # a batch but for its samples
-SHARE = "share"  # of that, to get memory that another process can map
+# told to a lap at the beginning of a sample
+START = ""
+# all of a sample, where a data set names no stages
+SAMPLE = "sample"
+# a batch but for its samples
+COLLATE = "collate"
+# of that, to get memory that another process can map
+SHARE = "share"
 GROUPS: Mapping[str, str] = {
     "read": "storage",
     "decode": "decode",
@@ -29,22 +33,20 @@ GROUPS: Mapping[str, str] = {
     SHARE: "transport",
     SAMPLE: "sample",
 }
-AUGMENT = "augment"  # the group of every stage that is not in GROUPS
+# the group of every stage that is not in GROUPS
+AUGMENT = "augment"
 
 Clock = Callable[[], float]
-Lap = Callable[[str], None]  # called by a data set with the name of each stage at its end
+# called by a data set with the name of each stage at its end
+Lap = Callable[[str], None]
 
 # the head of a worker's row: samples, batches, busy seconds; then wall seconds by stage, then
 # processor seconds
 _COUNTS = 3
 # of the work, for laps
 _BUDGET = 2.5e-4
-# beside work that fills the caches a lap costs 1 to 5 times what it does in a loop of laps alone
-_COLD = 3.0
 # samples that make timing a batch worth its cost, if the batch has as many
 _FEW = 8
-# timed samples by which a batch is divided where not all of its own are
-_MEMORY = 512
 
 
 class Stamps(NamedTuple):
@@ -188,25 +190,34 @@ class StageMeter:
     def timer(
         self, slot: int, now: Clock = time.perf_counter, cpu_now: Clock = time.thread_time
     ) -> StageTimer:
-        """Returns what writes the row of worker ``slot``, in its process and one thread at a time."""
+        """Returns what writes the row of worker ``slot``, one thread at a time."""
         row = self._rows.cells[slot * self._columns : (slot + 1) * self._columns]
         return StageTimer(row, self._of_samples, SHARE in self.stages, now, cpu_now)
 
 
-class Laps:
-    """Times single samples, as many as may cost 0.025 % of the work.
+class StageTimer:
+    """Times the batches of one worker, and some of their samples, at 0.025 % of the work.
+
+    For each batch call ``begin``, ``share`` where the memory is shared, ``fill`` and ``end``.
 
     Attributes:
-        lap: called with a stage's name at its end, and with ``START`` at the beginning of each
-            sample.
-        due_s: seconds of work after which samples may be timed again.
+        lap: for a sample that ``begin`` says to time, called with ``START`` at its beginning and
+            with a stage's name at the end of each.
     """
 
-    def __init__(self, stages: Sequence[str], now: Clock, cpu_now: Clock) -> None:
-        self.due_s = 0.0
+    def __init__(
+        self,
+        row: memoryview[float],
+        stages: Sequence[str],
+        shares: bool,
+        now: Clock,
+        cpu_now: Clock,
+    ) -> None:
+        self._row = row
         self._stages = tuple(stages)
-        self._spent_s = 0.0
-        self._offset = 0.0
+        self._shares = shares
+        self._now = now
+        self._cpu_now = cpu_now
         self._marks: list[tuple[str, float, float]] = []
         mark = self._marks.append
 
@@ -223,35 +234,116 @@ class Laps:
             for _ in range(_FEW):
                 for stage in (START, *stages):
                     lap(stage)
-            wall_s = self.take()[1]
+            wall_s = self._take()[1]
             trials.append(((now() - begin_s) / _FEW, sum(wall_s) / (_FEW * len(wall_s))))
         cost_s, self._own_s = min(trials)
-        self._cost_s = _COLD * cost_s
+        # beside work that fills the caches a lap costs 1 to 5 times what it does here
+        self._cost_s = 3.0 * cost_s
+        self._spent_s = 0.0  # on laps
+        self._due_s = 0.0  # of work, after which samples are timed again
+        self._offset = 0.0
+        self._timing = False  # whether samples of this batch are timed
+        # wall and, in a timed batch, processor clock where the batch's parts begin
+        self._begun = self._filling = (0.0, 0.0)
+        self._sharing: tuple[float, float] | None = None
+        self._busy_s = 0.0
+        self._undivided_s = 0.0  # as much of it as is not divided among the stages
+        # wall and processor seconds by stage, sums over the last few hundred timed samples
+        self._recent = [0.0] * 2 * (len(stages) + 1 + shares)
+        self._divided = 0
 
-    def rows(self, samples: int, work_s: float) -> list[int]:
-        """Returns which of a batch's samples to time, after ``work_s`` seconds of work."""
+    def begin(self, samples: int) -> Sequence[StageTimer | None] | None:
+        """Starts a batch; returns what times each sample, or None where none is timed."""
+        self._timing = self._busy_s >= self._due_s
+        if not self._timing:
+            self._begun = self._now(), 0.0
+            return None
         few = min(samples, _FEW)
-        affordable = (_BUDGET * work_s - self._spent_s) / self._cost_s if self._cost_s else samples
-        count = min(samples, max(few, int(affordable)))
+        spare_s = _BUDGET * self._busy_s - self._spent_s
+        count = samples
+        if samples * self._cost_s > spare_s:
+            count = max(few, int(spare_s / self._cost_s))
         self._spent_s += count * self._cost_s
-        self.due_s = (self._spent_s + few * self._cost_s) / _BUDGET
+        self._due_s = (self._spent_s + few * self._cost_s) / _BUDGET
         # evenly spread, from another place each time: the golden ratio's multiples leave no gaps
         self._offset = (self._offset + 0.618034) % 1.0
-        return [int((i + self._offset) * samples / count) for i in range(count)]
+        timers: list[StageTimer | None] = [None] * samples
+        for i in range(count):
+            timers[int((i + self._offset) * samples / count)] = self
+        self._sharing = None
+        self._begun = self._now(), self._cpu_now()
+        return timers
+
+    def share(self) -> None:
+        """Note that until ``fill`` the worker gets memory that another process can map."""
+        if self._timing and self._shares:
+            self._sharing = self._now(), self._cpu_now()
+
+    def fill(self) -> None:
+        """Note that all is ready for the batch's first sample."""
+        if self._timing:
+            self._filling = self._now(), self._cpu_now()
 
     def fail(self) -> None:
-        """End the sample with an error, in the stage after the one that ended last."""
-        ended = self._marks[-1][0]
-        done = self._stages.index(ended) + 1 if ended in self._stages else 0
-        self.lap(self._stages[min(done, len(self._stages) - 1)])
+        """End a timed sample with an error, in the stage after the one that ended last."""
+        stages = (START, *self._stages, self._stages[-1])
+        self.lap(stages[stages.index(self._marks[-1][0]) + 1])
 
-    def take(self) -> tuple[int, list[float], list[float]]:
-        """Returns how many samples were timed since the last call, and their seconds by stage.
+    def end(self, samples: int, batches: int = 1) -> Stamps:
+        """Add what the batch took to the totals; its last sample is there.
 
-        Wall and processor seconds, less what timing took.
+        If several workers fill one batch, each times its part and exactly one passes
+        ``batches=1``; likewise with ``samples`` where two see to the same ones.
 
         Raises:
             ValueError: the data set told the end of a stage that it does not name, or of none.
+        """
+        made_s = self._now()
+        begun_s = self._begun[0]
+        busy_s = made_s - begun_s
+        row = self._row
+        row[0] += samples
+        row[1] += batches
+        row[2] += busy_s
+        self._busy_s += busy_s
+        self._undivided_s += busy_s
+        if self._timing:
+            self._divide(max(1, samples), alone=self._undivided_s == busy_s)
+        return Stamps(begun_s, made_s, made_s, made_s)
+
+    def _divide(self, samples: int, alone: bool) -> None:
+        """Divide this batch, and unless it is ``alone`` those before it, among the stages."""
+        timed, wall_s, cpu_s = self._take()
+        marks = [self._begun, self._filling]
+        if self._shares:
+            marks.insert(1, self._sharing or self._filling)
+        for (wall, cpu), (wall_end, cpu_end) in pairwise(marks):
+            wall_s.append((wall_end - wall) * timed / samples)
+            cpu_s.append((cpu_end - cpu) * timed / samples)
+        sums = [*wall_s, *cpu_s]
+        if timed:
+            # what a worker's first batch paid for warming up is soon forgotten
+            keep = 0.0
+            if self._divided >= 2:
+                keep = max(0.0, 1.0 - timed / 512)
+            self._divided += 1
+            recent = zip(self._recent, sums, strict=True)
+            self._recent = [old * keep + new for old, new in recent]
+        if not (alone and timed == samples):
+            sums = self._recent
+        stages = len(wall_s)
+        scale = self._undivided_s / (sum(sums[:stages]) or 1.0)
+        for place in range(stages):
+            self._row[_COUNTS + place] += scale * sums[place]
+            # two clocks are not read at the very same moment
+            cpu = min(sums[place], sums[stages + place])
+            self._row[_COUNTS + stages + place] += scale * cpu
+        self._undivided_s = 0.0
+
+    def _take(self) -> tuple[int, list[float], list[float]]:
+        """Returns how many samples were timed since the last call, and their seconds by stage.
+
+        Wall and processor seconds, less what timing took.
         """
         wall_s = dict.fromkeys(self._stages, 0.0)
         cpu_s = dict.fromkeys(self._stages, 0.0)
@@ -277,106 +369,3 @@ class Laps:
             [max(0.0, s - own_s) for s in wall_s.values()],
             [max(0.0, s - own_s) for s in cpu_s.values()],
         )
-
-
-class StageTimer:
-    """Times the batches of one worker.
-
-    For each batch ``begin``, ``share`` where the memory is shared, ``fill`` and ``end``.
-    """
-
-    def __init__(
-        self,
-        row: memoryview[float],
-        stages: Sequence[str],
-        shares: bool,
-        now: Clock,
-        cpu_now: Clock,
-    ) -> None:
-        self._row = row
-        self._shares = shares
-        self._now = now
-        self._cpu_now = cpu_now
-        self._laps = Laps(stages, now, cpu_now)
-        self._timing = False  # whether samples of this batch are timed
-        self._begun_s = 0.0
-        # wall and processor clock where the parts of a timed batch begin
-        self._begun = self._filling = (0.0, 0.0)
-        self._sharing: tuple[float, float] | None = None
-        self._busy_s = 0.0
-        self._undivided_s = 0.0  # as much of it as is not divided among the stages
-        # wall and processor seconds by stage, sums over the last few hundred timed samples
-        self._recent = [0.0] * 2 * (len(stages) + 1 + shares)
-        self._divided = 0
-
-    def begin(self, samples: int) -> Sequence[Laps | None] | None:
-        """Starts a batch; returns what times each sample, or None where none is timed."""
-        self._timing = self._busy_s >= self._laps.due_s
-        if not self._timing:
-            self._begun_s = self._now()
-            return None
-        timers: list[Laps | None] = [None] * samples
-        for row in self._laps.rows(samples, self._busy_s):
-            timers[row] = self._laps
-        self._sharing = None
-        self._begun = self._now(), self._cpu_now()
-        self._begun_s = self._begun[0]
-        return timers
-
-    def share(self) -> None:
-        """Note that until ``fill`` the worker gets memory that another process can map."""
-        if self._timing and self._shares:
-            self._sharing = self._now(), self._cpu_now()
-
-    def fill(self) -> None:
-        """Note that all is ready for the batch's first sample."""
-        if self._timing:
-            self._filling = self._now(), self._cpu_now()
-
-    def end(self, samples: int, batches: int = 1) -> Stamps:
-        """Add what the batch took to the totals; its last sample is there.
-
-        If several workers fill one batch, each times its part and exactly one passes
-        ``batches=1``; likewise with ``samples`` where two see to the same ones.
-        """
-        made_s = self._now()
-        busy_s = made_s - self._begun_s
-        row = self._row
-        row[0] += samples
-        row[1] += batches
-        row[2] += busy_s
-        self._busy_s += busy_s
-        self._undivided_s += busy_s
-        if self._timing:
-            self._divide(max(1, samples), alone=self._undivided_s == busy_s)
-        return Stamps(self._begun_s, made_s, made_s, made_s)
-
-    def _divide(self, samples: int, alone: bool) -> None:
-        """Divide this batch, and unless it is ``alone`` those before it, among the stages."""
-        timed, wall_s, cpu_s = self._laps.take()
-        marks = [self._begun, self._filling]
-        if self._shares:
-            marks.insert(1, self._sharing or self._filling)
-        for (wall, cpu), (wall_end, cpu_end) in pairwise(marks):
-            wall_s.append((wall_end - wall) * timed / samples)
-            cpu_s.append((cpu_end - cpu) * timed / samples)
-        sums = [*wall_s, *cpu_s]
-        if timed:
-            # what a worker's first batch paid for warming up is soon forgotten
-            keep = max(0.0, 1.0 - timed / _MEMORY)
-            if self._divided >= 2:
-                recent = zip(self._recent, sums, strict=True)
-                self._recent = [old * keep + new for old, new in recent]
-            else:
-                self._recent = sums
-            self._divided += 1
-        if not (alone and timed == samples):
-            sums = self._recent
-        stages = len(wall_s)
-        scale = self._undivided_s / (sum(sums[:stages]) or 1.0)
-        for place in range(stages):
-            self._row[_COUNTS + place] += scale * sums[place]
-            # two clocks are not read at the very same moment
-            cpu = min(sums[place], sums[stages + place])
-            self._row[_COUNTS + stages + place] += scale * cpu
-        self._undivided_s = 0.0

@@ -30,11 +30,12 @@ def _checksum(data: bytes) -> bytes:
 
 @functools.cache
 def _masks(size: int) -> list[int]:
-    """Returns for each bit of a checksum which of a message's last ``2**size`` bits count for it.
+    """Returns for each bit of a checksum which message bits count for it.
 
-    The highest comes first.
+    The last ``2**size`` bits of a message; the highest bit of the checksum comes first.
     """
-    polynomial = 0x82F63B78  # Castagnoli's, its bits reversed
+    # Castagnoli's, its bits reversed
+    polynomial = 0x82F63B78
     adds = [polynomial]
     while len(adds) < 1 << size:
         adds.append(adds[-1] >> 1 ^ (adds[-1] & 1) * polynomial)

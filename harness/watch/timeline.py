@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 from harness.watch.ledger import Ledger, add_all
 
-Span = tuple[float, float]  # from when to when, in seconds of the host's clock
+# from when to when, in seconds of the host's clock
+Span = tuple[float, float]
 
 # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
 _SLOWEST = 1 - 1e-4
@@ -44,14 +45,16 @@ class Events(NamedTuple):
     """Where events come from and go to."""
 
     make: Callable[[], TimingEvent]
-    stream: Callable[[], Any]  # the one that the network runs on
-    idle: Any  # a stream that nothing else runs on
+    # the one that the network runs on
+    stream: Callable[[], Any]
+    # a stream that nothing else runs on
+    idle: Any
     # keeps the network's stream busy for some seconds, and not the host
     delay: Callable[[float], object] | None = None
 
 
 class Copy(NamedTuple):
-    """Events of one batch: its copy from start to end, and until what is done to it is ready.
+    """Events of one batch: its copy from start to end, and when it is ready.
 
     ``end`` is ``start`` where nothing was copied: the batch was made on the device.
     """
@@ -63,19 +66,25 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """Two events around one block of computing and one beside it, with what the host knew about it."""
+    """Events around and beside one block of computing, with what the host knew of it."""
 
     start: TimingEvent
     end: TimingEvent
     mark: TimingEvent
-    mark_s: float = 0.0  # the host's clock just before ``mark`` was recorded
-    waits: Sequence[Span] = ()  # blocked on the feed since the block before
-    copies: Sequence[Copy] = ()  # of the batches that it computes on
-    first: bool = False  # part of an epoch's first step
-    fresh: bool = False  # the block before is not known, or held back, so neither is the gap
-    whole: bool = False  # all of it was launched before the device came to it
-    ends_step: bool = False
-    stepped_s: float = 0.0  # the host's clock as that step ended
+    # the host's clock just before ``mark`` was recorded
+    mark_s: float = 0.0
+    # blocked on the feed since the block before
+    waits: Sequence[Span] = ()
+    # of the batches that it computes on
+    copies: Sequence[Copy] = ()
+    # part of an epoch's first step
+    first: bool = False
+    # the block before is not known, or held back, so neither is the gap
+    fresh: bool = False
+    # all of it was launched before the device came to it
+    whole: bool = False
+    # the host's clock as the step ended of which it is the last block
+    stepped_s: float | None = None
 
     def passed(self) -> bool:
         """Returns whether the device has done the block, the copies for it and the mark."""
@@ -106,25 +115,32 @@ class Timeline:
         self._now = now
         self._free = [_Slot(events.make(), events.make(), events.make()) for _ in range(slots)]
         self._pending: deque[_Slot] = deque()
-        self._running: _Slot | None = None  # of the block that has begun, if it is measured
+        # of the block that has begun, if it is measured
+        self._running: _Slot | None = None
         self._waits: deque[Span] = deque(maxlen=slots)  # since the last block
         self._copies: deque[Copy] = deque(maxlen=slots)  # likewise
-        self._previous: _Slot | None = None  # the last one read: the next gap begins at its end
-        self._passed_s = -math.inf  # when the device passed that end, by the host's clock
+        # the last one read: the next gap begins at its end
+        self._previous: _Slot | None = None
+        # when the device passed that end, by the host's clock
+        self._passed_s = -math.inf
         # the running block is not measured; between blocks: the gap before the next is not known
         self._fresh = True
-        self._unended = 0  # measured blocks of the running step
+        # measured blocks of the running step
+        self._unended = 0
         self._steps = 0
-        self._hold_s = 0.0  # by which the next block is held back
+        # by which the next block is held back
+        self._hold_s = 0.0
         self._held = 0  # blocks that were
         self.ends_s = list[float]()
         self._keep_steps = keep_steps
-        self._late_s = 0.0  # after the host, the device ended epochs' first steps
-        self._known = True  # all gaps of the step that is being read, so far
+        # after the host, the device ended epochs' first steps
+        self._late_s = 0.0
+        # all gaps of the step that is being read, so far
+        self._known = True
         self._step_s: dict[str, float] = {}  # of that step
 
     def waited(self, began_s: float, ended_s: float) -> None:
-        """Keep a stretch in which the host was blocked on the feed, for the next block's batch."""
+        """Keep when the host was blocked on the feed, for the next block's batch."""
         self._waits.append((began_s, ended_s))
 
     def copied(self, copy: Copy) -> None:
@@ -148,11 +164,11 @@ class Timeline:
         slot.copies = copies
         slot.first = first
         slot.fresh = self._fresh
-        slot.ends_step = False
+        slot.stepped_s = None
         self._fresh = False
-        slot.whole = bool(self._hold_s) and not first
-        if slot.whole and self._events.delay:
-            slot.fresh = True
+        slot.whole = False
+        if self._hold_s and self._events.delay and not first:
+            slot.whole = slot.fresh = True
             self._held += 1
             self._events.delay(self._hold_s)
             self._hold_s = 0.0
@@ -178,11 +194,12 @@ class Timeline:
     def step(self, ledger: Ledger) -> None:
         """End a step: its blocks' times belong together."""
         if self._unended:
-            last = self._pending[-1]
-            last.ends_step = not self._fresh  # fresh again already: its last block is missing
-            last.stepped_s = self._now()
+            # fresh again already where the step's last block is missing
+            if not self._fresh:
+                self._pending[-1].stepped_s = self._now()
             self._unended = 0
-        self.read(ledger, keep=8)  # by then events have nearly always come
+        # by then events have nearly always come
+        self.read(ledger, keep=8)
         self._steps += 1
         if self._steps % 10 or self._held >= 3 or self._events.delay is None:
             return
@@ -206,7 +223,8 @@ class Timeline:
         """
         end = self._events.make()
         end.record(self._events.stream())
-        end.synchronize()  # the host waits for the device
+        # the host waits for the device
+        end.synchronize()
         self.read(ledger)
         late_s = self._late_s
         self._late_s = 0.0
@@ -226,7 +244,9 @@ class Timeline:
                 self._free.append(read)
 
     def _count(self, slot: _Slot, previous: _Slot | None, ledger: Ledger) -> None:
-        gap_s = max(0.0, previous.end.elapsed_time(slot.start)) / 1e3 if previous else 0.0
+        gap_s = 0.0
+        if previous:
+            gap_s = max(0.0, previous.end.elapsed_time(slot.start)) / 1e3
         compute_s = slot.start.elapsed_time(slot.end) / 1e3
         # when the device began the block, by the host's clock
         shown_s = slot.mark_s + slot.mark.elapsed_time(slot.start) / 1e3
@@ -246,7 +266,7 @@ class Timeline:
             ledger.kernel_blocks += 1
         self._known &= known
         add_all(self._step_s, spent_s)
-        if slot.ends_step:
+        if slot.stepped_s is not None:
             if self._keep_steps:
                 self.ends_s.append(self._passed_s)
             if slot.first:
@@ -263,7 +283,7 @@ class Timeline:
 
 
 def _explain(slot: _Slot, previous: _Slot | None, gap: Span, ledger: Ledger) -> dict[str, float]:
-    """Returns the seconds of the ``gap`` before a block by what the device waited for or did."""
+    """Returns the seconds of the ``gap`` before a block by what filled it."""
     free_s = gap[0]
     if slot.waits:
         # a copy before the host asked is ahead of its time, and delays nothing

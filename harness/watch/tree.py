@@ -23,7 +23,8 @@ class Tree:
     def __init__(self, pid: int | None = None, proc: Path = Path("/proc")) -> None:
         self._pid = pid or os.getpid()
         self._proc = str(proc)
-        self._members: dict[int, None] = {self._pid: None}  # every process after its parent
+        # every process after its parent
+        self._members: dict[int, None] = {self._pid: None}
         self._strangers: set[int] = set()
         self._queued_ns: dict[str, int] = {}  # by thread
         self._queued_s = 0.0
