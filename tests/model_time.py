@@ -5,13 +5,20 @@ figure of theirs is known exactly.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.watch.clock import StepClock
 from harness.watch.figures import Window
 from harness.watch.timeline import Events
 
 COMPUTE, IDLE = "compute", "idle"  # streams
+Figure = TypeVar("Figure")
+
+
+def known(figure: Figure | None) -> Figure:
+    """Returns a figure that must be there."""
+    assert figure is not None
+    return figure
 
 
 class Hand:

@@ -48,7 +48,8 @@ def on_terminal(code: str) -> str:
         try:
             while chunk := os.read(ours, 65536):
                 seen += chunk
-        except OSError:  # Linux's end of a terminal
+        except OSError:
+            # Linux's end of a terminal
             pass
         os.close(ours)
     assert process.returncode == 0, seen.decode()
@@ -323,8 +324,11 @@ def test_a_live_table_on_a_terminal_grows_and_stays() -> None:
         < seen.index("measuring num_workers=8")
     )
     last = re.sub(
-        r"\x1b\[[?\d;]*[a-zA-Z]", "", seen[seen.index("the last") + len("the last") :]
-    )  # drawn over the last status
+        r"\x1b\[[?\d;]*[a-zA-Z]",
+        "",
+        seen[seen.index("the last") + len("the last") :],
+        # drawn over the last status
+    )
     assert [line.split() for line in last.splitlines() if line.strip()][-4:] == [
         ["Trials"], ["num_workers", "images/s"], ["4", "[red]1200[/red]\\x1b[2J"], ["8", "1300"],
     ]  # fmt: skip
