@@ -1,3 +1,1 @@
-"""What happened and how fast: the step's clock, the machine's sensors, and everything a run writes
-or prints.
-"""
+"""What happened and how fast: the step's clock, the machine's sensors, what a run writes."""

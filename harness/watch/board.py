@@ -1,6 +1,4 @@
-"""The one place that writes what a run leaves to be looked at: event file, ``metrics.jsonl``,
-``report.json``.
-"""
+"""Writes what a run leaves to be looked at: event file, ``metrics.jsonl``, ``report.json``."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import logging
 import math
 import os
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -50,12 +47,24 @@ class Board:
         self._folder = folder
         self._now = now
         self._began = now()
-        self._metrics = _Records(folder / "metrics.jsonl")
-        self._there: set[tuple[int, str]] = (
-            set()
-        )  # what the step that the run goes on from has already
-        self._guarded(self._metrics.path, lambda: self._go_on(resumed_step))
-        self._events = _EventFile(folder, resumed_step) if tensorboard else None
+        self._metrics = _Records(folder / "metrics.jsonl", self._failed)
+        # the tags that the step that the run goes on from has already
+        self._there: set[tuple[int, str]] = set()
+        try:
+            self._go_on(resumed_step)
+        except OSError as error:
+            self._failed(self._metrics.path, error)
+        # SummaryWriter would do, but for its thread: that dies of the first full disk, and keeps
+        # minutes of figures in memory
+        self._events: _Records | None = None
+        if tensorboard:
+            name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
+            self._events = _Records(folder / name, self._failed)
+            self._events.head = _event(file_version="brain.Event:2")
+            if resumed_step is not None:
+                # TensorBoard hides what the folder's older files have from this step on
+                start = _event(step=resumed_step + 1, session_log={"status": "START"})
+                self._events.head += start
 
     def __enter__(self) -> Self:
         return self
@@ -86,30 +95,46 @@ class Board:
         line = {"step": step, "epoch": epoch, "time_s": round(self._now() - self._began, 3), **flat}
         if not all(map(math.isfinite, flat.values())):
             line = plain(line)
-        data = f"{json.dumps(line)}\n".encode()
-        self._guarded(self._metrics.path, lambda: self._metrics.append(data))
-        self._event(lambda events: events.scalars(step, flat))
+        self._metrics.append(f"{json.dumps(line)}\n".encode())
+        if self._events:
+            self._events.append(_scalars(step, flat))
 
     def text(self, tag: str, lines: Sequence[str]) -> None:
-        """Put lines on TensorBoard's text page, as they are: Markdown shows what is indented as
-        code.
-        """
-        text = "\n".join(f"    {printable(line)}" for line in lines)
-        self._event(lambda events: events.text(tag, text))
+        """Put lines on TensorBoard's text page, as they are."""
+        if self._events:
+            from torch.utils.tensorboard import summary
+
+            # Markdown shows what is indented as code
+            text = "\n".join(f"    {printable(line)}" for line in lines)
+            self._events.append(_event(summary=summary.text(tag, text)))
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
-        """Make the run a row of TensorBoard's HParams page; every run of a sweep must give the same
-        names.
+        """Make the run a row of TensorBoard's HParams page.
+
+        Every run of a sweep must give the same names.
         """
-        self._event(lambda events: events.hparams(self._step, settings, metrics))
+        if self._events:
+            from torch.utils.tensorboard import summary
+
+            cells = plain(settings)
+            for name, value in cells.items():
+                # torch would write true as 1.0, and leave a null out together with its column
+                if type(value) not in (int, float, str):
+                    cells[name] = json.dumps(value)
+            # of the experiment, the session's start and its end
+            for part in summary.hparams(cells, dict(metrics)):
+                self._events.append(_event(summary=part))
+            known = {tag: value for tag, value in metrics.items() if value is not None}
+            self._events.append(_scalars(self._step, known))
 
     def report(self, report: Mapping[str, Any]) -> None:
-        """Write ``report.json``, whole or not at all; dataclasses become objects without the fields
-        that are None.
-        """
+        """Write ``report.json``, whole or not at all, as ``plain`` gives it."""
         path = self._folder / "report.json"
         text = json.dumps(plain(report), indent=2, allow_nan=False) + "\n"
-        self._guarded(path, lambda: write_whole(path, text.encode()))
+        try:
+            write_whole(path, text.encode())
+        except OSError as error:
+            self._failed(path, error)
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
@@ -118,60 +143,62 @@ class Board:
             self._events.close()
 
     def _go_on(self, step: int | None) -> None:
-        """Take out the lines of steps after ``step``, and a last one that was cut off; begin behind
-        the others.
-        """
+        """Take out the lines of steps after ``step`` and damaged ones; begin behind the others."""
         path = self._metrics.path
         kept = []
         make_way(path)
         data = read_regular(path) if path.exists() else b""
         for line in data.splitlines(keepends=True):
-            found, time_s, tags = _line(line)
+            try:
+                values = parsed(line)
+                found = typed(float, values["step"])
+                time_s = typed(float, values.get("time_s", 0.0))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
             if line.endswith(b"\n") and (step is None or found <= step):
                 kept.append(line)
                 self._began = self._now() - time_s
-                if found == step:
-                    self._there |= {(step, tag) for tag in tags}
+                if step is not None and found == step:
+                    self._there |= {(step, tag) for tag in values}
         if (whole := b"".join(kept)) != data:
             write_whole(path, whole)
 
-    def _event(self, write: Callable[[_EventFile], None]) -> None:
-        if events := self._events:
-            self._guarded(events.path, lambda: write(events))
-
-    def _guarded(self, path: Path, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except OSError as error:
-            if not self.dropped:
-                reason = error.strerror or error
-                _log.warning(
-                    "%s: %s; figures are lost until it can be written, training goes on",
-                    path,
-                    reason,
-                )
-            self.dropped += 1
+    def _failed(self, path: Path, error: OSError) -> None:
+        if not self.dropped:
+            _log.warning(
+                "%s: %s; figures are lost until it can be written, training goes on",
+                path,
+                error.strerror or error,
+            )
+        self.dropped += 1
 
 
 class _Records:
-    """A file that is only appended to, one whole record per write, behind ``head``."""
+    """A file that is only appended to, one whole record per write, behind ``head``.
 
-    def __init__(self, path: Path) -> None:
+    ``failed`` is told of every record that could not be written.
+    """
+
+    def __init__(self, path: Path, failed: Callable[[Path, OSError], None]) -> None:
         self.path = path
         self.head = b""
+        self._failed = failed
         self._handle: int | None = None
 
     def append(self, data: bytes) -> None:
         """Append one record; when it does not fit, the file stays as it was."""
         data = self.head + data
-        if self._handle is None:
-            self._handle = open_regular(
-                self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-            )
-        if (written := os.write(self._handle, data)) < len(data):
-            os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
-            raise OSError(f"only {written} of {len(data)} bytes were written")
-        self.head = b""
+        try:
+            if self._handle is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+                self._handle = open_regular(self.path, flags)
+            if (written := os.write(self._handle, data)) < len(data):
+                os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
+                raise OSError(f"only {written} of {len(data)} bytes were written")
+        except OSError as error:
+            self._failed(self.path, error)
+        else:
+            self.head = b""
 
     def close(self) -> None:
         if self._handle is not None:
@@ -179,62 +206,22 @@ class _Records:
             self._handle = None
 
 
-class _EventFile(_Records):
-    """TensorBoard's event file.
+def _event(**fields: Any) -> bytes:
+    """Returns a record of TensorBoard's event file, of now."""
+    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
-    ``SummaryWriter`` would do, but for its thread: that dies of the first full disk and keeps
-    minutes of figures in memory.
-    """
+    return framed(Event(wall_time=time.time(), **fields).SerializeToString())
 
-    def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-        from torch.utils.tensorboard import summary
 
-        super().__init__(folder / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}")
-        self._event = Event
-        self._heads = dict[str, bytes]()
-        self._summary: Any = summary
-        self.head = self._record(file_version="brain.Event:2")
-        if (
-            resumed_step is not None
-        ):  # TensorBoard hides what the folder's older files have from this step on
-            self.head += self._record(step=resumed_step + 1, session_log={"status": "START"})
-
-    def scalars(self, step: int, figures: Mapping[str, float]) -> None:
-        parts = [self._event(wall_time=time.time(), step=step).SerializeToString()]
-        for tag, figure in figures.items():
-            parts += self._head(tag), array("f", [figure])
-        self.append(framed(b"".join(parts)))
-
-    def text(self, tag: str, markdown: str) -> None:
-        self.append(self._record(summary=self._summary.text(tag, markdown)))
-
-    def hparams(
-        self, step: int, settings: Mapping[str, Any], metrics: Mapping[str, float | None]
-    ) -> None:
-        cells = {name: _hparam(value) for name, value in settings.items()}
-        summaries = self._summary.hparams(
-            cells, dict(metrics)
-        )  # of the experiment, the session's start and its end
-        self.append(b"".join(self._record(summary=summary) for summary in summaries))
-        self.scalars(step, {tag: value for tag, value in metrics.items() if value is not None})
-
-    def _head(self, tag: str) -> bytes:
-        """What stands before a figure: of messages behind one another, protobuf makes one that has
-        the values of all.
-        """
-        if tag not in self._heads:
-            values = [{"tag": tag, "simple_value": 0.0}]
-            self._heads[tag] = self._event(summary={"value": values}).SerializeToString()[:-4]
-        return self._heads[tag]
-
-    def _record(self, **fields: Any) -> bytes:
-        return framed(self._event(wall_time=time.time(), **fields).SerializeToString())
+def _scalars(step: int, figures: Mapping[str, float]) -> bytes:
+    values = [{"tag": tag, "simple_value": figure} for tag, figure in figures.items()]
+    return _event(step=step, summary={"value": values})
 
 
 def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
-    """Wall milliseconds per sample of each stage, and how busy the workers were in ``worker_s``
-    seconds of them together.
+    """Returns wall milliseconds per sample of each stage, and how busy the workers were.
+
+    ``worker_s`` are the seconds of all workers together.
     """
     if not totals.samples or worker_s <= 0:
         return {}
@@ -245,37 +232,22 @@ def stages(totals: StageTotals, worker_s: float) -> dict[str, Value]:
     return {**each, Tag.BUSY_FRACTION: min(1.0, totals.busy_s / worker_s)}
 
 
-def _hparam(value: Any) -> str | int | float:
-    """A value for the HParams page; torch would write true as 1.0, and leave a null out together
-    with its column.
-    """
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return value if isinstance(value, (int, float)) else str(plain(value))
-
-
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it: NaN and infinities become None, dataclasses objects without
-    the fields that are None.
+    """Returns ``value`` as JSON can hold it.
+
+    NaN and infinities become None, dataclasses objects without the fields that are None.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if dataclasses.is_dataclass(value):
-        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return {name: plain(item) for name, item in fields if item is not None}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: plain(item) for name, item in fields.items() if item is not None}
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Path):
         return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _line(line: bytes) -> tuple[float, float, tuple[str, ...]]:
-    """The step of a line, its time and its tags; a damaged one comes after all steps."""
-    try:
-        values = parsed(line)
-        return typed(float, values["step"]), typed(float, values.get("time_s", 0.0)), tuple(values)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return math.inf, 0.0, ()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

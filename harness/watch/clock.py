@@ -8,14 +8,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.watch.figures import Window
 from harness.watch.ledger import HOST_STEP, Collections, Ledger, add_all
-from harness.watch.spans import Block
 from harness.watch.stages import Stamps, wait_parts
 from harness.watch.timeline import Copy, Events, Timeline, TimingEvent
 
@@ -35,12 +34,13 @@ class StepClock:
     some steps later, once they have come; where none are free the block goes unmeasured. On the
     device's time line, over the ``computing()`` blocks i::
 
-        gap_i          = end of compute i-1 to start of compute i  (after a pause not known, and left out)
-        exposed_copy_i = the part of gap_i in which a batch was copied that the host had asked the feed for
-        prepare_i      = the part of gap_i in which the device augmented and normalised that batch
-        starved_i      = the part of the rest in which the host waited for a batch that was not there yet
-        host_i         = what is left of gap_i: launches, garbage collection, logging, whatever the loop does
-        stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
+        gap_i          = end of compute i-1 to start of compute i  (after a pause not known, and
+        left out) exposed_copy_i = the part of gap_i in which a batch was copied that the host had
+        asked the feed for prepare_i      = the part of gap_i in which the device augmented and
+        normalised that batch starved_i      = the part of the rest in which the host waited for a
+        batch that was not there yet host_i         = what is left of gap_i: launches, garbage
+        collection, logging, whatever the loop does stall_fraction = sum(starved_i + exposed_copy_i)
+        / sum(gap_i + compute_i)
 
     A wait while the device has queued work is no stall, and work between two steps is no stall.
     Without device events the stall is ``data_wait_fraction``; on a CPU prepare is the rest of
@@ -70,165 +70,192 @@ class StepClock:
         if events is None and own.has_streams:
             events = Events(lambda: own.event(timed=True), own.stream, own.idle_stream(), own.delay)
         self.now = now or own.now
-        self._timeline = Timeline(slots, events, self.now, keep_steps) if events else None
-        self._times_compute = (
-            own.kind == "cpu" and not events
-        )  # when a call returns, a CPU has done its work; MPS has not
+        self._timeline = None
+        if events:
+            self._timeline = Timeline(slots, events, self.now, keep_steps)
+        # when a call returns, a CPU has done its work; MPS has not
+        self._times_compute = own.kind == "cpu" and not events
         self._ledger = Ledger()
         self._closed = Ledger()
-        self._mark: float | None = None  # when the running step began; None outside
-        self._first = True  # the running step is an epoch's first
-        self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0  # in this step
-        self._wait_parts_s: dict[str, float] = {}  # likewise
-        self._host_parts_s: dict[str, float] = {}  # likewise
-        self._stamps: Stamps | None = None  # of the batch that ends the running wait
-        self._there_s: float | None = None  # when that batch was there
-        self._began_s = self._began_paused_s = 0.0  # the running wait, and the pauses before it
-        self._compute_began_s = 0.0
-        self._in_wait = self._in_compute = self._in_work = False
-        self._pause_since: float | None = None
-        self._paused_s = 0.0
+        # when the running step, wait, block of computing and noted work began; a pause moves them
+        self._since: dict[str, float] = {}
+        self._paused = False
+        # the running step is an epoch's first
+        self._first = True
+        # of the batch that ends the running wait
+        self._stamps: Stamps | None = None
+        # when that batch was there
+        self._there_s: float | None = None
+        self._clear_step()
         self._gc = Collections(self.now)
-        self._gc_mark_s = 0.0  # of its seconds, those before the running step
+        # of its seconds, those before the running step
+        self._gc_mark_s = 0.0
         gc.callbacks.append(self._gc)
         weakref.finalize(self, gc.callbacks.remove, self._gc)
 
-    def waiting(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
         """Count the host time inside the block, around ``next()`` on the feed, as data wait.
 
         One inside another does not count: a feed and its loop may both tell.
         """
-        return Block(self._begin_wait, self._end_wait)
+        if self._paused or "wait" in self._since:
+            yield
+            return
+        self._stamps = self._there_s = None
+        self._since["wait"] = self._begin()
+        try:
+            yield
+        finally:
+            began = self._since.pop("wait")
+            there = ended = self.now()
+            if self._there_s is not None:
+                there = min(max(self._there_s, began), ended)
+            self._wait_s += there - began
+            self._prepare_s += ended - there
+            if self._stamps is not None:
+                add_all(self._wait_parts_s, wait_parts(began, there, self._stamps))
+            if self._timeline:
+                self._timeline.waited(began, there)
 
     def arrived(self, stamps: Stamps | None, there_s: float | None = None) -> None:
-        """Take what is known of the batch that is about to end the running wait; outside of
-        ``waiting()`` it does not count.
+        """Take what is known of the batch that is about to end the running wait.
+
+        Outside of ``waiting()`` it does not count.
 
         Args:
             stamps: when it was made, received and pinned, where its feed tells.
             there_s: when it was there, by the clock ``now``: what is left of the block is no
                 waiting for data.
         """
-        if self._in_wait:
+        if "wait" in self._since:
             self._stamps = stamps
             self._there_s = there_s
 
     def held(self, began_s: float) -> None:
-        """Take the time since ``began_s`` out of the running wait: the host waited for a device
-        that had steps in store.
-        """
-        if self._in_wait and self._pause_since is None:
-            now = self.now()
-            self._full_s += now - began_s
-            self._began_s += now - began_s
+        """Take the time since ``began_s`` out of the running wait: the device had work in store."""
+        if "wait" in self._since and not self._paused:
+            full_s = self.now() - began_s
+            self._full_s += full_s
+            self._since["wait"] += full_s
 
-    def computing(self) -> AbstractContextManager[None]:
-        """Measure the block, around forward, backward and optimizer step; several in one step add
-        up.
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Measure the block, around forward, backward and optimizer step.
 
-        Enter it with the network's stream as the current one. A block that raises is not measured
-        on the device.
+        Several in one step add up. Enter it with the network's stream as the current one. A block
+        that raises is not measured on the device.
         """
-        return Block(self._begin_compute, self._end_compute)
+        if self._paused or "compute" in self._since:
+            yield
+            return
+        self._since["compute"] = self._begin() - self._collected_s()
+        if self._timeline:
+            self._timeline.begin(self._ledger, first=self._first)
+        whole = False
+        try:
+            yield
+            whole = True
+        finally:
+            if self._timeline:
+                self._timeline.end(whole=whole)
+            self._compute_s += self.now() - self._collected_s() - self._since.pop("compute")
 
     def copied(
         self, start: TimingEvent, end: TimingEvent, ready: TimingEvent | None = None
     ) -> None:
-        """Take the recorded events around one batch's copy, before the block that computes on that
-        batch.
+        """Take the recorded events around one batch's copy, before the block that computes on it.
 
-        ``ready`` is recorded after what else the device did to it, such as normalising. A batch
-        that was not copied has ``start`` for its ``end``. The caller must not record them again.
+        ``ready`` is recorded after what else the device did to the batch, as normalising. A
+        batch that was not copied has ``start`` for its ``end``. The caller must not record the
+        events again.
         """
-        if self._timeline and self._pause_since is None:
+        if self._timeline and not self._paused:
             self._timeline.copied(Copy(start, end, ready or end))
 
     @contextmanager
     def noted(self, name: str) -> Iterator[None]:
-        """Give the host time of work between steps, such as logging, a name of its own in
-        ``Window.host_parts_s``.
+        """Give work between steps, as logging, a name in ``Window.host_parts_s``.
 
         Garbage collections inside do not count: they have a figure of their own.
         """
-        if self._in_work or self._mark is None or self._pause_since is not None:
+        if self._paused or "work" in self._since or "step" not in self._since:
             yield
             return
-        self._in_work = True
-        began = self._active() - self._gc.seconds
+        self._since["work"] = self.now() - self._gc.seconds
         try:
             yield
         finally:
-            self._in_work = False
-            add_all(self._host_parts_s, {name: self._active() - self._gc.seconds - began})
+            took_s = self.now() - self._gc.seconds - self._since.pop("work")
+            add_all(self._host_parts_s, {name: took_s})
 
     def start_epoch(self) -> None:
         """Keep the next step apart as an epoch's first."""
-        if self._pause_since is None:
+        if not self._paused:
             self._first = True
             self._begin()
 
     def step(self, images: int) -> None:
         """End a step in which this rank used ``images`` images."""
-        if self._pause_since is not None:
+        if self._paused:
             return
-        now = self.now() - self._paused_s
-        took = now - (now if self._mark is None else self._mark)
-        self._mark = now
+        now = self.now()
+        took_s = now - self._since.get("step", now)
+        self._since["step"] = now
         if self._first:
             self._ledger.first_steps += 1
-            self._ledger.first_s += took
+            self._ledger.first_s += took_s
         else:
-            self._count(took, images)
+            self._count(took_s, images)
         self._first = False
         self._gc_mark_s = self._gc.seconds
-        self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
-        self._wait_parts_s.clear()
-        self._host_parts_s.clear()
+        self._clear_step()
         if self._timeline:
             self._timeline.step(self._ledger)
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Keep the time inside the block out of all steps, under ``name``; what the clock is told
-        inside does not count.
+        """Keep the time inside the block out of all steps, under ``name``.
 
-        The device first finishes the steps so far (the host waits for it here), and that time is
-        booked to them.
+        What the clock is told inside does not count. The device first finishes the steps so far
+        (the host waits for it here), and that time is booked to them.
         """
-        if self._pause_since is not None:
+        if self._paused:
             yield
             return
         self.settle()
         if self._timeline:
             self._timeline.forget()
-        self._pause_since = self.now()
+        self._paused = True
+        began = self.now()
         collecting = self._gc.thread
         self._gc.thread = None
         try:
             yield
         finally:
-            took = self.now() - self._pause_since
-            self._pause_since = None
-            self._paused_s += took
+            took_s = self.now() - began
+            self._paused = False
             self._gc.thread = collecting
-            add_all(self._ledger.pauses_s, {name: took})
+            add_all(self._ledger.pauses_s, {name: took_s})
+            for running in self._since:
+                self._since[running] += took_s
 
     def settle(self) -> None:
-        """Let the device finish the steps so far (the host waits for it here), and book that time
-        to them.
+        """Let the device finish the steps so far, and book that time to them.
 
-        Told where an epoch ends: the next step is kept apart, and the device may have much of this
-        epoch before it. What the device spent on an epoch's first step after the host had gone on
-        is booked to that step.
+        The host waits for the device here. Told where an epoch ends: the next step is kept apart,
+        and the device may have much of this epoch before it. What the device spent on an epoch's
+        first step after the host had gone on is booked to that step.
         """
-        if self._timeline is None or self._pause_since is not None:
+        if self._timeline is None or self._paused:
             return
-        before = self._active()
+        began = self.now()
         late_s = self._timeline.finish(self._ledger)
-        if self._mark is not None:
-            self._ledger.elapsed_s += self._active() - before - late_s
+        took_s = self.now() - began
+        if "step" in self._since:
+            self._ledger.elapsed_s += took_s - late_s
             self._ledger.first_s += late_s
-            self._mark += self._active() - before
+            self._since["step"] += took_s
 
     def watch(
         self, batches: Iterable[Batch], images: Callable[[Batch], int] | None = None
@@ -254,22 +281,21 @@ class StepClock:
                     yield batch
                 self.step(count)
         finally:
-            if self._pause_since is None:
-                self._mark = None
+            if not self._paused:
+                self._since.pop("step", None)
 
     def device_steps(self, count: int) -> tuple[float, ...]:
-        """Seconds of the last ``count`` settled steps, from end to end on the device; empty where
-        they are not known.
+        """Returns the seconds of the last ``count`` settled steps, from end to end on the device.
+
+        Empty where they are not known.
         """
-        ends_s = self._timeline.ends_s[-count - 1 :] if self._timeline else []
-        return (
-            tuple(later - earlier for earlier, later in pairwise(ends_s))
-            if len(ends_s) > count
-            else ()
-        )
+        if self._timeline is None or len(self._timeline.ends_s) <= count:
+            return ()
+        ends_s = self._timeline.ends_s[-count - 1 :]
+        return tuple(later - earlier for earlier, later in pairwise(ends_s))
 
     def close_window(self) -> Window | None:
-        """The figures since the last call; None where no step has ended since.
+        """Returns the figures since the last call; None where no step has ended since.
 
         Never waits for the device.
         """
@@ -283,7 +309,7 @@ class StepClock:
         return ended.window()
 
     def total(self) -> Window:
-        """The figures of the whole run so far, with those of the open window.
+        """Returns the figures of the whole run so far, with those of the open window.
 
         Never waits for the device.
         """
@@ -320,66 +346,26 @@ class StepClock:
                 1e3 * max(0.0, took_s - self._wait_s - self._prepare_s - self._compute_s)
             )
 
-    def _begin_wait(self) -> bool:
-        if self._in_wait or self._pause_since is not None:
-            return False
-        self._in_wait = True
-        self._stamps = self._there_s = None
-        self._began_s = self._begin()
-        self._began_paused_s = self._paused_s
-        return True
-
-    def _end_wait(self, whole: bool) -> None:
-        self._in_wait = False
-        began = self._began_s
-        ended = self._active()
-        paused_s = self._began_paused_s
-        there = ended
-        if self._there_s is not None:
-            there = min(max(self._there_s - paused_s, began), ended)
-        self._wait_s += there - began
-        self._prepare_s += ended - there
-        if self._paused_s == paused_s:
-            if self._stamps is not None:
-                add_all(
-                    self._wait_parts_s, wait_parts(began + paused_s, there + paused_s, self._stamps)
-                )
-            if self._timeline:
-                self._timeline.waited(began + paused_s, there + paused_s)
-
-    def _begin_compute(self) -> bool:
-        if self._in_compute or self._pause_since is not None:
-            return False
-        self._in_compute = True
-        self._compute_began_s = self._begin() - self._collected_s()
-        if self._timeline:
-            self._timeline.begin(self._ledger, first=self._first)
-        return True
-
-    def _end_compute(self, whole: bool) -> None:
-        if self._timeline:
-            self._timeline.end(whole=whole)
-        self._in_compute = False
-        self._compute_s += self._active() - self._collected_s() - self._compute_began_s
-
     def _collected_s(self) -> float:
-        """Seconds of collections that are no computing: where the host computes; elsewhere the
-        device works on meanwhile.
-        """
-        return self._gc.seconds if self._times_compute else 0.0
+        """Returns the seconds of collections that are no computing.
 
-    def _active(self) -> float:
-        """A clock in seconds that stands still in pauses."""
-        return (self.now() if self._pause_since is None else self._pause_since) - self._paused_s
+        That is where the host computes; elsewhere the device works on meanwhile.
+        """
+        return self._gc.seconds * self._times_compute
 
     def _begin(self) -> float:
-        """The active clock, outside of pauses; the running step began now, if none ran."""
-        now = self.now() - self._paused_s
-        if self._mark is None:
-            self._mark = now
+        """Returns the host's clock; the running step begins now, if none ran."""
+        now = self.now()
+        if "step" not in self._since:
+            self._since["step"] = now
             self._gc_mark_s = self._gc.seconds
             self._gc.thread = get_ident()
         return now
+
+    def _clear_step(self) -> None:
+        self._wait_s = self._prepare_s = self._full_s = self._compute_s = 0.0
+        self._wait_parts_s: dict[str, float] = {}
+        self._host_parts_s: dict[str, float] = {}
 
 
 def _images_in(batch: Any) -> int:

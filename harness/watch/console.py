@@ -1,9 +1,8 @@
-"""What the user reads while a run goes on: lines, tables, warnings and bars on standard output; all
-but bars in the log too.
+"""What the user reads while a run goes on: lines, tables, warnings and bars.
 
-Warnings come here by logging: ``logging.getLogger("wellfed").warning`` anywhere is printed once and
-logged once. Text is escaped, so that a file's name can neither drive the terminal nor be read as
-rich's markup.
+All go to standard output, and all but bars to the log too. Warnings come here by logging:
+``logging.getLogger("wellfed").warning`` anywhere is printed once and logged once. Text is escaped,
+so that a file's name can neither drive the terminal nor be read as rich's markup.
 """
 
 from __future__ import annotations
@@ -26,9 +25,11 @@ from harness.runtime.errors import printable
 from harness.runtime.folder import LOGGER
 
 _log = logging.getLogger(LOGGER)
-_console = Console(soft_wrap=True, highlight=False)  # asks for sys.stdout at each use
+# asks for sys.stdout at each use
+_console = Console(soft_wrap=True, highlight=False)
 _quiet = False
-_busy = False  # a progress() or a live_table() is open
+# a progress() or a live_table() is open
+_busy = False
 Item = TypeVar("Item")
 
 
@@ -39,8 +40,9 @@ def set_quiet(quiet: bool) -> None:
 
 
 def say(text: str, *, stands_out: bool = False) -> None:
-    """Print one line, and log it; one that ``stands_out`` is bold on a terminal, and broken between
-    words.
+    """Print one line, and log it.
+
+    One that ``stands_out`` is bold on a terminal, and broken between words.
     """
     line = printable(text)
     _log.info("%s", line)
@@ -48,52 +50,43 @@ def say(text: str, *, stands_out: bool = False) -> None:
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; every row has as many cells as there are columns."""
+    """Returns the lines of a table; every row has as many cells as there are columns."""
     cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 class LiveTable:
-    """A table whose rows come one by one, with a line under it that says what is being done now.
+    """A table whose rows come one by one, above a line that says what is done now.
 
-    On a terminal ``live`` draws it anew for each; where there is none, a row is a line, padded to
+    On a terminal ``live`` draws the table again for each row; elsewhere a row is a line, padded to
     ``widths``.
     """
 
     def __init__(
         self, title: str, columns: Sequence[str], widths: Sequence[int], live: Live | None
     ) -> None:
-        names = list(map(printable, columns))
-        self._widths, self._live = (
-            [max(len(name), width) for name, width in zip(names, widths, strict=True)],
-            live,
-        )
-        self._grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in names:
-            self._grid.add_column(Text(name))
+        self._live = live
         self._title = printable(title)
+        self._widths = list(map(max, widths, map(len, columns)))
+        self._grid = Table.grid(padding=(0, 2, 0, 0))
         self._line(self._title)
-        self._line(self._padded(names))
-        self.status("")
+        self.add(columns)
 
     def add(self, row: Sequence[str]) -> None:
         """Add a row, which has as many cells as there are columns."""
         cells = list(map(printable, row))
         self._grid.add_row(*map(Text, cells))
-        self._line(self._padded(cells))
+        self._line("  ".join(map(str.ljust, cells, self._widths)).rstrip())
         self.status("")
 
     def status(self, text: str) -> None:
-        """Say what is being done now, on a terminal alone; the next row takes it away."""
+        """Say what is being done now, on a terminal alone, until the next row."""
         if self._live:
-            below = [Text(printable(text), "dim")] if text else []
-            self._live.update(Group(Text(self._title), self._grid, *below), refresh=True)
-
-    def _padded(self, cells: Sequence[str]) -> str:
-        return "  ".join(
-            cell.ljust(width) for cell, width in zip(cells, self._widths, strict=True)
-        ).rstrip()
+            parts: list[Text | Table] = [Text(self._title), self._grid]
+            if text:
+                parts.append(Text(printable(text), "dim"))
+            self._live.update(Group(*parts), refresh=True)
 
     def _line(self, line: str) -> None:
         _log.info("%s", line)
@@ -105,23 +98,23 @@ class LiveTable:
 def live_table(
     title: str, columns: Sequence[str], widths: Sequence[int] | None = None
 ) -> Iterator[LiveTable]:
-    """Show a table that grows, inside the block: drawn anew on a terminal, a line for each row in a
-    pipe and in the log.
+    """Show a table that grows inside the block, line by line where there is no terminal.
 
-    Where a ``progress`` or another live table is open it is lines too; a ``progress`` inside it
-    shows nothing. ``widths`` are the columns' least widths in lines, which are written before the
-    rows to come are known.
+    Inside a ``progress`` or another live table the rows are lines too; a ``progress`` inside the
+    table shows nothing. ``widths`` are the columns' least widths in lines, which are written before
+    the rows to come are known.
     """
     global _busy
-    was_busy, least = _busy, widths or [0] * len(columns)
+    was_busy = _busy
+    widths = widths or [0] * len(columns)
     _busy = True
     try:
         if was_busy or _quiet or not _on_terminal():
-            yield LiveTable(title, columns, least, None)
+            yield LiveTable(title, columns, widths, None)
             return
         # drawn when told, not by a thread of rich's: that would run inside what is being measured
         with Live(console=_console, auto_refresh=False) as live:
-            shown = LiveTable(title, columns, least, live)
+            shown = LiveTable(title, columns, widths, live)
             try:
                 yield shown
             finally:
@@ -131,35 +124,28 @@ def live_table(
 
 
 class Bar:
-    """Progress of long work, which ``show`` lets the user see."""
+    """Progress of long work; ``show``, if set, is called after each advance."""
 
-    def __init__(
-        self, description: str, total: int | None, unit: str, show: Callable[[Bar], object]
-    ) -> None:
-        self.done, self.total = 0, total
-        self._description, self._unit, self._show = printable(description), unit, show
+    def __init__(self, description: str, total: int | None, unit: str) -> None:
+        self.done = 0
+        self.total = total
+        self.show: Callable[[], object] | None = None
+        self._description = printable(description)
+        self._unit = unit
         self._note = ""
 
     def advance(self, n: int = 1) -> None:
         """Note ``n`` more units done."""
         self.done += n
-        self._show(self)
-
-    def describe(self, text: str) -> None:
-        """Say what is being done now."""
-        self._description = printable(text)
-        self._show(self)
+        if self.show:
+            self.show()
 
     def note(self, text: str) -> None:
-        """Take what the work shows so far, to be shown after the counts from the next ``advance``
-        on; empty: nothing.
-        """
+        """Show ``text`` after the counts, from the next ``advance`` on; empty: nothing."""
         self._note = printable(text)
 
     def over(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``, each of which is a unit of the work, done when the next one is asked
-        for.
-        """
+        """Yield ``items``; an item is done when the next one is asked for."""
         for item in items:
             yield item
             self.advance()
@@ -170,50 +156,29 @@ class Bar:
     @property
     def counts(self) -> str:
         """What is being done, and how much of it is done."""
-        counts = [n for n in (self.done, self.total) if n is not None]
-        shown, unit = (
-            ([f"{n / 1e6:.1f}" for n in counts], "MB")
-            if self._unit == "B"
-            else (map(str, counts), self._unit)
-        )
-        return f"{self._description}: {' of '.join(shown)} {unit}"
-
-
-class _Lines:
-    """A line after 5 s, then at most every tenth of the work and every 5 s, and one at the end.
-
-    Work under a second has none.
-    """
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now, self._said_done = now, 0
-        self._began = self._said = now()
-
-    def __call__(self, bar: Bar) -> None:
-        is_tenth = (bar.done - self._said_done) * 10 >= (bar.total or 1)
-        if self._now() - self._said >= 5 and (is_tenth or (bar.done and not self._said_done)):
-            self._said, self._said_done = self._now(), bar.done
-            _print(str(bar))
-
-    def end(self, bar: Bar) -> None:
-        took = self._now() - self._began
-        if took >= 1 and bar.done > self._said_done:
-            _print(f"{bar.counts} in {took:.0f} s")
+        counts = [str(n) for n in (self.done, self.total) if n is not None]
+        unit = self._unit
+        if unit == "B":
+            unit = "MB"
+            counts = [f"{int(n) / 1e6:.1f}" for n in counts]
+        return f"{self._description}: {' of '.join(counts)} {unit}"
 
 
 @contextmanager
 def progress(
     description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Bar]:
-    """Show how far long work is, inside the block: a bar on a terminal, a few plain lines in a
-    pipe.
+    """Show how far the block's long work is: a bar on a terminal, else a few lines.
 
-    Inside another ``progress`` it shows nothing. ``total`` is None where it is not known; ``unit``
-    is what is counted, in the plural, or B for bytes, which are shown in millions.
+    The lines: one after 5 s, then at most every tenth of the work and every 5 s, and one at the
+    end; none for work under a second. Inside another ``progress`` nothing is shown. ``total`` is
+    None where it is not known; ``unit`` is what is counted, in the plural, or B for bytes, which
+    are shown in millions.
     """
     global _busy
+    bar = Bar(description, total, unit)
     if _quiet or _busy:
-        yield Bar(description, total, unit, lambda bar: None)
+        yield bar
         return
     _busy = True
     try:
@@ -222,19 +187,26 @@ def progress(
             left = TimeRemainingColumn(table_column=Column(min_width=7, no_wrap=True))
             columns = TextColumn("{task.description}", markup=False), BarColumn(None), left
             with Progress(*columns, console=_console, transient=True, expand=True) as live:
-                bar = Bar(
-                    description,
-                    total,
-                    unit,
-                    lambda b: live.update(task, description=str(b), completed=b.done),
-                )
                 task = live.add_task(str(bar), total=total)
+                bar.show = lambda: live.update(task, description=str(bar), completed=bar.done)
                 yield bar
-        else:
-            lines = _Lines(now)
-            bar = Bar(description, total, unit, lines)
-            yield bar
-            lines.end(bar)
+            return
+        began = said = now()
+        said_done = 0
+
+        def show() -> None:
+            nonlocal said, said_done
+            is_tenth = (bar.done - said_done) * 10 >= (total or 1)
+            if now() - said >= 5 and (is_tenth or not said_done):
+                said = now()
+                said_done = bar.done
+                _print(str(bar))
+
+        bar.show = show
+        yield bar
+        took = now() - began
+        if took >= 1 and bar.done > said_done:
+            _print(f"{bar.counts} in {took:.0f} s")
     finally:
         _busy = False
 
@@ -252,9 +224,8 @@ def _print(line: str, style: str = "", *, wraps: bool = False) -> None:
         else:
             encoding = sys.stdout.encoding or "utf-8"
             print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except (
-        OSError
-    ):  # the reader (head, less), the terminal or the disk's room has gone; training has not
+    except OSError:
+        # the reader (head, less), the terminal or the disk's room has gone; training has not
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -17,13 +17,14 @@ from harness.runtime.folder import LOGGER
 from harness.watch.figures import Tag
 from harness.watch.tree import Tree
 
-Figures = Sequence[float | None]  # one for each tag, or none at all this time
+# one for each tag, or none at all this time
+Figures = Sequence[float | None]
 
 _log = logging.getLogger(LOGGER)
 
 
 def nvml_sees_gpu() -> tuple[str, list[str]] | None:
-    """The driver's version and the names of the GPUs that NVML sees; None where it sees none.
+    """Returns the driver's version and the GPUs' names by NVML; None without a GPU.
 
     Does not import torch.
     """
@@ -33,20 +34,24 @@ def nvml_sees_gpu() -> tuple[str, list[str]] | None:
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         names = [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
-        return (str(nvml.nvmlSystemGetDriverVersion()), names) if names else None
-    except Exception:  # NVML's own, or whatever another module of its name comes up with
+        driver = str(nvml.nvmlSystemGetDriverVersion())
+    except Exception:
+        # NVML's own, or of another module of its name
+        names = []
+    with suppress(Exception):
+        nvml.nvmlShutdown()
+    if not names:
         return None
-    finally:
-        with suppress(Exception):
-            nvml.nvmlShutdown()
+    return driver, names
 
 
 class Source:
-    """Figures that can be read at any time; one that fails is given up for the rest of the run,
-    with one line in the log.
+    """Figures that can be read at any time.
+
+    A figure that fails is given up for the rest of the run, with a line in the log.
 
     Attributes:
-        lost: the tags of those that were given up.
+        lost: the tags of the figures that were given up.
     """
 
     _level = logging.INFO
@@ -56,28 +61,22 @@ class Source:
         self._reads: dict[tuple[Tag, ...], Callable[[], Figures]] = {}
 
     def sample(self) -> dict[str, float]:
-        """What can be had now, by tag."""
+        """Returns what can be had now, by tag."""
         found: dict[str, float] = {}
-        reasons: dict[
-            str, list[str]
-        ] = {}  # with the tags: a driver that falls over takes many along
+        # by the reason, as a driver that falls over takes many along
+        lost: dict[str, list[str]] = {}
         for tags, read in list(self._reads.items()):
             try:
-                figures = read()
-            except (
-                Exception
-            ) as error:  # whatever a driver or a kernel comes up with, training goes on
+                for tag, figure in zip(tags, read(), strict=False):
+                    if figure is not None:
+                        found[tag] = figure
+            except Exception as error:
+                # whatever a driver or a kernel comes up with
                 del self._reads[tags]
-                reasons.setdefault(str(error) or type(error).__name__, []).extend(tags)
-            else:
-                found |= {
-                    tag: figure
-                    for tag, figure in zip(tags, figures, strict=False)
-                    if figure is not None
-                }
-        for reason, lost in reasons.items():
-            self.lost.update(lost)
-            _log.log(self._level, "no %s from here on: %s", ", ".join(lost), reason)
+                lost.setdefault(str(error) or type(error).__name__, []).extend(tags)
+        for reason, names in lost.items():
+            self.lost.update(names)
+            _log.log(self._level, "no %s from here on: %s", ", ".join(names), reason)
         return found
 
 
@@ -85,7 +84,7 @@ class GpuSource(Source):
     """Utilisation, memory and power of one GPU or MIG instance.
 
     ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any kernel
-    ran, whoever's, however little it filled; a MIG instance has none. ``gpu/sm_utilization`` is how
+    ran, of any program, however little it filled; a MIG instance has none. ``gpu/sm_utilization`` is how
     much it filled, since the sample before: the mean share of multiprocessors at work, which Hopper
     and later count, for a MIG instance its own.
     """
@@ -93,9 +92,7 @@ class GpuSource(Source):
     _level = logging.WARNING
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` is torch's: an index would not do, CUDA counts only what CUDA_VISIBLE_DEVICES
-        shows.
-        """
+        """``uuid`` is torch's; an index counts only what CUDA_VISIBLE_DEVICES shows."""
         super().__init__()
         nvml = _started()
         if nvml is None:
@@ -103,115 +100,104 @@ class GpuSource(Source):
                 "no GPU figures: NVML is not there (no driver, or nvidia-ml-py is not installed)"
             )
             return
-        try:
-            handle, is_mig = _handle(nvml, uuid)
-        except (
-            Exception
-        ) as error:  # NVML's own, or whatever another module of its name comes up with
-            _log.warning("no GPU figures: NVML does not know GPU %s: %s", uuid, error)
-            return
+        handle = None
+        with suppress(Exception):
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        is_mig = handle is None
+        if is_mig:
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+            except Exception as error:
+                # NVML's own, or of another module of its name
+                _log.warning("no GPU figures: NVML does not know GPU %s: %s", uuid, error)
+                return
         self._reads = {
             (Tag.GPU_UTILIZATION,): lambda: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,),
             (Tag.GPU_MEMORY_USED_BYTES,): lambda: (
                 float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
             ),
             (Tag.GPU_POWER_W,): lambda: (nvml.nvmlDeviceGetPowerUsage(handle) / 1000,),
-            (Tag.GPU_OTHERS_UTILIZATION,): _Others(nvml, handle).read,
+            (Tag.GPU_OTHERS_UTILIZATION,): _others(nvml, handle),
         }
         try:
-            self._reads[(Tag.GPU_SM_UTILIZATION,)] = _SmUtilization(nvml, handle, is_mig).read
-        except Exception as error:  # no loss: most GPUs and drivers have none
+            self._reads[(Tag.GPU_SM_UTILIZATION,)] = _sm_utilization(nvml, handle, is_mig)
+        except Exception as error:
+            # no loss: most GPUs and drivers have none
             _log.info("no %s: %s", Tag.GPU_SM_UTILIZATION, error)
 
 
-class _SmUtilization:
-    """What NVML's performance counters (GPM) say of the multiprocessors; a profiler may run beside
-    them.
+def _sm_utilization(nvml: Any, handle: Any, is_mig: bool) -> Callable[[], Figures]:
+    """Returns what reads the multiprocessors' mean share at work, by NVML's counters (GPM).
+
+    Each read tells of the time since the one before, which NVML wants to be 0.1 s at least. A
+    profiler may run beside the counters.
 
     Raises:
-        NVMLError: this GPU or its driver has no such counters.
+        NVMLError: this GPU or its driver has no counters.
     """
+    device = handle
+    if is_mig:
+        device = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+    if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    take = partial(nvml.nvmlGpmSampleGet, device)
+    if is_mig:
+        instance = nvml.nvmlDeviceGetGpuInstanceId(handle)
+        take = partial(nvml.nvmlGpmMigSampleGet, device, instance)
+    before = nvml.nvmlGpmSampleAlloc()
+    after = nvml.nvmlGpmSampleAlloc()
+    taken = False
 
-    def __init__(self, nvml: Any, handle: Any, is_mig: bool) -> None:
-        device = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if is_mig else handle
-        if not nvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice:
-            raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-        if is_mig:
-            self._take = partial(
-                nvml.nvmlGpmMigSampleGet, device, nvml.nvmlDeviceGetGpuInstanceId(handle)
-            )
-        else:
-            self._take = partial(nvml.nvmlGpmSampleGet, device)
-        self._nvml = nvml
-        self._taken = False
-        self._before = nvml.nvmlGpmSampleAlloc()
-        self._after = nvml.nvmlGpmSampleAlloc()
-
-    def read(self) -> Figures:
-        """The mean since the read before, which NVML wants to be at least 0.1 s ago; none on the
-        first.
-        """
-        nvml = self._nvml
-        self._before, self._after = self._after, self._before
-        self._take(self._after)
-        if not self._taken:
-            self._taken = True
+    def read() -> Figures:
+        nonlocal before, after, taken
+        before, after = after, before
+        take(after)
+        if not taken:
+            taken = True
             return ()
-        asked = nvml.c_nvmlGpmMetricsGet_t(
-            nvml.NVML_GPM_METRICS_GET_VERSION, 1, self._before, self._after
-        )
+        asked = nvml.c_nvmlGpmMetricsGet_t(nvml.NVML_GPM_METRICS_GET_VERSION, 1, before, after)
         asked.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
         metric = nvml.nvmlGpmMetricsGet(asked).metrics[0]
         if metric.nvmlReturn:
             raise nvml.NVMLError(metric.nvmlReturn)
-        return () if math.isnan(metric.value) else (metric.value / 100,)
-
-
-class _Others:
-    """Other processes on a GPU, by NVML's figures of each process.
-
-    MIG and older drivers have none.
-    """
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self._tree = Tree()
-        self._seen_us = 0
-
-    def read(self) -> Figures:
-        """The share of the time since the read before in which they ran kernels, added up."""
-        nvml = self._nvml
-        try:
-            running = {
-                process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-            }
-            samples = nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
-        except Exception:  # not supported, or nothing ran
+        if math.isnan(metric.value):
             return ()
-        own = self._tree.pids()
-        self._seen_us = max((sample.timeStamp for sample in samples), default=self._seen_us)
-        if not own & running:  # NVML counts processes as another container does
+        return (metric.value / 100,)
+
+    return read
+
+
+def _others(nvml: Any, handle: Any) -> Callable[[], Figures]:
+    """Returns what reads the share of the time in which other processes ran kernels, added up.
+
+    MIG and older drivers know no processes.
+    """
+    tree = Tree()
+    seen_us = 0
+
+    def read() -> Figures:
+        nonlocal seen_us
+        try:
+            running = {each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            samples = nvml.nvmlDeviceGetProcessUtilization(handle, seen_us)
+        except Exception:
+            # not supported, or nothing ran
+            return ()
+        own = tree.pids()
+        seen_us = max((sample.timeStamp for sample in samples), default=seen_us)
+        if not own & running:
+            # NVML counts processes as another container does
             return ()
         return (min(1.0, sum(sample.smUtil for sample in samples if sample.pid not in own) / 100),)
 
-
-def _handle(nvml: Any, uuid: str) -> tuple[Any, bool]:
-    """NVML's handle, and whether it is a MIG instance's."""
-    try:
-        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"), False
-    except nvml.NVMLError:
-        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"), True
+    return read
 
 
 def _started() -> Any:
-    """The NVML module, ready for use, or None."""
-    try:
+    """Returns the NVML module, ready for use; None without a driver or the package."""
+    with suppress(Exception):
+        # no such package, or no driver
         nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return None
-    try:
         nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    return nvml
+        return nvml
+    return None

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, Self
 
-_GROUP_S = 0.025  # a group's only wait for the device is small beside it
-_LEAST_STEPS = 3
-_STALLED = "Stalled share of the time"
 _PROCESSORS = "Processors in use"
 _HELD_BACK = "Held back by the system"
 _READS = "Reads by this run"
@@ -47,7 +44,8 @@ class Figure(NamedTuple):
 class Tag(StrEnum):
     """A figure that is no window's; what a device cannot give is left out."""
 
-    __hash__ = str.__hash__  # an enum's own is a function of Python's
+    # an enum's own is a function of Python's
+    __hash__ = str.__hash__
 
     figure: Figure
 
@@ -80,8 +78,12 @@ class Tag(StrEnum):
         "some kernel ran",
     )
     GPU_SM_UTILIZATION = (
-        "gpu/sm_utilization", "fraction", "of the multiprocessors at work", _UTILIZATION, "its processors in use",
-    )  # fmt: skip
+        "gpu/sm_utilization",
+        "fraction",
+        "of the multiprocessors at work",
+        _UTILIZATION,
+        "its processors in use",
+    )
     GPU_OTHERS_UTILIZATION = (
         "gpu/others_utilization",
         "fraction",
@@ -89,17 +91,23 @@ class Tag(StrEnum):
     )
     GPU_MEMORY_USED_BYTES = "gpu/memory_used_bytes", "bytes", "memory of the whole GPU in use"
     GPU_MEMORY_PEAK_ALLOCATED_BYTES = (
-        "gpu/memory_peak_allocated_bytes", "bytes", "most that torch had allocated in the window",
-    )  # fmt: skip
+        "gpu/memory_peak_allocated_bytes",
+        "bytes",
+        "most that torch had allocated in the window",
+    )
     GPU_MEMORY_PEAK_RESERVED_BYTES = (
-        "gpu/memory_peak_reserved_bytes", "bytes", ("most that torch had taken from the driver in "
-                                                    "the window"),
-    )  # fmt: skip
+        "gpu/memory_peak_reserved_bytes",
+        "bytes",
+        "most that torch had taken from the driver in the window",
+    )
     GPU_POWER_W = "gpu/power_w", "W", "power that the whole GPU draws"
     BUSY_FRACTION = (
-        "stages/busy_fraction", "fraction", "of the workers' time they made batches",
-        "Workers making batches", "share of their time",
-    )  # fmt: skip
+        "stages/busy_fraction",
+        "fraction",
+        "of the workers' time they made batches",
+        "Workers making batches",
+        "share of their time",
+    )
     NUM_WORKERS = "loader/num_workers", "", "workers that load", "Workers", "processes or threads"
     CPU_FRACTION = (
         "host/cpu_fraction",
@@ -107,8 +115,12 @@ class Tag(StrEnum):
         "of the machine's processor time in use, by all programs",
     )
     MACHINE_CPU_CORES = (
-        "host/machine_cpu_cores", "cores", "cores that all programs use", _PROCESSORS, "the whole machine",
-    )  # fmt: skip
+        "host/machine_cpu_cores",
+        "cores",
+        "cores that all programs use",
+        _PROCESSORS,
+        "the whole machine",
+    )
     CPU_CORES = "host/own_cpu_cores", "cores", "cores that this run uses", _PROCESSORS, "this run"
     OTHERS_CPU_CORES = (
         "host/others_cpu_cores",
@@ -126,26 +138,38 @@ class Tag(StrEnum):
         "memory of the machine that is neither free nor cache",
     )
     THROTTLED_FRACTION = (
-        "host/throttled_fraction", "fraction", "of the periods a processor quota stopped this run",
-        _HELD_BACK, "throttled by a processor quota",
-    )  # fmt: skip
+        "host/throttled_fraction",
+        "fraction",
+        "of the periods a processor quota stopped this run",
+        _HELD_BACK,
+        "throttled by a processor quota",
+    )
     MEMORY_STALL_FRACTION = (
-        "host/memory_stall_fraction", "fraction", "of the time some task waited for memory",
-        _HELD_BACK, "waiting for memory",
-    )  # fmt: skip
+        "host/memory_stall_fraction",
+        "fraction",
+        "of the time some task waited for memory",
+        _HELD_BACK,
+        "waiting for memory",
+    )
     DISK_READ_BYTES_PER_S = (
         "host/disk_read_bytes_per_s",
         "bytes/s",
         "read from local disks, by all programs",
     )
     READ_BYTES_PER_S = (
-        "host/own_read_bytes_per_s", "bytes/s", ("returned to this run by read "
-                                                 "calls"), _READS, "asked for",
-    )  # fmt: skip
+        "host/own_read_bytes_per_s",
+        "bytes/s",
+        "returned to this run by read calls",
+        _READS,
+        "asked for",
+    )
     STORAGE_BYTES_PER_S = (
-        "host/own_storage_bytes_per_s", "bytes/s", "fetched from storage for this run",
-        _READS, "came from storage (not from the page cache)",
-    )  # fmt: skip
+        "host/own_storage_bytes_per_s",
+        "bytes/s",
+        "fetched from storage for this run",
+        _READS,
+        "came from storage (not from the page cache)",
+    )
     MAJOR_FAULTS_PER_S = (
         "host/major_faults_per_s",
         "",
@@ -186,7 +210,6 @@ class Window:
         wait_parts: of the data wait, until its batch was made (``make``), received (``transport``),
             pinned (``pin``) and here (``move``). They sum to 1; empty where no batch told.
         host_parts_s: wall time inside the steps by the name of the work, and ``gc``.
-        gc_s: host time of garbage collections inside the steps.
         stall_basis: the clock of ``shares`` and what comes of them: the host's, or device events.
         first_steps: that ended.
         first_step_s: wall time of the first steps together, with what lay between two epochs.
@@ -201,7 +224,7 @@ class Window:
         "stall/data_fraction",
         "fraction",
         "of the time the device had nothing to run for want of data",
-        _STALLED,
+        "Stalled share of the time",
         "stalled",
     )
     images_per_s: float | None = _figure(
@@ -260,11 +283,11 @@ class Window:
         "fraction",
         "of the time the host waited, two steps ahead of the device: no harm",
     )
-    compute_fraction: float | None = None  # of the time, by the clock that ``stall_basis`` names
+    # of the time, by the clock that ``stall_basis`` names
+    compute_fraction: float | None = None
     shares: Mapping[str, float]
     wait_parts: Mapping[str, float]
     host_parts_s: Mapping[str, float]
-    gc_s: float
     stall_basis: Literal["host", "device"]
     first_steps: int
     first_step_s: float | None
@@ -272,9 +295,10 @@ class Window:
     dropped: int
 
     def of_ranks(self, ranks: int) -> Window:
-        """Returns the same with the images of so many ranks at this rank's rate."""
-        rate = self.images_per_s
-        return self if rate is None else replace(self, images_per_s=ranks * rate)
+        """Returns the same with the images of all ``ranks`` at this rank's rate."""
+        if self.images_per_s is None:
+            return self
+        return replace(self, images_per_s=ranks * self.images_per_s)
 
 
 STEP_FIGURES: Mapping[str, Figure] = {
@@ -299,31 +323,34 @@ def by_name(window: Window) -> dict[str, float | Spread | None]:
 
 @dataclass(frozen=True, slots=True)
 class StepRun:
-    """Consecutive steps, or groups of them: the images of each, and its seconds from the end of the
-    one before.
+    """Consecutive steps, or groups of them.
+
+    Attributes:
+        images: of each.
+        seconds: of each, from the end of the one before.
+        stall_fraction: of the time, as ``Window`` has it: by the device's clock, where there is
+            one.
+        cpu_s: processor time of this process, all its threads, over the steps.
+        first_s: what the very first step took longer than the others: compiling, choosing kernels.
+        launch_s: host seconds per image in which a loop that loads in its own thread cannot load.
     """
 
     images: tuple[int, ...]
     seconds: tuple[float, ...]
-    stall_fraction: float = (
-        0.0  # of the time, as ``Window`` has it: on the device's clock, where that has one
-    )
-    cpu_s: float = 0.0  # processor time of this process, all its threads, over the steps
-    first_s: float = (
-        0.0  # what the very first step took longer than the others: compiling, choosing kernels
-    )
-    launch_s: float = (
-        0.0  # host seconds per image in which a loop that loads in its own thread cannot load
-    )
+    stall_fraction: float = 0.0
+    cpu_s: float = 0.0
+    first_s: float = 0.0
+    launch_s: float = 0.0
 
 
 def steps_of_group(step_s: float, limit_s: float, has_streams: bool) -> int:
-    """Steps to be timed together: as many as last 25 ms, and on a device with streams at least
-    three.
+    """Returns how many steps to time together: as many as last 25 ms.
 
-    A device that was waited for idles until the first kernel of the next group is launched. Three
-    steps that would take longer than ``limit_s`` are timed one by one: beside a step that long, the
-    idle time is small.
+    On a device with streams at least three: one that was waited for idles until the first kernel of
+    the next group is launched. Three steps that would take longer than ``limit_s`` are timed one by
+    one: beside a step that long, the idle time is small.
     """
-    least = _LEAST_STEPS if has_streams and _LEAST_STEPS * step_s <= limit_s else 1
-    return max(least, int(_GROUP_S / step_s))
+    least = 1
+    if has_streams and 3 * step_s <= limit_s:
+        least = 3
+    return max(least, int(0.025 / step_s))

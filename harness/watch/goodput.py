@@ -46,32 +46,28 @@ class Course:
 
     def mark(self, name: str) -> None:
         """Book the time since the last mark, or since the beginning, under ``name``."""
-        marked_s = self._marked_s
-        self._marked_s = self._now()
-        self._spent_s[name] = self._spent_s.get(name, 0.0) + self._marked_s - marked_s
+        now_s = self._now()
+        self._spent_s[name] = self._spent_s.get(name, 0.0) + now_s - self._marked_s
+        self._marked_s = now_s
 
     def goodput(self, figures: Window) -> Goodput | None:
-        """What ``figures`` of the whole run and the marks come to; None where the device's own time
-        is not known.
+        """Returns what ``figures`` of the whole run and the marks come to.
+
+        None where the device's own time is not known.
         """
-        busy = figures.shares.get("compute")
+        shares_s = {name: share * figures.elapsed_s for name, share in figures.shares.items()}
         wall_s = self._now() - self._began_s
-        if busy is None or wall_s <= 0:
+        if "compute" not in shares_s or wall_s <= 0:
             return None
-        busy_s = min(busy * figures.elapsed_s, wall_s)
-        shares_s = {
-            name: share * figures.elapsed_s
-            for name, share in figures.shares.items()
-            if name != "compute"
-        }
+        busy_s = min(shares_s.pop("compute"), wall_s)
         spent = {
             **self._spent_s,
             **shares_s,
             "first_steps": figures.first_step_s or 0.0,
             **figures.pauses_s,
         }
-        spent["other"] = wall_s - busy_s - sum(spent.values())  # making feeds, printing, closing
-        parts = sorted(
-            (Part(name, s) for name, s in spent.items() if s > 0), key=lambda part: -part.s
-        )
+        # making feeds, printing, closing
+        spent["other"] = wall_s - busy_s - sum(spent.values())
+        parts = [Part(name, s) for name, s in spent.items() if s > 0]
+        parts.sort(key=lambda part: -part.s)
         return Goodput(busy_s / wall_s, busy_s, wall_s, tuple(parts))

@@ -19,15 +19,12 @@ from harness.watch.figures import Spread, Window
 Key = TypeVar("Key", bound=Hashable)
 Number = TypeVar("Number", int, float)
 
-HOST_STEP = (
-    "host_step_ms"  # steps by the host's clock: ``Window.step_ms`` where no device tells its own
-)
+# steps by the host's clock: ``Window.step_ms`` where no device tells its own
+HOST_STEP = "host_step_ms"
 
-_ERROR = 0.01  # relative error of a quantile
+# relative error of a quantile
+_ERROR = 0.01
 _LOG_GROWTH = math.log((1 + _ERROR) / (1 - _ERROR))  # of the buckets' bounds
-# values outside are counted as these: at most 1,383 buckets
-_SMALLEST_MS = 1e-3
-_LARGEST_MS = 1e9
 
 
 class Sketch:
@@ -46,7 +43,8 @@ class Sketch:
 
     def add(self, value_ms: float) -> None:
         """Count one value."""
-        clipped = min(max(value_ms, _SMALLEST_MS), _LARGEST_MS)
+        # values outside are counted as these two: at most 1,383 buckets
+        clipped = min(max(value_ms, 1e-3), 1e9)
         bucket = math.ceil(math.log(clipped) / _LOG_GROWTH)
         self._counts[bucket] += 1
         if value_ms > self._max:
@@ -58,7 +56,7 @@ class Sketch:
         self._max = max(self._max, other._max)
 
     def spread(self) -> Spread | None:
-        """What the values look like; None where there are none."""
+        """Returns median, 95th percentile and maximum; None before the first value."""
         if not self._counts:
             return None
         buckets = sorted(self._counts)
@@ -73,9 +71,7 @@ class Sketch:
 
 
 class Collections:
-    """Adds up the seconds of Python's garbage collections in ``thread``, where that is not None;
-    one of ``gc.callbacks``.
-    """
+    """Adds up the seconds of garbage collections in ``thread``; one of ``gc.callbacks``."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.seconds = 0.0
@@ -104,21 +100,20 @@ class Ledger:
     gc_s: float = 0.0
     full_s: float = 0.0
     blocks: int = 0  # behind ``device_s``
-    kernels_s: float = 0.0  # of ``kernel_blocks``, whose kernels ran without waiting to be launched
+    # of ``kernel_blocks``, whose kernels ran without waiting to be launched
+    kernels_s: float = 0.0
     kernel_blocks: int = 0
     prepare_s: float = 0.0  # by the host's clock
     first_steps: int = 0
     first_s: float = 0.0
     dropped: int = 0
-    device_s: dict[str, float] = field(
-        default_factory=dict
-    )  # by the same names as ``Window.shares``
+    # by the same names as ``Window.shares``
+    device_s: dict[str, float] = field(default_factory=dict)
     wait_parts_s: dict[str, float] = field(default_factory=dict)
     host_parts_s: dict[str, float] = field(default_factory=dict)
     pauses_s: dict[str, float] = field(default_factory=dict)
-    sketches: defaultdict[str, Sketch] = field(
-        default_factory=lambda: defaultdict(Sketch)
-    )  # by field of ``Window``
+    # by field of ``Window``
+    sketches: defaultdict[str, Sketch] = field(default_factory=lambda: defaultdict(Sketch))
 
     def merge(self, other: Ledger) -> None:
         """Adds all that ``other`` holds."""
@@ -134,65 +129,50 @@ class Ledger:
 
     def window(self) -> Window:
         """Returns the figures that these sums make."""
-        on_device = sum(self.device_s.values()) > 0
-        shares = _shares(self._device_s()) if on_device else _shares(self._host_s(), self.elapsed_s)
+        spreads = {name: sketch.spread() for name, sketch in self.sketches.items()}
+        by_host = spreads.pop(HOST_STEP, None)
+        # a device tells of its steps late, and of some not at all
+        spreads.setdefault("step_ms", by_host)
+        spent_s = dict(self.device_s)
+        whole_s = sum(spent_s.values())
+        on_device = whole_s > 0
+        if on_device:
+            if self.kernel_blocks and self.blocks:
+                # of computing, what the device waited for launches has a name of its own
+                kernels_s = self.blocks * self.kernels_s / self.kernel_blocks
+                spent_s["launch"] = max(0.0, spent_s["compute"] - kernels_s)
+                spent_s["compute"] -= spent_s["launch"]
+        else:
+            spreads["starved_ms"] = spreads.get("data_wait_ms")
+            whole_s = self.elapsed_s
+            spent_s = {"starved": self.wait_s}
+            if self.compute_s:
+                spent_s = {"compute": self.compute_s, **spent_s, "prepare": self.prepare_s}
+                spent_s["host"] = max(0.0, whole_s - sum(spent_s.values()))
+        if not spent_s.get("prepare"):
+            spent_s.pop("prepare", None)
+            spreads.pop("prepare_ms", None)
+        shares = _shares(spent_s, whole_s)
+        of_host = _shares({"wait": self.wait_s, "full": self.full_s}, self.elapsed_s)
         return Window(
             steps=self.steps,
             images=self.images,
             elapsed_s=self.elapsed_s,
-            images_per_s=self._per_second(self.images),
-            data_wait_fraction=self._fraction(self.wait_s),
-            device_full_fraction=self._fraction(self.full_s) if self.full_s else None,
+            images_per_s=self.images / self.elapsed_s if of_host else None,
+            data_wait_fraction=of_host.get("wait"),
+            device_full_fraction=of_host.get("full") or None,
             stall_fraction=shares["starved"] + shares.get("exposed_copy", 0.0) if shares else None,
             compute_fraction=shares.get("compute"),
             stall_basis="device" if on_device else "host",
             shares=shares,
-            wait_parts=_shares(self.wait_parts_s),
+            wait_parts=_shares(self.wait_parts_s, sum(self.wait_parts_s.values())),
             host_parts_s={**self.host_parts_s, "gc": self.gc_s},
-            gc_s=self.gc_s,
             first_steps=self.first_steps,
             first_step_s=self.first_s if self.first_steps else None,
             pauses_s=dict(self.pauses_s),
             dropped=self.dropped,
-            **self._spreads(on_device),
+            **spreads,
         )
-
-    def _spreads(self, on_device: bool) -> dict[str, Spread | None]:
-        """The times of a step by field of ``Window``."""
-        found = {name: sketch.spread() for name, sketch in self.sketches.items()}
-        # a device tells of its steps late, and of some not at all
-        by_host = found.pop(HOST_STEP, None)
-        found.setdefault("step_ms", by_host)
-        if not on_device:
-            found["starved_ms"] = found.get("data_wait_ms")
-        if not (self.prepare_s or self.device_s.get("prepare")):
-            found.pop("prepare_ms", None)
-        return found
-
-    def _per_second(self, count: float) -> float | None:
-        return count / self.elapsed_s if self.elapsed_s > 0 else None
-
-    def _fraction(self, seconds: float) -> float | None:
-        share = self._per_second(seconds)
-        return None if share is None else min(1.0, share)
-
-    def _device_s(self) -> dict[str, float]:
-        """Seconds of the steps by the device's clock; of computing, what it waited for launches has
-        a name of its own.
-        """
-        found = {name: part for name, part in self.device_s.items() if part or name != "prepare"}
-        if self.kernel_blocks and self.blocks:
-            kernels_s = min(found["compute"], self.blocks * self.kernels_s / self.kernel_blocks)
-            found |= {"compute": kernels_s, "launch": found["compute"] - kernels_s}
-        return found
-
-    def _host_s(self) -> dict[str, float]:
-        """Seconds of the steps by the host's clock, under the names of ``Window.shares``."""
-        if not self.compute_s:
-            return {"starved": self.wait_s}
-        found = {"compute": self.compute_s, "starved": self.wait_s}
-        found |= {"prepare": self.prepare_s} if self.prepare_s else {}
-        return {**found, "host": max(0.0, self.elapsed_s - sum(found.values()))}
 
 
 def add_all(sums: dict[Key, Number], more: Mapping[Key, Number]) -> None:
@@ -201,7 +181,8 @@ def add_all(sums: dict[Key, Number], more: Mapping[Key, Number]) -> None:
         sums[key] = sums.get(key, 0) + number
 
 
-def _shares(parts: Mapping[str, float], whole: float | None = None) -> dict[str, float]:
-    """Each part of ``whole``, or of their sum, at most 1; empty where that is nothing."""
-    whole = sum(parts.values()) if whole is None else whole
-    return {name: min(1.0, part / whole) for name, part in parts.items()} if whole > 0 else {}
+def _shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Returns each part of ``whole``, at most 1; empty where that is nothing."""
+    if whole <= 0:
+        return {}
+    return {name: min(1.0, part / whole) for name, part in parts.items()}

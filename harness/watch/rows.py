@@ -9,8 +9,7 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Float64 zeros in memory that processes share: each writes its own row alone, and one reads
-    them all.
+    """Float64 zeros in shared memory: each process writes its own row, one reads them all.
 
     An aligned float64 is stored by one instruction on every 64-bit machine: without a lock a reader
     finds each figure as it was before or after a write, never half of both. Figures that are
@@ -34,21 +33,22 @@ class Rows:
     cells: memoryview[float]
 
     def __init__(self, rows: int, columns: int, shared: bool = True) -> None:
-        import torch  # not above: what imports this file for a type needs no torch
+        # not above: what imports this file for a type needs no torch
+        import torch
 
         zeros = torch.zeros(rows, columns, dtype=torch.float64)
-        self._hold(zeros.share_memory_() if shared else zeros)
+        if shared:
+            zeros.share_memory_()
+        self.__setstate__(zeros)
 
     def read(self) -> Tensor:
-        """The figures now, ``[rows, columns]``."""
+        """Returns the figures now, ``[rows, columns]``."""
         return self._rows.clone()
 
     def __getstate__(self) -> Tensor:
         return self._rows
 
     def __setstate__(self, rows: Tensor) -> None:
-        self._hold(rows)
-
-    def _hold(self, rows: Tensor) -> None:
         self._rows = rows
-        self.cells = memoryview(rows.view(-1).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
+        # numpy's arrays are buffers
+        self.cells = memoryview(rows.view(-1).numpy())  # type: ignore[arg-type]

@@ -1,72 +1,59 @@
-"""Where the workers' time goes: what reading, decoding, each transform and the batch around them
-take.
+"""Where the workers' time goes: reading, decoding, each transform, the batch around them.
 
-A worker times every batch, by two looks at the clock, and finds out how that time divides by
-*laps*: a data set that names its ``stages`` is given a function to call at the end of each. It
-times as many samples as are reckoned to keep the laps' own cost well below a thousandth of the
-work: all of them where a sample takes twenty milliseconds, one in some where it takes one, some in
-one batch of many where it takes microseconds. What a worker took is exact either way. How it
-divides is exact where all samples are timed; else it follows the last few hundred that were, so
-that a rare slow sample shows in its stage only if it is among them, and then counts for those that
-were not.
+A worker times every batch, by two looks at the clock, so that its total is exact. How the total
+divides among the stages comes of *laps*: a data set that names its ``stages`` is given a function
+to call at the end of each. Laps are taken of as many samples as keep their cost below a thousandth
+of the work: of all where a sample takes twenty milliseconds, of few where it takes microseconds.
+Where not all samples of a batch are timed, the last few hundred that were divide it; a rare slow
+sample may then be missed or counted for others.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 from harness.watch.rows import Rows
 
-START = ""  # told to a lap at the beginning of a sample
-SAMPLE = "sample"  # all of a sample, where a data set names no stages
-COLLATE, SHARE = (
-    "collate",
-    "share",
-)  # a batch but for its samples; of that, memory that another process can map
-GROUPS: Mapping[str, str] = MappingProxyType(
-    {
-        "read": "storage",
-        "decode": "decode",
-        COLLATE: "collate",
-        SHARE: "transport",
-        SAMPLE: "sample",
-    }
-)
-AUGMENT = "augment"  # the group of every stage that is not in GROUPS
+# told to a lap at the beginning of a sample
+START = ""
+# all of a sample, where a data set names no stages
+SAMPLE = "sample"
+# a batch but for its samples
+COLLATE = "collate"
+# of that, to get memory that another process can map
+SHARE = "share"
+GROUPS: Mapping[str, str] = {
+    "read": "storage",
+    "decode": "decode",
+    COLLATE: "collate",
+    SHARE: "transport",
+    SAMPLE: "sample",
+}
+# the group of every stage that is not in GROUPS
+AUGMENT = "augment"
 
 Clock = Callable[[], float]
-Lap = Callable[
-    [str], None
-]  # called by a data set at the end of each of its stages, with the stage's name
+# called by a data set with the name of each stage at its end
+Lap = Callable[[str], None]
 
-# samples, batches, busy seconds: the head of a worker's row; then wall seconds by stage, then
+# the head of a worker's row: samples, batches, busy seconds; then wall seconds by stage, then
 # processor seconds
 _COUNTS = 3
-_WALL_BUDGET, _CPU_BUDGET = (
-    2e-4,
-    5e-5,
-)  # of the work, for looks at the wall clock and at the processor clock, a system call
-# timing a sample amid work that fills the caches costs 1 to 5 times what it does in a loop of its
-# own, as measured
-_COLD = 3.0
-_FEW = 16  # samples that make timing a batch worth while, where it has so many
-_MEMORY = 512  # timed samples by which a batch is divided where not all of its own are
-_TRIALS = 3  # batches of nothing, the quickest of which tells what timing a sample costs
-_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, spread evenly however many there are
+# of the work, for laps
+_BUDGET = 2.5e-4
+# samples that make timing a batch worth its cost, if the batch has as many
+_FEW = 8
 
 
 class Stamps(NamedTuple):
-    """When a batch came where, on ``time.perf_counter``, which is one clock for all processes of a
-    machine.
+    """When a batch came where, on ``time.perf_counter``.
 
-    Unpickling sets ``received_s``, and the batch's ``pin_memory`` sets ``pinned_s``, after the
-    tensors.
+    That is one clock for all processes of a machine. Unpickling sets ``received_s``, and the
+    batch's ``pin_memory`` sets ``pinned_s``, after the tensors.
 
     Attributes:
         begun_s: a worker began it.
@@ -81,35 +68,37 @@ class Stamps(NamedTuple):
     pinned_s: float
 
     def pin_memory(self) -> Stamps:
-        """The same with ``pinned_s`` now."""
+        """Returns the same with ``pinned_s`` now."""
         return self._replace(pinned_s=time.perf_counter())
 
     def __reduce__(self) -> tuple[Callable[[float, float], Stamps], tuple[float, float]]:
-        return _received, (self.begun_s, self.made_s)
+        return received, (self.begun_s, self.made_s)
 
 
 def wait_parts(began_s: float, ended_s: float, stamps: Stamps) -> dict[str, float]:
-    """Seconds of a wait by where its batch was at the time."""
-    parts, at_s = {}, began_s
+    """Returns the seconds of a wait by where its batch was at the time."""
+    parts = {}
+    at_s = began_s
     for name, until_s in (
         ("make", stamps.made_s),
         ("transport", stamps.received_s),
         ("pin", stamps.pinned_s),
         ("move", ended_s),
     ):
-        parts[name], at_s = max(0.0, min(until_s, ended_s) - at_s), max(at_s, min(until_s, ended_s))
+        until_s = max(at_s, min(until_s, ended_s))
+        parts[name] = until_s - at_s
+        at_s = until_s
     return parts
 
 
-def _received(begun_s: float, made_s: float) -> Stamps:
+def received(begun_s: float, made_s: float) -> Stamps:
+    """Returns the stamps of a batch that arrives now."""
     now_s = time.perf_counter()
     return Stamps(begun_s, made_s, now_s, now_s)
 
 
 class StageCost(NamedTuple):
-    """Seconds that all samples together took in one stage, by the wall clock and of a processor;
-    the rest is waiting.
-    """
+    """Wall and processor seconds of all samples in one stage; the difference is waiting."""
 
     wall_s: float
     cpu_s: float
@@ -134,25 +123,29 @@ class StageTotals:
     stages: Mapping[str, StageCost]
 
     def since(self, before: StageTotals | None) -> StageTotals:
-        """What was done after ``before``, an earlier reading of the same meter; None: all of it."""
+        """Returns what was done after ``before``, an earlier reading; None: all of it."""
         if before is None:
             return self
-        pairs = zip(self.stages.items(), before.stages.values(), strict=True)
-        # an earlier reading has divided the last batches by the shares of those before them, maybe
-        # giving a stage too much
-        stages = {
-            name: StageCost(max(0.0, cost.wall_s - then.wall_s), max(0.0, cost.cpu_s - then.cpu_s))
-            for (name, cost), then in pairs
-        }
-        samples, batches = self.samples - before.samples, self.batches - before.batches
-        return StageTotals(samples, batches, self.busy_s - before.busy_s, stages)
+        stages = {}
+        for name, cost in self.stages.items():
+            then = before.stages[name]
+            # below zero where the earlier reading had given the stage too much of the last batches
+            stages[name] = StageCost(
+                max(0.0, cost.wall_s - then.wall_s), max(0.0, cost.cpu_s - then.cpu_s)
+            )
+        return StageTotals(
+            self.samples - before.samples,
+            self.batches - before.batches,
+            self.busy_s - before.busy_s,
+            stages,
+        )
 
 
 class StageMeter:
-    """The totals of one feed's workers, in memory that they share: they only grow, whatever becomes
-    of the workers.
+    """The totals of one feed's workers, in memory that they share.
 
-    A reading may miss the batch that a worker is just adding, or a part of its figures.
+    The totals only grow, whatever becomes of the workers. A reading may miss the batch that a
+    worker is just adding, or a part of its figures.
 
     Args:
         stages: the data set's, in order.
@@ -167,163 +160,49 @@ class StageMeter:
 
     def __init__(self, stages: Sequence[str], workers: int, shared: bool = True) -> None:
         shared = shared and workers > 0
-        self.stages = (*stages, COLLATE, SHARE) if shared else (*stages, COLLATE)
         self._of_samples = tuple(stages)
         if len({START, COLLATE, SHARE, *stages}) < len(stages) + 3:
-            own = f"{COLLATE!r} and {SHARE!r} are the batch's"
             raise ValueError(
-                f"stages {self._of_samples} of a data set: give each a name of its own ({own})"
+                f"stages {self._of_samples} of a data set: give each a name of its own "
+                f"({COLLATE!r} and {SHARE!r} are the batch's)"
             )
+        self.stages = (*stages, COLLATE)
+        if shared:
+            self.stages += (SHARE,)
         self._columns = _COUNTS + 2 * len(self.stages)
         self._rows = Rows(max(1, workers), self._columns, shared=shared)
 
     def read(self) -> StageTotals:
-        """The totals over all slots, now; batches whose time is not divided yet are divided like
-        those before them.
+        """Returns the totals over all slots, now.
+
+        Batches whose time is not divided yet are divided like those before them.
         """
         counts, wall_s, cpu_s = self._rows.read().split(
             (_COUNTS, len(self.stages), len(self.stages)), dim=1
         )
-        scale = (counts[:, 2] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0).unsqueeze(1)
+        # a worker's busy seconds, by those of them that are divided
+        scale = (counts[:, 2] / wall_s.sum(dim=1)).nan_to_num(posinf=0.0)
         samples, batches, busy_s = counts.sum(dim=0).tolist()
-        costs = map(
-            StageCost, (wall_s * scale).sum(dim=0).tolist(), (cpu_s * scale).sum(dim=0).tolist()
-        )
-        return StageTotals(
-            int(samples), int(batches), busy_s, dict(zip(self.stages, costs, strict=True))
-        )
+        costs = map(StageCost, (scale @ wall_s).tolist(), (scale @ cpu_s).tolist())
+        stages = dict(zip(self.stages, costs, strict=True))
+        return StageTotals(int(samples), int(batches), busy_s, stages)
 
     def timer(
         self, slot: int, now: Clock = time.perf_counter, cpu_now: Clock = time.thread_time
     ) -> StageTimer:
-        """What writes the row of worker ``slot``; used in its process, and in one thread at a time."""
+        """Returns what writes the row of worker ``slot``, one thread at a time."""
         row = self._rows.cells[slot * self._columns : (slot + 1) * self._columns]
         return StageTimer(row, self._of_samples, SHARE in self.stages, now, cpu_now)
 
 
-class Laps:
-    """Times single samples, as many as may cost ``budget`` of the work.
+class StageTimer:
+    """Times the batches of one worker, and some of their samples, at 0.025 % of the work.
+
+    For each batch call ``begin``, ``share`` where the memory is shared, ``fill`` and ``end``.
 
     Attributes:
-        lap: called with a stage's name at its end, and with ``START`` at the beginning of each
-            sample.
-        due_s: after so many seconds of work samples may be timed again.
-    """
-
-    def __init__(
-        self, stages: Sequence[str], budget: float, now: Clock, cpu_now: Clock | None = None
-    ) -> None:
-        self.due_s = 0.0
-        self._stages, self._budget, self._offset, self._spent_s = tuple(stages), budget, 0.0, 0.0
-        self._marks: list[tuple[str, float, float]] = []
-        self.lap: Lap = _marker(self._marks.append, now, cpu_now)
-        self._own_s = 0.0
-        cost_s, self._own_s = min(self._trial(now) for _ in range(_TRIALS))
-        self._cost_s = cost_s * _COLD
-
-    def rows(self, samples: int, work_s: float) -> list[int]:
-        """Which of a batch's samples to time, after ``work_s`` seconds of work: evenly spread, from
-        another place each time.
-        """
-        if work_s < self.due_s:
-            return []
-        few, spare_s = min(samples, _FEW), self._budget * work_s - self._spent_s
-        count = (
-            samples if samples * self._cost_s <= spare_s else max(few, int(spare_s / self._cost_s))
-        )
-        self._spent_s += count * self._cost_s
-        self.due_s = (self._spent_s + few * self._cost_s) / self._budget
-        self._offset = (self._offset + _GOLDEN) % 1.0
-        return [int((i + self._offset) * samples / count) for i in range(count)]
-
-    def fail(self) -> None:
-        """The sample ends with an error, in the stage after the one that ended last."""
-        ended = self._marks[-1][0]
-        done = self._stages.index(ended) + 1 if ended in self._stages else 0
-        self.lap(self._stages[min(done, len(self._stages) - 1)])
-
-    def take(self) -> tuple[int, list[float], list[float]]:
-        """The samples timed since the last call, and their wall and processor seconds by stage,
-        less what timing took.
-
-        Raises:
-            ValueError: the data set told the end of a stage that it does not name, or of none.
-        """
-        wall_s, cpu_s = dict.fromkeys(self._stages, 0.0), dict.fromkeys(self._stages, 0.0)
-        timed, wall_then, cpu_then = 0, 0.0, 0.0
-        try:
-            for stage, wall, cpu in self._marks:
-                if stage == START:
-                    timed += 1
-                else:
-                    wall_s[stage] += wall - wall_then
-                    cpu_s[stage] += cpu - cpu_then
-                wall_then, cpu_then = wall, cpu
-        except KeyError:
-            raise ValueError(
-                f"stage {stage!r} is not among the data set's stages {self._stages}"
-            ) from None
-        if timed and timed == len(self._marks):
-            raise ValueError(
-                f"the data set names the stages {self._stages} and never tells the end of one: "
-                "call lap(stage)"
-            )
-        self._marks.clear()
-        own_s = timed * self._own_s
-        return (
-            timed,
-            [max(0.0, s - own_s) for s in wall_s.values()],
-            [max(0.0, s - own_s) for s in cpu_s.values()],
-        )
-
-    def _trial(self, now: Clock) -> tuple[float, float]:
-        """Seconds that it took to time a sample of nothing, and what of that is in each of its
-        stages.
-        """
-        begin_s = now()
-        for _ in range(_FEW):
-            for stage in (START, *self._stages):
-                self.lap(stage)
-        _, wall_s, _ = self.take()
-        return (now() - begin_s) / _FEW, sum(wall_s) / (_FEW * len(wall_s))
-
-
-def _marker(
-    mark: Callable[[tuple[str, float, float]], None], now: Clock, cpu_now: Clock | None
-) -> Lap:
-    """Gives ``mark`` each stage with the clocks; as little as can be, for it runs amid work that
-    fills the caches.
-    """
-
-    def lap(stage: str) -> None:
-        mark((stage, now(), 0.0))
-
-    def cpu_lap(stage: str) -> None:
-        mark((stage, now(), cpu_now()))  # type: ignore[misc]  # not used without it
-
-    return lap if cpu_now is None else cpu_lap
-
-
-class _Recent:
-    """Sums over the last few hundred timed samples; what a worker's first ones paid for warming up
-    is soon forgotten.
-    """
-
-    def __init__(self, figures: int) -> None:
-        self._sums, self._times = [0.0] * figures, 0
-
-    def add(self, figures: Sequence[float], samples: int) -> Sequence[float]:
-        """The sums, with those of another batch in which so many samples were timed."""
-        if samples:
-            keep = 0.0 if self._times < 2 else max(0.0, 1.0 - samples / _MEMORY)
-            self._times += 1
-            self._sums = [old * keep + new for old, new in zip(self._sums, figures, strict=True)]
-        return self._sums
-
-
-class StageTimer:
-    """Times the batches of one worker: for each batch ``begin``, ``share`` where it is shared,
-    ``fill`` and ``end``.
+        lap: for a sample that ``begin`` says to time, called with ``START`` at its beginning and
+            with a stage's name at the end of each.
     """
 
     def __init__(
@@ -334,53 +213,94 @@ class StageTimer:
         now: Clock,
         cpu_now: Clock,
     ) -> None:
-        self._row, self._shares, self._now, self._cpu_now = row, shares, now, cpu_now
-        self._laps, self._cpu_laps = (
-            Laps(stages, _WALL_BUDGET, now),
-            Laps(stages, _CPU_BUDGET, now, cpu_now),
-        )
-        columns = len(stages) + 1 + shares
-        self._wall, self._both = _Recent(columns), _Recent(2 * columns)
-        self._timing = False  # whether samples of this batch are timed
-        self._begun_s = self._sharing_s = self._filling_s = 0.0
-        self._begun_cpu_s = self._sharing_cpu_s = self._filling_cpu_s = 0.0
-        self._busy_s = self._undivided_s = (
-            0.0  # so far, and as much of it as is not divided among the stages
-        )
+        self._row = row
+        self._stages = tuple(stages)
+        self._shares = shares
+        self._now = now
+        self._cpu_now = cpu_now
+        self._marks: list[tuple[str, float, float]] = []
+        mark = self._marks.append
 
-    def begin(self, samples: int) -> Sequence[Laps | None] | None:
-        """A batch of so many samples begins; gives what is to time each, None where that is none of
-        them.
-        """
-        self._timing = self._busy_s >= self._laps.due_s
+        def lap(stage: str) -> None:
+            mark((stage, now(), cpu_now()))
+
+        self.lap: Lap = lap
+        # what it costs to time a sample, and what of that lies within each of its stages: the
+        # quickest of three batches of nothing tells
+        self._own_s = 0.0
+        trials = []
+        for _ in range(3):
+            begin_s = now()
+            for _ in range(_FEW):
+                for stage in (START, *stages):
+                    lap(stage)
+            wall_s = self._take()[1]
+            trials.append(((now() - begin_s) / _FEW, sum(wall_s) / (_FEW * len(wall_s))))
+        cost_s, self._own_s = min(trials)
+        # beside work that fills the caches a lap costs 1 to 5 times what it does here
+        self._cost_s = 3.0 * cost_s
+        self._spent_s = 0.0  # on laps
+        self._due_s = 0.0  # of work, after which samples are timed again
+        self._offset = 0.0
+        self._timing = False  # whether samples of this batch are timed
+        # wall and, in a timed batch, processor clock where the batch's parts begin
+        self._begun = self._filling = (0.0, 0.0)
+        self._sharing: tuple[float, float] | None = None
+        self._busy_s = 0.0
+        self._undivided_s = 0.0  # as much of it as is not divided among the stages
+        # wall and processor seconds by stage, sums over the last few hundred timed samples
+        self._recent = [0.0] * 2 * (len(stages) + 1 + shares)
+        self._divided = 0
+
+    def begin(self, samples: int) -> Sequence[StageTimer | None] | None:
+        """Starts a batch; returns what times each sample, or None where none is timed."""
+        self._timing = self._busy_s >= self._due_s
         if not self._timing:
-            self._begun_s = self._now()
+            self._begun = self._now(), 0.0
             return None
-        timers: list[Laps | None] = [None] * samples
-        for laps in (self._laps, self._cpu_laps):
-            for row in laps.rows(samples, self._busy_s):
-                timers[row] = laps
-        self._begun_s, self._begun_cpu_s = self._now(), self._cpu_now()
+        few = min(samples, _FEW)
+        spare_s = _BUDGET * self._busy_s - self._spent_s
+        count = samples
+        if samples * self._cost_s > spare_s:
+            count = max(few, int(spare_s / self._cost_s))
+        self._spent_s += count * self._cost_s
+        self._due_s = (self._spent_s + few * self._cost_s) / _BUDGET
+        # evenly spread, from another place each time: the golden ratio's multiples leave no gaps
+        self._offset = (self._offset + 0.618034) % 1.0
+        timers: list[StageTimer | None] = [None] * samples
+        for i in range(count):
+            timers[int((i + self._offset) * samples / count)] = self
+        self._sharing = None
+        self._begun = self._now(), self._cpu_now()
         return timers
 
     def share(self) -> None:
-        """What is left to do until ``fill`` is to get memory that another process can map."""
-        if self._timing:
-            self._sharing_s, self._sharing_cpu_s = self._now(), self._cpu_now()
+        """Note that until ``fill`` the worker gets memory that another process can map."""
+        if self._timing and self._shares:
+            self._sharing = self._now(), self._cpu_now()
 
     def fill(self) -> None:
-        """All is ready for the batch's first sample."""
+        """Note that all is ready for the batch's first sample."""
         if self._timing:
-            self._filling_s, self._filling_cpu_s = self._now(), self._cpu_now()
+            self._filling = self._now(), self._cpu_now()
+
+    def fail(self) -> None:
+        """End a timed sample with an error, in the stage after the one that ended last."""
+        stages = (START, *self._stages, self._stages[-1])
+        self.lap(stages[stages.index(self._marks[-1][0]) + 1])
 
     def end(self, samples: int, batches: int = 1) -> Stamps:
-        """The batch's last sample is there; adds what the batch took to the totals.
+        """Add what the batch took to the totals; its last sample is there.
 
-        Where workers share a batch each of them times its part, and ``batches`` is 1 for one of
-        these and 0 for the others; so it is with ``samples`` where two of them see to the same one.
+        If several workers fill one batch, each times its part and exactly one passes
+        ``batches=1``; likewise with ``samples`` where two see to the same ones.
+
+        Raises:
+            ValueError: the data set told the end of a stage that it does not name, or of none.
         """
         made_s = self._now()
-        busy_s = made_s - self._begun_s
+        begun_s = self._begun[0]
+        busy_s = made_s - begun_s
         row = self._row
         row[0] += samples
         row[1] += batches
@@ -389,42 +309,63 @@ class StageTimer:
         self._undivided_s += busy_s
         if self._timing:
             self._divide(max(1, samples), alone=self._undivided_s == busy_s)
-        return Stamps(self._begun_s, made_s, made_s, made_s)
+        return Stamps(begun_s, made_s, made_s, made_s)
 
     def _divide(self, samples: int, alone: bool) -> None:
-        """Divide among the stages what this batch took, and unless it is ``alone`` those before it
-        that timed no sample.
-        """
-        timed, wall_s, _ = self._laps.take()
-        both, both_wall_s, both_cpu_s = self._cpu_laps.take()
-        timed += both
-        marks = [(self._begun_s, self._begun_cpu_s), (self._filling_s, self._filling_cpu_s)]
+        """Divide this batch, and unless it is ``alone`` those before it, among the stages."""
+        timed, wall_s, cpu_s = self._take()
+        marks = [self._begun, self._filling]
         if self._shares:
-            marks.insert(1, (self._sharing_s, self._sharing_cpu_s))
-        around = [(end_s - begin_s) / samples for (begin_s, _), (end_s, _) in pairwise(marks)]
-        around_cpu = [(end_s - begin_s) / samples for (_, begin_s), (_, end_s) in pairwise(marks)]
-        own = [
-            *(a + b for a, b in zip(wall_s, both_wall_s, strict=True)),
-            *(timed * each_s for each_s in around),
-        ]
-        own_both = [
-            *both_wall_s,
-            *(both * each_s for each_s in around),
-            *both_cpu_s,
-            *(both * each_s for each_s in around_cpu),
-        ]
-        recent, recent_both = self._wall.add(own, timed), self._both.add(own_both, both)
-        shares = own if alone and timed == samples else recent
-        both_sums = own_both if both == samples else recent_both
-        total_s, stages = sum(shares), len(shares)
-        for place, (share, both_s, cpu_s) in enumerate(
-            zip(shares, both_sums[:stages], both_sums[stages:], strict=True)
-        ):
-            cost_s = self._undivided_s * _ratio(share, total_s)
-            self._row[_COUNTS + place] += cost_s
-            self._row[_COUNTS + stages + place] += cost_s * min(1.0, _ratio(cpu_s, both_s))
+            marks.insert(1, self._sharing or self._filling)
+        for (wall, cpu), (wall_end, cpu_end) in pairwise(marks):
+            wall_s.append((wall_end - wall) * timed / samples)
+            cpu_s.append((cpu_end - cpu) * timed / samples)
+        sums = [*wall_s, *cpu_s]
+        if timed:
+            # what a worker's first batch paid for warming up is soon forgotten
+            keep = 0.0
+            if self._divided >= 2:
+                keep = max(0.0, 1.0 - timed / 512)
+            self._divided += 1
+            recent = zip(self._recent, sums, strict=True)
+            self._recent = [old * keep + new for old, new in recent]
+        if not (alone and timed == samples):
+            sums = self._recent
+        stages = len(wall_s)
+        scale = self._undivided_s / (sum(sums[:stages]) or 1.0)
+        for place in range(stages):
+            self._row[_COUNTS + place] += scale * sums[place]
+            # two clocks are not read at the very same moment
+            cpu = min(sums[place], sums[stages + place])
+            self._row[_COUNTS + stages + place] += scale * cpu
         self._undivided_s = 0.0
 
+    def _take(self) -> tuple[int, list[float], list[float]]:
+        """Returns how many samples were timed since the last call, and their seconds by stage.
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+        Wall and processor seconds, less what timing took.
+        """
+        wall_s = dict.fromkeys(self._stages, 0.0)
+        cpu_s = dict.fromkeys(self._stages, 0.0)
+        timed = sum(stage == START for stage, _, _ in self._marks)
+        if timed and timed == len(self._marks):
+            raise ValueError(
+                f"the data set names the stages {self._stages} and never tells the end of one: "
+                "call lap(stage)"
+            )
+        for (_, wall_then, cpu_then), (stage, wall, cpu) in pairwise(self._marks):
+            if stage == START:
+                continue
+            if stage not in wall_s:
+                raise ValueError(
+                    f"stage {stage!r} is not among the data set's stages {self._stages}"
+                )
+            wall_s[stage] += wall - wall_then
+            cpu_s[stage] += cpu - cpu_then
+        self._marks.clear()
+        own_s = timed * self._own_s
+        return (
+            timed,
+            [max(0.0, s - own_s) for s in wall_s.values()],
+            [max(0.0, s - own_s) for s in cpu_s.values()],
+        )

@@ -42,8 +42,7 @@ class Watch:
 def watched(
     config: Config, world: World, folder: Path, began_s: float, resumed_step: int | None = None
 ) -> Iterator[Watch]:
-    """The ``Watch`` of a run in ``folder``; its files and threads are closed at the end of the
-    block, whatever ends it.
+    """Yields the ``Watch`` of a run in ``folder``; closes its files and threads after the block.
 
     The command began at ``began_s`` on ``time.perf_counter``; ``resumed_step`` is the checkpoint's
     where the run goes on from one.
@@ -55,8 +54,9 @@ def watched(
         if world.is_main:
             board = Board(folder, tensorboard=config.watch.tensorboard, resumed_step=resumed_step)
             watch.board = stack.enter_context(board)
-            alone = world.local_size == 1  # else the other ranks would count as others
-            sources: list[Source] = [HostSource(cores=limits.measure().cores if alone else None)]
+            # other ranks on this machine would count as others
+            cores = limits.measure().cores if world.local_size == 1 else None
+            sources: list[Source] = [HostSource(cores=cores)]
             if uuid := accelerator.of(world.device).uuid:
                 sources.append(GpuSource(uuid))
             watch.sampler = stack.enter_context(Sampler(sources, config.watch.sample_s))
@@ -74,7 +74,7 @@ def quiet_ranks(world: World) -> Iterator[None]:
 
 
 def refuse_hidden_gpu(config: Config, world: World) -> None:
-    """Stop where the driver sees a GPU and torch does not, rather than train on the CPU in silence.
+    """Stop where the driver sees a GPU and torch does not.
 
     Raises:
         ConfigError: names the driver, the GPU, torch's build and the way out.
@@ -83,9 +83,9 @@ def refuse_hidden_gpu(config: Config, world: World) -> None:
     if config.device != "auto" or world.device.type != "cpu" or hidden:
         return
     if seen := nvml_sees_gpu():
+        driver, names = seen
         raise ConfigError(
-            f"device=auto: the driver ({seen[0]}) has {', '.join(seen[1])}, but torch "
-            f"{torch.__version__} (built for CUDA "
-            f"{torch.version.cuda or 'no'}) cannot use it; install a torch build for this driver, "
-            "or set device=cpu"
+            f"device=auto: the driver ({driver}) has {', '.join(names)}, but torch "
+            f"{torch.__version__} (built for CUDA {torch.version.cuda or 'no'}) cannot use it; "
+            "install a torch build for this driver, or set device=cpu"
         )

@@ -7,13 +7,9 @@ import struct
 
 import numpy as np
 
-_POLYNOMIAL = 0x82F63B78  # Castagnoli's, its bits reversed
-
 
 def framed(data: bytes) -> bytes:
-    """Returns ``data`` as one record: its length, and a masked checksum behind the length and
-    behind ``data``.
-    """
+    """Returns ``data`` as one record: length, checksum, ``data``, checksum."""
     length = struct.pack("<Q", len(data))
     return length + _checksum(length) + data + _checksum(data)
 
@@ -34,11 +30,14 @@ def _checksum(data: bytes) -> bytes:
 
 @functools.cache
 def _masks(size: int) -> list[int]:
-    """Returns which of the last ``2**size`` bits of a message count for each bit of its checksum,
-    the highest first.
+    """Returns for each bit of a checksum which message bits count for it.
+
+    The last ``2**size`` bits of a message; the highest bit of the checksum comes first.
     """
-    adds = [_POLYNOMIAL]
+    # Castagnoli's, its bits reversed
+    polynomial = 0x82F63B78
+    adds = [polynomial]
     while len(adds) < 1 << size:
-        adds.append(adds[-1] >> 1 ^ (adds[-1] & 1) * _POLYNOMIAL)
+        adds.append(adds[-1] >> 1 ^ (adds[-1] & 1) * polynomial)
     chosen = np.array(adds) >> np.arange(31, -1, -1)[:, None] & 1
     return [int.from_bytes(bits.tobytes(), "little") for bits in np.packbits(chosen, axis=1)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.watch.clock import StepClock
 from harness.watch.figures import Window
@@ -12,6 +12,13 @@ from harness.watch.timeline import Events
 # streams
 COMPUTE = "compute"
 IDLE = "idle"
+Figure = TypeVar("Figure")
+
+
+def known(figure: Figure | None) -> Figure:
+    """Returns a figure that must be there."""
+    assert figure is not None
+    return figure
 
 
 class Hand:

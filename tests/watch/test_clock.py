@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from model_time import Hand, one_step
+from model_time import Hand, known, one_step
 
 from harness.watch.clock import StepClock
 
@@ -29,24 +29,19 @@ def test_a_window_holds_its_steps(clock: StepClock, hand: Hand) -> None:
     one_step(clock, hand, 5.0, 5.0)
     for _ in range(4):
         one_step(clock, hand, 0.03, 0.06, 0.01)
-    window = clock.close_window()
-    assert window is not None
+    window = known(clock.close_window())
     assert (window.steps, window.images, window.stall_basis) == (4, 16, "host")
     assert window.elapsed_s == pytest.approx(0.4)
     assert window.images_per_s == pytest.approx(40)
     assert window.data_wait_fraction == pytest.approx(0.3)
     assert window.stall_fraction == pytest.approx(0.3)
     assert window.compute_fraction == pytest.approx(0.6)
-    assert window.step_ms is not None
-    assert window.step_ms.max == pytest.approx(100)
-    assert window.data_wait_ms is not None
-    assert window.data_wait_ms.max == pytest.approx(30)
-    assert window.compute_ms is not None
-    assert window.compute_ms.max == pytest.approx(60)
+    assert known(window.step_ms).max == pytest.approx(100)
+    assert known(window.data_wait_ms).max == pytest.approx(30)
+    assert known(window.compute_ms).max == pytest.approx(60)
     assert window.shares == pytest.approx({"compute": 0.6, "starved": 0.3, "host": 0.1})
     assert window.starved_ms == window.data_wait_ms
-    assert window.host_ms is not None
-    assert window.host_ms.max == pytest.approx(10)
+    assert known(window.host_ms).max == pytest.approx(10)
     assert (window.copy_ms, window.gap_ms, window.exposed_copy_ms, window.launch_ms) == (None,) * 4
 
 
@@ -56,8 +51,7 @@ def test_a_window_begins_where_the_last_one_ended(clock: StepClock, hand: Hand) 
     one_step(clock, hand, 0.0, 0.1)
     clock.close_window()
     one_step(clock, hand, 0.0, 0.2)
-    window = clock.close_window()
-    assert window is not None
+    window = known(clock.close_window())
     assert (window.steps, window.elapsed_s) == (1, pytest.approx(0.2))
     assert clock.close_window() is None
     total = clock.total()
@@ -69,8 +63,7 @@ def test_total_does_not_end_the_open_window(clock: StepClock, hand: Hand) -> Non
     for _ in range(3):
         one_step(clock, hand, 0.1, 0.1)
     assert clock.total() == clock.total()
-    window = clock.close_window()
-    assert window is not None
+    window = known(clock.close_window())
     assert window.steps == 2
 
 
@@ -82,8 +75,7 @@ def test_the_first_step_of_every_epoch_is_kept_apart(clock: StepClock, hand: Han
         one_step(clock, hand, 0.0, 0.1)
     total = clock.total()
     assert (total.steps, total.first_steps, total.first_step_s) == (3, 3, pytest.approx(9.0))
-    assert total.step_ms is not None
-    assert total.step_ms.max == pytest.approx(100)
+    assert known(total.step_ms).max == pytest.approx(100)
     assert total.data_wait_fraction == 0.0
 
 
@@ -91,8 +83,7 @@ def test_a_run_of_first_steps_has_no_rates(clock: StepClock, hand: Hand) -> None
     """Where only a first step ended the window says so, and its rates are absent."""
     clock.start_epoch()
     one_step(clock, hand, 1.0, 1.0)
-    window = clock.close_window()
-    assert window is not None
+    window = known(clock.close_window())
     assert (window.steps, window.images_per_s, window.step_ms, window.first_step_s) == (
         0,
         None,
@@ -113,11 +104,9 @@ def test_pauses_are_kept_apart_by_name(clock: StepClock, hand: Hand) -> None:
     with clock.pause("evaluate"):
         hand.pass_(1.0)
     one_step(clock, hand, 0.1, 0.1)
-    window = clock.close_window()
-    assert window is not None
+    window = known(clock.close_window())
     assert window.pauses_s == {"evaluate": 51.0, "checkpoint": 7.0}
-    assert window.step_ms is not None
-    assert window.step_ms.max == pytest.approx(200)
+    assert known(window.step_ms).max == pytest.approx(200)
     assert window.data_wait_fraction == pytest.approx(0.5)
 
 
@@ -188,9 +177,7 @@ def test_several_batches_in_one_step_add_up(clock: StepClock, hand: Hand) -> Non
             hand.pass_(0.3)
     clock.step(8)
     total = clock.total()
-    assert total.data_wait_ms is not None
-    assert total.compute_ms is not None
-    assert (total.data_wait_ms.max, total.compute_ms.max) == (
+    assert (known(total.data_wait_ms).max, known(total.compute_ms).max) == (
         pytest.approx(200),
         pytest.approx(600),
     )
@@ -228,8 +215,7 @@ def test_all_time_is_accounted_for(hand: Hand) -> None:
         if chance.random() < 0.2:
             clock.close_window()
     total = clock.total()
-    assert total.first_step_s is not None
-    accounted = total.elapsed_s + total.first_step_s + sum(total.pauses_s.values())
+    accounted = total.elapsed_s + known(total.first_step_s) + sum(total.pauses_s.values())
     assert accounted == pytest.approx(hand.now - began)
     assert total.steps + total.first_steps == 500
 

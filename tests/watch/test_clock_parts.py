@@ -144,7 +144,6 @@ def test_garbage_collections_are_timed(clock: StepClock, hand: Hand) -> None:
         gc.collect(0)
     clock.step(1)
     total = clock.total()
-    assert total.gc_s == 0.5
     assert total.host_parts_s == {"logging": pytest.approx(0.1), "gc": 0.5}
     assert total.elapsed_s == pytest.approx(0.6)
 
@@ -170,7 +169,7 @@ def test_garbage_collections_of_other_threads_are_theirs(clock: StepClock, hand:
     thread.start()
     thread.join()
     one_step(clock, hand, 0.0, 1.0)
-    assert clock.total().gc_s == 0.0
+    assert clock.total().host_parts_s["gc"] == 0.0
 
 
 def test_a_clock_that_is_gone_listens_no_more() -> None:

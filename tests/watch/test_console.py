@@ -48,7 +48,8 @@ def on_terminal(code: str) -> str:
         try:
             while chunk := os.read(ours, 65536):
                 seen += chunk
-        except OSError:  # Linux's end of a terminal
+        except OSError:
+            # Linux's end of a terminal
             pass
         os.close(ours)
     assert process.returncode == 0, seen.decode()
@@ -82,7 +83,7 @@ def test_text_from_outside_is_only_text(
     console.say(text)
     assert console.aligned(["a"], [[text]]) == ["a", shown]
     with console.progress(text, 3, "files", now=Hand()) as bar:
-        bar.describe(text)
+        bar.advance()
     assert capsys.readouterr().out.splitlines() == [shown]
 
 
@@ -92,11 +93,11 @@ def test_markup_is_only_text_on_a_terminal_too() -> None:
         "from harness.watch.console import say, progress\n"
         "text = '[red]x[/red] \\x1b[2J[/]'\n"
         "say(text); say(text)\n"
-        "with progress(text, 2, 'files') as bar: bar.advance(1); bar.describe(text + '!')\n"
+        "with progress(text, 2, 'files') as bar: bar.advance(1); bar.note(text); bar.advance(1)\n"
     )
     assert "\x1b[2J" not in seen
     assert seen.count("[red]x[/red] \\x1b[2J[/]") >= 3
-    assert "1 of 2 files" in seen
+    assert "2 of 2 files" in seen
 
 
 def test_a_long_line_on_a_terminal_is_not_broken() -> None:
@@ -176,8 +177,6 @@ def test_what_work_shows_so_far_stands_after_its_counts(capsys: pytest.CaptureFi
             hand.now += 6
             bar.advance()
             bar.note(f"loss {loss}")
-        hand.now += 1
-        bar.describe("end")
     assert capsys.readouterr().out.splitlines() == [
         "epoch 1/5: 1 of 4 steps", "epoch 1/5: 2 of 4 steps, loss 0.9",
         ("epoch 1/5: 3 of 4 steps, loss 0.8"), "epoch 1/5: 4 of 4 steps, loss 0.7",
@@ -324,8 +323,11 @@ def test_a_live_table_on_a_terminal_grows_and_stays() -> None:
         < seen.index("measuring num_workers=8")
     )
     last = re.sub(
-        r"\x1b\[[?\d;]*[a-zA-Z]", "", seen[seen.index("the last") + len("the last") :]
-    )  # drawn over the last status
+        r"\x1b\[[?\d;]*[a-zA-Z]",
+        "",
+        seen[seen.index("the last") + len("the last") :],
+        # drawn over the last status
+    )
     assert [line.split() for line in last.splitlines() if line.strip()][-4:] == [
         ["Trials"], ["num_workers", "images/s"], ["4", "[red]1200[/red]\\x1b[2J"], ["8", "1300"],
     ]  # fmt: skip

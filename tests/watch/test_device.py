@@ -53,7 +53,8 @@ class Nvml:
         self.open, self.taken = 0, 0
         self.seen_us: list[int] = []
         self.users: dict[int, int] | None = (
-            None  # utilisation by process; None where the driver does not say
+            # utilisation by process; None where the driver does not say
+            None
         )
 
     def _call(self, name: str) -> None:
@@ -172,8 +173,11 @@ def _warnings_alone(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None], None]:
     return lambda nvml: monkeypatch.setitem(
-        sys.modules, "pynvml", nvml
-    )  # None makes the import fail
+        sys.modules,
+        "pynvml",
+        nvml,
+        # None makes the import fail
+    )
 
 
 def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> None:

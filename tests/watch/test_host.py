@@ -389,9 +389,9 @@ def test_an_environment_without_permissions_leaves_out_what_it_may_not_read(
 
 def test_a_machine_without_cpuinfo_still_has_a_name(tmp_path: Path) -> None:
     """Where /proc is missing the platform's own name serves, or none."""
-    assert host._cpu_model(tmp_path / "none") != ""
+    assert host.cpu_model(tmp_path / "none") != ""
     arm = tmp_path / "cpuinfo"
     arm.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
-    assert host._cpu_model(arm)
+    assert host.cpu_model(arm)
     arm.write_text("processor\t: 0\nmodel name\t: Fast: 9000 @ 3 GHz\n")
-    assert host._cpu_model(arm) == "Fast: 9000 @ 3 GHz"
+    assert host.cpu_model(arm) == "Fast: 9000 @ 3 GHz"

@@ -52,6 +52,9 @@ class Clocks:
         self.wall_s += wall_s
         self.cpu_s += cpu_s
 
+    def timer(self, meter: StageMeter, slot: int = 0) -> StageTimer:
+        return meter.timer(slot, self.now, self.cpu_now)
+
 
 @pytest.fixture
 def clocks() -> Clocks:
@@ -99,7 +102,7 @@ def test_a_batch_is_divided_exactly(clocks: Clocks) -> None:
     """
     meter = StageMeter(STAGES, 0)
     batch = [[(0.5, 0.1), (1.0, 1.0), (0.25, 0.25)], [(3.5, 0.3), (2.0, 2.0), (0.25, 0.25)]]
-    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, batch, collate_s=0.125)
+    make(clocks.timer(meter), clocks, batch, collate_s=0.125)
     totals = meter.read()
     assert (totals.samples, totals.batches, totals.busy_s) == (2, 1, pytest.approx(7.625))
     expected = {
@@ -115,7 +118,7 @@ def test_a_batch_is_divided_exactly(clocks: Clocks) -> None:
 def test_each_batch_is_divided_by_itself_where_all_samples_are_timed(clocks: Clocks) -> None:
     """A slow read is in the window in which it happened, and leaves no trace in the next."""
     meter = StageMeter(STAGES, 0)
-    timer = meter.timer(0, clocks.now, clocks.cpu_now)
+    timer = clocks.timer(meter)
     for _ in range(2):
         make(timer, clocks, [[(9.3, 0.0), (1.1, 1.1), (0.0, 0.0)]] * 4)
     first = meter.read()
@@ -136,7 +139,7 @@ def test_memory_that_processes_share_is_handing_over(clocks: Clocks) -> None:
     processes alone.
     """
     meter = StageMeter(STAGES, 1)
-    timer = meter.timer(0, clocks.now, clocks.cpu_now)
+    timer = clocks.timer(meter)
     for _ in range(3):
         make(timer, clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]] * 2, collate_s=0.5, share_s=4.0)
     totals = meter.read()
@@ -146,7 +149,7 @@ def test_memory_that_processes_share_is_handing_over(clocks: Clocks) -> None:
     assert_adds_up(totals)
     for alone in (StageMeter(STAGES, 0), StageMeter(STAGES, 2, shared=False)):
         make(
-            alone.timer(0, clocks.now, clocks.cpu_now),
+            clocks.timer(alone),
             clocks,
             [[(0.0, 0.0)] * 3],
             collate_s=0.5,
@@ -170,9 +173,9 @@ def test_each_stage_needs_a_name_of_its_own(stages: tuple[str, ...]) -> None:
 def test_totals_are_those_of_all_workers(clocks: Clocks) -> None:
     """read() adds the slots up, each divided by its own shares."""
     meter = StageMeter(STAGES, 3, shared=False)
-    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
+    make(clocks.timer(meter), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
     make(
-        meter.timer(2, clocks.now, clocks.cpu_now),
+        clocks.timer(meter, 2),
         clocks,
         [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]] * 2,
     )
@@ -185,8 +188,8 @@ def test_totals_are_those_of_all_workers(clocks: Clocks) -> None:
 def test_two_may_see_to_the_same_samples(clocks: Clocks) -> None:
     """The one that counts them and the one that does not both add their time."""
     meter = StageMeter(STAGES, 2, shared=False)
-    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
-    timer = meter.timer(1, clocks.now, clocks.cpu_now)
+    make(clocks.timer(meter), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
+    timer = clocks.timer(meter, 1)
     timer.begin(1)
     clocks.wall_s += 3.0
     timer.end(0, batches=0)
@@ -197,9 +200,9 @@ def test_two_may_see_to_the_same_samples(clocks: Clocks) -> None:
 def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
     """The totals of a slot survive its worker; since() leaves out what was there before."""
     meter = StageMeter(STAGES, 1, shared=False)
-    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
+    make(clocks.timer(meter), clocks, [[(1.0, 0.0), (1.0, 1.0), (0.0, 0.0)]])
     before = meter.read()
-    make(meter.timer(0, clocks.now, clocks.cpu_now), clocks, [[(0.0, 0.0), (2.0, 2.0), (0.0, 0.0)]])
+    make(clocks.timer(meter), clocks, [[(0.0, 0.0), (2.0, 2.0), (0.0, 0.0)]])
     assert meter.read().busy_s == pytest.approx(4.0)
     after = meter.read().since(before)
     assert (after.samples, after.batches, after.busy_s) == (1, 1, pytest.approx(2.0))
@@ -217,7 +220,7 @@ def test_a_sample_that_fails_is_booked_where_it_did(
     one.
     """
     meter = StageMeter(STAGES, 0)
-    timer = meter.timer(0, clocks.now, clocks.cpu_now)
+    timer = clocks.timer(meter)
     (laps,) = timer.begin(1) or ()
     timer.fill()
     assert laps is not None
@@ -256,7 +259,7 @@ def test_a_data_set_must_tell_the_stages_it_names(
     """A stage that was not named, and stages that never end, are
     errors of the data set's author.
     """
-    timer = StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now)
+    timer = clocks.timer(StageMeter(STAGES, 0))
     (laps,) = timer.begin(1) or ()
     timer.fill()
     assert laps is not None
@@ -273,7 +276,7 @@ def fed(
     by stage.
     """
     clocks, meter = Clocks(look_s=look_s), StageMeter(STAGES, 0)
-    timer, true = meter.timer(0, clocks.now, clocks.cpu_now), [0.0] * len(STAGES)
+    timer, true = clocks.timer(meter), [0.0] * len(STAGES)
     clocks.looks = 0
     for number in range(batches):
         made = batch(number)
@@ -355,7 +358,7 @@ def test_batches_count_before_they_are_divided(clocks: Clocks) -> None:
     """
     clocks.look_s = 1e-6
     meter = StageMeter(STAGES, 0)
-    timer = meter.timer(0, clocks.now, clocks.cpu_now)
+    timer = clocks.timer(meter)
     sample = [(3e-6, 3e-6), (6e-6, 6e-6), (3e-6, 3e-6)]
     for _ in range(5):
         make(timer, clocks, [sample] * 32)
@@ -399,9 +402,7 @@ def test_stamps_tell_when_a_batch_was_made_and_when_it_came(
     """Made by the worker's clock; received where they are unpickled, pinned where torch asks for
     it.
     """
-    stamps = make(
-        StageMeter(STAGES, 0).timer(0, clocks.now, clocks.cpu_now), clocks, [[(2.0, 2.0)] * 3]
-    )
+    stamps = make(clocks.timer(StageMeter(STAGES, 0)), clocks, [[(2.0, 2.0)] * 3])
     assert stamps == Stamps(begun_s=1000.0, made_s=1006.0, received_s=1006.0, pinned_s=1006.0)
     monkeypatch.setattr("time.perf_counter", clocks.now)
     sent = pickle.dumps(stamps)
