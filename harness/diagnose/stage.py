@@ -22,8 +22,8 @@ from harness.runtime import accelerator
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning.figures import Trainee
-from harness.tuning.lab import Lab
 from harness.tuning.model import undisturbed
+from harness.tuning.probe import Lab
 from harness.watch.board import Board
 from harness.watch.console import live_table
 from harness.watch.neighbours import Neighbours

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.watch.figures import StepRun
 
-_T95 = (
-    12.71,
-    4.30,
-    3.18,
-    2.78,
-    2.57,
-    2.45,
-    2.36,
-    2.31,
-    2.26,
-    2.23,
-    2.2,
-    2.18,
-    2.16,
-    2.14,
-    2.13,
-)  # Student's t, from 1 degree
-# two rates off by so much look alike from no waiting to waiting half of the time: (1 - 0.3) / (1 +
-# 0.3) = 0.54
+# Student's t of a 95 % interval, from one degree of freedom on; beyond the last it changes little
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+# of the mean: two rates that are off by 30 % look alike from no waiting to waiting half of the
+# time, as (1 - 0.3) / (1 + 0.3) is 0.54
 _UNEVEN = 0.3
-MOSTLY = 0.9  # of the time: steps that wait longer are too short besides to tell their own speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,61 +31,58 @@ class Rate:
     high: float = math.inf
 
     @classmethod
-    def of(cls, images: Sequence[float], seconds: Sequence[float]) -> Rate:
-        """The rate of blocks that each gave so many images in so many seconds; its interval is open
-        above with one block.
+    def of(cls, images: ArrayLike, seconds: ArrayLike) -> Rate:
+        """Returns the mean rate of blocks of ``images`` that took ``seconds``.
 
-        The mean is total over total; the interval is Student's over the blocks' residuals (a ratio
-        estimator's).
+        The mean is total over total. The interval is Student's over the blocks' residuals (a ratio
+        estimator's); with a single block it is open above.
         """
         count = np.asarray(images, float)
         spent = np.asarray(seconds, float)
+        n = len(count)
         mean = float(count.sum() / spent.sum())
-        if len(count) < 2:
-            return cls(mean, 0.0, math.inf)
-        residual = count - mean * spent
-        error = math.sqrt(float((residual**2).sum()) * len(count) / (len(count) - 1)) / float(
-            spent.sum()
-        )
-        half = (_T95[len(count) - 2] if len(count) - 2 < len(_T95) else 1.96) * error
+        if n < 2:
+            return cls(mean, 0.0)
+        error = np.sqrt(n / (n - 1) * ((count - mean * spent) ** 2).sum()) / spent.sum()
+        half = _T95[min(n, len(_T95) + 1) - 2] * float(error)
         return cls(mean, max(0.0, mean - half), mean + half)
 
     @classmethod
     def exactly(cls, images_per_s: float) -> Rate:
-        """A rate that was computed and has no interval."""
+        """Returns a rate that was computed and has no interval."""
         return cls(images_per_s, images_per_s, images_per_s)
 
     @classmethod
-    def typical(cls, images: Sequence[float], seconds: Sequence[float]) -> Rate:
-        """The median block's rate, and the interval that order statistics give it: a few slow
-        blocks change nothing.
+    def typical(cls, images: ArrayLike, seconds: ArrayLike) -> Rate:
+        """Returns the median block's rate, which a few slow blocks do not change.
+
+        The interval is that of order statistics.
         """
-        rates = np.sort(np.asarray(images, float) / np.asarray(seconds, float))
+        rates = np.sort(np.divide(images, seconds))
         n = len(rates)
-        beyond = max(
-            0, math.floor((n - 1.96 * math.sqrt(n)) / 2)
-        )  # blocks on each side that lie outside of it
+        # blocks on each side that lie outside the interval
+        beyond = max(0, int((n - 1.96 * math.sqrt(n)) / 2))
         return cls(float(np.median(rates)), float(rates[beyond]), float(rates[n - 1 - beyond]))
 
     @property
     def half_width(self) -> float:
         """Half of the interval as a fraction of the mean."""
-        return (self.high - self.low) / 2 / self.images_per_s if self.images_per_s else math.inf
+        return (self.high - self.low) / 2 / self.images_per_s
 
     @property
     def is_uneven(self) -> bool:
-        """Whether it is known so badly that it is not to be compared."""
-        return self.half_width > _UNEVEN
+        """Whether the interval is too wide for the rate to be compared."""
+        return self.low < self.high and self.half_width > _UNEVEN
 
     def __str__(self) -> str:
+        text = f"{self.images_per_s:.0f}"
+        if self.images_per_s < 100:
+            text = f"{self.images_per_s:.3g}"
         if self.low == self.high:
-            return (
-                f"about {self.images_per_s:.3g}"
-                if self.images_per_s < 100
-                else f"about {self.images_per_s:.0f}"
-            )
-        mean = f"{self.images_per_s:.3g}" if self.images_per_s < 100 else f"{self.images_per_s:.0f}"
-        return mean + (f" ±{self.half_width:.0%}" if math.isfinite(self.half_width) else "")
+            return f"about {text}"
+        if math.isinf(self.high):
+            return text
+        return f"{text} ±{self.half_width:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +93,8 @@ class SampleCost:
         wall_s: seconds inside a worker, or inside this process where there are none.
         cpu_s: of these, seconds on a processor.
         variation: standard deviation of ``wall_s`` over its mean.
-        receive_s: processor seconds of the process that takes the batches, less what making samples
-            in it took.
+        receive_s: processor seconds of the process that takes the batches, without those that
+            making samples in it took.
     """
 
     wall_s: float
@@ -149,12 +130,27 @@ class Trial:
     refused: str | None = None
 
     @property
-    def working(self) -> float:
-        """Images/s of the steps but for their waits for data; 0 where there was no rate."""
+    def images_per_s(self) -> float:
+        """The mean rate; 0 where the setting was refused."""
+        return self.rate.images_per_s if self.rate else 0.0
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells of a table, from the backend to why the setting was refused."""
+        settings = self.settings
+        waiting = ""
+        if self.wait_fraction is not None:
+            waiting = f"{self.wait_fraction:.0%}"
         return (
-            self.rate.images_per_s / (1 - min(MOSTLY, self.wait_fraction or 0.0))
-            if self.rate
-            else 0.0
+            settings.backend,
+            str(settings.num_workers),
+            str(settings.prefetch_factor or ""),
+            "yes" if settings.pin_memory else "no",
+            {"supply": "loader alone", "steps": "real steps"}[self.kind],
+            str(self.rate or "refused"),
+            waiting,
+            f"{self.seconds:.1f}",
+            self.refused or "",
         )
 
 
@@ -164,46 +160,28 @@ class Trainee(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the network runs."""
-        ...
 
     @property
     def overlaps(self) -> bool:
         """Whether batches are loaded beside the step even without workers."""
-        ...
 
     def kept(self) -> AbstractContextManager[None]:
-        """A block at whose end all that steps change is as before: weights, buffers, optimizer,
-        counters, random states.
+        """Returns a block at whose end all that steps change is as before.
+
+        That is weights, buffers, optimizer, counters and random states.
         """
-        ...
 
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
-        """Steps on one batch whose bytes stay on the device, warmed up, for about ``limit_s``
-        seconds, and at least two.
+        """Times steps on one batch whose bytes stay on the device, warmed up.
+
+        They take about ``limit_s`` seconds, and there are at least two.
         """
-        ...
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
-        """Steps on ``feed`` for about ``limit_s`` seconds and at least two, after ``skip`` batches
-        or a third of that time.
+        """Times steps on ``feed`` for about ``limit_s`` seconds, at least two.
+
+        Left out are ``skip`` batches before them, or those of a third of that time.
         """
-        ...
-
-
-class Ranks(Protocol):
-    """What tuning needs of the other ranks: one decision for all, on the slowest."""
-
-    def smallest(self, value: float) -> float:
-        """The smallest ``value`` of all ranks, on every rank."""
-        ...
-
-    def agreed(self, value: Any) -> Any:
-        """The first rank's ``value``, on every rank."""
-        ...
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, on every rank."""
-        ...
 
 
 class Probes(Protocol):
@@ -211,35 +189,24 @@ class Probes(Protocol):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The names of the feed's forms that can serve the data set."""
-        ...
+        """The names of the backends that can serve the data set."""
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
-        """Bytes of one batch's tensors; None where only loading one would tell."""
-        ...
+        """Returns the bytes of one batch's tensors; None if only loading one would tell."""
 
     def held_bytes(self, settings: FeedSettings) -> int:
-        """Bytes of memory that feeds of ``settings`` hold besides their batches."""
-        ...
+        """Returns the bytes that feeds of ``settings`` hold besides their batches."""
 
     def val_settings(self, train: FeedSettings) -> FeedSettings:
-        """The validation feed's settings beside a training feed of ``train``."""
-        ...
+        """Returns the validation feed's settings beside a training feed of ``train``."""
 
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> Feed:
-        """An endless feed over samples that no probe has asked for, or ``again`` round those of the
-        last ``saw``.
+        """Returns an endless feed over samples that no probe has asked for.
+
+        With ``again`` it goes round the samples of the last ``saw``.
         """
-        ...
 
     def saw(self, batches: int) -> None:
-        """Note that the last probe that was made has given so many batches: their samples can be
-        read.
-        """
-        ...
-
-    def probed(self) -> float:
-        """How many times the training set has been asked for by probes."""
-        ...
+        """Notes that the last probe has given ``batches``: their samples can be read."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing import get_all_start_methods, get_start_method
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from harness.config import TunerConfig
 from harness.feed.gauge import Gauge, Gauged
 from harness.feed.interface import Feed, FeedSettings, HostBatch
-from harness.feed.order import AnyOrder, Cursor, Order, ProbeOrder
+from harness.feed.order import Cursor, Order, ProbeOrder
 from harness.feed.prefetcher import Lead
 from harness.feed.processes import ProcessFeed, enter_worker
 from harness.runtime import accelerator, limits, signals
@@ -54,21 +57,17 @@ def tune(
     start_method: str | None = None,
     config: TunerConfig | None = None,
 ) -> TuningReport:
-    """The settings with the fewest workers that feed ``step``, for ``DataLoader(dataset,
-    **report.loader_arguments)``.
+    """Chooses the fewest workers that feed ``step``: ``DataLoader(**report.loader_arguments)``.
 
-    Takes some five seconds besides the first step, in one process, before training. Samples come in
-    a random order. Whatever ``state`` names is put back afterwards, and so are the global random
-    states; while it measures, learning rates are 0.
+    Takes some five seconds besides the first step, before training. Whatever ``state`` names is put
+    back, and so are the global random states. Learning rates are 0 meanwhile.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__`` or ``__getitems__``.
         step: takes one batch as the loader gives it, and trains on it.
         batch_size: samples in a batch.
-        state: what ``step`` changes: networks, optimizers, and other objects with ``state_dict``
-            and ``load_state_dict``.
-        device: where the step computes; None: where the first network or optimizer of ``state`` has
-            its parameters, or the CPU.
+        state: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
+        device: where the step computes; None: where the first network of ``state`` is, or the CPU.
         collate_fn: as the loader's.
         worker_init_fn: as the loader's.
         num_workers: what the loop uses now: the choice is not slower than that.
@@ -82,22 +81,15 @@ def tune(
         ValueError: there are fewer samples than one batch takes.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"dataset: {type(dataset).__name__} is not map-style; tune() needs __len__ and "
-            "__getitem__"
-        )
+        raise TypeError("dataset: not map-style; tune() needs __len__ and __getitem__")
     if len(dataset) < batch_size:
         raise ValueError(f"batch_size={batch_size}: the data set has only {len(dataset)} samples")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        raise RuntimeError(
-            "tune() works in one process; call it in a run of its own, and give its answer to all "
-            "ranks"
-        )
-    method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError("tune() works in one process; give the answer of one to all ranks")
+    if device is None:
+        weights = (w for part in state if isinstance(part, nn.Module) for w in part.parameters())
+        device = next((weight.device for weight in weights), "cpu")
     own = FeedSettings(
         batch_size=batch_size,
         num_workers=num_workers,
@@ -105,45 +97,38 @@ def tune(
         prefetch_factor=2 if num_workers else None,
         persistent_workers=num_workers > 0,
         timeout_s=0.0,
-        start_method=method,
+        start_method=start_method
+        or get_start_method(allow_none=True)
+        or get_all_start_methods()[0],
     )
     probes = _Probes(dataset, collate_fn, worker_init_fn)
-    trainee = _Trainee(
-        probes, step, state, _device_of(state) if device is None else torch.device(device)
-    )
-    return tune_probes(
-        probes,
-        trainee,
-        own,
-        config or TunerConfig(),
-        limits.measure(),
-        World(0, 1, 0, 1, trainee.device),
-    )
+    trainee = _Trainee(probes, step, state, torch.device(device))
+    ranks = World(0, 1, 0, 1, trainee.device)
+    return tune_probes(probes, trainee, own, config or TunerConfig(), limits.measure(), ranks)
 
 
 class _Probes:
-    """Feeds over a data set of the caller's; ``last`` is the batch that came last, as its
-    ``collate_fn`` made it.
+    """Feeds over a data set of the caller's.
+
+    ``last`` is the batch that came last, as ``collate_fn`` made it.
     """
 
     forms = ("processes",)
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         collate_fn: Callable[[list[Any]], Any],
         worker_init_fn: Callable[[int], None] | None,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.enter = _Enter(worker_init_fn)
+        self.worker_init_fn = worker_init_fn
         self.last: Any = None
         self._cursor = Cursor()
-        self._length = len(dataset)  # type: ignore[arg-type]  # map-style, as was asked
-        self._batches = 1
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
-        return None if self.last is None else sum(tensor.nbytes for tensor in _tensors(self.last))
+        return sum(tensor.nbytes for tensor in _tensors(self.last)) or None
 
     def held_bytes(self, settings: FeedSettings) -> int:
         return 0
@@ -154,8 +139,7 @@ class _Probes:
     def probe(
         self, settings: FeedSettings, gauge: Gauge | None = None, *, again: bool = False
     ) -> Feed:
-        order = Order(self._length, settings.batch_size, drop_last=True)
-        self._batches = len(order)
+        order = Order(len(self.dataset), settings.batch_size, drop_last=True)
         if not again:
             self._cursor.begin = self._cursor.asked
         return _Feed(self, ProbeOrder(order, self._cursor, again), settings, gauge)
@@ -163,47 +147,41 @@ class _Probes:
     def saw(self, batches: int) -> None:
         self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
 
-    def probed(self) -> float:
-        return self._cursor.asked / self._batches
-
 
 class _Feed(ProcessFeed):
-    """The ``processes`` form with the caller's samples; gives the first tensor of each batch as its
-    images.
+    """The ``processes`` backend with the caller's samples.
+
+    It gives the first tensor of each batch as images.
     """
 
     def __init__(
         self, probes: _Probes, order: ProbeOrder, settings: FeedSettings, gauge: Gauge | None
     ) -> None:
-        super().__init__(probes.dataset, order, settings)  # type: ignore[arg-type]  # never filled from
+        super().__init__(probes.dataset, order, settings)
         self._probes = probes
         self._gauge = gauge
         self.meter = None
 
     def _polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
-        size = self.settings.batch_size
+        none = torch.zeros(self.settings.batch_size, dtype=torch.int64)
         try:
             for batch in super()._polls(batches):
                 if batch is not None:
                     self._probes.last = batch
-                    first = next(_tensors(batch), torch.empty(size, 0))
-                    batch = HostBatch(
-                        first,
-                        torch.zeros(size, dtype=torch.int64),
-                        torch.zeros(size, dtype=torch.int64),
-                    )
+                    batch = HostBatch(next(iter(_tensors(batch)), none), none, none)
                 yield batch
         except Exception as error:
-            text = f"{error}".strip()
+            text = str(error).strip()
             if self.settings.num_workers == 0:
                 raise BadSample("the data set", f"{type(error).__name__}: {text}") from error
-            if not text.startswith(
-                "Caught "
-            ):  # torch's own: a worker died, or no batch came in time
+            # torch's own: a worker died, or no batch came in time
+            if not text.startswith("Caught "):
                 raise
+            # the data set's comes behind its traceback
+            text = text.splitlines()[-1]
             if any(symptom in text for symptom in _NO_ROOM):
-                raise LoaderError(text.splitlines()[-1]) from error
-            raise BadSample("the data set", text.splitlines()[-1]) from error
+                raise LoaderError(text) from error
+            raise BadSample("the data set", text) from error
 
     def _parts(self) -> dict[str, Any]:
         probes = self._probes
@@ -212,38 +190,14 @@ class _Feed(ProcessFeed):
             dataset = Gauged(dataset, self._gauge)
         return {
             "dataset": dataset,
-            "batch_sampler": _Indices(self.order),
+            "batch_sampler": (indices.tolist() for indices in self.order.batches(0)),
             "collate_fn": probes.collate_fn,
-            "worker_init_fn": probes.enter,
+            "worker_init_fn": partial(_enter, probes.worker_init_fn),
         }
 
 
-class _Enter:
-    """What a worker does first: what keeps it from outliving this process, then what the caller
-    wants.
-    """
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        enter_worker(worker)
-        if self.then is not None:
-            self.then(worker)
-
-
-class _Indices:
-    """The batch sampler that torch knows: lists of indices."""
-
-    def __init__(self, order: AnyOrder) -> None:
-        self.order = order
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (indices.tolist() for indices in self.order.batches(0))
-
-
 class _Trainee:
-    """The caller's step."""
+    """The caller's step, as ``Trainee`` has it."""
 
     def __init__(
         self, probes: _Probes, step: Step, state: Sequence[Any], device: torch.device
@@ -254,20 +208,17 @@ class _Trainee:
         self.device = device
         self._own = accelerator.of(device)
         self._now = self._own.now
-        self._lead = Lead(self._own, self._now) if self._own.has_streams else None
-        self.overlaps = (
-            self._own.has_streams
-        )  # a plain loop on a CPU loads while its step does not run
+        # a plain loop on a CPU loads while its step does not run
+        self.overlaps = self._own.has_streams
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         snapshot = Snapshot(self._state, self.device)
         try:
             for part in self._state:
-                for group in part.param_groups if isinstance(part, Optimizer) else ():
-                    group["lr"] = (
-                        torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-                    )
+                if isinstance(part, Optimizer):
+                    for group in part.param_groups:
+                        group["lr"] = 0 * group["lr"]
             yield
         finally:
             snapshot.restore()
@@ -278,26 +229,29 @@ class _Trainee:
         for _ in range(_WARM_UP_STEPS - 1):
             step_s, _ = self._group(1)
         steps = min(_COPIES, steps_of_group(step_s, limit_s, self.overlaps))
-        cpu = time.process_time()
+        cpu_s = time.process_time()
         groups = list[tuple[float, float]]()
         while len(groups) < 2 or (len(groups) < _GROUPS and self._now() - begin < limit_s):
             groups.append(self._group(steps))
-        cpu_s = time.process_time() - cpu
-        images = len(batch.labels) * steps
+        size = len(batch.labels)
         return StepRun(
-            images=(images,) * len(groups),
+            images=(size * steps,) * len(groups),
             seconds=tuple(seconds for seconds, _ in groups),
-            cpu_s=cpu_s,
+            cpu_s=time.process_time() - cpu_s,
             first_s=max(0.0, first_s - step_s),
-            launch_s=min(launch_s for _, launch_s in groups) / len(batch.labels),
+            launch_s=min(launch_s for _, launch_s in groups) / size,
         )
 
     def _group(self, steps: int) -> tuple[float, float]:
-        """The seconds of so many steps on one batch, and the host's of the first.
+        """Returns the seconds of steps on one batch, and the host's of the first.
 
-        Each has a copy of its own: a step may change what it is given.
+        Each has a copy of its own, page-locked where that pays: a step may change its batch.
         """
-        copies = [_copy(self._probes.last, self._own.pin) for _ in range(steps)]
+        own = self._own
+        copies = [
+            tree_map_only(Tensor, lambda tensor: own.pin(tensor.clone()), self._probes.last)
+            for _ in range(steps)
+        ]
         launch_s = 0.0
         begin = self._now()
         for batch in copies:
@@ -305,86 +259,52 @@ class _Trainee:
             self._step(batch)
             # of the first step alone: the device's queue may be full at later ones
             launch_s = launch_s or self._now() - begin
-        self._own.synchronize()
+        # the host waits for the device here
+        own.synchronize()
         return self._now() - begin, launch_s
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
         clock = StepClock(self.device, keep_steps=True)
+        lead = Lead(self._own, self._now) if self.overlaps else None
+        # not counted: the first batch, which holds the workers' start, and those that were in store
+        phases = ((1, 1, 0.0), (0, skip, limit_s / 3), (2, math.inf, limit_s))
         with contextlib.closing(iter(feed)) as batches:  # type: ignore[type-var]
-            self._stretch(batches, clock, 1, 1, 0.0)
-            self._stretch(batches, clock, 0, skip, limit_s / 3)
-            clock.close_window()
-            cpu = time.process_time()
-            done = self._stretch(batches, clock, 2, None, limit_s)
-            cpu_s = time.process_time() - cpu
+            for least, most, phase_s in phases:
+                clock.close_window()
+                cpu_s = time.process_time()
+                done: list[tuple[int, float]] = []
+                begin = end = self._now()
+                while len(done) < least or (len(done) < most and end - begin < phase_s):
+                    signals.check()
+                    # or the time would be over before the device has begun
+                    if lead:
+                        lead.hold()
+                    with clock.waiting():
+                        count = len(next(batches).labels)
+                    with clock.computing():
+                        self._step(self._probes.last)
+                    clock.step(count)
+                    step_s = self._now() - end
+                    done.append((count, step_s))
+                    end += step_s
+                # what a device whose own time is not known has left to do is the last step's
+                if done and not lead:
+                    self._own.synchronize()
+                    done[-1] = (count, step_s + self._now() - end)
+            cpu_s = time.process_time() - cpu_s
             clock.settle()
         window = clock.close_window()
         images, seconds = zip(*done, strict=True)
-        seconds = clock.device_steps(len(done)) or seconds
-        return StepRun(images, seconds, (window.stall_fraction or 0.0) if window else 0.0, cpu_s)
-
-    def _stretch(
-        self,
-        batches: Iterator[HostBatch],
-        clock: StepClock,
-        least: int,
-        most: int | None,
-        limit_s: float,
-    ) -> list[tuple[int, float]]:
-        done: list[tuple[int, float]] = []
-        begin = end = self._now()
-        while len(done) < least or ((most is None or len(done) < most) and end - begin < limit_s):
-            signals.check()
-            if self._lead is not None:  # or the time would be over before the device has begun
-                self._lead.hold()
-            with clock.waiting():
-                count = len(next(batches).labels)
-            with clock.computing():
-                self._step(self._probes.last)
-            clock.step(count)
-            done.append((count, self._now() - end))
-            end += done[-1][1]
-        if not self.overlaps:
-            self._own.synchronize()
-            if done:
-                count, seconds = done[-1]
-                done[-1] = count, seconds + self._now() - end
-        return done
+        stall = window.stall_fraction if window else None
+        return StepRun(images, clock.device_steps(len(done)) or seconds, stall or 0.0, cpu_s)
 
 
-def _device_of(state: Sequence[Any]) -> torch.device:
-    for part in state:
-        if isinstance(part, nn.Module):
-            groups: list[Any] = [list(part.parameters())]
-        else:
-            groups = (
-                [group["params"] for group in part.param_groups]
-                if isinstance(part, Optimizer)
-                else []
-            )
-        for parameter in (parameter for group in groups for parameter in group):
-            return torch.device(parameter.device)
-    return torch.device("cpu")
+def _enter(then: Callable[[int], None] | None, worker: int) -> None:
+    """Prepares a worker, which must not outlive this process, and then as the caller wants."""
+    enter_worker(worker)
+    if then is not None:
+        then(worker)
 
 
-def _copy(batch: Any, pin: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested containers and tensors, page-locked where that pays; everything else as it
-    is.
-    """
-    if isinstance(batch, Tensor):
-        return pin(batch.clone())
-    if isinstance(batch, dict):
-        return type(batch)({key: _copy(part, pin) for key, part in batch.items()})
-    if isinstance(batch, tuple | list):
-        parts = [_copy(part, pin) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict | tuple | list):
-        for part in batch.values() if isinstance(batch, dict) else batch:
-            yield from _tensors(part)
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -1,42 +1,37 @@
-"""``tuner=auto``: a short look, after which a feed that keeps the model busy is chosen, or the best
-that was seen.
+"""``tuner=auto``: a short look, after which the cheapest feed that keeps the model busy is chosen.
 
-The user's own setting comes first: what a sample costs in its workers, and what real steps get from
+The user's setting comes first: what a sample costs in its workers, and what real steps get from
 it. Only where they wait for data is something else tried, by real steps too: as many workers as the
-model of throughput asks for, then another form.
+model of throughput asks for, then another backend. The rules have their numbers in docs/tuning.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Literal
 
-from harness.feed.arrays import ARRAYS, in_form
-from harness.feed.interface import PROCESSES, THREADS, FeedSettings
+from harness.feed.arrays import in_form
+from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
 from harness.tuning.figures import Rate, Trial
 from harness.tuning.model import BUSY, Model, undisturbed
 from harness.tuning.search import DEEP, Ask, Choice, Problem, Search, cost_of, with_workers
 
-MET = 1.05  # supply over demand that is aimed at
-FED = 0.95  # delivered over demand with which there is nothing to gain
-_GAIN = 0.05  # what a costlier setting must deliver more than the user's own
-_FAR = 1.5  # times as much: no disturbance
-_LESS = 0.03  # and what a cheaper one may deliver less than the best
-_WAITING = (
-    0.8  # on a processor for less of its time, a sample waits: for storage, or for the interpreter
-)
-_LONG_STEP_S = 0.25  # beside a step that takes longer, what threads share with it is nothing
-# standard deviation of a batch's time, over its mean and in seconds: no short run can judge
-_UNEVEN = 0.3
-_UNEVEN_S = 0.01
-_SPARE = 1.15  # supply over demand that is aimed at with uneven samples
-_SUPPLY_S = 0.5
-_STEPS_S = 0.8
-# with the feed's start and what is left out
-_SUPPLY_TAKES_S = 1.0
-_STEPS_TAKE_S = 1.5
+# supply over demand that is aimed at
+MET = 1.05
+# delivered over demand with which there is nothing to gain
+FED = 0.95
+# what a costlier setting must deliver more than the user's, and a cheaper one less than the best
+_GAIN = 0.05
+_LESS = 0.03
+# beside a step that takes longer, what threads share with it is nothing
+_LONG_STEP_S = 0.25
+# seconds of a measurement, and with the feed's start and what is left out
+_LIMIT_S = {"supply": 0.5, "steps": 0.8}
+_TAKES_S = {"supply": 1.0, "steps": 1.5}
 
+Kind = Literal["supply", "steps"]
 Asking = Generator[Ask, Trial, None]
 
 
@@ -45,32 +40,104 @@ class Look:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.demand = problem.demand.images_per_s
         self.trials: list[Trial] = []
-        self.models: dict[str, Model] = {}  # by form, of those that were probed
+        # by backend, of those that were probed
+        self.models: dict[str, Model] = {}
         self.complete = True
         for trial in problem.calibration:
             self._note(trial)
-        self.form = problem.calibration[-1].settings.backend
-        self.have = self._first()  # the setting to beat
+        probed = problem.calibration[-1].settings
+        self.form = probed.backend
+        # the setting to beat: the user's, else the one that was probed, else what fits of it
+        fitting = with_workers(
+            self._base(self.form), min(probed.num_workers, self._most(self.form))
+        )
+        usable = (s for s in (problem.own, probed) if not self._refused(s))
+        self.have = next(usable, fitting)
 
     def run(self) -> Search:
-        """Ask for what has to be measured, and return the choice."""
-        if not self._has(_SUPPLY_TAKES_S):
-            self.complete = False
+        """Asks for what has to be measured, and returns the choice."""
+        if not self._has_time(_TAKES_S["supply"]):
             return self._choice(self.have)
         if self._is_uneven():
+            # rule 6: no short run can judge a few slow samples
             deep = self._deep()
-            yield from self._supply(deep)
+            yield from self._measure("supply", deep)
             return self._choice(self.have if self._refused(deep) else deep)
-        if self._suffices(self.have) or self.form == ARRAYS:
-            yield from self._steps(self.have)
+        # the loader alone may suffice, and the processors still be too few for both
+        supply = [trial.images_per_s for trial in self._of("supply", self.have)]
+        if max(supply, default=self._got(self.have)) >= FED * self.demand or self.form == ARRAYS:
+            yield from self._measure("steps", self.have)
         if not self._is_fed(self.have):
-            yield from self._more()
-            yield from self._others()
-        yield from self._fewer(self._best())
-        return self._choice((yield from self._confirmed(self._best())))
+            yield from self._search()
+        # rule 5: fewer workers, unless these would only get less of the processors
+        chosen = self._best()
+        model = self.models.get(chosen.backend)
+        if model and not model.is_crowded and chosen.num_workers > 1:
+            goal = self._got(chosen)
+            if self._is_fed(chosen):
+                goal = MET * self.demand
+            if (fewest := model.workers_for(goal)) < chosen.num_workers:
+                yield from self._measure("supply", with_workers(chosen, fewest))
+        # rule 2: something else may have slowed the setting to beat the first time
+        chosen = self._best()
+        have = self.have
+        if chosen != have and have.num_workers and not (self._is_fed(have) or self._refused(have)):
+            kind: Kind = "steps" if self._of("steps", have) else "supply"
+            if self._has_time(_TAKES_S[kind]):
+                yield from self._measure(kind, have, again=True)
+                chosen = self._best()
+            elif self._got(chosen) < 1.5 * self._got(have):
+                chosen = have
+        return self._choice(chosen)
+
+    def _search(self) -> Asking:
+        """Asks for more workers (rule 3), then for the other backends (rule 4)."""
+        base = self._base(self.form)
+        cost = self.models[self.form].cost
+        # where a sample waits, for storage or for the interpreter, one worker alone may take less
+        if cost.cpu_s < 0.8 * cost.wall_s and self.problem.calibration[-1].settings.num_workers > 1:
+            yield from self._measure("supply", with_workers(base, 1))
+        more = with_workers(base, self._wanted(self.form))
+        if more.num_workers > self.have.num_workers:
+            beside = self.form == THREADS or bool(self._of("steps"))
+            yield from self._try(more, beside=beside)
+        for form in sorted(self.problem.forms, key=lambda form: form != ARRAYS):
+            best = self._best()
+            # a backend that needs less time to be tried is not to win by that
+            if self._is_fed(best) or not self.complete:
+                return
+            # processes hand batches over besides
+            full = self._got(best) >= BUSY * self.models[self.form].roofline
+            if form != self.form and not (form == PROCESSES and full):
+                other = with_workers(self._base(form), self._wanted(form))
+                yield from self._try(other, beside=form != PROCESSES)
 
     # What is measured
+
+    def _try(self, settings: FeedSettings, *, beside: bool) -> Asking:
+        """Asks what ``settings`` give alone, and if that may be best, ``beside`` real steps."""
+        if not self._has_time(_TAKES_S["supply"] + beside * _TAKES_S["steps"]):
+            return
+        yield from self._measure("supply", settings)
+        if beside and settings == self._best(unseen=True):
+            yield from self._measure("steps", settings)
+
+    def _measure(self, kind: Kind, settings: FeedSettings, *, again: bool = False) -> Asking:
+        """Asks for one measurement, unless it was made, cannot be, or would tell nothing."""
+        is_known = bool(self._of(kind, settings)) and not again
+        if is_known or self._refused(settings) or (kind == "steps" and self._steps_are_long()):
+            return
+        if self._has_time(_TAKES_S[kind]):
+            self._note((yield Ask(settings, kind, _LIMIT_S[kind])))
+
+    def _has_time(self, seconds: float) -> bool:
+        """Returns whether that much of the budget is left; without it the look is incomplete."""
+        spent = self.trials[len(self.problem.calibration) :]
+        is_left = self.problem.budget_s - sum(trial.seconds for trial in spent) >= seconds
+        self.complete = self.complete and is_left
+        return is_left
 
     def _note(self, trial: Trial) -> None:
         self.trials.append(trial)
@@ -81,303 +148,151 @@ class Look:
         cost = undisturbed(trial.cost, trial.settings.num_workers, problem.cores)
         if form not in self.models or cost.wall_s < self.models[form].cost.wall_s:
             self.models[form] = Model(
-                demand=problem.demand.images_per_s,
+                demand=self.demand,
                 cost=cost,
                 cores=problem.cores,
                 step_cpu_s=problem.step_cpu_s,
                 alone_s=problem.alone_s,
             )
 
-    def _steps(self, settings: FeedSettings) -> Asking:
-        """Real steps on a feed of ``settings``, unless they do not fit, the time is over, or they
-        are too slow to be slowed.
-        """
-        if not self._steps_are_long():
-            yield from self._measure(self._ask_steps(settings), _STEPS_TAKE_S)
-
-    def _supply(self, settings: FeedSettings) -> Asking:
-        """What a feed of ``settings`` gives with nothing consuming, likewise."""
-        yield from self._measure(self._ask_supply(settings), _SUPPLY_TAKES_S)
-
-    def _ask_steps(self, settings: FeedSettings) -> Ask:
-        return Ask(settings, "steps", limit_s=_STEPS_S)
-
-    def _ask_supply(self, settings: FeedSettings) -> Ask:
-        return Ask(settings, "supply", MET * self.problem.demand.images_per_s, _SUPPLY_S)
-
-    def _measure(self, ask: Ask, takes_s: float, *, again: bool = False) -> Asking:
-        if (self._of(ask.kind, ask.settings) and not again) or self._refused(ask.settings):
-            return
-        if not self._has(takes_s):
-            self.complete = False
-            return
-        self._note((yield ask))
-
-    def _has(self, seconds: float) -> bool:
-        """Whether so much of the budget is left."""
-        spent = self.trials[len(self.problem.calibration) :]
-        return self.problem.budget_s - sum(trial.seconds for trial in spent) >= seconds
-
-    # What is tried besides
-
-    def _more(self) -> Asking:
-        """As many workers as demand asks for, by what a sample takes one that is alone."""
-        base = self._base(self.form)
-        if self._samples_wait():
-            yield from self._supply(with_workers(base, 1))
-        more = with_workers(base, self._wanted(self.form))
-        if more.num_workers > self.have.num_workers:
-            yield from self._tried(more, beside=self.form == THREADS or bool(self._of("steps")))
-
-    def _others(self) -> Asking:
-        """The other forms, while none feeds the model: arrays first, and processes only where
-        processors are left over.
-        """
-        for form in sorted(self.problem.forms, key=lambda form: form != ARRAYS):
-            if not self.complete:  # one that needs less time to be tried is not to win by that
-                return
-            if (
-                form == self.form
-                or self._is_fed(self._best())
-                or (form == PROCESSES and self._processors_are_full())
-            ):
-                continue
-            yield from self._tried(
-                with_workers(self._base(form), self._wanted(form)), beside=form != PROCESSES
-            )
-
-    def _tried(self, settings: FeedSettings, *, beside: bool) -> Asking:
-        """What ``settings`` give alone, and ``beside`` real steps, which may be slower there, if
-        they would be the best.
-        """
-        if not self._has(_SUPPLY_TAKES_S + (_STEPS_TAKE_S if beside else 0.0)):
-            self.complete = False
-            return
-        yield from self._supply(settings)
-        if beside and settings == self._best(unseen=True):
-            yield from self._steps(settings)
-
-    def _fewer(self, chosen: FeedSettings) -> Asking:
-        """Measure the fewest workers that give as much as ``chosen``, by the model of its form, if
-        they are fewer.
-        """
-        model = self.models.get(chosen.backend)
-        if model is None or model.is_crowded or chosen.num_workers < 2:
-            return
-        fewest = self._enough(model, self._got(chosen).images_per_s)
-        if fewest < chosen.num_workers:
-            yield from self._supply(with_workers(chosen, fewest))
-
-    def _confirmed(self, chosen: FeedSettings) -> Generator[Ask, Trial, FeedSettings]:
-        """What is best once what there is was measured again: something else may have slowed it the
-        first time.
-
-        Without the time for that it stays, unless ``chosen`` delivers half as much again.
-        """
-        have = self.have
-        if chosen == have or self._refused(have) or not have.num_workers or self._is_fed(have):
-            return chosen
-        steps = bool(self._of("steps", have))
-        takes_s = _STEPS_TAKE_S if steps else _SUPPLY_TAKES_S
-        if not self._has(takes_s):
-            self.complete = False
-            return (
-                chosen
-                if self._got(chosen).images_per_s >= _FAR * self._got(have).images_per_s
-                else have
-            )
-        yield from self._measure(
-            self._ask_steps(have) if steps else self._ask_supply(have), takes_s, again=True
-        )
-        return self._best()
-
-    def _enough(self, model: Model, got: float) -> int:
-        """The fewest workers for demand, or for what steps ``got`` where it is less."""
-        demand = self.problem.demand.images_per_s
-        return model.workers_for(MET * demand if got >= FED * demand else got)
-
     # What follows from it
 
-    def _of(self, kind: str, settings: FeedSettings | None = None) -> list[Trial]:
+    def _of(self, kind: Kind, settings: FeedSettings | None = None) -> list[Trial]:
+        """Returns the trials of a kind that gave a rate, of one setting or of all."""
         return [
-            t
-            for t in self.trials
-            if t.kind == kind and t.rate and (settings is None or t.settings == settings)
+            trial
+            for trial in self.trials
+            if trial.kind == kind and trial.rate and settings in (None, trial.settings)
         ]
 
     def _refused(self, settings: FeedSettings) -> bool:
-        return (
-            any(t.refused for t in self.trials if t.settings == settings)
-            or self.problem.fits(settings) is not None
-        )
+        failed = any(trial.refused for trial in self.trials if trial.settings == settings)
+        return failed or self.problem.fits(settings) is not None
+
+    def _largest(self, most: int, make: Callable[[int], FeedSettings]) -> int:
+        """Returns the largest number up to ``most`` whose setting fits; at least 1."""
+        return next((n for n in range(most, 1, -1) if self.problem.fits(make(n)) is None), 1)
 
     def _base(self, form: str) -> FeedSettings:
-        """The user's settings in ``form``, pinned if that pays, with as many batches in flight as
-        fit with one worker.
-        """
-        base = dataclasses.replace(
-            in_form(self.problem.own, form), pin_memory=self.problem.pin_memory
-        )
-        depth = 2 if self._refused(self.problem.own) else base.prefetch_factor or 2
-        fitting = (
-            k for k in range(depth, 1, -1) if self.problem.fits(with_workers(base, 1, k)) is None
-        )
-        return (
-            base if form == ARRAYS else dataclasses.replace(base, prefetch_factor=next(fitting, 1))
-        )
+        """Returns the user's settings for a backend, pinned if that pays.
 
-    def _first(self) -> FeedSettings:
-        """The user's own setting; where it does not work or fit, that of the probe, or as many
-        workers of its as fit.
+        As many batches are in flight as fit with one worker.
         """
-        probed = self.problem.calibration[-1].settings
-        fitting = with_workers(
-            self._base(self.form), min(probed.num_workers, self._most(self.form))
-        )
-        return next((s for s in (self.problem.own, probed) if not self._refused(s)), fitting)
+        own = self.problem.own
+        base = dataclasses.replace(in_form(own, form), pin_memory=self.problem.pin_memory)
+        depth = own.prefetch_factor or 2
+        if self._refused(own):
+            depth = 2
+        depth = self._largest(depth, lambda k: with_workers(base, 1, k))
+        return dataclasses.replace(base, prefetch_factor=depth)
 
     def _most(self, form: str) -> int:
-        """The most workers that may be tried and that fit; at least 1."""
+        """Returns the most workers that may be tried and that fit; at least 1."""
         base = self._base(form)
         # what was refused before it ran is for ``fits`` to say
         failed = [
-            t.settings.num_workers
-            for t in self.trials
-            if t.refused and t.seconds and t.settings.backend == form
+            trial.settings.num_workers - 1
+            for trial in self.trials
+            if trial.refused and trial.seconds and trial.settings.backend == form
         ]
-        top = min([self.problem.most, *(n - 1 for n in failed)])
-        return next(
-            (n for n in range(top, 1, -1) if self.problem.fits(with_workers(base, n)) is None), 1
-        )
+        return self._largest(min([self.problem.most, *failed]), lambda n: with_workers(base, n))
 
     def _wanted(self, form: str) -> int:
-        """The workers of ``form`` that demand asks for by the model, or that fill the processors."""
+        """Returns the workers that demand asks for by the model, or that fill the processors."""
         model = self.models[self.form]
-        return min(model.workers_for(min(MET * model.demand, model.roofline)), self._most(form))
-
-    def _got(self, settings: FeedSettings) -> Rate:
-        """What real steps get: as measured, else by the model and what the loader alone gave."""
-        if runs := self._of("steps", settings):
-            return max((run.rate for run in runs if run.rate), key=lambda rate: rate.images_per_s)
-        model = self.models.get(settings.backend)
-        if model is None or self._refused(settings):
-            return Rate.exactly(0.0)
-        supply = sorted(
-            trial.rate.images_per_s for trial in self._of("supply", settings) if trial.rate
-        )[-1:]
-        seen = [trial for trial in self._of("steps") if trial.settings.backend == settings.backend]
-        pace = [trial.working for trial in seen]
-        # no fewer workers give more
-        more = [
-            t.rate.images_per_s
-            for t in seen
-            if t.rate and t.settings.num_workers >= settings.num_workers
-        ]
-        return Rate.exactly(min([model.delivered(settings.num_workers), *supply, *pace, *more]))
-
-    def _suffices(self, settings: FeedSettings) -> bool:
-        """Whether the loader alone gives what steps take; the processors may still be too few for
-        both.
-        """
-        supply = [trial.rate.images_per_s for trial in self._of("supply", settings) if trial.rate]
-        return (
-            max(supply, default=self._got(settings).images_per_s)
-            >= FED * self.problem.demand.images_per_s
-        )
-
-    def _is_fed(self, settings: FeedSettings) -> bool:
-        return self._got(settings).images_per_s >= FED * self.problem.demand.images_per_s
-
-    def _steps_are_long(self) -> bool:
-        return self.problem.own.batch_size > _LONG_STEP_S * self.problem.demand.images_per_s
-
-    def _samples_wait(self) -> bool:
-        """Whether a sample spends much of its time on no processor, so that it may take one worker
-        alone less.
-        """
-        cost = self.models[self.form].cost
-        return (
-            cost.cpu_s < _WAITING * cost.wall_s
-            and self.problem.calibration[-1].settings.num_workers > 1
-        )
-
-    def _processors_are_full(self) -> bool:
-        return self._got(self._best()).images_per_s >= BUSY * self.models[self.form].roofline
+        return min(model.workers_for(min(MET * self.demand, model.roofline)), self._most(form))
 
     def _is_uneven(self) -> bool:
-        """Whether a few samples take so long that whole batches differ much."""
+        """Returns whether a few samples take so long that whole batches differ much."""
         cost = self.models[self.form].cost
         size = self.problem.own.batch_size
         deviation_s = math.sqrt(size) * cost.variation * cost.wall_s
-        return deviation_s > max(_UNEVEN * size * cost.wall_s, _UNEVEN_S)
+        return deviation_s > max(0.3 * size * cost.wall_s, 0.01)
 
     def _deep(self) -> FeedSettings:
-        """Workers for demand with some to spare, and a queue that outlasts a slow sample, as deep
-        as fits.
-        """
+        """Returns workers with 15 % to spare, and a queue that outlasts a slow sample."""
         model = self.models[self.form]
         base = self._base(self.form)
-        enough = min(model.workers_for(_SPARE * model.reachable), self._most(self.form))
-        workers = max(enough, min(self.have.num_workers, self._most(self.form)))
+        wanted = max(model.workers_for(1.15 * model.reachable), self.have.num_workers)
+        workers = min(wanted, self._most(self.form))
         depth = max(DEEP.get(self.form, 2), self.have.prefetch_factor or 0)
-        fitting = (
-            k
-            for k in range(depth, 1, -1)
-            if self.problem.fits(with_workers(base, workers, k)) is None
-        )
-        return with_workers(base, workers, next(fitting, 1))
+        depth = self._largest(depth, lambda k: with_workers(base, workers, k))
+        return with_workers(base, workers, depth)
+
+    def _rate(self, settings: FeedSettings) -> Rate:
+        """Returns what real steps get: as measured, else by the model and the loader alone."""
+        if runs := [trial.rate for trial in self._of("steps", settings) if trial.rate]:
+            return max(runs, key=lambda rate: rate.images_per_s)
+        model = self.models.get(settings.backend)
+        if model is None or self._refused(settings):
+            return Rate.exactly(0.0)
+        bounds = [model.delivered(settings.num_workers)]
+        if supply := [trial.images_per_s for trial in self._of("supply", settings)]:
+            bounds.append(max(supply))
+        for run in self._of("steps"):
+            if run.settings.backend == settings.backend:
+                # the steps' pace beside this backend but for their waits; steps that wait longer
+                # are too short to tell it
+                bounds.append(run.images_per_s / (1 - min(0.9, run.wait_fraction or 0.0)))
+                # fewer workers give no more
+                if settings.num_workers <= run.settings.num_workers:
+                    bounds.append(run.images_per_s)
+        return Rate.exactly(min(bounds))
+
+    def _got(self, settings: FeedSettings) -> float:
+        return self._rate(settings).images_per_s
+
+    def _is_fed(self, settings: FeedSettings) -> bool:
+        return self._got(settings) >= FED * self.demand
+
+    def _steps_are_long(self) -> bool:
+        return self.problem.own.batch_size > _LONG_STEP_S * self.demand
 
     def _best(self, *, unseen: bool = False) -> FeedSettings:
-        """The cheapest setting that delivers as much as the best, of those that were measured.
+        """Returns the cheapest measured setting that delivers as much as the best (rule 1).
 
-        Those that cost more than what there is must deliver more. Threads and arrays in place of
-        another form count where steps were seen beside them, or are ``unseen`` too.
+        Those that cost more than the one to beat must deliver more. Threads and arrays in place of
+        another backend count where steps were seen beside them, or are ``unseen`` too.
         """
         have = self.have
-        demand = self.problem.demand.images_per_s
-        rates = {have: min(demand, self._got(have).images_per_s)}
+        rates = {have: min(self.demand, self._got(have))}
         for settings in dict.fromkeys(trial.settings for trial in self.trials if trial.rate):
-            counts = (
-                unseen or settings.backend in (have.backend, PROCESSES) or self._steps_are_long()
-            )
-            rate = min(demand, self._got(settings).images_per_s)
+            counts = unseen or settings.backend in (have.backend, PROCESSES)
+            if not (counts or self._steps_are_long() or self._of("steps", settings)):
+                continue
+            rate = min(self.demand, self._got(settings))
             pays = cost_of(settings) <= cost_of(have) or rate >= (1 + _GAIN) * rates[have]
-            if (counts or self._of("steps", settings)) and pays and not self._refused(settings):
+            if pays and not self._refused(settings):
                 rates[settings] = rate
         return min((s for s in rates if rates[s] >= (1 - _LESS) * max(rates.values())), key=cost_of)
 
     # The choice
 
     def _choice(self, chosen: FeedSettings) -> Choice:
-        own = self.problem.own
-        demand = self.problem.demand.images_per_s
-        before = self._got(own)
-        after = self._got(chosen)
+        before = self._rate(self.problem.own)
+        after = self._rate(chosen)
         return Choice(
             settings=chosen,
             before=before if before.images_per_s else None,
             after=after,
-            demand=max(demand, after.images_per_s),
-            waits=(self._waits(own, before), self._waits(chosen, after)),
+            # a loader may have delivered more than the steps on one batch took
+            demand=max(self.problem.demand, after, key=lambda rate: rate.images_per_s),
+            waits=(self._waits(self.problem.own), self._waits(chosen)),
             reason=self._reason(chosen),
             complete=self.complete,
         )
 
-    def _waits(self, settings: FeedSettings, got: Rate) -> float:
-        """The share of the time that steps wait for data."""
-        runs = [t.wait_fraction for t in self._of("steps", settings) if t.wait_fraction is not None]
-        return (
-            min(runs) if runs else max(0.0, 1 - got.images_per_s / self.problem.demand.images_per_s)
-        )
+    def _waits(self, settings: FeedSettings) -> float:
+        """Returns the share of the time that steps wait for data."""
+        runs = [trial.wait_fraction or 0.0 for trial in self._of("steps", settings)]
+        return min(runs, default=max(0.0, 1 - self._got(settings) / self.demand))
 
     def _reason(self, chosen: FeedSettings) -> str:
-        model = self.models.get(chosen.backend) or self.models[self.form]
-        wall_s = model.cost.wall_s
-        cpu_s = model.cost.cpu_s
+        cost = self.models.get(chosen.backend, self.models[self.form]).cost
         who = "the trainer" if chosen.backend == ARRAYS else "a worker"
         each = (
-            f"A sample takes {who} {wall_s * 1e3:.2g} ms, {min(1.0, cpu_s / wall_s):.0%} of it "
-            "on a processor"
+            f"A sample takes {who} {cost.wall_s * 1e3:.2g} ms, "
+            f"{min(1.0, cost.cpu_s / cost.wall_s):.0%} of it on a processor"
         )
         if not self.complete:
             return (

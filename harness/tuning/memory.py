@@ -6,14 +6,12 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from harness.config import Config, to_plain
-from harness.data.download import exclusive
 from harness.data.storage import cache_root
 from harness.runtime import parts
 from harness.runtime.files import read_json, set_aside, typed, write_whole
@@ -22,12 +20,8 @@ from harness.runtime.limits import Limits
 from harness.watch.host import environment
 
 _MAX_AGE_S = 30 * 24 * 3600.0
-_SOURCES = (
-    "data",
-    "feed",
-    "tuning",
-)  # rooms whose code decides what a sample costs, and what is chosen
-_SETTINGS = {  # those that decide what a sample or a step costs, besides all of augment and tuner
+# settings that decide what a sample or a step costs, besides all of augment and tuner
+_SETTINGS = {
     "data": (
         "image_size",
         "eval_resize",
@@ -53,15 +47,14 @@ class Memory:
 
     def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
         text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
-        self.fingerprint = json.loads(text)  # as it comes back from a file
-        self.path = (
-            folder or cache_root() / "tuning"
-        ) / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        # as it comes back from a file
+        self.fingerprint = json.loads(text)
+        name = f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        self.path = (folder or cache_root() / "tuning") / name
         self._warned = False
 
     def recall(self, read: Callable[[Any], Any], now: Callable[[], float] = time.time) -> Any:
-        """What ``read`` makes of what was kept last; None where nothing was, or it is over 30 days
-        old.
+        """Returns what ``read`` makes of what was kept last; None for nothing, or over 30 days old.
 
         What is damaged goes, and so does what ``read`` answers with a KeyError, TypeError or
         ValueError.
@@ -70,31 +63,28 @@ class Memory:
             entry = read_json(self.path)
             if entry["fingerprint"] != self.fingerprint:
                 raise ValueError("of another run")
-            if (
-                abs(now() - typed(float, entry["saved_at"])) > _MAX_AGE_S
-            ):  # from the future too: a clock was wrong
+            # from the future too: a clock was wrong
+            if abs(now() - typed(float, entry["saved_at"])) > _MAX_AGE_S:
                 return None
             return read(entry["answer"])
         except FileNotFoundError:
-            return None
+            pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             if self.forget():
                 _log.warning("%s: damaged (%s), so that this run tunes again", self.path, error)
         return None
 
     def keep(self, answer: Mapping[str, Any]) -> None:
-        """Remember ``answer``, which holds what JSON can, in place of any before it."""
-        text = json.dumps(
-            {"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": answer}, indent=1
-        )
+        """Remembers ``answer``, which holds what JSON can, in place of any before it."""
+        entry = {"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": answer}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, text.encode())
+            write_whole(self.path, json.dumps(entry, indent=1).encode())
         except OSError as error:
             self._warn(error)
 
     def forget(self) -> bool:
-        """Remove the answer, if there is one; whether that could be done."""
+        """Removes the answer, if there is one. Returns whether that could be done."""
         try:
             set_aside(self.path)
         except OSError as error:
@@ -102,33 +92,10 @@ class Memory:
             return False
         return True
 
-    @contextmanager
-    def held(self, wait_s: float = 300.0) -> Iterator[None]:
-        """A block that one process at a time is in, so that of several alike one tunes and the
-        others recall.
-
-        The kernel frees the lock of a process that died. Who has waited ``wait_s`` seconds goes on
-        without it.
-
-        Raises:
-            Interrupted: a signal came while waiting.
-        """
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(exclusive(self.path.with_suffix(".lock"), wait_s))
-            except TimeoutError as error:
-                _log.warning("%s; this one tunes too", error)
-            except OSError as error:  # no such folder, or a file system without locks
-                self._warn(error)
-            yield
-
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            _log.warning(
-                "%s: %s; tuning is not remembered; set WELLFED_CACHE",
-                self.path.parent,
-                error.strerror or error,
-            )
+            text = "%s: %s; tuning is not remembered; set WELLFED_CACHE"
+            _log.warning(text, self.path.parent, error.strerror or error)
         self._warned = True
 
 
@@ -140,7 +107,7 @@ def fingerprint(
     local_size: int,
     device_name: str,
 ) -> dict[str, Any]:
-    """All that decides which loader settings are best, as plain values.
+    """Returns all that decides which loader settings are best, as plain values.
 
     Free memory is not in it, since it changes by the minute: whether an answer still fits is for
     who recalls it to reckon.
@@ -161,11 +128,18 @@ def fingerprint(
         for group, names in _SETTINGS.items()
         for name in names
     }
-    tuner = {name: value for name, value in plain["tuner"].items() if name not in ("fresh", "live")}
+    for name in ("fresh", "live"):
+        del plain["tuner"][name]
+    # the code that decides what a sample costs, and what is chosen
+    package = Path(__file__).parents[1]
+    sources = hashlib.sha256()
+    for path in sorted(package.glob("*/*.py")):
+        if path.parent.name in ("data", "feed", "tuning"):
+            sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return {
         "machine": {**environment(device_name), "usable_cores": round(limits.cores, 2)},
         "packages": {name: metadata.version(name) for name in ("numpy", "pillow", "simplejpeg")},
-        "sources": _sources(),
+        "sources": sources.hexdigest(),
         "own": [
             parts.digest(name)
             for name in (config.data.name, config.model.name)
@@ -174,14 +148,5 @@ def fingerprint(
         "ranks": [world_size, local_size],
         "threads": torch.get_num_threads(),
         "data": dict(data_identity),
-        "settings": {**settings, "augment": plain["augment"], "tuner": tuner},
+        "settings": {**settings, "augment": plain["augment"], "tuner": plain["tuner"]},
     }
-
-
-def _sources() -> str:
-    """A digest of the code that a sample goes through."""
-    digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for path in sorted(path for room in _SOURCES for path in (package / room).glob("*.py")):
-        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()

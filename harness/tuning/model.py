@@ -1,5 +1,4 @@
-"""One model of throughput for the tuner and the diagnosis: images/s by what a sample and a step
-cost.
+"""One model of throughput for the tuner and the diagnosis, by what a sample and a step cost.
 
 The laws are operational (Denning and Buzen 1978): with w seconds of wall and c of processor time a
 sample, n workers give at most n / w images/s, and C processors C / (c + r + s), where receiving an
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 
 from harness.tuning.figures import SampleCost
 
-BUSY = 0.8  # share of the processors above which workers and step are in each other's way
+# share of the processors above which workers and step are in each other's way
+BUSY = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,9 @@ class Model:
     def roofline(self) -> float:
         """Images/s at which loading, receiving and step together fill all processors."""
         each_s = self.cost.cpu_s + self.cost.receive_s + self.step_cpu_s
-        return self.cores / each_s if each_s else math.inf
+        if each_s == 0:
+            return math.inf
+        return self.cores / each_s
 
     @property
     def reachable(self) -> float:
@@ -53,18 +55,20 @@ class Model:
         return self.reachable > BUSY * self.roofline
 
     def delivered(self, workers: int) -> float:
-        """Images/s that steps get from so many workers."""
-        each_s = self.cost.wall_s / workers if workers else self.alone_s + self.cost.wall_s
-        return min(self.reachable, 1 / each_s)
+        """Returns the images/s that steps get from that many workers."""
+        if workers == 0:
+            return min(self.reachable, 1 / (self.alone_s + self.cost.wall_s))
+        return min(self.reachable, workers / self.cost.wall_s)
 
     def workers_for(self, images_per_s: float) -> int:
-        """The fewest workers that give so many, at least 1; a twentieth of one is none."""
+        """Returns the fewest workers for a rate, at least 1; a twentieth of a worker is none."""
         return max(1, math.ceil(images_per_s * self.cost.wall_s - 0.05))
 
 
 def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
-    """``cost`` less what so many busy workers took from each other where there are fewer processors
-    than workers.
+    """Returns ``cost`` without what busy workers took from each other.
+
+    They do that where there are more of them than processors.
     """
     if workers <= cores or workers * cost.cpu_s / cost.wall_s <= BUSY * cores:
         return cost

@@ -1,320 +1,400 @@
-"""Measures a loader: how many images it supplies with nothing consuming, and what a sample costs
-inside its workers.
+"""Measures loader settings: what a loader supplies, and what steps get of it.
+
+All ranks measure together. Whatever goes wrong becomes a refusal with its symptom.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
+import numpy as np
 import psutil
 import torch
 
 from harness.feed.gauge import Gauge, Work
 from harness.feed.interface import PROCESSES, Feed, FeedSettings, HostBatch
 from harness.runtime import accelerator, signals
-from harness.runtime.errors import LoaderError
-from harness.tuning.figures import Ranks, Rate, SampleCost
-from harness.tuning.search import in_flight
+from harness.runtime.distributed import World
+from harness.runtime.errors import BadSample, LoaderError, printable
+from harness.runtime.limits import Limits
+from harness.tuning import capacity
+from harness.tuning.figures import Probes, Rate, SampleCost, Trainee, Trial
+from harness.tuning.search import Ask, in_flight
 
 POLL_S = 0.05
-STUCK_S = 10.0  # without a single sample for so long, the workers hang
-START_S = 0.5  # more for each worker that starts, at the least
-_QUEUE_S = 0.3  # so long the queue may take to fill before the window opens all the same
-_SHORTEST_S = 0.4  # a window that is shorter tells nothing
-_PRECISE = 0.05  # half of the interval over the mean with which a probe is done
-# one that is still so wide at the limit is given so many times the limit
-_VAGUE = 0.2
-_LONGER = 3.0
+# without a single sample for so long, the workers hang
+STUCK_S = 10.0
 _BLOCKS = 10
 
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Supply:
-    """What a loader gave with nothing consuming.
+    """What a loader gives with nothing consuming, counted sample by sample in its workers.
 
     Attributes:
-        rate: images/s, counted sample by sample in the workers.
-        images: the samples in the window.
-        cost: of one sample.
+        ask: the measurement.
+        opened: when the feed was opened.
+        batches: how many have come.
+        batch: the last of them in memory of its own, if ``ask`` needs one.
         worker_bytes: private memory of one worker; 0 without workers.
-        batches: how many came.
-        batch: the last of them, in memory of its own; None where none came.
-        first_s: seconds until the first sample was seen to be done: what the workers took to start,
-            and it.
+        first_s: seconds until the first sample was seen to be done: what the workers took to
+            start, and that sample.
+        points: the window: when, this process's processor seconds, and the workers' work so far.
     """
 
-    rate: Rate
-    images: int
-    cost: SampleCost
-    worker_bytes: int
-    batches: int
-    batch: HostBatch | None
+    ask: Ask
+    opened: float
+    batches: int = 0
+    batch: HostBatch | None = None
+    worker_bytes: int = 0
     first_s: float = 0.0
+    points: list[tuple[float, float, Work]] = field(default_factory=list)
+    # when every worker had moved, or all were seen to be at work
+    _began: float | None = None
+    # samples that were done at the last look, and when their number grew last
+    _done: int = 0
+    _grew: float = 0.0
 
+    def look(self, at: float, cpu_s: float, work: Work) -> bool:
+        """Notes how far the workers are. Returns whether enough is known.
 
-@dataclass(frozen=True, slots=True)
-class Until:
-    """When a probe is over: after ``limit_s``, sooner where ``target`` is decided, not before a
-    batch where one is needed.
+        Raises:
+            LoaderError: they have finished nothing for too long.
+        """
+        ask = self.ask
+        allowed_s = STUCK_S
+        if not work.samples:
+            allowed_s += ask.start_s
+        if work.samples > self._done:
+            self.first_s = self.first_s or at - self.opened
+            self._done = work.samples
+            self._grew = at
+        elif at - max(self._grew, self.opened) > allowed_s:
+            raise LoaderError(
+                f"no sample for {allowed_s:g} s: the workers hang, or the storage does"
+            )
+        # what came before is no measure of the feed's speed: it filled the queue
+        is_full = self.batches > ask.skip + in_flight(ask.settings)
+        has_moved = work.moved >= max(1, ask.settings.num_workers) and self.batches >= ask.skip
+        if self._began is None and (is_full or has_moved):
+            self._began = at
+        # a queue that does not fill is waited for no longer
+        if self._began is not None and (is_full or at - self._began >= 0.3):
+            self.points.append((at, cpu_s, work))
+        if len(self.points) < 3 or not self.images or (ask.needs_batch and not self.batches):
+            return False
+        # uneven samples take longer to be known
+        factor = 3 if self.rate.half_width > 0.2 else 1
+        return at - self.points[0][0] >= factor * ask.limit_s
 
-    It begins after ``skip`` batches besides those that fill the queue. The workers are given
-    ``start_s`` to start.
-    """
+    @property
+    def images(self) -> int:
+        """The samples in the window."""
+        return self.points[-1][2].samples - self.points[0][2].samples
 
-    limit_s: float
-    target: float | None = None
-    need_batch: bool = False
-    skip: int = 0
-    start_s: float = 0.0
+    @property
+    def rate(self) -> Rate:
+        """Images/s over the window, with the interval that ten blocks give.
+
+        The interval is no less than the samples that the window's ends cut in two.
+        """
+        times = [at for at, _, _ in self.points]
+        samples = [work.samples for _, _, work in self.points]
+        edges = np.linspace(times[0], times[-1], 1 + min(_BLOCKS, len(times) - 1))
+        rate = Rate.of(np.diff(np.interp(edges, times, samples)), np.diff(edges))
+        cut = math.sqrt(max(1, self.ask.settings.num_workers)) / (times[-1] - times[0])
+        mean = rate.images_per_s
+        return Rate(mean, max(0.0, min(rate.low, mean - cut)), max(rate.high, mean + cut))
+
+    @property
+    def cost(self) -> SampleCost:
+        """What one sample of the window cost."""
+        _, cpu_s, first = self.points[0]
+        _, last_cpu_s, last = self.points[-1]
+        count = self.images
+        wall_s = (last.wall_s - first.wall_s) / count
+        square_s2 = (last.wall_sq_s2 - first.wall_sq_s2) / count
+        made_s = (last.cpu_s - first.cpu_s) / count
+        receive_s = (last_cpu_s - cpu_s) / count
+        if self.ask.settings.backend != PROCESSES or self.ask.settings.num_workers == 0:
+            # the samples are made in this process
+            receive_s = max(0.0, receive_s - made_s)
+        variation = math.sqrt(max(0.0, square_s2 - wall_s**2)) / wall_s
+        return SampleCost(wall_s, made_s, variation, receive_s)
 
 
 def measure_supply(
     feed: Feed,
     gauge: Gauge,
-    ranks: Ranks,
-    until: Until,
+    ranks: World,
+    ask: Ask,
     now: Clock = time.perf_counter,
     cpu_now: Clock = time.process_time,
 ) -> Supply:
-    """Take batches from ``feed`` as fast as it gives them, and count samples in its workers; closes
-    the feed.
+    """Takes batches as fast as ``feed`` gives them, counts samples in its workers, and closes it.
 
     A worker's batches may take seconds each, and come in bursts: counting batches here would say
     nothing in a short time. The window opens when every worker has moved and the queue is full,
-    after what is to be skipped. It closes at an interval of 5 %, at one that lies on one side of
-    the target, or after the limit, three of them if the interval is over 20 % (uneven samples). The
-    clock is read before any worker is ended. All ranks stop together.
+    after what is to be skipped. The window closes after the limit, or after three of them if the
+    interval is over 20 % (uneven samples). The clock is read before any worker is ended. All ranks
+    stop together.
 
     Raises:
         BadSample: a sample cannot be read.
         LoaderError: a worker died, or none has finished a sample for ten seconds, or for a while
             longer at the start.
     """
-    failure: Exception | None = None
-    batches = feed.polled(POLL_S)
     looked = now()
-    meter = _Meter(gauge, feed.settings, until, cpu_now, looked)
-    try:
-        while True:
-            failure = failure or _take(batches, meter, now)
-            if failure is None and now() - looked < POLL_S:
-                continue
-            over = -1.0 if failure else float(meter.look(now()))
-            looked = now()
-            if (
-                agreed := ranks.smallest(over)
-            ) != 0:  # every rank comes here equally often, whatever its own feed does
-                break
-        if failure is not None:
-            raise failure
+    supply = Supply(ask, looked)
+    last = None
+    agreed = 0.0
+    with closing(feed), closing(feed.polled(POLL_S)) as batches:
+        while not agreed:
+            try:
+                batch = next(batches)
+                signals.check()
+                if batch is not None:
+                    supply.batches += 1
+                    last = batch
+                if now() - looked < POLL_S:
+                    continue
+                looked = now()
+                is_over = supply.look(looked, cpu_now(), gauge.read())
+            except Exception:
+                # all ranks are told before it is raised
+                ranks.smallest(-1.0)
+                raise
+            # every rank comes here equally often, whatever its own feed does
+            agreed = ranks.smallest(float(is_over))
         if agreed < 0:
             raise LoaderError("refused on another rank")
-        return meter.supply(_worker_bytes(feed))
-    finally:
-        # or its traceback would keep this frame, and this frame the error, and both the feed's last
-        # batches
-        failure = None
-        if hasattr(batches, "close"):
-            batches.close()
-        feed.close()
-
-
-def _take(batches: Iterator[HostBatch | None], meter: _Meter, now: Clock) -> Exception | None:
-    """Take a batch, or none within the poll; the error that came in its place."""
-    try:
-        batch = next(batches)
-    except StopIteration:
-        return LoaderError("the feed ended while it was measured")
-    except Exception as error:  # told to all ranks before it is raised
-        return error
-    signals.check()
-    if batch is not None:
-        meter.received(batch)
-    return meter.stuck(now())
-
-
-def _worker_bytes(feed: Feed) -> int:
-    for pid in feed.worker_pids[:1]:
-        try:
-            return int(psutil.Process(pid).memory_full_info().uss)
-        except psutil.Error:
-            continue
-    return 0
-
-
-@dataclass(slots=True)
-class _Meter:
-    """The window of one probe: (time, work so far) pairs, from when the feed runs steadily."""
-
-    gauge: Gauge
-    settings: FeedSettings
-    until: Until
-    cpu_now: Clock
-    opened: float
-    points: list[tuple[float, Work]] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)  # of this process, at each point
-    batches: int = 0
-    last: HostBatch | None = None
-    began: float | None = None  # when every worker had moved, or all were seen to be at work
-    seen: tuple[float, int] | None = (
-        None  # when a sample was last seen to be done, and how many were
-    )
-    first_s: float = 0.0
-
-    @property
-    def workers(self) -> int:
-        return max(1, self.settings.num_workers)
-
-    def received(self, batch: HostBatch) -> None:
-        self.batches += 1
-        self.last = batch
-
-    def stuck(self, at: float) -> Exception | None:
-        """The error for workers that finish nothing."""
-        samples = self.gauge.read().samples
-        if self.seen is None or samples > self.seen[1]:
-            self.seen = (at, samples)
-        if samples and not self.first_s:
-            self.first_s = at - self.opened
-        allowed_s = STUCK_S + (self.until.start_s if samples == 0 else 0.0)
-        if at - self.seen[0] <= allowed_s:
-            return None
-        what = "sample" if samples == 0 else "further sample"
-        return LoaderError(
-            f"no {what} within {allowed_s:g} s: the workers hang, or the storage does"
-        )
-
-    def look(self, at: float) -> bool:
-        """Note how far the workers are; whether enough is known."""
-        work = self.gauge.read()
-        skipped = self.batches >= self.until.skip
-        full = self.batches > self.until.skip + in_flight(
-            self.settings
-        )  # what came before is no measure of the feed's speed
-        if self.began is None and (full or (skipped and work.moved >= self.workers)):
-            self.began = at
-        if self.began is None or not (full or self.points or at - self.began >= _QUEUE_S):
-            return False
-        if not self.points or at - self.points[-1][0] >= min(0.02, self.until.limit_s / _BLOCKS):
-            self.points.append((at, work))
-            self.cpu_s.append(self.cpu_now())
-        return self._enough(at - self.points[0][0])
-
-    def _enough(self, elapsed_s: float) -> bool:
-        none = (
-            self.points[0][1].samples == self.points[-1][1].samples
-        )  # one may take longer than the limit
-        if elapsed_s < min(_SHORTEST_S, self.until.limit_s) or len(self.points) < 3 or none:
-            return False
-        rate = self.rate()
-        target = self.until.target
-        decided = target is not None and not rate.low <= target <= rate.high
-        limit_s = self.until.limit_s * (_LONGER if rate.half_width > _VAGUE else 1.0)
-        known = decided or rate.half_width <= _PRECISE or elapsed_s >= limit_s
-        return known and (self.batches > 0 or not self.until.need_batch)
-
-    def rate(self) -> Rate:
-        """Images/s over the window; the interval is that of ten blocks, and no less than what its
-        ends cut in two.
-        """
-        times = [at for at, _ in self.points]
-        samples = [work.samples for _, work in self.points]
-        step = (times[-1] - times[0]) / min(_BLOCKS, len(times) - 1)
-        edges = [0]
-        for i, at in enumerate(times):
-            if i and (at - times[edges[-1]] >= step * (1 - 1e-9) or i == len(times) - 1):
-                edges.append(i)
-        pairs = list(itertools.pairwise(edges))
-        rate = Rate.of(
-            [samples[b] - samples[a] for a, b in pairs], [times[b] - times[a] for a, b in pairs]
-        )
-        cut = math.sqrt(self.workers) / (times[-1] - times[0])
-        mean = rate.images_per_s
-        return Rate(mean, max(0.0, min(rate.low, mean - cut)), max(rate.high, mean + cut))
-
-    def supply(self, worker_bytes: int) -> Supply:
-        """The figures of the window."""
-        first = self.points[0][1]
-        last = self.points[-1][1]
-        count = last.samples - first.samples
-        wall = (last.wall_s - first.wall_s) / count
-        square = (last.wall_sq_s2 - first.wall_sq_s2) / count
-        variation = math.sqrt(max(0.0, square - wall**2)) / wall
-        made = (last.cpu_s - first.cpu_s) / count
-        receive = (self.cpu_s[-1] - self.cpu_s[0]) / count
-        if (
-            self.settings.backend != PROCESSES or self.settings.num_workers == 0
-        ):  # the samples are made in this process
-            receive = max(0.0, receive - made)
-        cost = SampleCost(wall, made, variation, receive)
-        return Supply(
-            self.rate(), count, cost, worker_bytes, self.batches, _owned(self.last), self.first_s
-        )
-
-
-def _owned(batch: HostBatch | None) -> HostBatch | None:
-    """A copy outside shared memory."""
-    return (
-        None
-        if batch is None
-        else batch._replace(
-            images=batch.images.clone(), labels=batch.labels.clone(), indices=batch.indices.clone()
-        )
-    )
-
-
-def measure_passes(
-    feed_of: Callable[[], Feed], passes: int, batches: int, now: Clock = time.perf_counter
-) -> tuple[int, float]:
-    """Images and seconds of ``passes`` passes over ``batches`` batches each, as the tutorial times
-    them: start-up included.
-    """
-    images = 0
-    begin = now()
-    for _ in range(passes):
-        feed = feed_of()
-        iterator = iter(feed)
-        try:
-            for _ in range(batches):
-                images += len(next(iterator).labels)
-                signals.check()
-        finally:
-            if hasattr(iterator, "close"):
-                iterator.close()
-            feed.close()
-    return images, now() - begin
+        if feed.worker_pids:
+            with suppress(psutil.Error):
+                supply.worker_bytes = psutil.Process(feed.worker_pids[0]).memory_full_info().uss
+        if ask.needs_batch and last is not None:
+            supply.batch = last._replace(
+                images=last.images.clone(), labels=last.labels.clone(), indices=last.indices.clone()
+            )
+    return supply
 
 
 def measure_copies(
     images: torch.Tensor, device: torch.device, repeats: int = 10
 ) -> tuple[float, float]:
-    """Median seconds of a batch's copy to a CUDA device from pageable and from page-locked memory,
-    in turn.
+    """Returns the median seconds of a copy to a CUDA device, from pageable and from pinned memory.
 
-    Measured on the device, by events, as its own stream sees it: from pageable memory the driver
-    first copies to a page-locked buffer of its own, and the host waits for that.
+    They are measured in turn, one copy at a time: the host waits for each.
 
     Raises:
-        RuntimeError: there is no room for it.
+        RuntimeError: there is no room for page-locked memory.
     """
     own = accelerator.of(device)
+    taken_s: list[list[float]] = [[], []]
     sources = (images, own.pin(images))
-    taken_s = ([0.0] * repeats, [0.0] * repeats)
-    for turn in range(repeats + 2):
+    # two turns more than are counted, to warm up
+    for _ in range(repeats + 2):
         for source, seconds in zip(sources, taken_s, strict=True):
-            start = own.event(timed=True)
-            end = own.event(timed=True)
-            start.record(own.stream())
+            begin = own.now()
             own.copy(source)
-            end.record(own.stream())
-            end.synchronize()  # one copy at a time: each is measured alone
-            if turn >= 2:
-                seconds[turn - 2] = start.elapsed_time(end) / 1e3
-    return statistics.median(taken_s[0]), statistics.median(taken_s[1])
+            own.synchronize()
+            seconds.append(own.now() - begin)
+    return statistics.median(taken_s[0][2:]), statistics.median(taken_s[1][2:])
+
+
+@dataclass(slots=True)
+class Lab:
+    """Measures settings for one data set and one step.
+
+    Attributes:
+        worker_bytes: private memory of one worker, as seen last.
+        batch: a batch of the data set, in memory of its own, once one has been seen.
+        first_s: what first steps took longer than others, which training has to pay anyway.
+        launch_s: of the step, as ``StepRun`` has it.
+    """
+
+    probes: Probes
+    trainee: Trainee
+    limits: Limits
+    ranks: World
+    worker_bytes: int = 100 << 20
+    batch: HostBatch | None = None
+    first_s: float = 0.0
+    launch_s: float = 0.0
+    # a sample's longest mean of a probe, and the longest until a first sample
+    _sample_s: float = 0.0
+    _start_s: float = 0.0
+    # batches of the last probe on samples of its own
+    _seen: int = 0
+
+    def attempt(self, ask: Ask) -> Trial:
+        """Returns what came of one measurement: the slowest rank's figures.
+
+        Raises:
+            BadSample: a sample cannot be read: no setting's fault.
+        """
+        trial = Trial(ask.settings, "steps" if ask.kind == "steps" else "supply")
+        if refused := self.unfit(ask.settings):
+            return dataclasses.replace(trial, refused=refused)
+        begin = self.now()
+        bad = None
+        try:
+            if ask.kind == "steps":
+                trial = self._steps(ask)
+            elif ask.kind == "passes":
+                # as the tutorial times a loader: each pass with its start-up
+                images = sum(self._pass(ask.settings) for _ in range(4))
+                rate = Rate.of([images], [self.now() - begin])
+                trial = dataclasses.replace(trial, rate=rate, images=images)
+            else:
+                trial = self._supply(ask)
+        except BadSample as error:
+            bad = (error.where, error.reason)
+        except (MemoryError, torch.OutOfMemoryError):
+            refused = "out of memory"
+        except LoaderError as error:
+            refused = printable(str(error))
+            if "loader.timeout_s" in refused:
+                # advice on a setting that is the probe's own
+                refused = "no batch came: the workers hang, or the storage does"
+        trial = dataclasses.replace(
+            trial,
+            refused=refused,
+            seconds=self.now() - begin,
+            memory_bytes=self.memory_bytes(ask.settings),
+        )
+        outcomes: list[tuple[Trial, tuple[str, str] | None]] = self.ranks.gathered((trial, bad))
+        for _, met in outcomes:
+            if met:
+                raise BadSample(*met)
+        return min((trial for trial, _ in outcomes), key=lambda trial: trial.images_per_s)
+
+    def demand(
+        self,
+        limit_s: float,
+        rate: Callable[[Sequence[float], Sequence[float]], Rate] = Rate.typical,
+    ) -> tuple[Rate, float]:
+        """Returns images/s of the step on the slowest rank, and its processor seconds per image.
+
+        By default the rate is the median step's, which a busy machine's slow steps leave alone;
+        ``Rate.of`` counts these as well. A supply probe must have brought a batch.
+        """
+        assert self.batch is not None, "a supply probe comes first"
+        run = self.trainee.demand(self.batch, limit_s)
+        own = rate(run.images, run.seconds), run.cpu_s / sum(run.images)
+        found: list[tuple[Rate, float]] = self.ranks.gathered(own)
+        self.first_s -= self.ranks.smallest(-run.first_s)
+        self.launch_s = -self.ranks.smallest(-run.launch_s)
+        return min(found, key=lambda rank: rank[0].images_per_s)
+
+    @property
+    def now(self) -> Clock:
+        """The device's clock."""
+        return accelerator.of(self.trainee.device).now
+
+    def pays_to_pin(self, own: FeedSettings) -> bool:
+        """Returns whether page-locked batches reach the device sooner; never without CUDA."""
+        device = self.trainee.device
+        if not accelerator.of(device).has_streams or self.batch is None:
+            return False
+        pays = False
+        # raised where there is no room for page-locked memory
+        with suppress(RuntimeError):
+            if self.refusal(dataclasses.replace(own, pin_memory=True)) is None:
+                pageable_s, pinned_s = measure_copies(self.batch.images, device)
+                pays = pinned_s < 0.95 * pageable_s
+        return self.ranks.smallest(float(pays)) > 0
+
+    def refusal(self, settings: FeedSettings) -> str | None:
+        """Returns why ``settings`` cannot fit on this rank, with the arithmetic, or None."""
+        size = self.probes.batch_bytes(settings)
+        held = self.probes.held_bytes(settings)
+        return capacity.refusal(settings, size, self.worker_bytes, self.limits, held_bytes=held)
+
+    def unfit(self, settings: FeedSettings) -> str | None:
+        """Returns why ``settings`` cannot fit on all ranks, or None."""
+        return next(filter(None, self.ranks.gathered(self.refusal(settings))), None)
+
+    def memory_bytes(self, settings: FeedSettings) -> int:
+        """Returns what a feed takes: private memory, batches in flight, images that it holds."""
+        size = self.probes.batch_bytes(settings)
+        held = self.probes.held_bytes(settings)
+        return capacity.needs(settings, size, self.worker_bytes, held).memory_bytes
+
+    def _supply(self, ask: Ask) -> Trial:
+        settings = ask.settings
+        # samples that have loaded before: none of them can hang this process, nor is decoded in it
+        again = settings.num_workers == 0 and self._seen > 0
+        ask = dataclasses.replace(
+            ask,
+            needs_batch=self.batch is None,
+            skip=again * self._seen,
+            start_s=self._starting_s(settings),
+        )
+        try:
+            gauge = Gauge(settings.num_workers)
+        except (OSError, RuntimeError) as error:
+            raise LoaderError(f"no shared memory for counting: {error}") from error
+        feed = self.probes.probe(self._patient(settings), gauge, again=again)
+        found = measure_supply(feed, gauge, self.ranks, ask, self.now)
+        # what the probe teaches those that follow
+        cost = found.cost
+        self.worker_bytes = int(-self.ranks.smallest(-found.worker_bytes)) or self.worker_bytes
+        self._sample_s = max(self._sample_s, cost.wall_s)
+        self.batch = self.batch or found.batch
+        if settings.num_workers:
+            self._start_s = max(self._start_s, found.first_s)
+        if found.batches and not again:
+            self._seen = found.batches
+            self.probes.saw(found.batches)
+        return Trial(settings, "supply", found.rate, found.images, cost=cost)
+
+    def _steps(self, ask: Ask) -> Trial:
+        settings = ask.settings
+        # without workers on samples that have come from one: none of them can hang this process
+        again = settings.num_workers == 0
+        with closing(self.probes.probe(self._patient(settings), again=again)) as feed:
+            run = self.trainee.deliver(feed, in_flight(settings), ask.limit_s)
+        count = len(run.images)
+        if count == 0:
+            raise LoaderError("refused on another rank")
+        # the interval is that of ten blocks of whole bursts, of a batch from each process; where
+        # there are too few bursts, of steps
+        burst = 1
+        if settings.backend == PROCESSES and 1 < settings.num_workers <= count // 2:
+            burst = settings.num_workers
+        blocks = range(count % burst, count, burst * math.ceil(count // burst / _BLOCKS))
+        rate = Rate.of(np.add.reduceat(run.images, blocks), np.add.reduceat(run.seconds, blocks))
+        images = sum(run.images)
+        return Trial(settings, "steps", rate, images, wait_fraction=run.stall_fraction)
+
+    def _pass(self, settings: FeedSettings) -> int:
+        """Returns the images of the tutorial's 15 batches."""
+        images = 0
+        with closing(self.probes.probe(self._patient(settings))) as feed:
+            for batch in itertools.islice(feed, 15):
+                images += len(batch.labels)
+                signals.check()
+        return images
+
+    def _patient(self, settings: FeedSettings) -> FeedSettings:
+        """Returns ``settings`` that wait as long as a slow start and three slow batches."""
+        wait_s = 3 * settings.batch_size * self._sample_s or 2 * STUCK_S
+        timeout_s = self._starting_s(settings) + wait_s + STUCK_S
+        return dataclasses.replace(settings, timeout_s=timeout_s)
+
+    def _starting_s(self, settings: FeedSettings) -> float:
+        """Returns the seconds that workers may take to start, at least half a second for each.
+
+        As long as was seen, for each time that the cores have to start some.
+        """
+        turns = math.ceil(settings.num_workers / max(1.0, self.limits.cores))
+        return max(0.5 * max(1, settings.num_workers), self._start_s * turns)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import LoaderConfig
-from harness.feed.arrays import ARRAYS
 from harness.feed.forms import FORMS
-from harness.feed.interface import PROCESSES, FeedSettings, val_settings
+from harness.feed.interface import ARRAYS, PROCESSES, FeedSettings, val_settings
 from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
+from harness.tuning.capacity import shown
 from harness.tuning.figures import Rate, Trial
 from harness.watch.board import Board, plain
 from harness.watch.console import aligned, say
@@ -84,18 +84,25 @@ class TuningReport:
     def override(self) -> str:
         """What to type to get this choice without tuning."""
         own = self.settings
-        forms = {trial.settings.backend for trial in self.trials}
-        words: dict[str, int | str | None] = {
-            "backend": own.backend if {own.backend, *forms} != {PROCESSES} else None,
-            "num_workers": own.num_workers if own.backend != ARRAYS else None,
+        forms = {own.backend, *(trial.settings.backend for trial in self.trials)}
+        words: dict[str, object] = {
+            "backend": own.backend,
+            "num_workers": own.num_workers,
             "prefetch_factor": own.prefetch_factor,
             "pin_memory": own.pin_memory,
-            "persistent_workers": own.persistent_workers if own.num_workers else None,
+            "persistent_workers": own.persistent_workers,
         }
-        derived = val_settings(LoaderConfig(), self.settings)
+        if forms == {PROCESSES}:
+            del words["backend"]
+        if own.backend == ARRAYS:
+            del words["num_workers"]
+        if not own.num_workers:
+            del words["persistent_workers"]
+        # the validation feed's follow from these, unless they had to be less
+        derived = val_settings(LoaderConfig(), own)
         for name in ("batch_size", "num_workers", "prefetch_factor"):
-            if (value := getattr(self.val, name)) != getattr(derived, name):
-                words[f"val.{name}"] = value
+            if getattr(self.val, name) != getattr(derived, name):
+                words[f"val.{name}"] = getattr(self.val, name)
         return " ".join(
             f"loader.{name}={str(value).lower()}"
             for name, value in words.items()
@@ -106,73 +113,74 @@ class TuningReport:
     def loader_arguments(self) -> dict[str, Any]:
         """The choice as keyword arguments of torch's ``DataLoader``."""
         own = self.settings
-        workers: dict[str, Any] = {
-            "prefetch_factor": own.prefetch_factor,
-            "persistent_workers": own.persistent_workers,
-        }
-        counts = {"batch_size": own.batch_size, "num_workers": own.num_workers}
-        if (
-            own.start_method != get_all_start_methods()[0]
-        ):  # the first is what Python does by itself
-            workers["multiprocessing_context"] = own.start_method
-        return {**counts, **(workers if own.num_workers else {}), "pin_memory": own.pin_memory}
+        found: dict[str, Any] = {"batch_size": own.batch_size, "num_workers": own.num_workers}
+        if own.num_workers:
+            found["prefetch_factor"] = own.prefetch_factor
+            found["persistent_workers"] = own.persistent_workers
+            # the first is what Python does by itself
+            if own.start_method != get_all_start_methods()[0]:
+                found["multiprocessing_context"] = own.start_method
+        return {**found, "pin_memory": own.pin_memory}
 
     @property
     def dataloader(self) -> str:
-        """The line that gives the same in code: torch's loader, or this project's feed where torch
-        has none of that form.
-        """
-        if (own := self.settings).backend != PROCESSES:
-            made = FORMS[own.backend]
-            return (
-                f"{made.__name__}(dataset, Order(len(dataset), {own.batch_size}), {own!r})  # "
-                f"from {made.__module__}"
-            )
-        return (
-            "DataLoader(dataset, shuffle=True, "
-            f"{', '.join(f'{k}={v!r}' for k, v in self.loader_arguments.items())})"
-        )
+        """The line that gives the same in code, with torch's loader if torch has the backend."""
+        own = self.settings
+        if own.backend == PROCESSES:
+            arguments = ", ".join(f"{k}={v!r}" for k, v in self.loader_arguments.items())
+            return f"DataLoader(dataset, shuffle=True, {arguments})"
+        feed = FORMS[own.backend]
+        order = f"Order(len(dataset), {own.batch_size})"
+        return f"{feed.__name__}(dataset, {order}, {own!r})  # from {feed.__module__}"
 
     def publish(self, folder: Path | None, board: Board | None) -> None:
-        """Print it; write ``tuning.json`` into ``folder`` and TensorBoard's Text page to ``board``,
-        unless they are None.
-        """
+        """Prints the outcome; writes ``tuning.json`` and TensorBoard's Text page, unless None."""
         lines = self.lines()
         for line in lines:
             say(line)
         if folder is not None:
+            whole = {**self.to_plain(), "override": self.override, "dataloader": self.dataloader}
+            text = json.dumps(whole, indent=1, allow_nan=False) + "\n"
+            path = folder / "tuning.json"
             try:
-                self.write(folder)
+                write_whole(path, text.encode())
             except OSError as error:
-                _log.warning(
-                    "%s: %s; the run goes on without it",
-                    folder / "tuning.json",
-                    error.strerror or error,
-                )
+                why = error.strerror or error
+                _log.warning("%s: %s; the run goes on without it", path, why)
         if board is not None:
             board.text("tuning", lines)
 
     def lines(self) -> list[str]:
-        """The outcome: before and after, the sentence, how to get it again, what was refused."""
-        alone = (
-            "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
-        )
+        """Returns the outcome: before and after, why, how to get it again, what was refused."""
+        title = f"tuner={self.search}: {len(self.trials)} measurements in {self.seconds:.1f} s"
+        if self.reused:
+            title = f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
+        elif not self.complete:
+            title += ", the time was over"
+        rows = []
+        for name, side in (("before", self.before), ("after", self.after)):
+            waiting = "-"
+            if side.wait_fraction is not None:
+                waiting = f"{side.wait_fraction:.0%}"
+            memory = "-"
+            if side.memory_bytes is not None:
+                memory = shown(side.memory_bytes)
+            rows.append((name, str(side.images_per_s or "-"), waiting, memory, str(side.settings)))
+        what = "images/s" if self.demand else "images/s (loader alone)"
+        how = "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"
+        refused = [trial for trial in self.trials if trial.refused]
         return [
-            self._title(),
-            *self._sides(),
+            title,
+            *aligned(("", what, "waiting", "memory", "setting"), rows),
             self.sentence,
             f"the same without tuning: {self.override}",
-            f"the same {alone}: {self.dataloader}",
-            *(
-                f"refused {trial.settings}: {trial.refused}"
-                for trial in self.trials
-                if trial.refused
-            ),
+            f"the same {how}: {self.dataloader}",
+            *(f"refused {trial.settings}: {trial.refused}" for trial in refused),
             *(f"note: {note}" for note in self.notes),
         ]
 
     def summary(self) -> dict[str, Any]:
-        """What ``report.json`` says of it."""
+        """Returns what ``report.json`` says of tuning."""
         before = self.before.images_per_s
         after = self.after.images_per_s
         return {
@@ -184,54 +192,9 @@ class TuningReport:
             "sentence": self.sentence,
         }
 
-    def write(self, folder: Path) -> None:
-        """Write everything as ``tuning.json``, whole or not at all."""
-        whole = {**self.to_plain(), "override": self.override, "dataloader": self.dataloader}
-        write_whole(
-            folder / "tuning.json", (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
-        )
-
     def to_plain(self) -> dict[str, Any]:
-        """Everything as JSON can hold it, an open end of an interval as None; ``files.typed`` is
-        the inverse.
+        """Returns everything as JSON can hold it; ``files.typed`` is the inverse.
+
+        An open end of an interval is None.
         """
         return dict(plain(dataclasses.asdict(self)))
-
-    def _title(self) -> str:
-        if self.reused:
-            return f"tuner={self.search}: remembered from an earlier run, {self.seconds:.1f} s"
-        spent = "" if self.complete else ", the time was over"
-        return (
-            f"tuner={self.search}: {len(self.trials)} measurements in {self.seconds:.1f} s{spent}"
-        )
-
-    def _sides(self) -> list[str]:
-        what = "images/s" if self.demand else "images/s (loader alone)"
-        rows = [
-            (
-                name,
-                _shown(side.images_per_s),
-                _percent(side.wait_fraction),
-                _size(side.memory_bytes),
-                str(side.settings),
-            )
-            for name, side in (("before", self.before), ("after", self.after))
-        ]
-        return aligned(("", what, "waiting", "memory", "setting"), rows)
-
-
-_NONE = "-"
-
-
-def _shown(rate: Rate | None) -> str:
-    return _NONE if rate is None else str(rate)
-
-
-def _percent(fraction: float | None) -> str:
-    return _NONE if fraction is None else f"{fraction:.0%}"
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return _NONE
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

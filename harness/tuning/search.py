@@ -1,5 +1,4 @@
-"""Which loader settings to try next, when to stop, and which to choose: policy without a clock or a
-process in it.
+"""Which loader settings to try next, when to stop, and which to choose: policy without a clock.
 
 A search is a generator: it yields what to measure, is sent what came of it, and returns its choice.
 So the tutorial's grid and ``tuner=auto`` (in ``look.py``) run on the same measurements, and both
@@ -13,8 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.feed.arrays import ARRAYS, in_form
-from harness.feed.interface import PROCESSES, THREADS, FeedSettings
+from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
 from harness.tuning.figures import Rate, Trial
 
 
@@ -23,10 +21,10 @@ class Problem:
     """What is known before the search.
 
     Attributes:
-        own: the user's own settings.
+        own: the user's settings.
         calibration: the probes so far: of ``own``, or of one worker where it has none or failed;
             the last succeeded.
-        forms: the names of the feed's forms, ``own``'s among them.
+        forms: the names of the backends, ``own``'s among them.
         demand: images/s that the step takes with a batch at hand, on the slowest rank.
         step_cpu_s: processor seconds of the step per image, in this process.
         cores: processors that one rank may use.
@@ -55,18 +53,23 @@ class Problem:
 class Ask:
     """One measurement that a search asks for.
 
+    The last three are the lab's to fill in, for probes of supply.
+
     Attributes:
         kind: "supply", "steps" (see ``Trial``) or "passes": as the tutorial times its loader,
             start-up included.
-        target: a supply probe may stop when its interval lies wholly on one side of this many
-            images/s.
         limit_s: how long to measure.
+        needs_batch: go on until a whole batch has come.
+        skip: batches that are left out, besides those that fill the queue.
+        start_s: seconds more that workers may take until their first sample.
     """
 
     settings: FeedSettings
     kind: Literal["supply", "steps", "passes"]
-    target: float | None = None
     limit_s: float = 1.5
+    needs_batch: bool = False
+    skip: int = 0
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,8 @@ class Choice:
 
     Attributes:
         settings: the choice.
-        before: what the user's own setting delivers, measured or predicted; None where neither
-            could be had.
+        before: what the user's setting delivers, measured or predicted; None where neither could
+            be had.
         after: what the choice delivers.
         demand: images/s that the step takes, as far as the search has learned; None where it did
             not look.
@@ -88,59 +91,67 @@ class Choice:
     settings: FeedSettings
     before: Rate | None
     after: Rate | None
-    demand: float | None = None
+    demand: Rate | None = None
     waits: tuple[float | None, float | None] = (None, None)
     reason: str = ""
     complete: bool = True
+
+    @property
+    def ceiling(self) -> float | None:
+        """The speed-up over ``before`` if loading were free; None where that is not known."""
+        if self.demand is None or self.before is None:
+            return None
+        return max(1.0, self.demand.images_per_s / self.before.images_per_s)
 
 
 Search = Generator[Ask, Trial, Choice]
 # batches ahead where samples are uneven: of all threads together, of each process
 DEEP = {THREADS: 16, PROCESSES: 4}
-_CHEAPEST = (
-    ARRAYS,
-    THREADS,
-    PROCESSES,
-)  # forms by what they take beside their workers: processes share no memory
+# by what they take beside their workers: processes share no memory
+_CHEAPEST = (ARRAYS, THREADS, PROCESSES)
 
 
 def with_workers(
     settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None
 ) -> FeedSettings:
-    """``settings`` with another number of workers, kept alive between epochs, and what goes with
-    it; arrays never have any.
+    """Returns ``settings`` with another number of workers, and what goes with it.
+
+    Workers that come are kept between epochs. Arrays never have any.
     """
-    if settings.backend == ARRAYS:
-        return in_form(settings, ARRAYS)
+    if settings.backend == ARRAYS or not num_workers:
+        return dataclasses.replace(
+            settings, num_workers=0, prefetch_factor=None, persistent_workers=False
+        )
     return dataclasses.replace(
         settings,
         num_workers=num_workers,
-        prefetch_factor=(prefetch_factor or settings.prefetch_factor or 2) if num_workers else None,
-        persistent_workers=num_workers > 0
-        and (settings.persistent_workers or not settings.num_workers),
+        prefetch_factor=prefetch_factor or settings.prefetch_factor or 2,
+        persistent_workers=settings.persistent_workers or not settings.num_workers,
     )
 
 
 def in_flight(settings: FeedSettings) -> int:
-    """Batches that are made, or in the making, before one is taken: processes make their own,
-    threads one together.
+    """Returns how many batches are made, or in the making, before one is taken.
+
+    Each process makes its own; threads make one together.
     """
     each = settings.prefetch_factor or 0
-    if settings.backend == THREADS:
-        return each + 1 if settings.num_workers else 0
-    return settings.num_workers * each
+    if settings.backend != THREADS:
+        return settings.num_workers * each
+    return each + (settings.num_workers > 0)
 
 
 def cost_of(settings: FeedSettings) -> tuple[int, int, int, bool]:
-    """What a setting costs the machine, for choosing the cheaper of two: workers, form, batches in
-    flight, pinned memory.
+    """Returns what a setting costs the machine, as a key for sorting.
+
+    That is workers, then the backend, batches in flight, pinned memory.
     """
-    form = _CHEAPEST.index(settings.backend) if settings.backend in _CHEAPEST else len(_CHEAPEST)
-    return settings.num_workers, form, in_flight(settings), settings.pin_memory
+    backend = _CHEAPEST.index(settings.backend)
+    return settings.num_workers, backend, in_flight(settings), settings.pin_memory
 
 
 def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: float) -> Search:
-    """The well-known tutorial's search over num_workers x pin_memory, after the user's own setting.
+    """Searches num_workers x pin_memory as a well-known tutorial does, after ``own``.
 
     For each pin_memory, num_workers goes 0, 4, 8, ... up to twice the cores until one is no faster
     than the best before it; then the three values on each side of that best are tried, and the
@@ -150,17 +161,15 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
     gives ``num_workers`` to the loader on CUDA machines alone, and elsewhere compares one setting
     with itself.)
     """
-    trials: list[Trial] = []
+    trials: dict[FeedSettings, Trial] = {}
 
-    def enough() -> bool:
-        return sum(trial.seconds for trial in trials) > budget_s
+    def is_over() -> bool:
+        return sum(trial.seconds for trial in trials.values()) > budget_s
 
     def attempt(settings: FeedSettings) -> Generator[Ask, Trial, float]:
-        known = [trial for trial in trials if trial.settings == settings]
-        if not known:
-            known = [(yield Ask(settings, "passes"))]
-            trials.extend(known)
-        return known[0].rate.images_per_s if known[0].rate else 0.0
+        if settings not in trials:
+            trials[settings] = yield Ask(settings, "passes")
+        return trials[settings].images_per_s
 
     yield from attempt(own)
     for pin in pin_choices:
@@ -168,25 +177,25 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
         best = 0
         best_rate = 0.0
         for workers in range(0, 2 * cores + 1, 4):
-            if enough():
+            if is_over():
                 break
             rate = yield from attempt(with_workers(base, workers))
             if rate > best_rate:
                 best = workers
                 best_rate = rate
                 continue
+            # one that is no faster: look around the best
             for near in range(max(0, best - 3), best + 4):
-                if near != best and not enough():
+                if near != best and not is_over():
                     yield from attempt(with_workers(base, near))
             break
-    usable = [trial for trial in trials if trial.rate] or trials[:1]
-    chosen = min(
-        usable, key=lambda t: (-t.rate.images_per_s if t.rate else 0.0, cost_of(t.settings))
-    )
-    reason = (
-        "It is the fastest of those tried, start-up included. How fast the model is was not "
-        "measured"
-    )
+    usable = [trial for trial in trials.values() if trial.rate] or [trials[own]]
+    chosen = min(usable, key=lambda trial: (-trial.images_per_s, cost_of(trial.settings)))
     return Choice(
-        chosen.settings, trials[0].rate, chosen.rate, reason=reason, complete=not enough()
+        chosen.settings,
+        before=trials[own].rate,
+        after=chosen.rate,
+        reason="It is the fastest of those tried, start-up included. How fast the model is was not "
+        "measured",
+        complete=not is_over(),
     )

@@ -1,20 +1,16 @@
-"""Tuning as a stage of a run: recalled where such a run was tuned before, measured where not, and
-checked while training.
-"""
+"""Tuning as a stage of a run: recalled or measured before training, and checked during training."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.config import Config, TunerName
 from harness.data.identity import identity
-from harness.feed.arrays import in_form
 from harness.feed.forms import Feeds
 from harness.feed.interface import Feed, FeedSettings
 from harness.feed.threads import ThreadFeed
@@ -47,74 +43,72 @@ class Tuned:
     """
 
     report: TuningReport
-    forget: Callable[[], object] | None
+    forget: Callable[[], object]
     most: int | None
     val_follows: bool
     live: Live | None = None
 
     def told(self, watch: Watch, folder: Path) -> tuple[FeedSettings, FeedSettings]:
-        """The settings of both feeds, once all is printed, and written by the first rank."""
+        """Prints all, the first rank writes it; returns the settings of both feeds."""
         self.report.publish(folder if watch.board else None, watch.board)
         watch.course.mark("tuning")
         return self.report.settings, self.report.val
 
     def follow(self, feed: Feed, val_feed: Feed, watch: Watch, step: int) -> None:
-        """Check while training what was predicted, and let threads follow the run; ``step`` updates
-        of it are done.
+        """Checks while training what was predicted, and lets threads follow the run.
+
+        ``step`` updates of the run are done.
         """
-        follow = Follow(self.report, self.forget)
-        before = self._before()
+        check = Follow(self.report, self.forget)
+        feeds = [feed, val_feed] if self.val_follows else [feed]
+        threads = [one for one in feeds if isinstance(one, ThreadFeed)]
         if not (self.most and isinstance(feed, ThreadFeed) and feed.settings.num_workers):
-            watch.on_window.append(follow.look)
+            watch.on_window.append(check.look)
             return
-        threads = [
-            one
-            for one in (feed, val_feed if self.val_follows else None)
-            if isinstance(one, ThreadFeed)
-        ]
         most = min(self.most, *(one.most_threads for one in threads))
-        self.live = live = Live(threads, self.report.limits.cores, most, step=step, before=before)
+        cores = self.report.limits.cores
+        self.live = live = Live(threads, cores, most, step=step, before=self._before())
 
         def look(clock: StepClock, window: Window) -> None:
             live.look(clock, window)
-            if not live.changes:  # else another number was predicted for
-                follow.look(clock, window)
+            # else another number was predicted for
+            if not live.changes:
+                check.look(clock, window)
 
         watch.on_window.append(look)
 
     def summary(self, total: Window) -> dict[str, Any]:
-        """What ``report.json`` says of it; ``total`` is of the run's steps."""
+        """Returns what ``report.json`` says of tuning; ``total`` is of the run's steps."""
         found = self.report.summary()
         live = self.live
-        if live is not None:
-            found["gained_s"] = live.gained_s
-        elif (before := self._before()) is not None:
-            found["gained_s"] = max(0.0, total.images / before - total.elapsed_s)
-        if live is not None and live.changes:
+        if live is None:
+            if before := self._before():
+                found["gained_s"] = max(0.0, total.images / before - total.elapsed_s)
+            return found
+        found["gained_s"] = live.gained_s
+        if live.changes:
             found["changes"] = live.changes
-        if live is not None and live.settled != self.report.settings.num_workers:
-            settings, val = (
-                dataclasses.replace(one, num_workers=live.settled)
-                for one in (self.report.settings, self.report.val)
-            )
-            now = dataclasses.replace(
-                self.report, settings=settings, val=val if self.val_follows else self.report.val
-            )
-            found["settled"] = now.override
+        report = self.report
+        if live.settled != report.settings.num_workers:
+            # how to begin with the last number
+            settings = dataclasses.replace(report.settings, num_workers=live.settled)
+            val = report.val
+            if self.val_follows:
+                val = dataclasses.replace(val, num_workers=live.settled)
+            found["settled"] = dataclasses.replace(report, settings=settings, val=val).override
         return found
 
     def _before(self) -> float | None:
-        """Images/s that steps got with the user's own setting, where this run measured them and
-        came to another one.
+        """Returns images/s that steps got with the user's setting, if this run measured them.
+
+        None too where that setting was chosen.
         """
         report = self.report
-        rate = self.report.before.images_per_s
-        known = rate is not None and report.demand is not None and not report.reused
-        return (
-            rate.images_per_s
-            if known and rate and report.settings != report.before.settings
-            else None
-        )
+        before = report.before
+        if report.reused or not report.demand or report.settings == before.settings:
+            return None
+        rate = before.images_per_s
+        return rate.images_per_s if rate else None
 
 
 def tuned(
@@ -125,73 +119,57 @@ def tuned(
     world: World,
     step: int | None = None,
 ) -> Tuned:
-    """The settings for this run's feeds, the same on every rank; ``step`` updates of it are done.
+    """Returns the settings for this run's feeds, the same on every rank.
 
-    One of several runs alike tunes, the others wait for its answer.
-    ``tuner.fresh=true`` forgets what was found before.
+    ``step`` updates of the run are done. ``tuner.fresh=true`` forgets what was found before.
 
     Raises:
         BadSample: a sample cannot be read.
     """
     begin = time.perf_counter()
     own = feeds.settings(limits)
-    device = accelerator.of(world.device).name
-    facts = fingerprint(
-        config, identity(feeds.splits), limits, world.size, world.local_size, device
-    )
-    memory = Memory(facts) if world.is_main else None
-    with memory.held() if memory else nullcontext():
-        if memory and config.tuner.fresh:
-            memory.forget()
-        read: Callable[[Any], TuningReport | None] = lambda answer: _recalled(
-            answer, own, feeds, limits
-        )
-        report: TuningReport | None = world.agreed(memory and memory.recall(read))
-        if report is not None:
-            report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
-        else:
-            report = tune(
-                feeds,
-                trainee,
-                own,
-                config.tuner,
-                limits,
-                world,
-                _images_left(config, feeds, step or 0),
+    device = accelerator.of(world.device)
+    data = identity(feeds.splits)
+    facts = fingerprint(config, data, limits, world.size, world.local_size, device.name)
+    memory = Memory(facts)
+    report: TuningReport | None = None
+    if world.is_main and config.tuner.fresh:
+        memory.forget()
+    if world.is_main:
+        report = memory.recall(lambda answer: _recalled(answer, own, feeds, limits))
+    report = world.agreed(report)
+    if report is not None:
+        report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
+    else:
+        # no update is left where a resumed run is done
+        steps = config.trainer.epochs * feeds.steps_per_epoch()
+        if config.trainer.max_steps is not None:
+            steps = min(steps, config.trainer.max_steps)
+        left = max(0, steps - (step or 0)) * config.trainer.accumulate_steps
+        images = left * config.loader.batch_size
+        report = tune(feeds, trainee, own, config.tuner, limits, world, images)
+        is_sound = report.complete and report.others_cores is None and report.after.images_per_s
+        if world.is_main and is_sound:
+            when = (
+                f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
             )
-            sound = report.complete and report.others_cores is None
-            if memory and sound and report.after.images_per_s is not None:
-                when = (
-                    f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true "
-                    "tunes again"
-                )
-                memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
-    asked = config.tuner.live
-    by_look = config.tuner.name is TunerName.auto
-    follows = (
-        by_look
-        and world.size == 1
-        and (asked if asked is not None else not accelerator.of(world.device).has_streams)
-    )
+            memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
+    follows = config.tuner.live
+    if follows is None:
+        follows = not device.has_streams
+    # ranks that wait for each other cannot judge their own tries
+    follows = follows and config.tuner.name is TunerName.auto and world.size == 1
     return Tuned(
         report,
-        memory.forget if memory else None,
+        memory.forget,
         most_workers(config.tuner, limits) if follows else None,
         val_follows=config.loader.val.num_workers is None
         and report.val.num_workers == report.settings.num_workers,
     )
 
 
-def _images_left(config: Config, feeds: Feeds, step: int) -> int:
-    trainer = config.trainer
-    steps = trainer.epochs * feeds.steps_per_epoch()
-    last = steps if trainer.max_steps is None else min(steps, trainer.max_steps)
-    return max(0, last - step) * trainer.accumulate_steps * config.loader.batch_size
-
-
 def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
-    """The remembered report as it holds for this run; None where there is none, or what it chose
-    does not fit today.
+    """Returns the remembered report as it holds for this run; None if it does not fit today.
 
     What is never tuned comes from this run's settings, and so does all about the validation feed.
 
@@ -201,48 +179,37 @@ def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> T
     """
     report: TuningReport = typed(TuningReport, answer)
     settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
-    if not _may_be_chosen(settings, own, feeds, limits) or (
-        report.demand and not report.demand.images_per_s
+    # a search takes the rest from ``own``, and stays within its numbers
+    made = with_workers(
+        dataclasses.replace(own, backend=settings.backend, pin_memory=settings.pin_memory),
+        settings.num_workers,
+        settings.prefetch_factor,
+    )
+    made = dataclasses.replace(
+        made, persistent_workers=settings.persistent_workers and settings.num_workers > 0
+    )
+    if (
+        settings != made
+        or settings.backend not in feeds.forms
+        or settings.num_workers > max(own.num_workers, most_workers(feeds.config.tuner, limits))
+        or (settings.prefetch_factor or 1) > max(*DEEP.values(), own.prefetch_factor or 0)
+        or (settings.pin_memory and not accelerator.of(feeds.world.device).has_streams)
+        or (report.demand and not report.demand.images_per_s)
     ):
         raise ValueError(f"no choice for this run: {settings}")
     size = feeds.batch_bytes(settings)
-    worker_bytes = _worker_bytes(report, feeds)
-    held_bytes = feeds.held_bytes(settings)
-    if capacity.refusal(settings, size, worker_bytes, limits, held_bytes=held_bytes) is not None:
+    held = feeds.held_bytes(settings)
+    # private memory of one worker, as it was measured
+    batches = capacity.needs(report.settings, size, 0, held).memory_bytes
+    worker_bytes = max(0, (report.after.memory_bytes or 0) - batches) // max(1, made.num_workers)
+    if capacity.refusal(settings, size, worker_bytes, limits, held_bytes=held) is not None:
         return None
     val = feeds.val_settings(settings)
     val = capacity.beside(settings, val, size, feeds.batch_bytes(val), worker_bytes, limits)
     notes = report.notes
-    if own != dataclasses.replace(report.before.settings, timeout_s=own.timeout_s):
+    before = dataclasses.replace(report.before.settings, timeout_s=own.timeout_s)
+    if own != before:
         notes += (
-            (
-                f"before and the ceiling are that run's, which came with {report.before.settings}; "
-                f"yours is {own}"
-            ),
+            f"before and the ceiling are that run's, which came with {before}; yours is {own}",
         )
     return dataclasses.replace(report, settings=settings, val=val, notes=notes, reused=True)
-
-
-def _may_be_chosen(found: FeedSettings, own: FeedSettings, feeds: Feeds, limits: Limits) -> bool:
-    """Whether a search of this run may come to ``found``: the rest of it is ``own``, and the
-    numbers are such as are tried.
-    """
-    most = max(own.num_workers, most_workers(feeds.config.tuner, limits))
-    deepest = max(*DEEP.values(), own.prefetch_factor or 0)
-    made = with_workers(in_form(own, found.backend), found.num_workers, found.prefetch_factor)
-    made = dataclasses.replace(
-        made,
-        pin_memory=found.pin_memory and accelerator.of(feeds.world.device).has_streams,
-        persistent_workers=found.persistent_workers and found.num_workers > 0,
-    )
-    tried = found.num_workers <= most and (found.prefetch_factor or 1) <= deepest
-    return tried and found.backend in feeds.forms and found == made
-
-
-def _worker_bytes(report: TuningReport, feeds: Feeds) -> int:
-    """Private memory of one worker as it was measured."""
-    settings = report.settings
-    if not settings.num_workers or report.after.memory_bytes is None:
-        return 0
-    batches = capacity.needs(settings, feeds.batch_bytes(settings), 0).memory_bytes
-    return max(0, report.after.memory_bytes - batches) // settings.num_workers

@@ -66,9 +66,6 @@ class Machine:
 
     def saw(self, batches: int) -> None: ...
 
-    def probed(self) -> float:
-        return 0.1
-
 
 class WorkedFeed:
     """What the workers of ``machine`` make in virtual time, or the consumer without any."""

@@ -103,11 +103,6 @@ def test_threads_need_no_shared_memory() -> None:
     )
 
 
-def test_needs_add_up() -> None:
-    """Two feeds side by side take what both take."""
-    assert Needs(1, 2, 3) + Needs(10, 20, 30) == Needs(11, 22, 33)
-
-
 @pytest.mark.parametrize(
     ("what", "limits", "taken", "expected"),
     [

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
 from harness.tuning import probe
 from harness.tuning.figures import Rate, SampleCost, Trial
-from harness.tuning.lab import Lab
+from harness.tuning.probe import Lab
 from harness.tuning.search import Ask
 from harness.watch.figures import StepRun
 
@@ -71,9 +72,6 @@ class Feeds:
     def saw(self, batches: int) -> None:
         self.seen = batches
 
-    def probed(self) -> float:
-        return 0.5
-
     def close(self) -> None:
         self.closed += 1
 
@@ -120,13 +118,23 @@ def fail(error: Exception) -> Callable[[], StepRun]:
     return run
 
 
+def found(first_s: float = 0.0) -> SimpleNamespace:
+    """What a supply probe finds: 200 images/s and workers of 50 MB."""
+    return SimpleNamespace(
+        rate=Rate(200.0, 190.0, 210.0),
+        images=300,
+        cost=SampleCost(0.01, 0.005, 0.1),
+        worker_bytes=50 * 10**6,
+        batches=7,
+        batch=batch(),
+        first_s=first_s,
+    )
+
+
 @pytest.fixture
 def supply(monkeypatch: pytest.MonkeyPatch) -> None:
     """A supply probe that finds 200 images/s and workers of 50 MB."""
-    found = probe.Supply(
-        Rate(200.0, 190.0, 210.0), 300, SampleCost(0.01, 0.005, 0.1), 50 * 10**6, 7, batch()
-    )
-    monkeypatch.setattr(probe, "measure_supply", lambda *_, **__: found)
+    monkeypatch.setattr(probe, "measure_supply", lambda *_: found())
 
 
 def test_what_does_not_fit_is_refused_before_it_runs() -> None:
@@ -159,29 +167,18 @@ def test_a_supply_probe_teaches_how_slowly_workers_start(monkeypatch: pytest.Mon
     sample and first batch.
     """
     allowed = []
-    found = probe.Supply(
-        Rate(200.0, 190.0, 210.0),
-        300,
-        SampleCost(0.01, 0.005, 0.1),
-        50 * 10**6,
-        7,
-        batch(),
-        first_s=16.0,
-    )
     monkeypatch.setattr(
         probe,
         "measure_supply",
-        lambda feed, gauge, ranks, until, now: (allowed.append(until.start_s), found)[1],
+        lambda feed, gauge, ranks, ask, now: (allowed.append(ask.start_s), found(16.0))[1],
     )
     own = lab(limits=dataclasses.replace(PLENTY, cores=4.0))
     for workers in (6, 3, 9):
         own.attempt(Ask(dataclasses.replace(OWN, num_workers=workers), "supply"))
-    assert allowed == [6 * probe.START_S, 8.0, 48.0]
+    assert allowed == [3.0, 16.0, 48.0]
     made_s = 3 * OWN.batch_size * 0.01
     waits_s = [settings.timeout_s for settings, _ in asked(own)]
-    assert waits_s == pytest.approx(
-        [6 * probe.START_S + 30.0, 8.0 + made_s + 10.0, 48.0 + made_s + 10.0]
-    )
+    assert waits_s == pytest.approx([3.0 + 30.0, 16.0 + made_s + 10.0, 48.0 + made_s + 10.0])
 
 
 def test_real_steps_tell_the_wait() -> None:
@@ -267,11 +264,9 @@ def test_steps_that_another_rank_ended_give_no_figure() -> None:
 def test_demand_needs_a_batch() -> None:
     """Which a supply probe brings; the slowest rank's step counts."""
     own = lab(ranks=Ranks())
-    assert own.demand(1.0) is None
     own.attempt(Ask(OWN, "supply"))
-    found = own.demand(1.0)
-    assert found is not None
-    assert (found[0].images_per_s, found[1]) == (pytest.approx(200.0), pytest.approx(0.01))
+    rate, step_cpu_s = own.demand(1.0)
+    assert (rate.images_per_s, step_cpu_s) == (pytest.approx(200.0), pytest.approx(0.01))
     own.ranks = Ranks((Rate(50.0, 50.0, 50.0), 0.02))
     assert own.demand(1.0) == (Rate(50.0, 50.0, 50.0), 0.02)
 

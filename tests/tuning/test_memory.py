@@ -1,19 +1,13 @@
-"""The tuner's memory: an answer comes back to runs alike, for a while, whole or not at all; one of
-several tunes.
-"""
+"""The tuner's memory: an answer comes back to runs alike, for a while, whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import logging
 import operator
-import os
 import re
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +17,6 @@ import pytest
 from oddities import Plant
 
 from harness.config import Config, Crop, OptimName, Precision, StartMethod
-from harness.data import download
-from harness.runtime import signals
-from harness.runtime.errors import Interrupted
 from harness.runtime.limits import Limits
 from harness.tuning import memory
 from harness.tuning.memory import Memory, fingerprint
@@ -141,31 +132,15 @@ def test_an_odd_file_gives_way_with_one_warning(
     assert oddities.untouched(one.path) and len(warnings()) == 1
 
 
-@pytest.mark.timeout(20)
-@oddities.special
-def test_an_odd_lock_gives_way(
-    one: Memory, plant: Plant, warnings: Callable[[], list[str]]
-) -> None:
-    """Nobody waits for it, and of two runs one still goes first."""
-    lock = one.path.with_suffix(".lock")
-    oddities.put(plant, lock)
-    with one.held(), Memory(one.fingerprint, one.path.parent).held(wait_s=0.0):
-        assert [text.split(": ")[1] for text in warnings()] == [
-            "not a regular file", "still held by another process after 0 s; this one tunes too"
-        ]  # fmt: skip
-    assert oddities.untouched(lock)
-
-
 def test_a_cache_that_cannot_be_used_is_one_warning(
     tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     """With a file where the folder should be, all goes on, without a memory."""
     (tmp_path / "file").write_text("")
     lost = Memory({}, tmp_path / "file" / "tuning")
-    with lost.held():
-        assert lost.recall(dict) is None
-        lost.keep({"num_workers": 3})
-        lost.forget()
+    assert lost.recall(dict) is None
+    lost.keep({"num_workers": 3})
+    lost.forget()
     assert warnings() == [
         f"{lost.path.parent}: Not a directory; tuning is not remembered; set WELLFED_CACHE"
     ]
@@ -178,117 +153,6 @@ def test_the_memory_lies_in_the_users_cache(
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path))
     Memory({}).keep({})
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "tuning"]
-
-
-HOLDER = """
-import sys
-from pathlib import Path
-from harness.tuning.memory import Memory
-one = Memory({"cores": 4, "ranks": (1, 1)}, Path(sys.argv[1]))
-with one.held():
-    print("held", flush=True)
-    sys.stdin.readline()
-    one.keep({"num_workers": 7})
-"""
-
-
-@contextmanager
-def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another run, in the block and tuning until it is sent a line."""
-    command = [sys.executable, "-c", HOLDER, str(folder)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
-            yield process
-        finally:
-            process.kill()
-
-
-def on_third_look(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Call ``act`` when this process has found the lock taken twice."""
-    looks = iter(range(10_000))
-    monkeypatch.setattr(download, "_POLL_S", 0.001)
-    monkeypatch.setattr(signals, "check", lambda: act() if next(looks) == 2 else None)
-
-
-def test_of_two_runs_one_tunes_and_the_other_recalls(
-    one: Memory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Who comes second says that it waits for the first, and finds its answer."""
-    with holder(one.path.parent) as first:
-        on_third_look(monkeypatch, lambda: first.communicate("go on\n"))
-        with one.held():
-            assert first.returncode == 0
-            assert one.recall(dict) == {"num_workers": 7}
-    assert (
-        capsys.readouterr().out
-        == f"Waiting for the process that holds {one.path.with_suffix('.lock')}\n"
-    )
-
-
-def test_a_holder_that_died_frees_the_block(one: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was killed while it tuned leaves the others neither
-    locked out nor with an answer.
-    """
-    with holder(one.path.parent) as first:
-        on_third_look(monkeypatch, first.kill)
-        with one.held():
-            assert one.recall(dict) is None
-
-
-def test_a_run_does_not_wait_for_ever(one: Memory, warnings: Callable[[], list[str]]) -> None:
-    """After its time it says so and goes on beside the other, whose lock stays."""
-    other = Memory(one.fingerprint, one.path.parent)
-    with one.held():
-        for _ in range(2):
-            with other.held(wait_s=0.0):
-                pass
-    lock = one.path.with_suffix(".lock")
-    assert warnings() == 2 * [
-        f"{lock}: still held by another process after 0 s; this one tunes too"
-    ]
-
-
-def test_the_block_is_free_again_after_an_error(
-    one: Memory, warnings: Callable[[], list[str]]
-) -> None:
-    """A search that failed does not keep others out."""
-    with pytest.raises(ZeroDivisionError), one.held():
-        print(1 / 0)
-    with Memory(one.fingerprint, one.path.parent).held(wait_s=0.0):
-        assert not warnings()
-
-
-def test_a_worker_that_was_forked_inside_does_not_keep_the_block(
-    one: Memory, warnings: Callable[[], list[str]]
-) -> None:
-    """The lock goes with the block, though a process that began in it still has the file."""
-    lock = one.path.with_suffix(".lock")
-    with one.held():
-        own = [
-            int(fd)
-            for fd in os.listdir("/proc/self/fd")
-            if os.path.realpath(f"/proc/self/fd/{fd}") == str(lock)
-        ]
-        forked = os.dup(*own)
-    with Memory(one.fingerprint, one.path.parent).held(wait_s=0.0):
-        assert not warnings()
-    os.close(forked)
-
-
-def test_a_signal_ends_the_wait(one: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while another run tunes is seen."""
-
-    def interrupted() -> None:
-        raise Interrupted(2)
-
-    with one.held():
-        on_third_look(monkeypatch, interrupted)
-        with pytest.raises(Interrupted), Memory(one.fingerprint, one.path.parent).held():
-            pass
 
 
 @pytest.fixture
@@ -408,8 +272,8 @@ def test_another_code_of_the_data_path_is_another_fingerprint(
         (tmp_path / room).mkdir()
         (tmp_path / room / "a.py").write_text("1")
     monkeypatch.setattr(memory, "__file__", str(tmp_path / "tuning" / "memory.py"))
-    digests = [memory._sources()]
+    digests = [of()["sources"]]
     for room in ("data", "feed", "training"):
         (tmp_path / room / "a.py").write_text("2")
-        digests.append(memory._sources())
+        digests.append(of()["sources"])
     assert digests[0] != digests[1] != digests[2] == digests[3]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import samples
 import torch
 
 from harness.feed.gauge import Gauge
-from harness.feed.interface import Feed, HostBatch
+from harness.feed.interface import HostBatch
 from harness.runtime import signals
 from harness.runtime.errors import BadSample, Interrupted, LoaderError
+from harness.runtime.limits import Limits
 from harness.tuning.figures import Rate
-from harness.tuning.probe import STUCK_S, Supply, Until, measure_passes, measure_supply
+from harness.tuning.probe import STUCK_S, Lab, Supply, measure_supply
+from harness.tuning.search import Ask
 
 BATCH = 10
 
@@ -140,19 +143,13 @@ class TimedFeed:
 def measure(
     feed: TimedFeed,
     limit_s: float = 1.5,
-    target: float | None = None,
     ranks: OneRank | None = None,
-    need_batch: bool = False,
+    **more: Any,
 ) -> Supply:
-    typed: Feed = feed
-    return measure_supply(
-        typed,
-        feed.gauge,
-        ranks or OneRank(),
-        Until(limit_s, target, need_batch),
-        feed.now,
-        feed.cpu_now,
-    )
+    ask = Ask(feed.settings, "supply", limit_s=limit_s, **more)
+    world: Any = ranks or OneRank()
+    typed: Any = feed
+    return measure_supply(typed, feed.gauge, world, ask, feed.now, feed.cpu_now)
 
 
 def test_samples_are_counted_in_the_workers() -> None:
@@ -176,7 +173,7 @@ def test_the_queue_that_fills_first_is_left_out() -> None:
 def test_a_probe_may_begin_after_some_batches() -> None:
     """Those that are slow at first, because they are made once, do not count."""
     feed = TimedFeed(rate=500.0, queue_s=0.03)
-    supply = measure_supply(feed, feed.gauge, OneRank(), Until(1.5, skip=50), now=feed.now)
+    supply = measure(feed, skip=50)
     assert supply.batches > 50 + supply.images // BATCH
 
 
@@ -185,7 +182,7 @@ def test_what_is_skipped_is_not_measured_however_long_it_takes() -> None:
     is made only once may be slow.
     """
     feed = TimedFeed(rate=100.0, cold_s=3.0)  # in which time six batches come
-    supply = measure_supply(feed, feed.gauge, OneRank(), Until(1.5, skip=6), now=feed.now)
+    supply = measure(feed, skip=6)
     assert supply.rate.images_per_s == pytest.approx(200.0, rel=0.03)
 
 
@@ -212,43 +209,32 @@ def test_the_cost_of_a_sample_comes_with_it() -> None:
     assert cost.variation == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("target", "shorter"),
-    [(None, False), (100.0, True), (10.0, False)],
-    ids=["none", "far", "near"],
-)
-def test_a_target_that_is_decided_ends_a_probe(target: float | None, shorter: bool) -> None:
-    """An interval that lies on one side of the target is enough; else five per cent, or the limit,
-    are awaited.
-    """
-    plain, aimed = TimedFeed(rate=2.0, workers=5), TimedFeed(rate=2.0, workers=5)
-    measure(plain, limit_s=3.0)
-    measure(aimed, limit_s=3.0, target=target)
-    assert (len(aimed.polls) < len(plain.polls)) == shorter
+@pytest.mark.parametrize(("rate", "limits"), [(500.0, 1), (0.8, 3)], ids=["known", "few samples"])
+def test_a_rate_that_is_not_known_at_the_limit_is_given_three(rate: float, limits: int) -> None:
+    """Where the interval is over 20 %."""
+    supply = measure(TimedFeed(rate=rate), limit_s=1.0)
+    lasted_s = supply.points[-1][0] - supply.points[0][0]
+    assert lasted_s == pytest.approx(limits, abs=0.1)
 
 
 def test_a_probe_may_have_to_bring_a_batch() -> None:
     """It then goes on until one has come, however long the figures have been known."""
-    supply = measure(TimedFeed(rate=0.8), need_batch=True)
+    supply = measure(TimedFeed(rate=0.8), needs_batch=True)
     assert supply.batches == 1 and supply.batch is not None
 
 
 def test_the_last_batch_comes_in_memory_of_its_own() -> None:
     """What the tuner keeps for its steps holds no shared memory."""
-    batch = measure(TimedFeed(rate=100.0)).batch
+    batch = measure(TimedFeed(rate=100.0), needs_batch=True).batch
     assert batch is not None and not batch.images.is_shared() and len(batch.labels) == BATCH
 
 
-@pytest.mark.parametrize(
-    ("ends_s", "text"),
-    [(0.0, "no sample within"), (0.6, "no further sample within")],
-    ids=["from the start", "later"],
-)
-def test_workers_that_hang_are_told(ends_s: float, text: str) -> None:
+@pytest.mark.parametrize("ends_s", [0.0, 0.6], ids=["from the start", "later"])
+def test_workers_that_hang_are_told(ends_s: float) -> None:
     """Nobody waits for them longer than ten seconds."""
     feed = TimedFeed(100.0, ends_s=ends_s)
-    with pytest.raises(LoaderError, match=text):
-        measure(feed, limit_s=60.0, target=feed.rate * 2)
+    with pytest.raises(LoaderError, match="no sample for 10 s: the workers hang"):
+        measure(feed, limit_s=60.0)
     assert feed.closed == 1
     assert feed.clock - 1100.0 < STUCK_S + 3
 
@@ -256,10 +242,9 @@ def test_workers_that_hang_are_told(ends_s: float, text: str) -> None:
 def test_workers_that_start_slowly_are_waited_for() -> None:
     """As long as is allowed; how long these took is told."""
     feed = TimedFeed(100.0, workers=3, start_s=20.0)
-    until = Until(1.5, start_s=16.0)
-    supply = measure_supply(feed, feed.gauge, OneRank(), until, feed.now, feed.cpu_now)
+    supply = measure(feed, start_s=16.0)
     assert supply.first_s == pytest.approx(20.0, abs=0.1)
-    with pytest.raises(LoaderError, match="no sample within 10 s"):
+    with pytest.raises(LoaderError, match="no sample for 10 s"):
         measure(TimedFeed(100.0, workers=3, start_s=20.0))
 
 
@@ -292,18 +277,21 @@ def test_a_signal_ends_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert feed.closed == 1
 
 
-def test_the_tutorials_passes_hold_their_start() -> None:
+def test_the_tutorials_passes_hold_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four passes over fifteen batches, each with its own start."""
     feeds: list[TimedFeed] = []
 
-    def fresh() -> Feed:
+    def fresh(*_: object) -> TimedFeed:
         feeds.append(TimedFeed(rate=1000.0, start_s=3.0))
         return feeds[-1]
 
-    clock: Callable[[], float] = lambda: sum(feed.clock for feed in feeds)
-    images, seconds = measure_passes(fresh, 4, 15, now=clock)
-    assert (images, len(feeds)) == (4 * 15 * BATCH, 4)
-    assert seconds > 4 * 3.0
+    probes: Any = SimpleNamespace(probe=fresh, batch_bytes=lambda _: 0, held_bytes=lambda _: 0)
+    limits = Limits(cores=2.0, memory_bytes=10**10, shm_bytes=10**9, open_files=10_000)
+    ranks: Any = OneRank()
+    monkeypatch.setattr(Lab, "now", lambda _: sum(feed.clock for feed in feeds))
+    trial = Lab(probes, cast(Any, None), limits, ranks).attempt(Ask(samples.settings(2), "passes"))
+    assert (trial.kind, trial.images, len(feeds)) == ("supply", 4 * 15 * BATCH, 4)
+    assert trial.rate is not None and trial.images / trial.images_per_s > 4 * 3.0
 
 
 def test_a_rate_has_an_interval() -> None:

@@ -176,9 +176,9 @@ def test_the_user_reads_the_outcome() -> None:
     own = report()
     assert own.lines() == [
         "tuner=auto: 4 measurements in 9.2 s",
-        "        images/s  waiting  memory  setting",
-        "before  240 ±5%   62%      210 MB  num_workers=1 pin_memory=false prefetch_factor=2",
-        "after   620 ±5%   1%       1.6 GB  num_workers=3 pin_memory=false prefetch_factor=2",
+        "        images/s  waiting  memory    setting",
+        "before  240 ±5%   62%      210.0 MB  num_workers=1 pin_memory=false prefetch_factor=2",
+        "after   620 ±5%   1%       1.6 GB    num_workers=3 pin_memory=false prefetch_factor=2",
         "Training gets 620 images/s instead of 240.",
         f"the same without tuning: {own.override}",
         f"the same with torch alone: {own.dataloader}",
@@ -261,7 +261,7 @@ def test_everything_is_written(tmp_path: Path) -> None:
     lines to type.
     """
     own = report()
-    own.write(tmp_path)
+    own.publish(tmp_path, None)
 
     def refuse(constant: str) -> float:
         raise AssertionError(constant)

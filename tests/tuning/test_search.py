@@ -131,7 +131,6 @@ def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> 
         samples.settings(1),
         threads,
         samples.settings(2),
-        in_form(samples.settings(2), "other"),
     ]
     assert sorted(order[3:] + order[:3], key=cost_of) == order
 
