@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any
 from scripts.bench_tuner import Results
 from scripts.measured import listed, machine, machine_line, markdown
 from scripts.paired import Estimate
-from scripts.slept import BEGAN, READ, STEP
+from scripts.slept import BEGAN, LARGE, READ, STEP
 
 ROOT = Path(__file__).resolve().parents[1]
 _RUN_S = 900.0
@@ -48,8 +48,8 @@ _COMMON = (
 class Workload:
     """Some images and a step that sleeps for ``step_ms``, or the network's own if empty.
 
-    ``step_ms`` and ``read_ms`` are as in ``slept_run.py``; one of them may change ``at_s`` seconds
-    after the start.
+    ``step_ms``, ``read_ms`` and ``large_from_s`` are as in ``slept_run.py``; ``at_s`` says when one
+    of them changes. A ``minute`` ends by a signal 62 seconds after its first window.
     """
 
     name: str
@@ -59,6 +59,8 @@ class Workload:
     read_ms: str = ""
     overrides: tuple[str, ...] = ()
     at_s: float = 0.0
+    large_from_s: str = ""
+    minute: bool = False
 
 
 _LARGE = ("data.generate.width=500", "data.generate.height=400")
@@ -123,6 +125,37 @@ _ALL = (
         "40,150@13",
         at_s=13,
     ),
+    Workload(
+        "larger",
+        "JPEG 80x80 at 224, from 13 s on 500x400, a step of 40 ms",
+        224,
+        "40",
+        at_s=13,
+        large_from_s="13",
+    ),
+    Workload(
+        "cached",
+        "files that come after 20 ms, decoded once and kept in memory, a step of 40 ms",
+        64,
+        "40",
+        "20",
+        ("data.cache=ram",),
+        at_s=1,
+    ),
+    Workload("minute_2", "files after 2 ms, a step of 20 ms", 64, "20", "2", minute=True),
+    Workload("minute_5", "files after 5 ms, a step of 40 ms", 64, "40", "5", minute=True),
+    Workload("minute_10", "files after 10 ms, a step of none", 64, "0", "10", minute=True),
+    Workload("minute_20", "files after 20 ms, a step of 160 ms", 64, "160", "20", minute=True),
+    Workload("minute_50", "files after 50 ms, a step of 300 ms", 64, "300", "50", minute=True),
+    Workload(
+        "minute_large",
+        "JPEG 500x400 at 224 after 10 ms, a step of 80 ms",
+        224,
+        "80",
+        "10",
+        _LARGE,
+        minute=True,
+    ),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 STRATEGIES = {
@@ -130,6 +163,7 @@ STRATEGIES = {
     "tuned": ("loader.autotune=true", "tuner.fresh=true"),
     "look": ("loader.autotune=true", "tuner.fresh=true", "tuner.live=false"),
     "2 threads": ("loader.backend=threads", "loader.num_workers=2"),
+    "4 threads": ("loader.backend=threads", "loader.num_workers=4"),
     "8 threads": ("loader.backend=threads", "loader.num_workers=8"),
     "old default": ("loader.num_workers=1",),
     "grid": ("loader.autotune=true", "tuner=grid", "tuner.fresh=true"),
@@ -148,32 +182,36 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
     env = os.environ | {"WELLFED_CACHE": str(folder / "cache"), "PYTHONPATH": paths}
     waits = {STEP: workload.step_ms, READ: workload.read_ms, BEGAN: str(time.time())}
     env |= {name: value for name, value in waits.items() if value}
+    if workload.large_from_s:
+        env[LARGE] = f"{_generated(500, folder)}@{workload.large_from_s}"
     # another project's loop, or train.py with this strategy's settings
     if strategy in EXAMPLES:
         script = "examples_run.py"
-        # the images that an earlier run of this workload generated
         width = 500 if workload.overrides == _LARGE else 80
-        made = (folder / "cache").glob("*/shapes.json")
-        files = next(file for file in made if json.loads(file.read_text())["width"] == width)
-        arguments = [str(files.parent), f"--side={workload.side}"]
+        arguments = [str(_generated(width, folder)), f"--side={workload.side}"]
         arguments += [f"--epochs={epochs}", *EXAMPLES[strategy]]
     else:
         script = "slept_run.py"
         arguments = [*_COMMON, f"data.image_size={workload.side}", f"trainer.epochs={epochs}"]
         arguments += ["run.name=x", *workload.overrides, *STRATEGIES[strategy]]
+        if workload.minute:
+            arguments.append("trainer.epochs=1000")
     command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
     begin = time.perf_counter()
-    done = subprocess.run(
-        command, cwd=place, env=env, capture_output=True, text=True, timeout=_RUN_S, check=False
-    )
+    with (place / "out").open("w+") as out:
+        with subprocess.Popen(command, cwd=place, env=env, stdout=out, stderr=out) as child:
+            if workload.minute:
+                _end_after_a_minute(child, place / "outputs/x/metrics.jsonl")
+            child.wait(_RUN_S)
+        out.seek(0)
+        text = out.read()
     seconds = time.perf_counter() - begin
-    if done.returncode:
+    if child.returncode != 143 * workload.minute:
         raise RuntimeError(
-            f"{workload.name}, {strategy}: exit code "
-            f"{done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+            f"{workload.name}, {strategy}: exit code {child.returncode}\n{text[-4000:]}"
         )
     if strategy in EXAMPLES:
-        chosen = done.stdout.splitlines()[-1]
+        chosen = text.splitlines()[-1]
         return {"seconds": seconds, "tuning_s": 0.0, "chosen": chosen, "changes": [], "windows": []}
     # a run of ours has left what it did
     report = json.loads((place / "outputs/x/report.json").read_text())
@@ -185,6 +223,20 @@ def run(workload: Workload, strategy: str, epochs: int, folder: Path) -> dict[st
         "changes": tuning.get("changes", []),
         "windows": _windows(place / "outputs/x/metrics.jsonl", float(env[BEGAN])),
     }
+
+
+def _generated(width: int, folder: Path) -> Path:
+    """Returns the images of this width that an earlier run has left."""
+    made = (folder / "cache").glob("*/shapes.json")
+    return next(file.parent for file in made if json.loads(file.read_text())["width"] == width)
+
+
+def _end_after_a_minute(child: subprocess.Popen[bytes], metrics: Path) -> None:
+    """Sends SIGTERM 62 seconds after the first window of steps."""
+    while child.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.1)
+    time.sleep(62)
+    child.terminate()
 
 
 def _windows(metrics: Path, began_s: float) -> list[list[float]]:
@@ -259,6 +311,51 @@ def changing(lines: Sequence[dict[str, Any]]) -> str:
     return markdown(rows)
 
 
+def trained(line: dict[str, Any], from_s: float, to_s: float, batch: int = 64) -> float:
+    """Returns images/s of these seconds after the first training step, pauses included."""
+    spans = [
+        (end_s - steps * batch / images_per_s, end_s, steps * batch)
+        for end_s, images_per_s, steps in line["windows"]
+    ]
+    first_s = spans[0][0]
+    images = 0.0
+    for begin_s, end_s, count in spans:
+        inside_s = min(end_s, first_s + to_s) - max(begin_s, first_s + from_s)
+        images += count * max(0.0, inside_s) / (end_s - begin_s)
+    return images / (to_s - from_s)
+
+
+def minutes(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns images/s in the first minute of training, beside the best fixed number of threads.
+
+    A row for each workload that lasts a minute and each strategy; the best has the highest median.
+    """
+    rows = []
+    for name, workload in WORKLOADS.items():
+        own = [line for line in lines if line["workload"] == name and workload.minute]
+        strategies = dict.fromkeys(line["strategy"] for line in own)
+        spans = {"minute": (0, 60), "its second half": (30, 60)}
+        medians = {
+            strategy: {
+                span: statistics.median(
+                    trained(line, *spans[span]) for line in own if line["strategy"] == strategy
+                )
+                for span in spans
+            }
+            for strategy in strategies
+        }
+        for strategy in strategies:
+            row = {"workload": name, "strategy": strategy}
+            row["n"] = str(sum(line["strategy"] == strategy for line in own))
+            for span in spans:
+                fixed = [medians[s][span] for s in strategies if s.endswith("threads")]
+                best = max(fixed, default=math.nan)
+                row[span] = f"{medians[strategy][span]:.0f}"
+                row[f"{span}, of the best"] = f"{medians[strategy][span] / best:.3f}"
+            rows.append(row)
+    return markdown(rows)
+
+
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Returns seconds beside the default of the same round.
 
@@ -327,11 +424,12 @@ def main() -> None:
                     continue
                 if not results.has(workload=name):
                     # generates the images, and reads them once
-                    run(WORKLOADS[name], "default", 1, chosen.data)
+                    run(replace(WORKLOADS[name], minute=False), "default", 1, chosen.data)
                 results.add(**facts, **run(WORKLOADS[name], strategy, count, chosen.data))
                 print(results.lines[-1], flush=True)
-    tables = f"{table(results.lines)}\n\n{changing(results.lines)}"
-    print(f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}\n\n{tables}")
+    print(f"{datetime.now(UTC):%Y-%m-%d}: {machine_line(machine())}")
+    for told in (table, minutes, changing):
+        print(f"\n{told(results.lines)}")
 
 
 if __name__ == "__main__":

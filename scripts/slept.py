@@ -8,7 +8,13 @@ import time
 STEP = "SLEPT_STEP_MS"
 READ = "SLEPT_READ_MS"
 BEGAN = "SLEPT_BEGAN_S"
+LARGE = "SLEPT_LARGE"
 os.environ.setdefault(BEGAN, str(time.time()))
+
+
+def since_s() -> float:
+    """Returns the seconds since the command."""
+    return time.time() - float(os.environ[BEGAN])
 
 
 def sleep(name: str) -> None:
@@ -17,9 +23,9 @@ def sleep(name: str) -> None:
     ``5,0@20`` is 5 ms until 20 s after the start, and 0 from then on.
     """
     now_ms = 0.0
-    since_s = time.time() - float(os.environ[BEGAN])
+    now_s = since_s()
     for part in os.environ.get(name, "0").split(","):
         ms, _, at_s = part.partition("@")
-        if since_s >= float(at_s or 0):
+        if now_s >= float(at_s or 0):
             now_ms = float(ms)
     time.sleep(now_ms / 1e3)

@@ -3,29 +3,43 @@
 For example::
 
     SLEPT_STEP_MS=40 SLEPT_READ_MS=5,0@20 uv run scripts/slept_run.py data=shapes
+
+With ``SLEPT_LARGE=FOLDER@13`` files are those of FOLDER from 13 seconds after the start.
 """
 
 from __future__ import annotations
 
 import os
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from harness import app
 from harness.data.storage import FolderSource
 from harness.runtime import signals
-from scripts.slept import READ, STEP, sleep
+from scripts.slept import LARGE, READ, STEP, since_s, sleep
 
 _read = FolderSource.read
 
 
+@cache
+def large_files() -> list[Path]:
+    """Returns the JPEG files of the folder that ``SLEPT_LARGE`` names."""
+    return sorted(Path(os.environ[LARGE].rpartition("@")[0]).rglob("*.jpg"))
+
+
 def read(self: FolderSource, i: int) -> Any:
-    """The file, after the wait."""
+    """Returns the file's bytes and its label, after the wait."""
     sleep(READ)
-    return _read(self, i)
+    data, label = _read(self, i)
+    if LARGE in os.environ and since_s() >= float(os.environ[LARGE].rpartition("@")[2]):
+        files = large_files()
+        data = files[i % len(files)].read_bytes()
+    return data, label
 
 
 # at each import: workers import this file too
-if READ in os.environ:
+if READ in os.environ or LARGE in os.environ:
     FolderSource.read = read  # type: ignore[method-assign]
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench_elastic import Workload, changing, run, table
+from scripts.bench_elastic import Workload, changing, run, table, trained
 
 
 def line(strategy: str, number: int, seconds: float, **facts: Any) -> dict[str, Any]:
@@ -68,6 +68,14 @@ def test_a_change_is_told_by_what_came_after_it() -> None:
         "2.0 s",
         "2 to 8",
     ]
+
+
+def test_images_of_a_minute_count_pauses() -> None:
+    """A window counts by the part of it that lies inside; an evaluation between windows counts."""
+    windows = [[11.0, 64.0, 1], [14.0, 128.0, 2], [16.0, 64.0, 2]]
+    # from 10 s on: 64 images, two seconds of pause, 128 in one second, 128 in two
+    assert trained({"windows": windows}, 0, 5) == pytest.approx((64 + 128 + 64) / 5)
+    assert trained({"windows": windows}, 3.5, 4) == pytest.approx(128)
 
 
 @pytest.mark.slow
