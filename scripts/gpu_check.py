@@ -264,11 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if absent := missing():
         print(absent, file=sys.stderr)
         return 2
-    groups = GROUPS
-    path = a.out / "gpu_check.json"
-    if a.group:
-        groups = {a.group: GROUPS[a.group]}
-        path = a.out / f"gpu_check-{a.group}.json"
+    groups = {a.group: GROUPS[a.group]} if a.group else GROUPS
+    path = a.out / f"gpu_check{'-' + a.group if a.group else ''}.json"
     a.out.mkdir(parents=True, exist_ok=True)
     findings = Findings(path, groups, a.quick)
     run(groups, findings, a.quick, DEADLINE_S)
