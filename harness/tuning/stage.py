@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import Config, TunerName
-from harness.data.identity import identity
 from harness.feed.arrays import in_form
 from harness.feed.forms import Feeds
 from harness.feed.interface import Feed, FeedSettings
@@ -137,7 +136,7 @@ def tuned(
     own = feeds.settings(limits)
     device = accelerator.of(world.device).name
     facts = fingerprint(
-        config, identity(feeds.splits), limits, world.size, world.local_size, device
+        config, feeds.splits.fingerprint(), limits, world.size, world.local_size, device
     )
     memory = Memory(facts) if world.is_main else None
     with memory.held() if memory else nullcontext():

@@ -71,9 +71,7 @@ def png(width: int, height: int, depth: int, kind: int, rows: bytes, extra: byte
 
 
 def ycck_jpeg(cmyk: tuple[int, int, int, int]) -> bytes:
-    """Adobe's other four-channel JPEG: the inverted inks as luminance and two colour differences,
-    black apart.
-    """
+    """Adobe's other four-channel JPEG: luminance, two colour differences and black."""
     inks = np.asarray(Image.new("RGB", (16, 16), cmyk[:3]).convert("YCbCr"))
     # Pillow inverts all channels as it writes, of which YCCK has only black inverted, and marks "no
     # transform".
@@ -144,29 +142,55 @@ def two(mode: str, first: Any, second: Any) -> Image.Image:
         (encoded(two("1", 0, 1), "TIFF"), (0,) * 3, (255,) * 3),
         (palette(0), OPTIONS.background, GREEN),
         (palette(bytes([255, 128])), RED, over(GREEN, 128 / 255)),
-        (encoded(two("RGBA", (*RED, 0), (*GREEN, 51)), "PNG"), OPTIONS.background, over(GREEN, 0.2)),
+        (
+            encoded(two("RGBA", (*RED, 0), (*GREEN, 51)), "PNG"),
+            OPTIONS.background,
+            over(GREEN, 0.2),
+        ),
         (encoded(two("LA", (100, 255), (100, 0)), "PNG"), (100,) * 3, OPTIONS.background),
         (encoded(two("PA", (0, 255), (0, 0)), "TIFF"), (0,) * 3, OPTIONS.background),
         (encoded(two("RGB", RED, GREEN), "PNG", transparency=GREEN), RED, OPTIONS.background),
         (encoded(two("L", 7, 200), "PNG", transparency=7), OPTIONS.background, (200,) * 3),
-        (encoded(two("RGBA", (*RED, 0), (*GREEN, 255)), "WEBP", lossless=True), OPTIONS.background, GREEN),
+        (
+            encoded(two("RGBA", (*RED, 0), (*GREEN, 255)), "WEBP", lossless=True),
+            OPTIONS.background,
+            GREEN,
+        ),
         (encoded(two("CMYK", (0, 255, 255, 0), (0, 0, 0, 255)), "TIFF"), RED, (0, 0, 0)),
         (encoded(two("YCbCr", (76, 85, 255), (255, 128, 128)), "TIFF"), RED, (255,) * 3),
         (b"P1 2 1 0 1", (255,) * 3, (0,) * 3),
-        (png(2, 1, 16, 2, b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 32896)), RED, (0, 255, 128)),
-        (png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)), (128,) * 3, OPTIONS.background),
+        (
+            png(2, 1, 16, 2, b"\0" + struct.pack(">6H", 65535, 0, 0, 0, 65535, 32896)),
+            RED,
+            (0, 255, 128),
+        ),
+        (
+            png(2, 1, 16, 4, b"\0" + struct.pack(">4H", 32896, 65535, 9, 0)),
+            (128,) * 3,
+            OPTIONS.background,
+        ),
     ],
     ids=[
-        "grey", "one bit PNG", "one bit TIFF", "palette, one colour clear", ("palette with "
-                                                                             "alpha"), "RGBA", "grey alpha",
-        "palette alpha TIFF", "RGB, one colour clear", "grey, one value clear", "RGBA WebP", "CMYK TIFF", "YCbCr TIFF",
-        "bitmap PBM", "16-bit RGB", "16-bit grey alpha",
+        "grey",
+        "one bit PNG",
+        "one bit TIFF",
+        "palette, one colour clear",
+        "palette with alpha",
+        "RGBA",
+        "grey alpha",
+        "palette alpha TIFF",
+        "RGB, one colour clear",
+        "grey, one value clear",
+        "RGBA WebP",
+        "CMYK TIFF",
+        "YCbCr TIFF",
+        "bitmap PBM",
+        "16-bit RGB",
+        "16-bit grey alpha",
     ],
-)  # fmt: skip
+)
 def test_every_mode_gives_its_colours(data: bytes, first: Any, second: Any) -> None:
-    """Whatever the mode, colours come out as eight-bit RGB,
-    transparency over the set background.
-    """
+    """Every mode gives eight-bit RGB, transparency over the set background."""
     assert np.abs(pixels(data)[0] - np.array([first, second])).max() <= 2
 
 
@@ -275,10 +299,15 @@ def test_exif_orientation_is_an_option(orientation: int, kind: str) -> None:
     stored = np.asarray(Image.open(io.BytesIO(data)))
     upright = stored
     upright = {
-        1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1],
-        5: upright.swapaxes(0, 1), 6: upright[::-1].swapaxes(0, 1), 7: upright[::-1, ::-1].swapaxes(0, 1),
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.swapaxes(0, 1),
+        6: upright[::-1].swapaxes(0, 1),
+        7: upright[::-1, ::-1].swapaxes(0, 1),
         8: upright[:, ::-1].swapaxes(0, 1),
-    }[orientation]  # fmt: skip
+    }[orientation]
     assert (pixels(data) == stored).all()
     assert np.array_equal(pixels(data, DecodeOptions(exif_orientation=True)), upright)
 
@@ -296,9 +325,7 @@ def test_an_orientation_in_xmp_counts() -> None:
 def test_pillow_is_not_asked_for_a_plain_jpeg(
     option: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nothing is unusual about is decoded without Pillow, in either setting of the
-    orientation.
-    """
+    """A usual JPEG is decoded without Pillow, whatever the orientation setting."""
     data = encoded(photo(), "JPEG")
     monkeypatch.setattr(decode_room, "_by_pillow", None)
     assert pixels(data, DecodeOptions(exif_orientation=option)).shape == (64, 96, 3)
@@ -331,10 +358,14 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         (EPS, "not an image of a supported format"),
         (b"%PDF-1.4", "not an image of a supported format"),
         (zlib.compress(encoded(photo(), "JPEG")), "not an image of a supported format"),
-        (cut(encoded(photo(), "JPEG"), 2), ("damaged: the decoder reported missing data (Premature "
-                                            "end of JPEG file)")),
-        (cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000), ("Premature end of JPEG "
-                                                                         "file")),
+        (
+            cut(encoded(photo(), "JPEG"), 2),
+            ("damaged: the decoder reported missing data (Premature end of JPEG file)"),
+        ),
+        (
+            cut(encoded(photo(256, 256), "JPEG", progressive=True), 2000),
+            ("Premature end of JPEG file"),
+        ),
         (cut(encoded(photo(), "PNG"), 2000), "truncated file"),
         (encoded(photo(), "JPEG")[:10], ""),
         (encoded(photo(), "TIFF")[:4], ""),
@@ -344,15 +375,26 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
         (b"RIFF\0\0\0\0WEBP", ""),
     ],
     ids=[
-        "empty", "lfs", "zeros", "html", "eps", "pdf", "zlib", ("jpeg short of two "
-                                                                "bytes"), "progressive jpeg cut",
-        "png cut",        "jpeg header", "tiff header", "bmp header", "gif header", "ppm header", "webp header",
+        "empty",
+        "lfs",
+        "zeros",
+        "html",
+        "eps",
+        "pdf",
+        "zlib",
+        ("jpeg short of two bytes"),
+        "progressive jpeg cut",
+        "png cut",
+        "jpeg header",
+        "tiff header",
+        "bmp header",
+        "gif header",
+        "ppm header",
+        "webp header",
     ],
-)  # fmt: skip
+)
 def test_bad_bytes_are_bad_samples(data: bytes, text: str) -> None:
-    """Damage and strangers are refused in words, naming the file with its control characters
-    escaped.
-    """
+    """Damage and strangers are refused in words, by the file's escaped name."""
     assert text in reason(data)
 
 
@@ -453,9 +495,7 @@ CLAIMS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("kind", CLAIMS)
 def test_pixels_are_refused_before_they_take_memory(kind: str) -> None:
-    """A few bytes that claim 169 megapixels take the memory of a
-    few bytes, in the default limit.
-    """
+    """A few bytes that claim 169 megapixels take the memory of a few bytes."""
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert reason(CLAIMS[kind], DecodeOptions()) == (
         "too large: 13001x13001 pixels, more than data.max_pixels=50000000; raise it, or shrink "
@@ -477,9 +517,7 @@ def test_no_reader_of_a_large_webp_is_made(monkeypatch: pytest.MonkeyPatch) -> N
     ids=["lossy", "lossless", "extended"],
 )
 def test_sides_of_a_webp_are_known(options: dict[str, Any]) -> None:
-    """A WebP of exactly max_pixels is decoded, whatever its header is like, and one of a row more
-    is not.
-    """
+    """A WebP of exactly max_pixels is decoded, one of a row more is not."""
     data = encoded(photo(96, 64), "WEBP", **options)
     assert pixels(data, DecodeOptions(max_pixels=96 * 64)).shape == (64, 96, 3)
     assert "96x64 pixels" in reason(data, DecodeOptions(max_pixels=96 * 64 - 1))

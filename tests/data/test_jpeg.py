@@ -108,15 +108,18 @@ def with_last_scan_twice(data: bytes) -> bytes:
         encoded(photo()).replace(b"\xff\xc0\x00\x11\x08", b"\xff\xc1\x00\x11\x0c"),
     ],
     ids=[
-        "inks", "bytes before its end", "many bytes before its end", ("bytes in its "
-                                                                      "header"), "JFIF 7", "odd Adobe mark",
-        "three bytes", "twelve bits",
+        "inks",
+        "bytes before its end",
+        "many bytes before its end",
+        "bytes in its header",
+        "JFIF 7",
+        "odd Adobe mark",
+        "three bytes",
+        "twelve bits",
     ],
-)  # fmt: skip
+)
 def test_the_unusual_is_left_to_pillow(data: bytes) -> None:
-    """Four inks, what libjpeg-turbo warns of although no pixel is
-    missing, and what it cannot read.
-    """
+    """Four inks, harmless warnings and what libjpeg-turbo cannot read go to Pillow."""
     assert decode_jpeg(data, 10 * LIMIT) is None
 
 
@@ -127,22 +130,41 @@ LOSSES: dict[str, tuple[bytes, str]] = {
     "header alone": (encoded(photo())[:640], "Premature end of JPEG file"),
     "too few rows": (grown(encoded(photo(16, 16))), "premature end of data segment"),
     **{
-        f"{kind}, cut with an end behind": (KINDS[kind][:-400] + b"\xff\xd9", ("premature end of "
-                                                                               "data segment"))
-        for kind in ("4:2:0", "4:4:4", "grey", "stored as RGB", "restart markers", "own tables", "progressive")
+        f"{kind}, cut with an end behind": (
+            KINDS[kind][:-400] + b"\xff\xd9",
+            "premature end of data segment",
+        )
+        for kind in (
+            "4:2:0",
+            "4:4:4",
+            "grey",
+            "stored as RGB",
+            "restart markers",
+            "own tables",
+            "progressive",
+        )
     },
-    "inks, cut with an end behind": (encoded(photo().convert("CMYK"))[:-500] + b"\xff\xd9", "premature end of data segment"),
-    "no pixels but restart markers": (
-        KINDS["restart markers"][: KINDS["restart markers"].index(b"\xff\xd0")]
-        + b"".join(b"\xff" + bytes([0xD0 + i % 8]) for i in range(40)) + b"\xff\xd9",
+    "inks, cut with an end behind": (
+        encoded(photo().convert("CMYK"))[:-500] + b"\xff\xd9",
         "premature end of data segment",
     ),
-    "a restart marker lost": (KINDS["restart markers"].replace(b"\xff\xd2", b"\xff\xd5", 1), "instead of RST"),
-    "arithmetic": (KINDS["4:2:0"].replace(b"\xff\xc0", b"\xff\xc9"), ("extraneous bytes before "
-                                                                      "marker 0xd9")),
+    "no pixels but restart markers": (
+        KINDS["restart markers"][: KINDS["restart markers"].index(b"\xff\xd0")]
+        + b"".join(b"\xff" + bytes([0xD0 + i % 8]) for i in range(40))
+        + b"\xff\xd9",
+        "premature end of data segment",
+    ),
+    "a restart marker lost": (
+        KINDS["restart markers"].replace(b"\xff\xd2", b"\xff\xd5", 1),
+        "instead of RST",
+    ),
+    "arithmetic": (
+        KINDS["4:2:0"].replace(b"\xff\xc0", b"\xff\xc9"),
+        "extraneous bytes before marker 0xd9",
+    ),
     "no Huffman code": (in_scan(KINDS["4:2:0"], b"\xff\0" * 40), "bad Huffman code"),
     "scans in disorder": (with_last_scan_twice(KINDS["progressive"]), "Inconsistent progression"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -171,9 +193,7 @@ def test_many_scans_are_refused(pad: int) -> None:
 
 
 def test_scans_behind_the_image_do_not_count() -> None:
-    """A film behind a photograph holds any bytes; those of a scan's beginning come by chance too
-    seldom to matter.
-    """
+    """A film behind a photograph holds too few bytes like a scan's beginning."""
     film = np.random.default_rng(0).bytes(1 << 24)
     assert film.count(b"\xff\xda") > 100
     assert decode_jpeg(encoded(photo(2000, 2000)) + film, 4 * LIMIT) is not None
@@ -221,9 +241,7 @@ def drop_a_part(data: bytes, rng: random.Random) -> bytes:
 def test_damage_gives_pillows_pixels_or_none(
     kind: str, mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:
-    """Whatever happens to a file, pixels that come out are those that Pillow gives of it; where
-    some are missing, none do.
-    """
+    """A damaged file gives Pillow's pixels, or none if some are missing."""
     rng, decoded = random.Random(f"{kind} {mutate.__name__}"), 0
     for _ in range(100):
         data = mutate(KINDS[kind], rng)
