@@ -19,7 +19,6 @@ from PIL import Image
 from harness import job
 from harness.config import Config, ConfigError
 from harness.data import datasets
-from harness.data.identity import identity
 from harness.runtime.errors import CheckpointError
 from harness.runtime.limits import Limits
 from harness.training import checkpoint, models
@@ -145,7 +144,7 @@ def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
     def facts() -> dict[str, Any]:
         splits = datasets.load(config.data, config.augment, config.seed)
         models.build(config.model, 2, image_size=32)
-        return fingerprint(config, identity(splits), limits, 1, 1, "cpu")
+        return fingerprint(config, splits.fingerprint(), limits, 1, 1, "cpu")
 
     before = facts()
     assert facts() == before

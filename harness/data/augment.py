@@ -1,30 +1,53 @@
-"""What is done to the colours of a batch: torchvision's ColorJitter and RandAugment, on whichever
-device the batch is.
+"""Augmentation of uint8 batches ``[N, 3, H, W]`` on their device: ColorJitter and RandAugment.
+
+The pixels are those of torchvision's functions on tensors, which take one parameter for a whole
+batch; here each image has its own. Parameters come from the host as float64 ``[N]``; the host
+never waits for the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from enum import IntEnum
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from harness.config import AugmentConfig
-from harness.data.adjust import BRIGHTNESS, HUE, adjust_hue, blend, to_device
+from harness.runtime import accelerator
 from harness.runtime.seeding import BATCH, uniforms
 
+# as torchvision's ColorJitter numbers them
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 # uint8 pixels that a CPU works on at a time: their float32 forms then stay in its caches
 _CACHED_BYTES = 1 << 20
 
+_BINS = 31
+# in torchvision's order, in which those that are done together are neighbours
+Op = IntEnum(
+    "Op",
+    "Identity ShearX ShearY TranslateX TranslateY Rotate Brightness Color Contrast Sharpness "
+    "Posterize Solarize AutoContrast Equalize",
+    start=0,
+)
+# The first operations of groups that are done together, and the end of the last group.
+_GROUPS = (
+    Op.ShearX, Op.Brightness, Op.Sharpness, Op.Posterize, Op.Solarize, Op.AutoContrast, Op.Equalize,
+    len(Op),
+)  # fmt: skip
 
-class Numbered(Protocol):
-    """What the random numbers of a batch depend on."""
+
+class SampleKeys(Protocol):
+    """What the random numbers of a batch depend on, besides the seed."""
 
     @property
     def epoch(self) -> int:
-        """Of which pass it is."""
+        """The number of the pass."""
         ...
 
     @property
@@ -33,74 +56,51 @@ class Numbered(Protocol):
         ...
 
 
-class Part(Protocol):
-    """One kind of augmentation.
-
-    Attributes:
-        draws: random numbers that it takes for each image.
-    """
-
-    draws: int
-
-    def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        """New uint8 ``[N, 3, H, W]``; ``draws``, float64 ``[N, draws]`` in [0, 1), hold each
-        image's random numbers.
-        """
-        ...
-
-
 class BatchAugment:
-    """The ``parts``, one after the other; what becomes of an image is a function of (seed, epoch,
-    index) and its pixels.
+    """Applies ``parts`` one after the other; a function of (seed, epoch, index) and the pixels.
+
+    A part makes of uint8 ``[N, 3, H, W]`` and float64 draws ``[N, part.draws]`` in [0, 1) new
+    images; each image takes its own draws.
     """
 
-    def __init__(self, parts: Sequence[Part], seed: int) -> None:
+    def __init__(self, parts: Sequence[ColorJitter | RandAugment], seed: int) -> None:
         self._parts = parts
         self._seed = seed
 
     @classmethod
     def from_config(cls, augment: AugmentConfig, seed: int) -> BatchAugment | None:
-        """RandAugment and then colour jitter, as ``augment`` wants them; None where it wants
-        neither.
-        """
-        parts: list[Part] = []
+        """Returns RandAugment and then colour jitter as ``augment`` sets them; None for neither."""
+        parts: list[ColorJitter | RandAugment] = []
         if augment.rand_augment:
-            # torchvision's transforms take a while to import
-            from harness.data.randaugment import RandAugment
-
             parts.append(RandAugment(augment.rand_augment, augment.rand_augment_magnitude))
         if any(augment.color_jitter):
             parts.append(ColorJitter(*augment.color_jitter))
         return cls(parts, seed) if parts else None
 
-    def __call__(self, images: Tensor, batch: Numbered) -> Tensor:
-        """``images``, uint8 ``[N, 3, H, W]``, augmented in new memory on the same device; ``batch``
-        is theirs.
-        """
-        count = sum(part.draws for part in self._parts)
-        draws = uniforms(self._seed, batch.epoch, batch.indices.numpy(), count, stream=BATCH)
-        most = len(images)
+    def __call__(self, images: Tensor, batch: SampleKeys) -> Tensor:
+        """Returns ``images``, uint8 ``[N, 3, H, W]``, augmented, in new memory on their device."""
+        ends = np.cumsum([part.draws for part in self._parts])
+        draws = uniforms(
+            self._seed, batch.epoch, batch.indices.numpy(), int(ends[-1]), stream=BATCH
+        )
+        chunk = len(images)
         if images.device.type == "cpu":
-            most = max(1, _CACHED_BYTES // images[0].numel())
+            chunk = max(1, _CACHED_BYTES // images[0].numel())
         done = []
-        for chunk, drawn in zip(
-            images.split(most), np.split(draws, range(most, len(draws), most)), strict=True
-        ):
-            begin = 0
-            for part in self._parts:
-                chunk = part(chunk, drawn[:, begin : begin + part.draws])
-                begin += part.draws
-            done.append(chunk)
+        for begin in range(0, len(images), chunk):
+            some = images[begin : begin + chunk]
+            drawn = np.split(draws[begin : begin + chunk], ends[:-1], axis=1)
+            for part, own in zip(self._parts, drawn, strict=True):
+                some = part(some, own)
+            done.append(some)
         return done[0] if len(done) == 1 else torch.cat(done)
 
 
 class ColorJitter:
-    """Brightness, contrast, saturation and hue in an order drawn for each image, as torchvision's
-    ``v2.ColorJitter``.
+    """Changes brightness, contrast, saturation and hue in a drawn order, as ``v2.ColorJitter``.
 
     Args:
-        brightness: most change of the factor, which lies within ``[max(0, 1 - brightness), 1 +
-            brightness]``; 0: none.
+        brightness: most change of the factor 1, which stays at least 0; 0: none.
         contrast: the same for contrast.
         saturation: the same for saturation.
         hue: most turn of the hue to either side, 1 being the whole circle; 0: none.
@@ -108,37 +108,183 @@ class ColorJitter:
 
     def __init__(self, brightness: float, contrast: float, saturation: float, hue: float) -> None:
         most = np.array([brightness, contrast, saturation, hue])
-        low, high = np.maximum(0.0, 1.0 - most), 1.0 + most
-        low[HUE] = -hue
-        high[HUE] = hue
+        neutral = np.array([1.0, 1.0, 1.0, 0.0])
+        low = neutral - most
+        low[:HUE] = low[:HUE].clip(0)
         self._kinds = np.flatnonzero(most)
         self._low = low[self._kinds]
-        self._high = high[self._kinds]
+        self._high = (neutral + most)[self._kinds]
         self.draws = 2 * len(self._kinds)
 
-    def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
-        """``images`` with other colours; the first half of the ``draws`` is for the order, the
-        second for the factors.
-        """
+    def choose(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns each image's kinds of change, in order, and amounts, ``[N, kinds]``."""
         count = len(self._kinds)
         order = draws[:, :count].argsort(axis=1)
-        factors = np.take_along_axis(
-            self._low + (self._high - self._low) * draws[:, count:], order, axis=1
-        )
-        for kinds, amounts in zip(self._kinds[order].T, factors.T, strict=True):
-            images = _adjusted(images, kinds, amounts)
+        amounts = self._low + (self._high - self._low) * draws[:, count:]
+        return self._kinds[order], np.take_along_axis(amounts, order, axis=1)
+
+    def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
+        """Returns ``images`` with other colours."""
+        for kinds, amounts in zip(*(chosen.T for chosen in self.choose(draws)), strict=True):
+            # All blends at once, then the hues of the other images.
+            hue = kinds == HUE
+            images = blend(images, np.where(hue, BRIGHTNESS, kinds), np.where(hue, 1.0, amounts))
+            if hue.any():
+                rows = to_device(np.flatnonzero(hue), images.device)
+                images[rows] = adjust_hue(images[rows], amounts[hue])
         return images
 
 
-def _adjusted(images: Tensor, kinds: np.ndarray, amounts: np.ndarray) -> Tensor:
-    """Each image with the one property that ``kinds`` names changed: all blends at once, then the
-    hues.
+class RandAugment:
+    """Does ``operations`` random ones of torchvision's ``v2.RandAugment`` to each image.
+
+    From Cubuk et al. 2019, arXiv:1909.13719. torchvision's defaults hold: a moved pixel comes from
+    the nearest one, and black from outside. The images are sorted by their operation, so that it
+    works on all of them at once; shears, shifts and rotations are one operation with different
+    matrices.
+
+    Args:
+        operations: how many, one after the other.
+        magnitude: the strength of all, 0 to 30.
     """
-    hues = np.flatnonzero(kinds == HUE)
-    images = blend(
-        images, np.where(kinds == HUE, BRIGHTNESS, kinds), np.where(kinds == HUE, 1.0, amounts)
-    )
-    if len(hues):
-        rows = to_device(hues, images.device)
-        images[rows] = adjust_hue(images[rows], amounts[hues])
-    return images
+
+    def __init__(self, operations: int, magnitude: int) -> None:
+        # torchvision's transforms take a while to import
+        from torchvision.transforms.v2 import functional
+
+        self.draws = 2 * operations
+        self._magnitude = magnitude
+        bits = round(8 - 4 * magnitude / (_BINS - 1))
+        self._same_for_all = {
+            Op.Posterize: partial(functional.posterize, bits=bits),
+            Op.Solarize: partial(functional.solarize, threshold=255 * self._level(0.0, start=1.0)),
+            Op.AutoContrast: functional.autocontrast,
+            Op.Equalize: functional.equalize,
+        }
+
+    def __call__(self, images: Tensor, draws: np.ndarray) -> Tensor:
+        """Returns the augmented images; an operation takes two ``draws``: kind and direction."""
+        ops = (len(Op) * draws[:, ::2]).astype(np.int64)
+        signs = np.where(draws[:, 1::2] < 0.5, -1.0, 1.0)
+        # which image each row holds
+        held = np.arange(len(images))
+        for k in range(ops.shape[1]):
+            order = ops[held, k].argsort(kind="stable")
+            held = held[order]
+            images = images[to_device(order, images.device)]
+            self._operate(images, ops[held, k], signs[held, k])
+        return images[to_device(held.argsort(), images.device)]
+
+    def _operate(self, images: Tensor, ops: np.ndarray, signs: np.ndarray) -> None:
+        """Does to each of ``images`` what the sorted ``ops`` say, in place."""
+        height, width = images.shape[2:]
+        # where a pixel is found, by sign and by operation
+        matrices = np.empty((2, 5, 2, 3), np.float32)
+        for row, sign in zip(matrices, (-1, 1), strict=True):
+            shear = sign * self._level(0.3)
+            angle = sign * math.radians(self._level(30.0))
+            across = -sign * int(self._level(150.0 / 331.0 * width))
+            down = -sign * int(self._level(150.0 / 331.0 * height))
+            # shears are about the upper left corner
+            row[:] = (
+                ((1, shear, shear * height / 2), (0, 1, 0)),
+                ((1, 0, 0), (shear, 1, shear * width / 2)),
+                ((1, 0, across), (0, 1, 0)),
+                ((1, 0, 0), (0, 1, down)),
+                ((math.cos(angle), -math.sin(angle), 0), (math.sin(angle), math.cos(angle), 0)),
+            )
+        factors = 1.0 + signs * self._level(0.9)
+        ends = np.searchsorted(ops, _GROUPS)
+        for first, begin, end in zip(_GROUPS, ends, ends[1:], strict=False):
+            if begin == end:
+                continue
+            at = slice(begin, end)
+            part = images[at]
+            kinds = ops[at] - first
+            match first:
+                case Op.ShearX:
+                    part = affine(part, matrices[(signs[at] > 0).astype(int), kinds])
+                case Op.Brightness:
+                    blends = np.array([BRIGHTNESS, SATURATION, CONTRAST])
+                    part = blend(part, blends[kinds], factors[at])
+                case Op.Sharpness:
+                    part = adjust_sharpness(part, factors[at])
+                case _:
+                    part = self._same_for_all[Op(first)](part)
+            images[at] = part
+
+    def _level(self, end: float, start: float = 0.0) -> float:
+        """Returns the magnitude's place between ``start`` and ``end``, rounded as torchvision's."""
+        return float(torch.linspace(start, end, _BINS)[self._magnitude])
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Returns ``values`` on ``device``, float64 as float32."""
+    if values.dtype == np.float64:
+        values = values.astype(np.float32)
+    return accelerator.of(device).copy(torch.from_numpy(values))
+
+
+def blend(images: Tensor, kinds: np.ndarray, factors: np.ndarray) -> Tensor:
+    """Changes brightness, contrast or saturation, as ``kinds`` says; 1 does nothing.
+
+    Each of the three is a blend with a grey: with black, with the luma's mean, with the luma.
+    """
+    rests = np.where(kinds == BRIGHTNESS, 0.0, 1.0 - factors)
+    shares = to_device(np.stack((factors, rests)), images.device)
+    even = to_device(kinds == CONTRAST, images.device).view(-1, 1, 1, 1)
+    pixels = images.float()
+    red, green, blue = pixels.split(1, dim=1)
+    luma = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_()
+    grey = torch.where(even, luma.mean((2, 3), keepdim=True), luma)
+    own, rest = shares.view(2, -1, 1, 1, 1)
+    return pixels.mul_(own).addcmul_(grey, rest).clamp_(0, 255).to(torch.uint8)
+
+
+def adjust_hue(images: Tensor, turns: np.ndarray) -> Tensor:
+    """Turns hues by ``turns``, 1 being the whole circle.
+
+    The colour's place on the circle in sixths, then each channel from it (Smith 1978, "Color gamut
+    transform pairs").
+    """
+    pixels = images.float()
+    red, green, blue = pixels.split(1, dim=1)
+    value = pixels.amax(1, keepdim=True)
+    chroma = value - pixels.amin(1, keepdim=True)
+    # a grey pixel has no hue, and needs none
+    span = chroma.clamp(min=1)
+    sixth = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
+    sixth = torch.where(value == red, (green - blue) / span, sixth)
+    sixth += to_device(6 * turns, images.device).view(-1, 1, 1, 1)
+    place = (sixth + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)).remainder_(6)
+    lost = torch.minimum(place, 4 - place).clamp_(0, 1).mul_(chroma)
+    return (value - lost).mul_(255.999 / 255).to(torch.uint8)
+
+
+def adjust_sharpness(images: Tensor, factors: np.ndarray) -> Tensor:
+    """Blends images with their blurred selves: 1 does nothing, 0 blurs, the border stays."""
+    pixels = images.float()
+    around = F.avg_pool2d(pixels, 3, stride=1, divisor_override=1)
+    inner = pixels[:, :, 1:-1, 1:-1]
+    # thirteenths of integers are never half-way
+    blurred = around.add_(inner, alpha=4).mul_(1 / 13).round_()
+    inner.add_(blurred.sub_(inner).mul_(to_device(1.0 - factors, images.device).view(-1, 1, 1, 1)))
+    return pixels.clamp_(0, 255).to(torch.uint8)
+
+
+def affine(images: Tensor, matrices: np.ndarray) -> Tensor:
+    """Moves each pixel by ``matrices``, float32 ``[N, 2, 3]``, to the nearest; outside is black.
+
+    Matrices act on pixel coordinates (x, y, 1) whose origin is the image's centre. The arithmetic
+    is torchvision's to the last bit, or pixels half-way between two would come from the other.
+    """
+    count, _, height, width = images.shape
+    places = torch.ones(height, width, 3, device=images.device)
+    places[..., 0] = torch.arange(width, device=images.device) - (width - 1) / 2
+    places[..., 1] = (torch.arange(height, device=images.device) - (height - 1) / 2).unsqueeze(1)
+    # which are at -1 and 1
+    to_edges = matrices / np.array([[width / 2], [height / 2]], dtype=np.float32)
+    # A product of matrices rounds as this processor's library has it, and so does torchvision's.
+    grid = places.view(-1, 3) @ to_device(to_edges, images.device).mT
+    grid = grid.view(count, height, width, 2)
+    return F.grid_sample(images.float(), grid, mode="nearest", align_corners=False).to(torch.uint8)

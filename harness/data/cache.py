@@ -1,14 +1,11 @@
-"""Decoded pixels, kept for the next epoch: one file, in memory or on disk, mapped by all workers,
-threads and local ranks.
+"""Keeps decoded pixels in one file, mapped by all workers and local ranks.
 
-The file has a head, a table with a column for each image, and room for pixels, which is given out
-once and never again: a view of an image's pixels stays what it is, whatever happens. An image's
-place, one word of 64 bits, is written last, so that a process may be killed at any time. Whoever
-first reads an image of an earlier run, or of another one, looks at its source file and at the
-checksum of its pixels. That finds files that have changed, and pages that a power failure took
-away. What a process of this run has written needs neither: its source was looked at as it was
-written, and until the machine stops all see the same pages of it. A page that the disk fails to
-read ends the process, as it does with any mapped file.
+The file, in memory or on disk, has a head, a table with a column for each image, and room for
+pixels. Pixel storage is append-only, so views stay valid. An image's 64-bit place is written last:
+a killed writer leaves no half entry. Entries of earlier runs, or of other ones, are verified on
+first use (size and time of change of the source, checksum of the pixels), which finds files that
+have changed and pages that a power failure took away. Entries of this run need no check. A page
+that the disk fails to read ends the process, as with any mapped file.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +24,7 @@ from harness.data.storage import Source
 from harness.data.transforms import resized
 from harness.runtime.errors import printable
 
-# whoever changes what the file holds raises it
+# raise it when the file's content changes
 FORMAT = 2
 _HEAD = np.dtype([("facts", "S64"), ("used", "<i8"), ("limit", "<i8")])
 _TABLE_START = 128
@@ -34,6 +32,7 @@ _TABLE_START = 128
 _COLUMNS = 4
 # pixels begin at multiples of it
 _UNIT_BYTES = 512
+# of a place: the sides of the image, below the place of its first unit
 _SIDE_BITS = 15
 _SIDE_MASK = 2**_SIDE_BITS - 1
 # a file changed so shortly before may change again without another time of change
@@ -41,8 +40,7 @@ _RACY_S = 2.0
 
 
 class PixelCache:
-    """The decoded images of ``source``: rows ``first`` onwards of ``file``, which may hold those of
-    several sources.
+    """The decoded images of ``source``: rows ``first`` onwards of ``file``.
 
     Args:
         file: as ``make_blank`` makes it; read-only where another run fills it.
@@ -50,7 +48,7 @@ class PixelCache:
             it to be right.
         first: the row of the source's first image.
         source: a folder's files, or a part of them.
-        max_side: of the longer side of an image in pixels, larger ones are shrunk; None: none is.
+        max_side: most pixels of an image's longer side, larger ones are shrunk; None: any.
     """
 
     def __init__(
@@ -66,9 +64,8 @@ class PixelCache:
         self._source = source
         self._max_side = max_side
         self._head = np.frombuffer(file.map, _HEAD, 1)
-        self._table = np.frombuffer(
-            file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START
-        ).reshape(_COLUMNS, -1)
+        cells = np.frombuffer(file.map, np.int64, _COLUMNS * len(checked.map), _TABLE_START)
+        self._table = cells.reshape(_COLUMNS, -1)
         rows = slice(first, first + len(source))
         self._places, self._sums, self._sizes, self._changed_ns = self._table[:, rows]
         self._checked = np.frombuffer(checked.map, np.uint8)[rows]
@@ -79,157 +76,148 @@ class PixelCache:
         return PixelCache, self._args
 
     def get(self, i: int) -> np.ndarray | None:
-        """The pixels of image ``i``, uint8 ``[H, W, 3]``, a read-only view that stays valid; None:
-        not here.
-        """
+        """Returns the pixels of image ``i``, a read-only view that stays valid; None: not here."""
         # in this order: the image may just now be given another place
         checked = self._checked[i]
         place = int(self._places[i])
-        if not place or not (checked or self._is_right(i, place)):
+        if not place:
             return None
-        return self._view(place)
-
-    def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
-        """What to go on with: ``pixels``, uint8 ``[H, W, 3]``, shrunk if they are too large; kept
-        if there is room.
-        """
-        if self._max_side is not None:
-            pixels = shrunk(pixels, self._max_side)
-        if self._file.writable and not self._places[i]:
-            self._keep(i, pixels)
-        return pixels
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory that it may still take; none where it lies on a disk."""
-        return (
-            0 if self._is_on_disk() else max(0, int(self._head[0]["limit"] - self._head[0]["used"]))
-        )
-
-    def stats(self) -> dict[str, int]:
-        """How many ``images`` of all ``samples`` are kept, and how many ``bytes`` of ``limit`` they
-        take.
-        """
-        head = self._head[0]
-        places = self._table[0]
-        images = int(np.count_nonzero(places))
-        return {
-            "images": images,
-            "samples": len(places),
-            "bytes": int(head["used"]),
-            "limit": int(head["limit"]),
-        }
-
-    def summary(self) -> str:
-        """How much is kept, in a line."""
-        s = self.stats()
-        full = (
-            s["images"] < s["samples"]
-            and s["bytes"] + s["bytes"] // max(1, s["images"]) > s["limit"]
-        )
-        end = ", full: the others are decoded each time" if full else ""
-        # where a part may be of files that have changed since
-        if full and self._is_on_disk():
-            path = os.readlink(f"/proc/self/fd/{self._file.fd}")
-            end += (
-                f"; if files of the data set were replaced, delete {printable(path)} to keep "
-                "the new ones"
-            )
-        sizes = f"{s['bytes'] / 1e9:.1f} of at most {s['limit'] / 1e9:.1f} GB"
-        return f"{s['images']} of {s['samples']} images, {sizes}{end}"
-
-    def _is_on_disk(self) -> bool:
-        return os.fstat(self._file.fd).st_nlink > 0
-
-    def _view(self, place: int) -> np.ndarray | None:
         start = (place >> 2 * _SIDE_BITS) * _UNIT_BYTES
         height = place >> _SIDE_BITS & _SIDE_MASK
         width = place & _SIDE_MASK
         end = start + height * width * 3
-        # damaged, or in a part by which another run made the file longer
-        if not 0 <= start < end <= len(self._pixels):
-            return None
-        return self._pixels[start:end].reshape(height, width, 3)
-
-    def _is_right(self, i: int, place: int) -> bool:
-        pixels = self._view(place)
+        pixels = None
+        # else it is damaged, or in a part by which another run made the file longer
+        if 0 <= start < end <= len(self._pixels):
+            pixels = self._pixels[start:end].reshape(height, width, 3)
+        if checked:
+            return pixels
+        # The source file may be gone.
         with suppress(OSError):
-            # where the source file is gone
             status = os.stat(self._source.where(i))
             expected = self._sums[i], self._sizes[i], self._changed_ns[i]
-            if (
-                pixels is not None
-                and (checksum(pixels), status.st_size, status.st_mtime_ns) == expected
-            ):
+            if pixels is not None and expected == (
+                checksum(pixels), status.st_size, status.st_mtime_ns
+            ):  # fmt: skip
                 self._checked[i] = 1
-                return True
+                return pixels
         if self._file.writable:
             # so that the next put gives it another
             self._places[i] = 0
-        return False
+        return None
 
-    def _keep(self, i: int, pixels: np.ndarray) -> None:
+    def put(self, i: int, pixels: np.ndarray) -> np.ndarray:
+        """Keeps ``pixels``, shrunk if they are too large, while there is room; returns them."""
+        if self._max_side is not None:
+            pixels = shrunk(pixels, self._max_side)
+        if not self._file.writable or self._places[i]:
+            return pixels
         height, width, _ = pixels.shape
         try:
             status = os.stat(self._source.where(i))
         except OSError:
-            return
+            return pixels
         # Looked at after it was decoded: one that changed in between has changed just now.
         if time.time() - status.st_ctime < _RACY_S or max(height, width) > _SIDE_MASK:
-            return
-        pixels = np.ascontiguousarray(pixels)
-        if (start := self._written(pixels)) is None:
-            return
-        self._sums[i] = checksum(pixels)
-        self._sizes[i] = status.st_size
-        self._changed_ns[i] = status.st_mtime_ns
-        # The kernel's locks around the write order it before this store, whatever the processor.
-        self._places[i] = (start // _UNIT_BYTES) << 2 * _SIDE_BITS | height << _SIDE_BITS | width
-        self._checked[i] = 1
-
-    def _written(self, pixels: np.ndarray) -> int | None:
-        """Where ``pixels`` begin, which have bytes of their own now; None where so many are not
-        left.
-        """
+            return pixels
+        content = np.ascontiguousarray(pixels)
+        size = _rounded(content.nbytes)
         head = self._head[0]
-        size = _rounded(pixels.nbytes)
-        # so it is most often once it is full
+        # most often once it is full, and then without the lock
         if head["used"] + size > head["limit"]:
-            return None
+            return pixels
         with _alone_with(self._file.fd):
             start = int(head["used"])
             if start + size > head["limit"]:
-                return None
+                return pixels
             head["used"] = start + size
-        try:
-            # Not through the map: that costs a fault for each page, and on a full disk it would end
-            # the process (SIGBUS).
-            if os.pwrite(self._file.fd, pixels.data, start) == pixels.nbytes:
-                return start
-        except OSError:
-            pass
-        # the disk has not so much left as there was at first
-        head["limit"] = start
-        return None
+        written = 0
+        # Not through the map: a fault for each page, and SIGBUS on a full disk.
+        with suppress(OSError):
+            written = os.pwrite(self._file.fd, content.data, start)
+        if written < content.nbytes:
+            # the disk has less left than there was at first
+            head["limit"] = start
+            return pixels
+        self._sums[i] = checksum(content)
+        self._sizes[i] = status.st_size
+        self._changed_ns[i] = status.st_mtime_ns
+        # The kernel's locks around the write order it before this store, on any processor.
+        self._places[i] = (start // _UNIT_BYTES << _SIDE_BITS | height) << _SIDE_BITS | width
+        self._checked[i] = 1
+        return pixels
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory that the cache may still take; 0 on a disk."""
+        if self._is_on_disk():
+            return 0
+        return max(0, int(self._head[0]["limit"] - self._head[0]["used"]))
+
+    def stats(self) -> dict[str, int]:
+        """Returns how many ``images`` of all ``samples`` take how many ``bytes`` of ``limit``."""
+        places = self._table[0]
+        return {
+            "images": int(np.count_nonzero(places)),
+            "samples": len(places),
+            "bytes": int(self._head[0]["used"]),
+            "limit": int(self._head[0]["limit"]),
+        }
+
+    def summary(self) -> str:
+        """Returns how much is kept, in a line."""
+        images, samples, used, limit = self.stats().values()
+        text = f"{images} of {samples} images, {used / 1e9:.1f} of at most {limit / 1e9:.1f} GB"
+        if images < samples and used + used // max(1, images) > limit:
+            text += ", full: the others are decoded each time"
+            if self._is_on_disk():
+                # a part may be of files that have changed since
+                path = printable(os.readlink(f"/proc/self/fd/{self._file.fd}"))
+                text += (
+                    f"; if files of the data set were replaced, delete {path} to keep the new ones"
+                )
+        return text
+
+    def _is_on_disk(self) -> bool:
+        return os.fstat(self._file.fd).st_nlink > 0
 
 
 def shrunk(pixels: np.ndarray, max_side: int) -> np.ndarray:
-    """``pixels``, uint8 ``[H, W, 3]``, with a longer side of at most ``max_side``."""
+    """Returns ``pixels``, uint8 ``[H, W, 3]``, with a longer side of at most ``max_side``."""
     height, width, _ = pixels.shape
-    factor = max_side / max(height, width)
-    return (
-        pixels
-        if factor >= 1
-        else resized(pixels, max(1, round(width * factor)), max(1, round(height * factor)))
-    )
+    factor = min(1.0, max_side / max(height, width))
+    return resized(pixels, max(1, round(width * factor)), max(1, round(height * factor)))
 
 
-def make_blank(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
-    """Make of the empty file ``fd`` one with so many ``rows``, none of them filled, that takes
-    ``budget_bytes`` at most.
+def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
+    """Returns how many bytes of the file are given out, and how many in use.
+
+    Images of files that have changed are not in use. None: it has other facts, or is no cache.
+    """
+    data = os.pread(fd, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0")
+    head = np.frombuffer(data, _HEAD)[0]
+    size = os.fstat(fd).st_size
+    start = _pixels_start(rows)
+    if head["facts"] != facts.encode() or not start <= head["limit"] <= size:
+        return None
+    places = np.frombuffer(os.pread(fd, 8 * rows, _TABLE_START), np.int64)
+    images = (places >> _SIDE_BITS & _SIDE_MASK) * (places & _SIDE_MASK) * 3
+    # A power failure may leave a head that is older than the table: what lies in a place must not
+    # be given out again.
+    ends = (places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images
+    whole = ends <= size
+    in_use = start + int(_rounded(images).sum(where=whole))
+    taken = max(int(head["used"]), int(ends.max(where=whole, initial=start)))
+    return _rounded(taken), in_use
+
+
+def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
+    """Lets a file take ``budget_bytes``, or what it has if more.
+
+    An empty file gets empty rows.
 
     Args:
-        fd: open for writing.
+        fd: open for writing, empty or of an earlier run.
         facts: 64 hexadecimal digits that tell what the pixels of a row depend on.
         rows: one for each image.
         budget_bytes: of which the most is a hole until pixels come.
@@ -237,60 +225,27 @@ def make_blank(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
     Raises:
         OSError: there is no room for the table.
     """
-    start = _pixels_start(rows)
-    os.posix_fallocate(fd, 0, start)
-    _write_head(fd, facts, start, max(start, budget_bytes))
-
-
-def taken_bytes(fd: int, facts: str, rows: int) -> tuple[int, int] | None:
-    """How much of the file ``fd`` is given out, and how much of that is in use: images of files
-    that have changed are not.
-
-    None where it has other facts, or is none of these files.
-    """
-    head = np.frombuffer(os.pread(fd, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0"), _HEAD)[0]
-    size = os.fstat(fd).st_size
-    if head["facts"].decode("latin-1") != facts or not _pixels_start(rows) <= head["limit"] <= size:
-        return None
-    places = np.frombuffer(os.pread(fd, 8 * rows, _TABLE_START), np.int64)
-    images = (places >> _SIDE_BITS & _SIDE_MASK) * (places & _SIDE_MASK) * 3
-    # A power failure may leave a head that is older than the table: what lies in a place must not
-    # be given out again.
-    ends = np.append((places >> 2 * _SIDE_BITS) * _UNIT_BYTES + images, head["used"])
-    start = _pixels_start(rows)
-    in_use = start + int((-(-images // _UNIT_BYTES)).sum(where=ends[:-1] <= size)) * _UNIT_BYTES
-    return _rounded(int(ends.max(where=ends <= size, initial=start))), in_use
-
-
-def set_budget(fd: int, facts: str, rows: int, budget_bytes: int) -> None:
-    """Let the file ``fd`` of an earlier run take ``budget_bytes`` in all, or what it has if that is
-    more.
-    """
     with _alone_with(fd):
-        taken = taken_bytes(fd, facts, rows)
-        assert taken is not None
-        _write_head(fd, facts, taken[0], max(taken[0], budget_bytes))
-
-
-def _write_head(fd: int, facts: str, used: int, limit: int) -> None:
-    if os.fstat(fd).st_size < limit:
-        os.ftruncate(fd, limit)
-    os.pwrite(fd, np.array([(facts.encode(), used, limit)], _HEAD).tobytes(), 0)
+        start = _pixels_start(rows)
+        os.posix_fallocate(fd, 0, start)
+        used, _ = taken_bytes(fd, facts, rows) or (start, 0)
+        limit = max(used, budget_bytes)
+        if os.fstat(fd).st_size < limit:
+            os.ftruncate(fd, limit)
+        os.pwrite(fd, np.array([(facts.encode(), used, limit)], _HEAD).tobytes(), 0)
 
 
 def _pixels_start(rows: int) -> int:
-    return _rounded(_TABLE_START + _COLUMNS * 8 * rows)
+    return int(_rounded(_TABLE_START + _COLUMNS * 8 * rows))
 
 
-def _rounded(size: int) -> int:
+def _rounded(size: Any) -> Any:
     return -(-size // _UNIT_BYTES) * _UNIT_BYTES
 
 
 @contextmanager
 def _alone_with(fd: int) -> Iterator[None]:
-    """Inside the block no other thread or process is in such a block of the same file; a killed one
-    leaves it.
-    """
+    """Locks the file ``fd`` against all other threads and processes; a killed one unlocks."""
     # The lock belongs to one opening of a file, which a thread shares with the others, and a
     # process with those it forks.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,6 +1,4 @@
-"""Where the decoded cache of a run lies, how large it may be, and which process of a machine opens
-it for the others.
-"""
+"""Opens a run's decoded cache: its place, its size, one process of each machine."""
 
 from __future__ import annotations
 
@@ -39,7 +37,6 @@ from harness.watch.console import say
 # every rank's value in the order of the ranks, on every rank
 Gathered = Callable[[Any], list[Any]]
 
-_LOOKED_AT = 16
 # for a run that opens the cache, which takes seconds
 _WAIT_S = 300.0
 
@@ -49,47 +46,44 @@ _log = logging.getLogger(LOGGER)
 def open_caches(
     sources: tuple[Source, Source], data: DataConfig, options: DecodeOptions, gathered: Gathered
 ) -> tuple[PixelCache, PixelCache] | None:
-    """The caches of two sources in one file, as ``data`` asks for; every rank calls this.
+    """Opens the caches of two sources in one file; None: another run has it.
 
-    None where another run has it.
-
-    One rank of each machine opens the file, and the others map the same.
+    Every rank calls this. One rank of each machine opens the file, and the others map the same.
 
     Raises:
         ConfigError: there are no files to decode, the cache cannot be written, or it would be
             larger than there is room for.
     """
-    rows = sum(map(len, sources))
-    facts = hashlib.sha256(_software(options, data.cache_max_side))
+    train, val = sources
+    # what the pixels of a file depend on, besides its own bytes
+    software = {
+        "format": cache.FORMAT,
+        "options": asdict(options),
+        "max_side": data.cache_max_side,
+        **{name: version(name) for name in ("pillow", "simplejpeg", "torch")},
+    }
+    facts = hashlib.sha256(json.dumps(software, sort_keys=True).encode())
     roots = []
     for source in sources:
         folder, digest = _listed(source, data)
         facts.update(digest)
         roots.append(os.path.realpath(folder))
-    make = lambda: _opened(data, facts.hexdigest(), rows, os.fsencode("\0".join(roots)))
-    if (files := _shared(make, gathered)) is None:
+    name = hashlib.sha256(os.fsencode("\0".join(roots))).hexdigest()[:32]
+    place = cache_root() / "decoded" / name
+    rows = len(train) + len(val)
+    files = _shared(lambda: _opened(place, data, facts.hexdigest(), rows), gathered)
+    if files is None:
         return None
     file, checked = files
-    train, val = sources
     first = PixelCache(file, checked, 0, train, data.cache_max_side)
     second = PixelCache(file, checked, len(train), val, data.cache_max_side)
-    say(
-        f"decoded cache: {first.summary()} "
-        f"({'in memory' if data.cache is DataCache.ram else cache_root() / 'decoded'})"
-    )
+    where = "in memory" if data.cache is DataCache.ram else place.parent
+    say(f"decoded cache: {first.summary()} ({where})")
     return first, second
 
 
-def _software(options: DecodeOptions, max_side: int | None) -> bytes:
-    decoders = ("pillow", "simplejpeg") if max_side is None else ("pillow", "simplejpeg", "torch")
-    facts = {"format": cache.FORMAT, "options": asdict(options), "max_side": max_side}
-    return json.dumps(
-        {**facts, **{name: version(name) for name in decoders}}, sort_keys=True
-    ).encode()
-
-
 def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
-    """The folder of ``source``, and a digest of its images' paths in their order."""
+    """Returns the folder of ``source``, and a digest of its images' paths in their order."""
     if isinstance(source, Subset):
         folder, digest = _listed(source.source, data)
         return folder, hashlib.sha256(digest + source.indices.tobytes()).digest()
@@ -102,15 +96,12 @@ def _listed(source: Source, data: DataConfig) -> tuple[str, bytes]:
 
 
 def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
-    """What ``make`` gives in one process of those that see each other, in all of them; or, on every
-    rank, what it raises.
-    """
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        # containers on one machine do not see each other
-        machine = file.read() + os.readlink("/proc/self/ns/pid")
+    """Calls ``make`` in one process a machine; returns or raises its outcome on all."""
+    # containers on one machine do not see each other
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     me = machine, os.getpid()
     everyone = gathered(me)
-    first = next(i for i, (place, _) in enumerate(everyone) if place == machine)
+    first = [place for place, _ in everyone].index(machine)
     made = None
     failure = None
     if everyone[first] == me:
@@ -128,24 +119,22 @@ def _shared(make: Callable[[], Any], gathered: Gathered) -> Any:
 
 
 def _opened(
-    data: DataConfig, facts: str, rows: int, roots: bytes
+    place: Path, data: DataConfig, facts: str, rows: int
 ) -> tuple[MappedFile, MappedFile] | None:
-    """The cache's file, and a byte for each of its rows."""
+    """Opens the cache's file, and a byte for each of its rows."""
     if data.cache is DataCache.ram:
         room = limits.measure()
-        fd = memory("decoded", 0)
-        cache.make_blank(
-            fd,
-            facts,
-            rows,
-            _budget(data, room.memory_bytes, f"of memory: {room.sources['memory_bytes']}"),
+        budget_bytes = _budget(
+            data, room.memory_bytes, f"of memory: {room.sources['memory_bytes']}"
         )
+        fd = memory("decoded", 0)
+        cache.set_budget(fd, facts, rows, budget_bytes)
         file: MappedFile | None = MappedFile(fd, writable=True)
     else:
-        file = _on_disk(
-            cache_root() / "decoded" / hashlib.sha256(roots).hexdigest()[:32], data, facts, rows
-        )
-    return None if file is None else (file, MappedFile(memory("checked", rows), writable=True))
+        file = _on_disk(place, data, facts, rows)
+    if file is None:
+        return None
+    return file, MappedFile(memory("checked", rows), writable=True)
 
 
 def _budget(data: DataConfig, free_bytes: int, of_what: str) -> int:
@@ -160,121 +149,105 @@ def _budget(data: DataConfig, free_bytes: int, of_what: str) -> int:
 
 
 def _on_disk(place: Path, data: DataConfig, facts: str, rows: int) -> MappedFile | None:
-    """The file at ``place``: to be filled by the first of several runs at a time, to be read by the
-    others.
-    """
+    """Opens the cache file: read-write for the first concurrent run, read-only for the others."""
+    shown = printable(str(place))
     try:
-        # Who comes while another makes the file waits until it is there.
+        # A run that comes while another makes the file waits until it is there.
         with exclusive(place.with_name("opening"), _WAIT_S), ExitStack() as held:
             lock = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             held.callback(os.close, lock)
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file = MappedFile(_to_fill(place, data, facts, rows), writable=True)
-                # for as long as a thread may write
-                weakref.finalize(file, held.pop_all().close).atexit = False
-                return file
-        failure = None
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = MappedFile(_to_fill(place, data, facts, rows), writable=True)
+            # for as long as a thread may write
+            weakref.finalize(file, held.pop_all().close).atexit = False
+            return file
+    except BlockingIOError:
+        reason = f"{shown}: another process fills it"
+        failed = False
     except OSError as error:
-        failure = error
-    reason = f"{printable(str(place))}: " + (
-        "another process fills it" if failure is None else failure.strerror or str(failure)
-    )
-    found = _to_read(place, facts, rows)
-    if found is None and failure is not None:
+        reason = f"{shown}: {error.strerror or error}"
+        failed = True
+    found = None
+    with suppress(OSError, ValueError):
+        file = MappedFile(open_regular(place))
+        if cache.taken_bytes(file.fd, facts, rows) is not None:
+            found = file
+    if found is not None:
+        _log.warning("data.cache=disk: %s; what is in it is used, nothing is added", reason)
+        return found
+    if failed:
         raise ConfigError(
             f"data.cache=disk: {reason}; free space, set WELLFED_CACHE to another folder, or use "
             "data.cache=ram"
         )
-    # its images would be larger than with a cache: other pixels
-    if found is None and data.cache_max_side is not None:
-        advice = (
-            "wait until it ends, set WELLFED_CACHE to another folder, or leave "
-            "data.cache_max_side out"
-        )
+    # without the cache its images would be larger
+    if data.cache_max_side is not None:
         raise ConfigError(
-            f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; {advice}"
+            f"data.cache_max_side={data.cache_max_side}: {reason}, with other pixels; wait until "
+            "it ends, set WELLFED_CACHE to another folder, or leave data.cache_max_side out"
         )
-    use = (
-        "of other pixels: nothing is kept in this run"
-        if found is None
-        else "what is in it is used, nothing is added"
-    )
-    _log.warning("data.cache=disk: %s; %s", reason, use)
-    return found
+    _log.warning("data.cache=disk: %s; of other pixels: nothing is kept in this run", reason)
+    return None
 
 
 def _to_fill(place: Path, data: DataConfig, facts: str, rows: int) -> int:
-    """The descriptor of the file at ``place``, made anew unless its pixels are the right ones."""
+    """Returns the descriptor of the file at ``place``, made again unless its pixels are right."""
     free_bytes = shutil.disk_usage(place.parent).free
     fd = None
-    taken = None
+    used = in_use = 0
     make_way(place)
     with suppress(FileNotFoundError):
         fd = open_regular(place, os.O_RDWR | os.O_NOFOLLOW)
         # what it takes may go on being taken
         free_bytes += os.fstat(fd).st_blocks * 512
-        taken = cache.taken_bytes(fd, facts, rows)
+        used, in_use = cache.taken_bytes(fd, facts, rows) or (0, 0)
     budget_bytes = _budget(data, free_bytes, f"on the disk of {printable(str(place.parent))}")
-    used, in_use = taken or (0, 0)
-    if fd is not None and used and used <= 2 * in_use:
-        if data.cache_gb is not None and used > budget_bytes:
-            text = (
-                f"{printable(str(place))} has {used / 1e9:.1f} GB already; raise it, or delete "
-                "that file"
-            )
-            raise ConfigError(f"data.cache_gb={data.cache_gb:g}: {text}")
-        cache.set_budget(fd, facts, rows, budget_bytes)
-        return fd
     if fd is not None:
+        if 0 < used <= 2 * in_use:
+            if data.cache_gb is not None and used > budget_bytes:
+                raise ConfigError(
+                    f"data.cache_gb={data.cache_gb:g}: {printable(str(place))} has "
+                    f"{used / 1e9:.1f} GB already; raise it, or delete that file"
+                )
+            cache.set_budget(fd, facts, rows, budget_bytes)
+            return fd
         os.close(fd)
-        why = (
-            "most of it of files that have changed"
-            if used
-            else "of other files, settings or versions, or damaged"
-        )
-        _log.warning("%s: %s: made anew", place, why)
-        # its room is needed; who still reads it keeps it
+        why = "of other files, settings or versions, or damaged"
+        if used:
+            why = "most of it of files that have changed"
+        _log.warning("%s: %s: made again", place, why)
+        # its room is needed; a run that still reads it keeps it
         place.unlink()
     part = place.with_suffix(".part")
     # of a process that was killed
     set_aside(part)
     fd = open_regular(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        cache.make_blank(fd, facts, rows, budget_bytes)
+        cache.set_budget(fd, facts, rows, budget_bytes)
         os.replace(part, place)
     finally:
         part.unlink(missing_ok=True)
     return fd
 
 
-def _to_read(place: Path, facts: str, rows: int) -> MappedFile | None:
-    with suppress(OSError), ExitStack() as held:
-        fd = open_regular(place)
-        held.callback(os.close, fd)
-        if cache.taken_bytes(fd, facts, rows) is not None:
-            held.pop_all()
-            return MappedFile(fd)
-    return None
-
-
 def crop_error(dataset: ImageDataset, max_side: int) -> float | None:
-    """Returns how far images change that are shrunk to ``max_side``, in grey levels a pixel; None:
-    none is larger.
+    """Returns how far crops of images shrunk to ``max_side`` change, in grey levels a pixel.
 
-    Measured on the crops of some images.
+    Measured on at most 16 images; None: none is larger.
     """
     errors = []
-    whole, small = np.empty((2, 3, dataset.image_size, dataset.image_size), np.uint8)
-    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), _LOOKED_AT)).astype(int).tolist():
+    shape = (3, dataset.image_size, dataset.image_size)
+    whole = np.empty(shape, np.uint8)
+    small = np.empty(shape, np.uint8)
+    for i in np.linspace(0, len(dataset) - 1, min(len(dataset), 16)).astype(int).tolist():
+        # A bad sample is told when it is loaded.
         with suppress(BadSample, ValueError):
-            # told when the sample is loaded
-            image = dataset.source.read(i)[0]
-            pixels = decode(image, dataset.options) if isinstance(image, bytes) else image
+            pixels = dataset.source.read(i)[0]
+            if isinstance(pixels, bytes):
+                pixels = decode(pixels, dataset.options)
             if max(pixels.shape) > max_side:
                 dataset.transform(pixels, SampleRng(dataset.seed, 0, i), whole)
-                dataset.transform(
-                    cache.shrunk(pixels, max_side), SampleRng(dataset.seed, 0, i), small
-                )
-                errors.append(float(np.abs(whole.astype(np.int16) - small).mean()))
+                pixels = cache.shrunk(pixels, max_side)
+                dataset.transform(pixels, SampleRng(dataset.seed, 0, i), small)
+                errors.append(np.abs(whole.astype(np.int16) - small).mean())
     return float(np.mean(errors)) if errors else None

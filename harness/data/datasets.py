@@ -7,9 +7,12 @@ A new data set is a function from ``DataConfig`` to two sources, a line in ``DAT
 from __future__ import annotations
 
 import difflib
+import hashlib
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -20,23 +23,26 @@ from harness.data.cache_files import Gathered, crop_error, open_caches
 from harness.data.decode import DecodeOptions
 from harness.data.images import ImageDataset
 from harness.data.own import OwnDataset, open_own
-from harness.data.storage import ArraySource, Source, open_folder_splits, split
+from harness.data.storage import (
+    ArraySource,
+    FolderSource,
+    Source,
+    Subset,
+    open_folder_splits,
+    split,
+)
 from harness.data.transforms import EvalTransform, TrainTransform
 from harness.runtime import parts
 from harness.runtime.errors import DataError
 from harness.watch.console import say
 
-Opener = Callable[[DataConfig], tuple[Source, Source]]
-
-# not the run's: another seed must not move images that a network was trained on into its validation
-# set
+# Not the run's: another seed must not move images from training to validation.
 _SPLIT_SEED = 0
-_DIGITS_SPLIT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class FakeDataset:
-    """The numbers of a data set that does not exist: the feed makes its tensors on the device."""
+    """The numbers of a data set whose tensors the feed makes on the device."""
 
     length: int
     image_size: int  # side in pixels
@@ -58,21 +64,64 @@ class Splits:
 
     @property
     def cache(self) -> PixelCache | None:
-        """Where decoded images of both sets are kept; None where none are."""
-        cache = getattr(self.train, "cache", None)
-        return cache if isinstance(cache, PixelCache) else None
+        """Where decoded images of both sets are kept; None: nowhere."""
+        return self.train.cache if isinstance(self.train, ImageDataset) else None
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory that the cache of decoded images may still take, of all ranks of this machine
-        together.
-        """
+        """Memory that the cache may still take, of all ranks of this machine together."""
         return self.cache.reserved_bytes if self.cache is not None else 0
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the training set's name, place, size and digest, as plain values.
+
+        The digest changes if a file is added, removed or renamed, or a sampled file is modified
+        (all files, up to 400). Of other sources 16 samples are read.
+        """
+        found: dict[str, Any] = {
+            "name": self.name,
+            "root": os.path.abspath(os.path.expanduser(self.root)) if self.root else "",
+            "images": len(self.train),
+            "classes": len(self.classes),
+        }
+        if not isinstance(self.train, ImageDataset):
+            return found
+        source = self.train.source
+        whole = source
+        while isinstance(whole, Subset):
+            whole = whole.source
+        # Names alone would miss a file that was rewritten.
+        digest = hashlib.sha256(os.fsencode("\n".join(source.classes)))
+        if isinstance(whole, FolderSource):
+            digest.update(whole.index.digest())
+            for path in map(source.where, _spread(len(source), _LOOKED_AT)):
+                state = None
+                # A file may be gone.
+                with suppress(OSError):
+                    status = os.stat(path)
+                    state = status.st_size, status.st_mtime_ns
+                digest.update(os.fsencode(f"{path} {state}\n"))
+        else:
+            for i in _spread(len(source), 16):
+                content, label = source.read(i)
+                digest.update(f"{np.shape(content)} {len(content)} {label}".encode())
+                digest.update(content if isinstance(content, bytes) else content.tobytes())
+        return found | {"digest": digest.hexdigest()}
+
+
+# files of a tree: a few milliseconds on a disk
+_LOOKED_AT = 400
+
+
+def _spread(length: int, most: int) -> list[int]:
+    """Returns at most ``most`` places below ``length``, evenly spread, with both ends."""
+    ends = np.linspace(0, length - 1, min(length, most))
+    places: list[int] = np.unique(ends.astype(np.int64)).tolist()
+    return places
 
 
 def open_digits(data: DataConfig) -> tuple[Source, Source]:
-    """scikit-learn's 1797 handwritten digits of 8x8 grey pixels, four fifths of each class for
-    training.
+    """Opens scikit-learn's 1797 digits of 8x8 grey pixels, a fifth of each class to validate.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -84,15 +133,15 @@ def open_digits(data: DataConfig) -> tuple[Source, Source]:
             'data=digits needs scikit-learn: pip install -e ".[digits]" or uv sync --extra digits'
         ) from error
     bunch = load_digits()
-    grey = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # 0..16, one channel
-    images = np.ascontiguousarray(np.broadcast_to(grey[..., None], (*grey.shape, 3)))
-    return split(
-        ArraySource(images, bunch.target, map(str, range(10)), "digits"), _DIGITS_SPLIT, _SPLIT_SEED
-    )
+    # 0..16, one channel
+    grey = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
+    images = np.repeat(grey[..., None], 3, axis=-1)
+    source = ArraySource(images, bunch.target, map(str, range(10)), "digits")
+    return split(source, 0.2, _SPLIT_SEED)
 
 
 def open_folders(data: DataConfig) -> tuple[Source, Source]:
-    """A folder tree of the user's.
+    """Opens a folder tree of the user's.
 
     Raises:
         ConfigError: ``data.root`` is not set.
@@ -104,34 +153,40 @@ def open_folders(data: DataConfig) -> tuple[Source, Source]:
     return open_folder_splits(data.root, data.split_fraction, _SPLIT_SEED)
 
 
-DATASETS: dict[str, Opener] = {
+DATASETS: dict[str, Callable[[DataConfig], tuple[Source, Source]]] = {
     "shapes": shapes.open_shapes,
     "digits": open_digits,
-    "cifar10": cifar.open_cifar10,
-    "cifar100": cifar.open_cifar100,
+    "cifar10": cifar.open_cifar,
+    "cifar100": cifar.open_cifar,
     "imagefolder": open_folders,
     "imagenet": open_folders,
 }
-FAKE = "fake"  # has no source: load makes it
+# has no source: load makes it
+FAKE = "fake"
 
-_CACHE = {"cache", "cache_gb", "cache_max_side"}  # of what is decoded
-_FOLDERS = {"root", "split_fraction", "exif_orientation", "background", "max_pixels", *_CACHE}
-_ARCHIVE = {"root", "download", "mirror", "md5"}
-_OPTIONAL = _FOLDERS | _ARCHIVE | {"generate"}  # settings that only some data sets have
-_EFFECTIVE = {
-    **dict.fromkeys(("imagefolder", "imagenet"), _FOLDERS),
-    **dict.fromkeys(("cifar10", "cifar100"), _ARCHIVE),
-    "shapes": _FOLDERS - {"split_fraction"} | {"generate"},
-    "digits": set[str](),
-    FAKE: {"generate"},
+# The settings that have an effect for some data sets alone; a user's own may use any.
+_FILES = "imagefolder imagenet shapes"
+_ONLY_FOR = {
+    "background": _FILES,
+    "cache": _FILES,
+    "cache_gb": _FILES,
+    "cache_max_side": _FILES,
+    "download": "cifar10 cifar100",
+    "exif_orientation": _FILES,
+    "generate": "shapes fake",
+    "max_pixels": _FILES,
+    "md5": "cifar10 cifar100",
+    "mirror": "cifar10 cifar100",
+    "root": f"{_FILES} cifar10 cifar100",
+    "split_fraction": "imagefolder imagenet",
 }
+_KNOWN = f"{_FILES} cifar10 cifar100 digits fake"
 
 
 def load(
     data: DataConfig, augment: AugmentConfig, seed: int, gathered: Gathered = lambda value: [value]
 ) -> Splits:
-    """The data set that ``data`` names, its training images changed as ``augment`` and ``seed``
-    say.
+    """Opens the data set ``data``, its training images changed as ``augment`` and ``seed`` say.
 
     Every rank calls this, with ``gathered``, which gives every rank's value in their order, for a
     cache that they share.
@@ -141,64 +196,59 @@ def load(
         DataError: the data set is missing, incomplete or unreadable.
     """
     _check(data)
+    root = data.root or ""
     size = data.image_size
     if data.name == FAKE:
-        numbers = data.generate
-        fake_train, fake_val = (
-            FakeDataset(n, size, numbers.classes)
-            for n in (numbers.train_images, numbers.val_images)
-        )
-        return Splits(fake_train, fake_val, tuple(map(str, range(numbers.classes))), FAKE, "")
-    first, second = (
-        open_own(data, seed, _SPLIT_SEED) if parts.is_own(data.name) else DATASETS[data.name](data)
-    )
-    if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
-        assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
-        return Splits(first, second, first.classes, data.name, data.root or "")
-    sources = first, second
+        made = data.generate
+        names = tuple(map(str, range(made.classes)))
+        train = FakeDataset(made.train_images, size, made.classes)
+        return Splits(train, FakeDataset(made.val_images, size, made.classes), names, FAKE, root)
+    # storage: two sources, or two data sets of the user's that need nothing else
+    if parts.is_own(data.name):
+        first, second = open_own(data, seed, _SPLIT_SEED)
+        if isinstance(first, OwnDataset) or isinstance(second, OwnDataset):
+            assert isinstance(first, OwnDataset) and isinstance(second, OwnDataset)
+            return Splits(first, second, first.classes, data.name, root)
+    else:
+        first, second = DATASETS[data.name](data)
+    # decode, and keep what is decoded
     red, green, blue = data.background
     options = DecodeOptions(data.exif_orientation, (red, green, blue), data.max_pixels)
-    opened = (
-        open_caches(sources, data, options, gathered) if data.cache is not DataCache.none else None
-    )
-    caches = opened or (None, None)
+    caches = None
+    if data.cache is not DataCache.none:
+        caches = open_caches((first, second), data, options, gathered)
+    kept, val_kept = caches or (None, None)
+    # augment
     transform = TrainTransform.from_config(augment, size, data.eval_resize)
-    train = ImageDataset(sources[0], transform, options, size, seed, caches[0])
-    val = ImageDataset(
-        sources[1], EvalTransform(size, data.eval_resize), options, size, seed, caches[1]
-    )
+    eval_transform = EvalTransform(size, data.eval_resize)
+    images = ImageDataset(first, transform, options, size, seed, kept)
+    val_images = ImageDataset(second, eval_transform, options, size, seed, val_kept)
     if data.cache_max_side is not None:
-        error = crop_error(train, data.cache_max_side)
-        change = (
-            "no image was larger"
-            if error is None
-            else f"larger images change by {error:.2f} grey levels a pixel"
-        )
+        error = crop_error(images, data.cache_max_side)
+        change = "no image was larger"
+        if error is not None:
+            change = f"larger images change by {error:.2f} grey levels a pixel"
         say(
             f"data.cache_max_side={data.cache_max_side}: of some training images looked at, "
             f"{change}"
         )
-    return Splits(train, val, train.classes, data.name, data.root or "")
+    return Splits(images, val_images, images.classes, data.name, root)
 
 
 def _check(data: DataConfig) -> None:
     names = [*DATASETS, FAKE]
     if data.name not in names and not parts.is_own(data.name):
         near = difflib.get_close_matches(data.name, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = "".join(f"; did you mean {name}?" for name in near)
         raise ConfigError(
             f"data.name={data.name}: no such data set; choose from {', '.join(names)}{hint}"
         )
     default = DataConfig()
-    for setting in sorted(_OPTIONAL - _EFFECTIVE.get(data.name, _OPTIONAL)):
-        if (value := getattr(data, setting)) != getattr(default, setting):
-            value = value.name if isinstance(value, Enum) else value
+    for setting, names_with in _ONLY_FOR.items():
+        value = getattr(data, setting)
+        has_effect = data.name in names_with.split() or data.name not in _KNOWN.split()
+        if value != getattr(default, setting) and not has_effect:
             raise ConfigError(
-                f"data.{setting}={value} has no effect with data={data.name}; leave it out"
+                f"data.{setting}={getattr(value, 'name', value)} has no effect with "
+                f"data={data.name}; leave it out"
             )
-    if data.eval_resize is not None and data.eval_resize < data.image_size:
-        reason = (
-            f"is smaller than data.image_size={data.image_size}; the centre crop would reach "
-            "over the edge"
-        )
-        raise ConfigError(f"data.eval_resize={data.eval_resize} {reason}")

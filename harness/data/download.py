@@ -1,15 +1,13 @@
-"""From an address on the web to a whole, checked file; and files and folders that only one process
-makes.
+"""Fetches a whole, checked file; lets only one process make files and folders.
 
-A digest protects from rot and from a cut-off, not from an attacker: what passes it is still read as
-a stranger's.
+A digest protects from rot and from a cut-off, not from an attacker: what passes is still read as a
+stranger's.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import itertools
 import logging
 import math
 import os
@@ -20,9 +18,10 @@ import time
 import urllib.request as web
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from io import BufferedRandom
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
@@ -32,15 +31,9 @@ from harness.runtime.files import make_way, open_regular, remove
 from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
 
-# before each attempt
-_PAUSES_S = (0.0, 1.0, 2.0, 4.0)
 # how often a wait looks for a signal
 _POLL_S = 0.1
-_CHUNK_BYTES = 1 << 18
-_STALL_BYTES = 1 << 16
-_MAX_BYTES = 1 << 30
-# HTTP codes below 500 that speak of now, not of the address
-_TRY_AGAIN = (408, 425, 429)
+_STALL_BYTES = 64 << 10
 _PAGE = "the server sent a web page in place of the file"
 _ADVICE = "free space or set another data.root"
 
@@ -48,14 +41,12 @@ _log = logging.getLogger(LOGGER)
 
 
 class _Fault(Exception):
-    """Why an attempt failed; ``again``: another one may succeed, ``anew``: but not with the bytes
-    that are there.
-    """
+    """A failed attempt. ``retry``: try again; ``restart``: discard the partial file first."""
 
-    def __init__(self, reason: str, *, again: bool = False, anew: bool = False) -> None:
+    def __init__(self, reason: str, *, retry: bool = False, restart: bool = False) -> None:
         super().__init__(reason)
-        self.again = again
-        self.anew = anew
+        self.retry = retry
+        self.restart = restart
 
 
 def fetch(
@@ -66,32 +57,63 @@ def fetch(
     stall_s: float = 30.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Put what the http or https address ``url`` gives, up to 1 GiB, at ``target``: whole and with
-    ``md5``, or not at all.
+    """Fetches ``url``, of http or https, to ``target``: whole, or not at all.
 
-    The bytes go to ``<target>.part``, which is also the lock: a second process waits, then finds
-    ``target`` there. After a network fault, or ``stall_s`` seconds in which fewer than 64 KiB
-    arrive, the next attempt goes on where the part ends if the server can, in this run (``sleep``
-    waits for so many seconds between two attempts) or in a later one.
+    The bytes, at most 1 GiB, go to ``<target>.part``, which is also the lock: a second process
+    waits, then finds ``target`` there. After a network fault, or ``stall_s`` seconds in which fewer
+    than 64 KiB arrive, the next attempt goes on where the part ends if the server can, in this run
+    (three times, with pauses by ``sleep``) or in a later one.
 
     Raises:
-        DataError: the server cannot be reached, refuses, or sends something else.
+        DataError: the server cannot be reached, refuses, or sends what has not the digest ``md5``.
         DiskError: the file cannot be written.
     """
-    _check_address(url)
+    try:
+        address = urlsplit(url)
+        usable = address.scheme in ("http", "https") and address.hostname and address.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise DataError(
+            f"data.mirror: {printable(url)} is not an http or https address; set one, or put the "
+            "file into data.root by hand"
+        )
+    # The address is not repeated here: it holds a secret.
+    if "@" in address.netloc:
+        raise DataError(
+            "data.mirror: a user name or a password in the address would end in the logs; leave it "
+            "out"
+        )
+    # The part's lock is held until the whole file is at its place.
     part = target.with_name(f"{target.name}.part")
     with _writing(part, _ADVICE), exclusive(part) as file:
-        if not target.is_file():
-            _fetch_into(file, part, url, md5, stall_s, sleep)
-            os.fsync(file.fileno())
-            os.replace(part, target)
+        if target.is_file():
+            return
+        for pause_s in (1.0, 2.0, 4.0, None):
+            try:
+                _transfer(file, part, url, md5, stall_s)
+                break
+            except _Fault as fault:
+                if fault.restart:
+                    file.truncate(0)
+                if pause_s is None or not fault.retry:
+                    raise DataError(
+                        f"{printable(f'{url}: {fault}')}; check the network and the address "
+                        "(data.mirror)"
+                    ) from fault
+                _log.warning("%s: %s; trying again in %g s", url, fault, pause_s)
+                sleep(pause_s)
+        os.fsync(file.fileno())
+        os.replace(part, target)
 
 
 def make_once(
-    folder: Path, is_made: Callable[[], bool], write: Callable[[Path], None], advice: str = _ADVICE
+    folder: Path,
+    is_made: Callable[[], object],
+    write: Callable[[Path], None],
+    advice: str = _ADVICE,
 ) -> None:
-    """Make ``folder``: ``write`` fills one of another name, which gets its own once it is whole;
-    one process does so.
+    """Makes ``folder`` in one process: ``write`` fills another, renamed once it is whole.
 
     Raises:
         DiskError: it cannot be written; the message ends with ``advice``.
@@ -114,7 +136,7 @@ def make_once(
 
 
 def md5_of(path: Path) -> str:
-    """The MD5 digest of a file, in hexadecimal."""
+    """Returns the MD5 digest of a file, in hexadecimal."""
     with open(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
 
@@ -124,18 +146,16 @@ def _writing(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskError(
-            f"{printable(str(path))}: cannot be written: {error.strerror or error}; {advice}"
-        ) from error
+        reason = error.strerror or error
+        raise DiskError(f"{printable(str(path))}: cannot be written: {reason}; {advice}") from error
 
 
 @contextmanager
 def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
-    """``path``, opened for reading and writing while no other process has it so; left empty, it is
-    removed at the end.
+    """Opens ``path`` for reading and writing while no other process has it so.
 
-    The lock is the kernel's (``flock``) and goes with the process: a killed owner leaves none
-    behind. What lies there and is no regular file gives way.
+    Left empty, the file is removed at the end. A killed process leaves no lock behind. What lies
+    there and is no regular file gives way.
 
     Raises:
         TimeoutError: another process has had it for ``wait_s`` seconds.
@@ -143,148 +163,110 @@ def exclusive(path: Path, wait_s: float = math.inf) -> Iterator[BufferedRandom]:
         Interrupted: a signal came while waiting.
     """
     end_s = time.monotonic() + wait_s
+    told = False
     path.parent.mkdir(parents=True, exist_ok=True)
     make_way(path)
-    for attempt in itertools.count():
+    while True:
         with open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+b") as file:
-            if _owns(file, path):
+            # "Not yet": another process holds it, or has renamed or removed it since the opening.
+            owned = False
+            with suppress(BlockingIOError, FileNotFoundError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                owned = os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+            if owned:
                 try:
                     yield file
                 finally:
                     file.flush()
                     if os.fstat(file.fileno()).st_size == 0:
+                        # A folder may be read-only by now.
                         with suppress(OSError):
-                            # of a folder that may only be read
                             path.unlink()
                 return
         if time.monotonic() >= end_s:
-            raise TimeoutError(
-                f"{printable(str(path))}: still held by another process after {wait_s:.0f} s"
-            )
-        if attempt == 0:
+            shown = printable(str(path))
+            raise TimeoutError(f"{shown}: still held by another process after {wait_s:.0f} s")
+        if not told:
             say(f"Waiting for the process that holds {path}")
+            told = True
         signals.check()
         time.sleep(_POLL_S)
 
 
-def _owns(file: BufferedRandom, path: Path) -> bool:
-    # Held by another process, or renamed or removed by its owner after it was opened here: both
-    # mean "not yet".
-    with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    return False
-
-
-def _check_address(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        reason = "is not an http or https address; set one, or put the file into data.root by hand"
-        raise DataError(f"data.mirror: {printable(url)} {reason}")
-    # The address is not repeated here: it holds a secret.
-    if "@" in parts.netloc:
-        raise DataError(
-            "data.mirror: a user name or a password in the address would end in the logs; leave it "
-            "out"
-        )
-
-
-def _fetch_into(
-    file: BufferedRandom,
-    part: Path,
-    url: str,
-    md5: str | None,
-    stall_s: float,
-    sleep: Callable[[float], None],
-) -> None:
-    reason = ""
-    for pause_s in _PAUSES_S:
-        if pause_s:
-            _log.warning("%s: %s; trying again in %g s", url, reason, pause_s)
-            sleep(pause_s)
-        try:
-            resumed = _transfer(file, url, stall_s)
-            digest = md5_of(part)
-            if md5 is None or digest == md5.lower():
-                return
-            reason = (
-                f"the md5 digest differs: expected {md5}, got {digest} (set data.md5 if "
-                "another archive is meant)"
-            )
-            # only a part may have come from elsewhere
-            raise _Fault(reason, again=resumed, anew=True)
-        except _Fault as fault:
-            reason = str(fault)
-            if fault.anew:
-                file.truncate(0)
-            if not fault.again:
-                break
-    raise DataError(
-        f"{printable(url)}: {printable(reason)}; check the network and the address (data.mirror)"
-    )
-
-
-def _transfer(file: BufferedRandom, url: str, stall_s: float) -> bool:
-    """Fill ``file`` to its end; True if it went on from bytes that were there before."""
+def _transfer(file: BufferedRandom, part: Path, url: str, md5: str | None, stall_s: float) -> None:
+    """Completes ``file``, which lies at ``part``."""
     here = file.seek(0, os.SEEK_END)
-    headers = {"User-Agent": "wellfed"} | ({"Range": f"bytes={here}-"} if here else {})
+    # Ask for the rest, and believe the reply only in what it says.
+    headers = {"User-Agent": "wellfed"}
+    if here:
+        headers["Range"] = f"bytes={here}-"
     arrivals = _arrivals(web.Request(url, headers=headers), stall_s)
     reply = next(arrivals)
-    assert isinstance(reply, HTTPResponse)
-    start, total = _extent(reply, here)
-    file.truncate(start)
-    file.seek(start)
-    with progress(f"Downloading {Path(urlsplit(url).path).name}", total=total, unit="B") as bar:
-        bar.advance(start)
+    if reply.headers.get_content_type() == "text/html":
+        raise _Fault(_PAGE)
+    if reply.status != 206:
+        here = 0
+    elif not reply.headers.get("Content-Range", "").startswith(f"bytes {here}-"):
+        raise _Fault("the server sent another range than was asked for", retry=True, restart=True)
+    length = reply.headers.get("Content-Length", "")
+    if not re.fullmatch(r"[0-9]+", length) or here + int(length) == 0:
+        raise _Fault(
+            "the server does not give the file's size (Content-Length), so that a cut-off could "
+            "not be told"
+        )
+    total = here + int(length)
+    if total > 1 << 30:
+        raise _Fault(f"the server offers {length} bytes, more than any archive that is known here")
+    file.truncate(here)
+    file.seek(here)
+    with progress(f"Downloading {part.stem}", total=total, unit="B") as bar:
+        bar.advance(here)
         for chunk in arrivals:
-            assert isinstance(chunk, bytes)
             if file.tell() == 0 and chunk.lstrip()[:5].lower() in (b"<!doc", b"<html"):
                 raise _Fault(_PAGE)
             file.write(chunk)
             bar.advance(len(chunk))
     file.flush()
     if file.tell() != total:
-        raise _Fault(f"the connection closed after {file.tell()} of {total} bytes", again=True)
-    return start > 0
-
-
-def _extent(reply: HTTPResponse, asked: int) -> tuple[int, int]:
-    """Where in the file the body begins, and the size of the whole file, in bytes."""
-    if reply.headers.get_content_type() == "text/html":
-        raise _Fault(_PAGE)
-    start = asked if reply.status == 206 else 0
-    if start and not reply.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-        raise _Fault("the server sent another range than was asked for", again=True, anew=True)
-    length = reply.headers.get("Content-Length", "")
-    if not re.fullmatch(r"[0-9]+", length) or start + int(length) == 0:
+        raise _Fault(f"the connection closed after {file.tell()} of {total} bytes", retry=True)
+    digest = md5_of(part)
+    if md5 is not None and digest != md5.lower():
+        # only a part may have come from elsewhere
         raise _Fault(
-            "the server does not give the file's size (Content-Length), so that a cut-off could "
-            "not be told"
+            f"the md5 digest differs: expected {md5}, got {digest} (set data.md5 if another "
+            "archive is meant)",
+            retry=here > 0,
+            restart=True,
         )
-    if start + int(length) > _MAX_BYTES:
-        raise _Fault(f"the server offers {length} bytes, more than any archive that is known here")
-    return start, start + int(length)
 
 
-def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | bytes]:
-    """The reply, then its body as it comes.
+def _arrivals(request: web.Request, stall_s: float) -> Iterator[Any]:
+    """Yields the HTTPResponse, then the bytes of its body as they come.
 
     A thread makes the blocking calls, so that a signal is seen in time, and so is a server that
     sends one byte now and then, be it of its headers or of the body.
     """
-    arrived: queue.Queue[HTTPResponse | bytes | Exception] = queue.Queue(maxsize=8)
+    arrived: queue.Queue[Any] = queue.Queue(maxsize=8)
+    # What urlopen uses, without file and ftp: a redirect may lead to http and https only.
+    opener = web.OpenerDirector()
+    for handler in (
+        web.ProxyHandler,
+        web.UnknownHandler,
+        web.HTTPHandler,
+        web.HTTPSHandler,
+        web.HTTPDefaultErrorHandler,
+        web.HTTPRedirectHandler,
+        web.HTTPErrorProcessor,
+    ):
+        opener.add_handler(handler())
 
     def pump() -> None:
+        # Full: nobody listens any more, the attempt was given up.
         with suppress(queue.Full):
-            # nobody listens any more: the attempt was given up
             try:
-                with _opener().open(request, timeout=stall_s) as reply:
+                with opener.open(request, timeout=stall_s) as reply:
                     arrived.put(reply, timeout=stall_s)
-                    while chunk := reply.read1(_CHUNK_BYTES):
+                    while chunk := reply.read1(1 << 18):
                         arrived.put(chunk, timeout=stall_s)
                     arrived.put(b"", timeout=stall_s)
             except (OSError, HTTPException, ValueError) as error:
@@ -297,45 +279,32 @@ def _arrivals(request: web.Request, stall_s: float) -> Iterator[HTTPResponse | b
         signals.check()
         with suppress(queue.Empty):
             item = arrived.get(timeout=_POLL_S)
-            if isinstance(item, Exception):
+            if isinstance(item, _Fault):
                 raise item
             if item == b"":
                 return
-            received += len(item) if isinstance(item, bytes) else 0
+            if isinstance(item, bytes):
+                received += len(item)
             yield item
         if received >= _STALL_BYTES:
             due_s = time.monotonic() + stall_s
             received = 0
         elif time.monotonic() > due_s:
             raise _Fault(
-                f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", again=True
+                f"stalled: fewer than {_STALL_BYTES >> 10} KiB in {stall_s:g} s", retry=True
             )
-
-
-def _opener() -> web.OpenerDirector:
-    """What ``urlopen`` uses, without the handlers of file and ftp: a redirect may lead to http and
-    https only.
-    """
-    opener = web.OpenerDirector()
-    ways = (web.ProxyHandler, web.UnknownHandler, web.HTTPHandler, web.HTTPSHandler)
-    for handler in (
-        *ways,
-        web.HTTPDefaultErrorHandler,
-        web.HTTPRedirectHandler,
-        web.HTTPErrorProcessor,
-    ):
-        opener.add_handler(handler())
-    return opener
 
 
 def _fault(error: Exception) -> _Fault:
     if isinstance(error, HTTPError):
         error.close()
-        reason = "a redirect that cannot be followed" if error.code < 400 else str(error.reason)
         if error.code == 416:
-            return _Fault("the server cannot go on from there", again=True, anew=True)
-        return _Fault(
-            f"HTTP {error.code} {reason}", again=error.code >= 500 or error.code in _TRY_AGAIN
-        )
-    text = str(error.reason if isinstance(error, URLError) else error) or type(error).__name__
-    return _Fault(text, again=not isinstance(error, ValueError))
+            return _Fault("the server cannot go on from there", retry=True, restart=True)
+        if error.code < 400:
+            return _Fault(f"HTTP {error.code} a redirect that cannot be followed")
+        # Codes that speak of now, not of the address.
+        retry = error.code >= 500 or error.code in (408, 425, 429)
+        return _Fault(f"HTTP {error.code} {error.reason}", retry=retry)
+    if isinstance(error, URLError):
+        return _Fault(str(error.reason), retry=True)
+    return _Fault(str(error) or type(error).__name__, retry=not isinstance(error, ValueError))

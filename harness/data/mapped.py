@@ -1,4 +1,4 @@
-"""Files that the processes of one machine map together, whether or not they have a name."""
+"""Files, with or without a name, that the processes of a machine share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import xxhash
 
 
 class MappedFile:
-    """All bytes of an open file, shared by every process that is handed this object; ``fd`` is
-    closed with it.
+    """All bytes of an open file, shared by every process that is handed this object.
 
-    Pickled, it is where this process holds the file: another opens it as
-    ``/proc/<process>/fd/<number>``, which needs no name and finds no newer file of the same name.
-    So whoever pickles it holds it until the other has it. It ends when the last process that maps
-    it does; nothing is left behind.
+    Pickles as ``/proc/<pid>/fd/<n>``, so that files without a name can be shared. Keep the object
+    until the receiver has unpickled it: ``fd`` is closed with it. The file ends when the last
+    process that maps it does; nothing is left behind.
 
     Attributes:
         fd: the file's descriptor in this process.
@@ -33,27 +31,22 @@ class MappedFile:
         self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 
     def __reduce__(self) -> tuple[object, ...]:
-        status = os.fstat(self.fd)
-        return _opened, (
-            f"/proc/{os.getpid()}/fd/{self.fd}",
-            self.writable,
-            (status.st_dev, status.st_ino),
-        )
+        # the inode and its device tell the file
+        path = f"/proc/{os.getpid()}/fd/{self.fd}"
+        return _opened, (path, self.writable, os.fstat(self.fd)[1:3])
 
 
-def _opened(path: str, writable: bool, identity: tuple[int, int]) -> MappedFile:
-    found = MappedFile(
-        os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC), writable
-    )
-    status = os.fstat(found.fd)
+def _opened(path: str, writable: bool, inode: tuple[int, ...]) -> MappedFile:
+    flags = os.O_RDWR if writable else os.O_RDONLY
+    found = MappedFile(os.open(path, flags | os.O_CLOEXEC), writable)
     # its holder closed it, and something else has the number
-    if (status.st_dev, status.st_ino) != identity:
+    if os.fstat(found.fd)[1:3] != inode:
         raise FileNotFoundError(f"{path}: closed before it was opened here")
     return found
 
 
 def in_memory(name: str, content: bytes) -> MappedFile:
-    """A file in memory that holds ``content``, for reading; ``/proc`` shows ``name``."""
+    """Returns a file in memory that holds ``content``, for reading; ``/proc`` shows ``name``."""
     # nothing at all cannot be mapped
     fd = memory(name, max(1, len(content)))
     with open(fd, "wb", closefd=False) as stream:
@@ -62,10 +55,10 @@ def in_memory(name: str, content: bytes) -> MappedFile:
 
 
 def memory(name: str, size: int) -> int:
-    """The descriptor of ``size`` zero bytes of memory, which take none until they are written;
-    ``/proc`` shows ``name``.
+    """Returns the descriptor of ``size`` zero bytes of memory; ``/proc`` shows ``name``.
 
-    Unlike files in /dev/shm it has no limit of its own, and no name that could be left behind.
+    They take no memory until they are written. Unlike files in /dev/shm they have no limit of their
+    own, and no name that could be left behind.
     """
     fd = os.memfd_create(name)
     os.ftruncate(fd, size)
@@ -73,9 +66,7 @@ def memory(name: str, size: int) -> int:
 
 
 def checksum(content: np.ndarray) -> int:
-    """Returns 63 bits that follow from each byte of ``content`` (C-contiguous), its place and the
-    shape.
-    """
+    """Returns 63 bits that follow from all bytes of ``content`` (C-contiguous) and its shape."""
     digest = xxhash.xxh3_64(repr(content.shape).encode())
     digest.update(content.data)
     return digest.intdigest() >> 1

@@ -1,4 +1,4 @@
-"""The generated data set: an ImageNet-layout tree of JPEG files, made once and shared by every run.
+"""The generated data set: a tree of JPEG files, shared by every run.
 
 A file's bytes follow from the settings and its index alone, so that the number of processes and the
 order in which they write change nothing. Other versions of numpy or Pillow may round or compress
@@ -32,75 +32,63 @@ from harness.runtime.files import read_json, set_aside
 from harness.runtime.folder import LOGGER
 from harness.watch.console import progress, say
 
-# of the pictures: whoever changes a pixel raises it, and old trees are left alone
-_VERSION = 1
+# Of the pictures: raise it when a pixel changes, so that old trees are left alone.
+_VERSION = 2
 _MARKER = "shapes.json"
-_SPLITS = ("train", "val")
 # 0.1 to 0.2 s of one core: how long a signal waits
 _CHUNK_PIXELS = 1_000_000
-# below this, starting processes takes longer than drawing
-_ALONE_PIXELS = 2_000_000
-# what a file system gives a file at least
-_BLOCK_BYTES = 4096
 
 _log = logging.getLogger(LOGGER)
 
 
 def open_shapes(data: DataConfig) -> tuple[Source, Source]:
-    """The training and the validation set, made first where they are not there yet.
+    """Opens the training and the validation set, and makes them first if they are missing.
 
-    They lie in ``data.root``, or in a folder of the user's cache whose name follows from
-    ``data.generate``.
+    They lie in ``data.root``, or in a folder of the user's cache named after ``data.generate``.
 
     Raises:
         ConfigError: fewer images than classes.
         DataError: ``data.root`` holds something else, or files of the tree are missing.
-        DiskError: the disk is full or cannot be written.
-        Interrupted: a signal came; nothing half-made is left.
+        DiskError, Interrupted: the disk is full, a signal came; nothing half-made is left.
     """
     generate = data.generate
-    for split in _SPLITS:
-        count = _count(generate, split)
+    counts = {"train": generate.train_images, "val": generate.val_images}
+    for split, count in counts.items():
         if count < generate.classes:
-            reason = (
-                f"is less than data.generate.classes={generate.classes}: every class needs an image"
+            raise ConfigError(
+                f"data.generate.{split}_images={count} is less than data.generate.classes="
+                f"{generate.classes}: every class needs an image"
             )
-            raise ConfigError(f"data.generate.{split}_images={count} {reason}")
-    digest = hashlib.sha256(json.dumps(_facts(generate), sort_keys=True).encode()).hexdigest()
-    tree = (
-        Path(data.root).expanduser() if data.root else cache_root() / f"shapes-{digest[:12]}"
-    ).absolute()
+    facts = {"version": _VERSION, **asdict(generate)}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    tree = Path(data.root or cache_root() / f"shapes-{digest}").expanduser().absolute()
+    made = False
+    # A damaged tree of ours gives way; one that the user named never does.
     try:
-        made = _is_made(tree, _facts(generate))
+        made = _is_made(tree, facts)
     except DataError:
         if data.root:
             raise
         _log.warning("%s: damaged: made again", tree)
         set_aside(tree)
-        made = False
     if not made:
-        _make(tree, generate)
+        _make(tree, generate, facts)
     sources = open_folder_splits(tree, None, 0)
-    for split, source in zip(_SPLITS, sources, strict=True):
-        if len(source) != _count(generate, split):
-            counts = f"{len(source)} images in place of {_count(generate, split)}"
+    for (split, count), source in zip(counts.items(), sources, strict=True):
+        if len(source) != count:
             raise DataError(
-                f"{printable(str(tree / split))}: {counts}; delete the folder above it and it is "
-                "made anew"
+                f"{printable(str(tree / split))}: {len(source)} images in place of {count}; delete "
+                "the folder above it and it is made again"
             )
     return sources
 
 
-def _count(generate: GenerateConfig, split: str) -> int:
-    return generate.train_images if split == "train" else generate.val_images
+def _is_made(tree: Path, facts: dict[str, int]) -> bool:
+    """Whether ``tree`` is there with these ``facts``.
 
-
-def _facts(generate: GenerateConfig) -> dict[str, int]:
-    return {"version": _VERSION, **asdict(generate)}
-
-
-def _is_made(tree: Path, wanted: dict[str, int]) -> bool:
-    """Whether ``tree`` is there; a refusal where something else is in its place."""
+    Raises:
+        DataError: something else is in its place.
+    """
     shown = printable(str(tree))
     way_out = "set data.root to a folder that does not exist yet"
     try:
@@ -113,9 +101,9 @@ def _is_made(tree: Path, wanted: dict[str, int]) -> bool:
         return False
     except (OSError, ValueError) as error:
         raise DataError(f"{shown}: cannot be used ({error}); {way_out}") from error
-    if found != wanted:
+    if found != facts:
         other = ", ".join(
-            f"{key}={found.get(key)}" for key in wanted if found.get(key) != wanted[key]
+            f"{key}={found.get(key)}" for key in facts if found.get(key) != facts[key]
         )
         raise DataError(
             f"{shown}: was generated with {other}; delete it, or set data.root to another folder"
@@ -123,79 +111,64 @@ def _is_made(tree: Path, wanted: dict[str, int]) -> bool:
     return True
 
 
-def _make(tree: Path, generate: GenerateConfig) -> None:
+def _make(tree: Path, generate: GenerateConfig, facts: dict[str, int]) -> None:
     shown = printable(str(tree))
-    needed_bytes = _estimate_bytes(generate)
-    advice = (
-        f"about {needed_bytes / 1e6:.0f} MB are needed; free space, or set data.root to a "
-        "folder on another disk"
-    )
+    images = [("train", i) for i in range(generate.train_images)]
+    images += [("val", i) for i in range(generate.val_images)]
+    pixels = generate.width * generate.height
+    # A byte a pixel is more than most pictures take; a file system gives whole blocks.
+    needed_mb = len(images) * (pixels + 4096) / 1e6
+    advice = f"about {needed_mb:.0f} MB are needed; free space, or set data.root to another disk"
 
     def write(part: Path) -> None:
-        free_bytes = shutil.disk_usage(part).free
-        if free_bytes < needed_bytes:
-            raise DiskError(f"{shown}: {free_bytes / 1e6:.0f} MB are free, {advice}")
-        _write_tree(part, generate)
+        free_mb = shutil.disk_usage(part).free / 1e6
+        if free_mb < needed_mb:
+            raise DiskError(f"{shown}: {free_mb:.0f} MB are free, {advice}")
+        for split, label in itertools.product(("train", "val"), range(generate.classes)):
+            (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
+        chunk = max(1, min(128, _CHUNK_PIXELS // pixels))
+        processes = _processes(pixels * len(images), math.ceil(len(images) / chunk))
+        context = multiprocessing.get_context("forkserver")
+        pool = ProcessPoolExecutor(processes, context, workers.enter_worker)
+        draw = functools.partial(_write, part, generate)
+        with progress("Generating shapes", total=len(images), unit="images") as bar:
+            try:
+                done = (
+                    pool.map(draw, images, chunksize=chunk) if processes > 1 else map(draw, images)
+                )
+                for _ in done:
+                    bar.advance()
+                    signals.check()
+            finally:
+                # Waits for the chunks in progress: nobody writes after this.
+                pool.shutdown(cancel_futures=True)
+        (part / _MARKER).write_text(json.dumps(facts, indent=1), encoding="utf-8")
         say(f"Generated {generate.train_images} + {generate.val_images} images in {tree}")
 
     try:
-        make_once(tree, lambda: _is_made(tree, _facts(generate)), write, advice)
+        make_once(tree, lambda: _is_made(tree, facts), write, advice)
     except BrokenProcessPool as error:
         raise DataError(
             f"{shown}: a process that draws was killed, perhaps for want of memory; start again"
         ) from error
 
 
-def _estimate_bytes(generate: GenerateConfig) -> int:
-    """What the files will take on the disk, from a few of them."""
-    sizes = [
-        len(_picture(generate, "train", index)) for index in range(min(4, generate.train_images))
-    ]
-    blocks = math.ceil(1.1 * max(sizes) / _BLOCK_BYTES)
-    return blocks * _BLOCK_BYTES * (generate.train_images + generate.val_images)
+def _processes(pixels: int, chunks: int) -> int:
+    """Returns how many processes draw.
 
-
-def _write_tree(part: Path, generate: GenerateConfig) -> None:
-    for split, label in itertools.product(_SPLITS, range(generate.classes)):
-        (part / split / drawing.look(label, generate.classes).name).mkdir(parents=True)
-    images = [(split, index) for split in _SPLITS for index in range(_count(generate, split))]
-    step = max(1, min(128, _CHUNK_PIXELS // (generate.width * generate.height)))
-    write = functools.partial(_write, part, generate)
-    processes = _processes(generate, math.ceil(len(images) / step))
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("forkserver"), workers.enter_worker
-    )
-    with progress("Generating shapes", total=len(images), unit="images") as bar:
-        try:
-            for _ in (
-                map(write, images) if processes == 1 else pool.map(write, images, chunksize=step)
-            ):
-                bar.advance()
-                signals.check()
-        finally:
-            # waits for the chunks in progress: nobody writes after this
-            pool.shutdown(cancel_futures=True)
-    (part / _MARKER).write_text(json.dumps(_facts(generate), indent=1), encoding="utf-8")
-
-
-def _processes(generate: GenerateConfig, chunks: int) -> int:
-    """How many processes draw; not threads, for the interpreter takes half the time of a picture of
-    80x80 pixels.
+    Not threads: the interpreter takes half the time of a picture of 80x80 pixels.
     """
-    pixels = generate.width * generate.height * (generate.train_images + generate.val_images)
-    return 1 if pixels < _ALONE_PIXELS else max(1, min(int(limits.measure().cores), chunks))
+    # Below this, starting processes takes longer than drawing.
+    if pixels < 2_000_000:
+        return 1
+    return max(1, min(int(limits.measure().cores), chunks))
 
 
 def _write(part: Path, generate: GenerateConfig, image: tuple[str, int]) -> None:
+    """Writes one image of a split as a JPEG file; classes take turns."""
     split, index = image
-    folder = part / split / drawing.look(index % generate.classes, generate.classes).name
-    (folder / f"{index:07d}.jpg").write_bytes(_picture(generate, split, index))
-
-
-def _picture(generate: GenerateConfig, split: str, index: int) -> bytes:
-    """Image ``index`` of a split as a JPEG file; classes take turns."""
-    rng = np.random.default_rng((generate.seed, _SPLITS.index(split), index))
+    rng = np.random.default_rng((generate.seed, split == "val", index))
     what = drawing.look(index % generate.classes, generate.classes)
-    return drawing.encode(
-        drawing.draw(what, generate.width, generate.height, rng), generate.quality
-    )
+    pixels = drawing.draw(what, generate.width, generate.height, rng)
+    data = drawing.encode(pixels, generate.quality)
+    (part / split / what.name / f"{index:07d}.jpg").write_bytes(data)

@@ -1,6 +1,6 @@
-"""Geometry on uint8 pixels: what is cut out of an image, at which size, and whether it is mirrored.
+"""Cuts, resizes and mirrors uint8 pixels.
 
-What is cut out is what torchvision's transforms cut; the random numbers come from the caller.
+The cuts are those of torchvision's transforms; the random numbers come from the caller.
 
 There is one resize: bilinear and antialiased as Pillow's, from a part of an image into a batch. It
 is the kernel of torch's ``interpolate``, given its result's memory: the private name saves a copy,
@@ -31,28 +31,23 @@ Box = tuple[int, int, int, int]
 # from uint8 [h, w, 3] into uint8 [H, W, 3], both contiguous
 _Kernel = Callable[[np.ndarray, np.ndarray], None]
 
-_TRIES = 10
-# ImageNet's custom since AlexNet: a border of one eighth is left out
-_EVAL_SHARE = 256 / 224
-_MAX_SIDE = 65_535
-
 
 class Transform(Protocol):
-    """Writes pixels of any size into a row of a batch; times what it does where it is asked to."""
+    """Writes pixels of any size into a row of a batch."""
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The names of what it does, in order."""
+        """The names of its stages, in order."""
         ...
 
     def __call__(
         self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
     ) -> None:
-        """Write the result into ``out``, uint8 ``[3, S, S]`` of any strides; everything random
-        comes from ``rng``.
+        """Writes the result into ``out``, uint8 ``[3, S, S]`` of any strides.
 
-        ``lap`` is to be called at the end of each stage, with its name; one that is left out takes
-        no time. ``image`` is not to be changed. Several threads may call at once.
+        Everything random comes from ``rng``. ``image`` is not changed. ``lap`` is called at the end
+        of each stage, with its name; a stage that is left out takes no time. Several threads may
+        call at once.
         """
         ...
 
@@ -60,44 +55,42 @@ class Transform(Protocol):
 def random_crop_box(
     rng: SampleRng, width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> Box:
-    """The left, top, width and height of a random part of an image, in pixels.
+    """Returns left, top, width and height of a random part of an image.
 
     The distribution of torchvision's ``RandomResizedCrop.get_params``: area uniform within
     ``scale`` of the image's, width over height log-uniform within ``ratio``, ten tries, then the
     largest central part whose ratio is allowed (Szegedy et al. 2014, arXiv:1409.4842, section 6).
     """
-    log_ratio = math.log(ratio[0]), math.log(ratio[1])
-    for _ in range(_TRIES):
+    low = math.log(ratio[0])
+    high = math.log(ratio[1])
+    for _ in range(10):
         area = width * height * rng.uniform(*scale)
-        aspect = math.exp(rng.uniform(*log_ratio))
-        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        aspect = math.exp(rng.uniform(low, high))
+        w = round(math.sqrt(area * aspect))
+        h = round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             top = rng.randrange(height - h + 1)
             return rng.randrange(width - w + 1), top, w, h
-    w, h = width, height
-    if width / height < ratio[0]:
-        h = max(1, round(width / ratio[0]))
-    elif width / height > ratio[1]:
-        w = max(1, round(height * ratio[1]))
+    w = min(width, max(1, round(height * ratio[1])))
+    h = min(height, max(1, round(width / ratio[0])))
     return (width - w) // 2, (height - h) // 2, w, h
 
 
 @dataclass(frozen=True, slots=True)
 class EvalTransform:
-    """Resize the shorter side to ``resize`` pixels, then cut out the centre, as torchvision's
-    ``Resize`` and ``CenterCrop``.
-    """
+    """Resizes the shorter side and cuts out the centre, as ``Resize`` and ``CenterCrop`` do."""
 
     # side of the result in pixels
     size: int
-    # None: size * 256 / 224, and images that have size already (CIFAR) stay as they are
+    # The shorter side; None: size * 256 / 224, as since AlexNet, and images that have size already
+    # (CIFAR) stay as they are.
     resize: int | None = None
     stages: ClassVar[tuple[str, ...]] = ("resize",)
 
     def __call__(
         self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
     ) -> None:
-        """Write the result into ``out``, uint8 ``[3, size, size]``; ``rng`` is not used.
+        """Writes the result into ``out``, uint8 ``[3, size, size]``; ``rng`` is not used.
 
         Raises:
             ValueError: the image is so narrow that its resized form would not fit in memory.
@@ -107,28 +100,24 @@ class EvalTransform:
             lap("resize")
 
     def write(self, image: Pixels, out: np.ndarray, flip: bool) -> None:
-        """As calling it, mirrored where ``flip`` says so."""
+        """Writes the result into ``out``, mirrored if ``flip`` says so."""
         height, width, _ = image.shape
-        resize_into(image, (0, 0, width, height), out, flip, self._resized_to(width, height))
-
-    def _resized_to(self, width: int, height: int) -> tuple[int, int]:
-        if self.resize is None and width == height == self.size:
-            return width, height
-        short = self.resize or round(self.size * _EVAL_SHARE)
-        long = int(short * max(width, height) / min(width, height))
-        if long > _MAX_SIDE:
-            raise ValueError(
-                f"{width}x{height} pixels are too narrow: resized, the longer side would have "
-                f"{long}"
-            )
-        return (short, long) if width <= height else (long, short)
+        size = (width, height)
+        if self.resize is not None or not width == height == self.size:
+            short = self.resize or round(self.size * 256 / 224)
+            long = int(short * max(size) / min(size))
+            if long > 65_535:
+                raise ValueError(
+                    f"{width}x{height} pixels are too narrow: resized, the longer side would have "
+                    f"{long}"
+                )
+            size = (short, long) if width <= height else (long, short)
+        resize_into(image, (0, 0, width, height), out, flip, size)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainTransform:
-    """Crop at random, resize and mirror; the fields are those of ``AugmentConfig``, and two of
-    ``EvalTransform``.
-    """
+    """Crops at random, resizes and mirrors; fields of ``AugmentConfig`` and ``EvalTransform``."""
 
     size: int
     crop: str = "random_resized"
@@ -143,9 +132,7 @@ class TrainTransform:
     def from_config(
         cls, augment: AugmentConfig, size: int, resize: int | None = None
     ) -> TrainTransform:
-        """The transform that ``augment`` describes; ``size`` and ``resize`` as in
-        ``EvalTransform``.
-        """
+        """Returns the transform that ``augment``, ``size`` and ``resize`` describe."""
         low, high = augment.scale
         narrow, wide = augment.ratio
         return cls(
@@ -154,39 +141,36 @@ class TrainTransform:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """A box is cut out, resized and mirrored in one go; only a pad crop comes after the resize."""
+        """The names of its stages: only a pad crop comes after the resize."""
         return ("resize", "crop") if self.crop == "pad" else ("resize",)
 
     def __call__(
         self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None = None
     ) -> None:
-        """Write the result into ``out``, uint8 ``[3, size, size]``; of ``rng`` the crop comes
-        first, then the flip.
-        """
-        if self.crop == "pad":
-            self._pad_crop(image, rng, out, lap)
-            return
+        """Writes the result into ``out``; draws the crop first, then the flip."""
+        height, width, _ = image.shape
+        size = self.size
         if self.crop == "center":
-            EvalTransform(self.size, self.resize).write(image, out, rng.random() < self.hflip)
-        else:
-            height, width, _ = image.shape
+            EvalTransform(size, self.resize).write(image, out, rng.random() < self.hflip)
+        elif self.crop == "random_resized":
             box = random_crop_box(rng, width, height, self.scale, self.ratio)
             resize_into(image, box, out, rng.random() < self.hflip)
+        else:
+            side = size + 2 * self.pad
+            canvas = np.zeros((side, side, 3), np.uint8)
+            inner = slice(self.pad, self.pad + size)
+            canvas[inner, inner] = resized(image, size, size)
         if lap is not None:
             lap("resize")
-
-    def _pad_crop(self, image: Pixels, rng: SampleRng, out: np.ndarray, lap: Lap | None) -> None:
-        size = self.size
-        pad = self.pad
-        canvas = np.zeros((size + 2 * pad, size + 2 * pad, 3), np.uint8)
-        canvas[pad : pad + size, pad : pad + size] = resized(image, size, size)
-        if lap is not None:
-            lap("resize")
-        top, left = rng.randrange(2 * pad + 1), rng.randrange(2 * pad + 1)
-        window = canvas[top : top + size, left : left + size].transpose(2, 0, 1)
-        out[...] = window[:, :, ::-1] if rng.random() < self.hflip else window
-        if lap is not None:
-            lap("crop")
+        if self.crop == "pad":
+            top = rng.randrange(2 * self.pad + 1)
+            left = rng.randrange(2 * self.pad + 1)
+            window = canvas[top : top + size, left : left + size].transpose(2, 0, 1)
+            if rng.random() < self.hflip:
+                window = window[:, :, ::-1]
+            out[...] = window
+            if lap is not None:
+                lap("crop")
 
 
 def resize_into(
@@ -196,16 +180,14 @@ def resize_into(
     flip: bool = False,
     size: tuple[int, int] | None = None,
 ) -> None:
-    """Write part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``, uint8 ``[3, S,
-    S]`` of any strides.
+    """Writes part ``box`` of ``pixels``, uint8 ``[H, W, 3]``, resized, into ``out``.
 
-    The filter does not reach over the edge of the box. Strides as of a row of a channels_last batch
-    are the quickest.
+    The filter does not reach over the edge of the box.
 
     Args:
         pixels: the image.
         box: the part of it.
-        out: where the result goes.
+        out: uint8 ``[3, S, S]`` of any strides; as of a row of a channels_last batch is quickest.
         flip: mirror it, left and right.
         size: width and height to give the box, at least S each, of which ``out`` gets the centre;
             None: S each.
@@ -216,15 +198,14 @@ def resize_into(
     side = len(rows)
     new_width, new_height = size or (side, side)
     assert min(new_width, new_height) >= side
-    if (
-        rows.flags.c_contiguous
-        and not flip
-        and new_width == new_height == side
-        and part.shape != rows.shape
-    ):
+    # Most training crops: straight into the batch.
+    is_whole = new_width == new_height == side
+    if rows.flags.c_contiguous and not flip and is_whole and part.shape != rows.shape:
         _kernel(_plain(part), rows)
         return
-    x, y = round((new_width - side) / 2), round((new_height - side) / 2)
+    # Else by a copy, of which the centre is wanted.
+    x = round((new_width - side) / 2)
+    y = round((new_height - side) / 2)
     result = resized(part, new_width, new_height)[y : y + side, x : x + side]
     if flip:
         mirror_into(result, rows)
@@ -233,18 +214,14 @@ def resize_into(
 
 
 def mirror_into(pixels: np.ndarray, out: np.ndarray) -> None:
-    """Write ``pixels``, uint8 ``[..., H, W, 3]``, mirrored left and right into ``out``, other
-    memory of that shape.
-    """
+    """Writes ``pixels``, uint8 ``[..., H, W, 3]``, mirrored into ``out``, other memory."""
     # in a quarter of the time of all three at once
     for channel in range(3):
         out[..., channel] = pixels[..., ::-1, channel]
 
 
 def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
-    """``pixels``, uint8 ``[H, W, 3]``, as ``[height, width, 3]``; what has that size already is
-    returned as it is.
-    """
+    """Resizes uint8 ``[H, W, 3]``; returns ``pixels`` themselves if they have the size."""
     if pixels.shape == (height, width, 3):
         return pixels
     result = np.empty((height, width, 3), np.uint8)
@@ -253,10 +230,8 @@ def resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def _plain(pixels: np.ndarray) -> np.ndarray:
-    """Contiguous, for the kernel knows no strides, and writable, for torch warns of memory that is
-    not.
-    """
-    return pixels if pixels.flags.c_contiguous and pixels.flags.writeable else pixels.copy()
+    """Returns ``pixels`` contiguous, as the kernel needs them, and writable, or torch warns."""
+    return np.require(pixels, requirements=("C", "W"))
 
 
 def _tensor(pixels: np.ndarray) -> torch.Tensor:
@@ -275,9 +250,7 @@ def _resize_public(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def _select_kernel() -> _Kernel:
-    """Returns torch's in-place kernel if it exists and agrees with ``F.interpolate``, else a
-    wrapper of the latter.
-    """
+    """Returns torch's in-place kernel if it agrees with ``F.interpolate``, else the latter's."""
     source = np.arange(75, dtype=np.uint8).reshape(5, 5, 3)
     targets = np.zeros((2, 3, 3, 3), np.uint8)
     _resize_public(source, targets[0])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import Config, TunerName
-from harness.data.identity import identity
 from harness.feed.forms import Feeds
 from harness.feed.interface import Feed, FeedSettings
 from harness.feed.threads import ThreadFeed
@@ -129,7 +128,7 @@ def tuned(
     begin = time.perf_counter()
     own = feeds.settings(limits)
     device = accelerator.of(world.device)
-    data = identity(feeds.splits)
+    data = feeds.splits.fingerprint()
     facts = fingerprint(config, data, limits, world.size, world.local_size, device.name)
     memory = Memory(facts)
     report: TuningReport | None = None

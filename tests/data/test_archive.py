@@ -29,8 +29,7 @@ def member(
 
 
 def link_chain() -> list[tarfile.TarInfo]:
-    """CVE-2025-4517: links to long folder names whose real path outgrows PATH_MAX, a link out
-    behind them, a file through it.
+    """CVE-2025-4517: links whose real path outgrows PATH_MAX, then a link out behind them.
 
     ``os.path.realpath`` stops resolving at that length, so that tarfile's data filter takes the
     link for one that stays.
@@ -69,7 +68,7 @@ def refused(archive: Path, reason: str, wanted: dict[str, int] = WANTED) -> None
     with pytest.raises(DataError, match=reason) as caught:
         read_members(archive, wanted)
     assert str(caught.value).startswith(f"{archive}: ")
-    assert str(caught.value).endswith(("get it from its publisher", "get it anew"))
+    assert str(caught.value).endswith("; delete the file and get it from its publisher")
     assert listing(archive.parent.parent) == ["inner", "inner/x.tar.gz"]
 
 
@@ -142,7 +141,7 @@ def test_folder_in_place_of_file(archive: Path) -> None:
 def test_large_member(archive: Path) -> None:
     """A wanted member may not be larger than it is said to be."""
     write_members(archive, GOOD | {"set/two": b"2" * 1001})
-    refused(archive, "set/two .* more than 1000 bytes")
+    refused(archive, "member set/two has more than 1000 bytes")
 
 
 def test_missing_members(archive: Path) -> None:
@@ -202,9 +201,7 @@ def bad_block(data: bytes) -> bytes:
     ],
 )
 def test_damage(archive: Path, damage: Callable[[bytes], bytes]) -> None:
-    """A damaged archive is an error that says so, also where the damage lies behind the last
-    member.
-    """
+    """A damaged archive is an error that says so, even behind the last member."""
     write_members(archive, GOOD | {"set/noise": os.urandom(5000)})
     archive.write_bytes(damage(archive.read_bytes()))
     refused(archive, "damaged: .+|has no member")

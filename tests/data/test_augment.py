@@ -1,6 +1,4 @@
-"""Augmentation of whole batches: torchvision's jitter for the same draws, a function of nothing but
-(seed, epoch, index).
-"""
+"""Augmentation of whole batches: torchvision's jitter; a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from torchvision.transforms import v2
 
 from harness.config import AugmentConfig
 from harness.data import augment
-from harness.data.adjust import HUE
-from harness.data.augment import BatchAugment, ColorJitter
+from harness.data.augment import HUE, BatchAugment, ColorJitter
 from harness.runtime.seeding import BATCH, uniforms
 
 EVERYTHING = AugmentConfig(color_jitter=(0.4, 0.5, 1.5, 0.3), rand_augment=2)
@@ -33,20 +30,6 @@ def made(config: AugmentConfig, seed: int = 0) -> BatchAugment:
     found = BatchAugment.from_config(config, seed)
     assert found is not None
     return found
-
-
-def drawn(
-    strengths: tuple[float, float, float, float], draws: np.ndarray, patch: pytest.MonkeyPatch
-) -> tuple[np.ndarray, ...]:
-    """The kinds and the amounts that colour jitter of ``strengths`` makes of ``draws``: each ``[N,
-    turns]``.
-    """
-    turns: list[tuple[np.ndarray, np.ndarray]] = []
-    patch.setattr(
-        augment, "_adjusted", lambda images, kinds, amounts: turns.append((kinds, amounts))
-    )
-    ColorJitter(*strengths)(torch.empty(0), draws)
-    return tuple(np.stack(parts, axis=1) for parts in zip(*turns, strict=True))
 
 
 STRENGTHS = {
@@ -66,8 +49,7 @@ def test_jittered_pixels_are_torchvisions(strengths: tuple[float, float, float, 
     """
     images, jitter = pictures(24, 20, 24), ColorJitter(*strengths)
     draws = np.random.default_rng(0).random((24, jitter.draws))
-    with pytest.MonkeyPatch.context() as patch:
-        kinds, amounts = drawn(strengths, draws, patch)
+    kinds, amounts = jitter.choose(draws)
     theirs = v2.ColorJitter(*strengths)
     expected = []
     for image, order, factors in zip(images, kinds, amounts, strict=True):
@@ -80,12 +62,10 @@ def test_jittered_pixels_are_torchvisions(strengths: tuple[float, float, float, 
     assert off.max() <= (4 if strengths[HUE] else 0)
 
 
-def test_jitter_draws_as_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every order of the four is as likely as the others, and each factor has torchvision's
-    distribution.
-    """
+def test_jitter_draws_as_torchvision() -> None:
+    """Every order is equally likely; each factor has torchvision's distribution."""
     strengths = STRENGTHS["all"]
-    kinds, amounts = drawn(strengths, uniforms(0, 0, np.arange(6000), 8, BATCH), monkeypatch)
+    kinds, amounts = ColorJitter(*strengths).choose(uniforms(0, 0, np.arange(6000), 8, BATCH))
     orders = list(itertools.permutations(range(4)))
     assert chisquare([(kinds == order).all(axis=1).sum() for order in orders]).pvalue > 0.001
     torch.manual_seed(0)
@@ -102,9 +82,7 @@ def test_nothing_wanted_is_nothing_done() -> None:
 
 
 def test_randaugment_comes_before_jitter() -> None:
-    """Both together are RandAugment first, with the first of an image's draws, and jitter on what
-    it made.
-    """
+    """RandAugment comes first, with the first of an image's draws, then jitter."""
     images, batch = pictures(12, 16, 16), numbered(torch.arange(12))
     first, second = made(EVERYTHING)._parts
     draws = uniforms(0, 0, np.arange(12), first.draws + second.draws, BATCH)
@@ -117,9 +95,7 @@ def test_randaugment_comes_before_jitter() -> None:
 def test_an_image_depends_on_nothing_but_its_place(
     layout: torch.memory_format, cached_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever batch it is in, and however many a CPU works on at once, an image becomes the same,
-    in the same layout.
-    """
+    """Neither the batch nor the CPU's chunk changes an image or its layout."""
     images, indices = pictures(20, 24, 16, layout), torch.arange(100, 120)
     whole = made(EVERYTHING)(images, numbered(indices))
     monkeypatch.setattr(augment, "_CACHED_BYTES", cached_bytes)
@@ -140,9 +116,7 @@ def test_what_is_given_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("change", ["seed", "epoch", "index"])
 def test_seed_epoch_and_index_all_count(change: str) -> None:
-    """Another seed, epoch or index makes something else of most images; the same ones make the
-    same.
-    """
+    """Another seed, epoch or index changes most images; equal ones change none."""
     images, indices = pictures(20, 16, 16), torch.arange(20)
     first = made(EVERYTHING)(images, numbered(indices))
     again = made(EVERYTHING)(images, numbered(indices))

@@ -35,9 +35,7 @@ def unsynchronised() -> Iterator[None]:
 
 @pytest.mark.parametrize("config", COLOURS.values(), ids=COLOURS)
 def test_pixels_are_the_cpus(config: AugmentConfig) -> None:
-    """All but one value of two hundred are within a grey level of the CPU's: the devices round
-    differently, and operations after that may widen it.
-    """
+    """All but one value of two hundred are within a grey level of the CPU's."""
     augment, images, batch = (
         BatchAugment.from_config(config, 0),
         pictures(64, 48, 40),

@@ -1,6 +1,4 @@
-"""Decoded pixels that are kept: what is given back, what is not, and who may write at the same
-time.
-"""
+"""Decoded pixels that are kept: what comes back, what does not, concurrent writers."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ def test_any_strides_are_kept(source: FolderSource) -> None:
 
 
 def test_large_images_are_shrunk_at_once(source: FolderSource) -> None:
-    """With a longest side, the epoch that fills the cache has the same pixels as those that read
-    it.
-    """
+    """With a longest side, the first epoch has the same pixels as later ones."""
     kept = cache_of(source, max_side=100)
     small = pixels_of(1)[:5, :100]
     shrunk = kept.put(0, pixels_of(0))
@@ -83,9 +79,7 @@ def touch(path: Path) -> None:
 def test_a_changed_file_is_decoded_again(
     source: FolderSource, change: Callable[[Path], None]
 ) -> None:
-    """A later run does not take pixels of a file that is another now, and keeps the new ones; views
-    of old ones stay.
-    """
+    """A later run decodes a changed file again and keeps it; old views stay."""
     kept = cache_of(source)
     kept.put(0, pixels_of(0))
     kept.put(1, pixels_of(1))
@@ -117,9 +111,7 @@ def test_a_file_is_looked_at_once_in_a_run(
 def test_what_a_run_has_kept_it_need_not_check(
     source: FolderSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run that wrote an image neither looks at its file again nor reads all of its pixels for
-    their checksum.
-    """
+    """The run that wrote an image checks neither its file nor its checksum."""
     kept = cache_of(source)
     kept.put(0, pixels_of(0))
     monkeypatch.setattr(FolderSource, "where", lambda self, i: pytest.fail("looks for the file"))
@@ -129,9 +121,7 @@ def test_what_a_run_has_kept_it_need_not_check(
 
 
 def test_a_place_of_an_earlier_run_is_not_taken_for_checked(source: FolderSource) -> None:
-    """Another process may give an image its new place at any moment while this one looks up the old
-    one.
-    """
+    """Another process may move an image while this one looks up the old place."""
     first = cache_of(source)
     first.put(0, pixels_of(0))
     touch(Path(source.where(0)))
@@ -247,9 +237,7 @@ def test_a_side_beyond_a_row_is_left_out(source: FolderSource) -> None:
 def test_a_full_disk_ends_the_filling(
     source: FolderSource, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk may have less left than it had at first: what was kept stays, and nobody tries
-    again.
-    """
+    """A disk with less room than at first: what was kept stays, nobody tries again."""
     kept = cache_of(source)
     put_all(kept, range(3))
     tries = []
@@ -288,9 +276,7 @@ def test_a_worker_fills_for_its_trainer(source: FolderSource) -> None:
 
 
 def test_processes_fill_at_once(source: FolderSource) -> None:
-    """No two images share a byte, and none is lost, though two processes put the same ones in
-    different orders.
-    """
+    """Two processes that put the same images share no byte and lose none."""
     kept = cache_of(source)
     workers = [putting(kept, order) for order in (range(COUNT), range(COUNT - 1, -1, -1))]
     for worker in workers:
@@ -326,9 +312,7 @@ def test_a_killed_writer_leaves_whole_images(
 
 
 def test_what_lies_in_a_place_is_not_given_out_again(source: FolderSource) -> None:
-    """After a power failure the head may be older than the table: room that a row has is not taken
-    for free.
-    """
+    """Room that a row has is not free, even if a power failure left an older head."""
     kept = cache_of(source)
     put_all(kept, range(3))
     kept._head[0]["used"] = cache._pixels_start(COUNT)

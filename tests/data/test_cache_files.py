@@ -1,6 +1,4 @@
-"""Opening the decoded cache: where it lies, how large it may be, who shares it, and that it changes
-no pixel.
-"""
+"""Opening the decoded cache: place, size, sharing, and no pixel changed."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ RAM, DISK = DataCache.ram, DataCache.disk
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Six training and two validation images, old enough to be kept, and a cache folder of the
-    test's own.
-    """
+    """Six training and two validation images, old enough to be kept, and a cache folder."""
     monkeypatch.setattr(cache, "_RACY_S", 0.0)
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
@@ -125,9 +121,7 @@ def test_a_cache_changes_no_pixel(root: Path, kind: DataCache, decoded: list[byt
 def test_a_feed_fills_and_reads_the_cache(
     root: Path, form: type[ProcessFeed] | type[ThreadFeed]
 ) -> None:
-    """Batches of two workers are those of an uncached feed, in the epoch that fills the cache and
-    in the next one.
-    """
+    """Batches of two workers are those of an uncached feed, in both epochs."""
     plain, kept = loaded(root, DataCache.none), loaded(root, RAM)
     assert isinstance(kept.train, ImageDataset)
     feed = form(
@@ -161,9 +155,7 @@ def test_workers_share_the_memory(root: Path) -> None:
 
 
 def test_memory_that_the_cache_will_fill_is_reserved(root: Path) -> None:
-    """What it has still to fill is promised; what it has filled shows as used by itself, and a
-    disk's is no memory.
-    """
+    """Memory still to be filled is promised; filled memory and a disk's are not."""
     kept = loaded(root, RAM, cache_gb=0.01)
     before = kept.reserved_bytes
     batch(kept.train, 0)
@@ -201,17 +193,15 @@ def add(root: Path) -> dict[str, Any]:
         pytest.param(add, id="another file"),
     ],
 )
-def test_other_pixels_are_kept_anew(
+def test_other_pixels_take_the_place_of_the_first(
     root: Path, change: Callable[[Path], dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the pixels or their order depend on makes the file another
-    one, in place of the first.
-    """
+    """What the pixels or their order depend on replaces the file by another."""
     first = loaded(root, DISK)
     batch(first.train, 0)
     del first
     assert images(loaded(root, DISK, **change(root))) == 0
-    assert "made anew" in caplog.text
+    assert "made again" in caplog.text
     assert len(list((root.parent / "cache/decoded").iterdir())) == 2  # it and its lock
 
 
@@ -241,20 +231,20 @@ def test_a_second_run_waits_until_the_file_is_there(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who comes while the first run makes the file has it as well."""
-    came, seconds, make_blank, flock = threading.Event(), [], cache.make_blank, fcntl.flock
+    came, seconds, set_budget, flock = threading.Event(), [], cache.set_budget, fcntl.flock
     late = threading.Thread(target=lambda: seconds.append(loaded(root, DISK)))
 
-    def slow_make_blank(*args: Any) -> None:
+    def slow_set_budget(*args: Any) -> None:
         late.start()
         assert came.wait(60)
-        make_blank(*args)
+        set_budget(*args)
 
     def told_flock(fd: Any, how: int) -> None:
         if threading.current_thread() is late:
             came.set()
         flock(fd, how)
 
-    monkeypatch.setattr(cache, "make_blank", slow_make_blank)
+    monkeypatch.setattr(cache, "set_budget", slow_set_budget)
     monkeypatch.setattr(fcntl, "flock", told_flock)
     first = loaded(root, DISK)
     late.join()
@@ -263,9 +253,7 @@ def test_a_second_run_waits_until_the_file_is_there(
 
 
 def test_room_of_changed_files_is_given_back(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file most of which went to images that have changed is made anew when a run opens it next,
-    and not before.
-    """
+    """A file mostly of changed images is made again when a run opens it next."""
 
     def kept_after_a_run() -> int:
         splits = loaded(root, DISK, cache_gb=7e-5)
@@ -277,16 +265,14 @@ def test_room_of_changed_files_is_given_back(root: Path, caplog: pytest.LogCaptu
     for image in root.glob("*/*/*.*"):
         os.utime(image, (1e9, 1e9))
     assert kept_after_a_run() < 2
-    assert "made anew" not in caplog.text
+    assert "made again" not in caplog.text
     assert [kept_after_a_run(), kept_after_a_run()] == [8, 8]
-    assert caplog.text.count("most of it of files that have changed: made anew") == 1
+    assert caplog.text.count("most of it of files that have changed: made again") == 1
 
 
 @pytest.mark.parametrize("kind", [RAM, DISK], ids=["ram", "disk"])
 def test_a_full_file_is_named(root: Path, kind: DataCache) -> None:
-    """Whoever replaces files of a data set is told what to delete; memory has nothing that outlives
-    a run.
-    """
+    """A full file is named, to be deleted if files were replaced; memory is not."""
     splits = loaded(root, kind, cache_gb=2e-5)
     batch(splits.train, 0)
     kept = kept_by(splits)
@@ -327,9 +313,7 @@ def test_a_cache_that_cannot_be_written_is_refused(root: Path) -> None:
 
 
 def test_half_of_the_memory_is_the_most(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a size of its own the cache takes half of what all ranks of the machine may take
-    together.
-    """
+    """By default the cache takes half of what all ranks may take together."""
     found = replace(limits.measure(), memory_bytes=10_000_000)
     monkeypatch.setattr(cache_files.limits, "measure", lambda: found)
     kept = kept_by(loaded(root, RAM, cache_gb=None))
@@ -437,9 +421,7 @@ def test_what_one_rank_is_refused_all_are(root: Path, machine: str | None) -> No
 def test_shrunk_images_say_how_far_they_change(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a longest side, the error is measured on some images and told; later epochs have the
-    first one's pixels.
-    """
+    """The change by a longest side is measured and told; later epochs are equal."""
     kept = loaded(root, RAM, cache_max_side=32)
     out = capsys.readouterr().out
     assert (
@@ -486,9 +468,7 @@ def test_an_odd_cache_is_made_again(
 @pytest.mark.timeout(60)
 @oddities.every
 def test_an_odd_turn_gives_way(root: Path, plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
-    """The file that says whose turn it is to open a cache may be anything: nobody waits for it,
-    nothing is lost.
-    """
+    """Anything may lie in place of the lock: nobody waits for it, nothing is lost."""
     turn = root.parent / "cache/decoded/opening"
     oddities.put(plant, turn)
     found = loaded(root, DISK)
@@ -503,9 +483,7 @@ def test_an_odd_turn_gives_way(root: Path, plant: Plant, caplog: pytest.LogCaptu
 def test_a_turn_that_is_not_given_up_is_waited_for_aloud(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another run that was stopped while it opened the cache: this one says so, and a signal ends
-    it.
-    """
+    """A run that waits for a stopped one says so, and a signal ends the wait."""
     turn = root.parent / "cache/decoded/opening"
     turn.parent.mkdir(parents=True)
     looks = iter(range(10_000))

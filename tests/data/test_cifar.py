@@ -1,6 +1,4 @@
-"""The published archive to two arrays: its format in all its protocols, what is refused, and what
-is kept.
-"""
+"""The published archive to arrays: its protocols, what is refused, what is kept."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from loopback import files, reply, site
 from oddities import Plant, listing
 
 from harness.config import DataConfig
-from harness.data.cifar import open_cifar10, open_cifar100
+from harness.data.cifar import open_cifar
 from harness.data.download import exclusive, md5_of
 from harness.data.storage import ArraySource
 from harness.runtime import signals
@@ -54,9 +52,7 @@ META = "cifar-10-batches-py/batches.meta"
 
 @pytest.fixture(autouse=True)
 def _at_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No proxy, and a cache of its own; what a malicious pickle might write shows in the current
-    folder.
-    """
+    """No proxy, a cache of its own, and a current folder that shows stray files."""
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("WELLFED_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
@@ -92,11 +88,9 @@ def protocol(number: int) -> Callable[[object], bytes]:
     ],
 )
 def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
-    """Every protocol gives the same images, row by row with red, green and blue in their places,
-    and the same labels.
-    """
+    """Every protocol gives the same images, planes in their places, and labels."""
     md5 = write_cifar10(tmp_path, rows=12, pickled=pickled)
-    train, val = open_cifar10(settings(tmp_path, md5))
+    train, val = open_cifar(settings(tmp_path, md5))
     batches = cifar10_batches(rows=12)
     data = np.concatenate(
         [batches[f"cifar-10-batches-py/data_batch_{i}"]["data"] for i in range(1, 6)]
@@ -116,9 +110,7 @@ def test_content(tmp_path: Path, pickled: Callable[[object], bytes]) -> None:
 
 
 def py2_text(value: object) -> bytes:
-    """``value`` as Python 2 pickled it in protocol 0, with escaped text for strings and arrays
-    alike.
-    """
+    """``value`` as Python 2 pickled it in protocol 0: escaped text."""
     out = io.BytesIO()
     argument: Any
     for opcode, argument, _ in pickletools.genops(py2_pickle(value)):
@@ -144,10 +136,10 @@ def test_python2_text(tmp_path: Path) -> None:
     """Python 2's text protocol gives the same arrays as its binary one."""
     (tmp_path / "text").mkdir()
     (tmp_path / "binary").mkdir()
-    text, _ = open_cifar10(
+    text, _ = open_cifar(
         settings(tmp_path / "text", write_cifar10(tmp_path / "text", pickled=py2_text))
     )
-    binary, _ = open_cifar10(settings(tmp_path / "binary", write_cifar10(tmp_path / "binary")))
+    binary, _ = open_cifar(settings(tmp_path / "binary", write_cifar10(tmp_path / "binary")))
     assert np.array_equal(text.images, binary.images)
 
 
@@ -161,14 +153,14 @@ def test_columns_first(tmp_path: Path) -> None:
         md5 = write_members(
             tmp_path / CIFAR10, {name: pickle.dumps(part, number) for name, part in batches.items()}
         )
-        train, _ = open_cifar10(settings(tmp_path, md5))
+        train, _ = open_cifar(settings(tmp_path, md5))
         assert np.array_equal(train.images[40:60].transpose(0, 3, 1, 2).reshape(20, 3072), data)
 
 
 def test_cifar100(tmp_path: Path) -> None:
     """CIFAR-100 comes with its hundred fine labels."""
     md5 = write_cifar100(tmp_path)
-    train, val = open_cifar100(settings(tmp_path, md5))
+    train, val = open_cifar(settings(tmp_path, md5, name="cifar100"))
     assert len(train.classes) == len(set(train.classes)) == 100
     assert train.classes == tuple(sorted(train.classes))
     assert train.labels.tolist() == [*range(100), *range(100)]
@@ -230,15 +222,13 @@ MALICIOUS = {
 )
 @pytest.mark.parametrize("place", [BATCH, META])
 def test_malicious_pickle(tmp_path: Path, place: str, content: bytes) -> None:
-    """Whatever a pickle asks for, nothing is executed, the member is named, and only the archive is
-    there.
-    """
+    """No pickle executes anything; the member is named and nothing is written."""
     members = {name: py2_pickle(part) for name, part in cifar10_batches(rows=2).items()}
     md5 = write_members(tmp_path / CIFAR10, members | {place: content})
     with pytest.raises(
         DataError, match=f"{CIFAR10}: member {place} is not as published: .*; get the archive from"
     ) as caught:
-        open_cifar10(settings(tmp_path, md5))
+        open_cifar(settings(tmp_path, md5))
     assert "touch" not in str(caught.value)
     assert os.listdir() == []
     assert listing(tmp_path) == [CIFAR10]
@@ -251,8 +241,8 @@ def test_names_stay_as_they_are(tmp_path: Path) -> None:
         tmp_path / CIFAR10, members | {META: b"cnumpy\ndtype\n(cnumpy\nndarray\n(S'x'\nt}Ntb."}
     )
     with pytest.raises(DataError, match="not a dictionary"):
-        open_cifar10(settings(tmp_path, md5))
-    train, _ = open_cifar10(settings(tmp_path, write_cifar10(tmp_path, rows=2)))
+        open_cifar(settings(tmp_path, md5))
+    train, _ = open_cifar(settings(tmp_path, write_cifar10(tmp_path, rows=2)))
     assert len(train) == 10
 
 
@@ -270,7 +260,7 @@ def test_names_what_is_refused(tmp_path: Path) -> None:
         tmp_path / CIFAR10, members | {BATCH: pickle.dumps(Call(os.system, CANARY))}
     )
     with pytest.raises(DataError, match=r"it asks for posix\.system, which no CIFAR file needs"):
-        open_cifar10(settings(tmp_path, md5))
+        open_cifar(settings(tmp_path, md5))
 
 
 DATA = np.zeros((20, 3072), np.uint8)
@@ -280,13 +270,38 @@ DATA = np.zeros((20, 3072), np.uint8)
     ("place", "changes", "reason"),
     [
         pytest.param(
-            BATCH, {"labels": [0] * 19}, "labels is not a list of 20 labels", id="too few labels"
+            BATCH,
+            {"labels": [0] * 19},
+            "labels is not a list of 20 whole numbers",
+            id="too few labels",
         ),
-        pytest.param(BATCH, {"labels": None}, "labels is not a list of 20 labels", id="no labels"),
-        pytest.param(BATCH, {"labels": [10] * 20}, "whole number from 0 to 9", id="label too high"),
-        pytest.param(BATCH, {"labels": [-1] * 20}, "whole number from 0 to 9", id="label below 0"),
-        pytest.param(BATCH, {"labels": [True] * 20}, "whole number from 0 to 9", id="bool labels"),
-        pytest.param(BATCH, {"labels": ["cat"] * 20}, "whole number from 0 to 9", id="text labels"),
+        pytest.param(
+            BATCH, {"labels": None}, "labels is not a list of 20 whole numbers", id="no labels"
+        ),
+        pytest.param(
+            BATCH,
+            {"labels": [10] * 20},
+            "whole numbers from 0 to 9, one for each row",
+            id="label too high",
+        ),
+        pytest.param(
+            BATCH,
+            {"labels": [-1] * 20},
+            "whole numbers from 0 to 9, one for each row",
+            id="label below 0",
+        ),
+        pytest.param(
+            BATCH,
+            {"labels": [True] * 20},
+            "whole numbers from 0 to 9, one for each row",
+            id="bool labels",
+        ),
+        pytest.param(
+            BATCH,
+            {"labels": ["cat"] * 20},
+            "whole numbers from 0 to 9, one for each row",
+            id="text labels",
+        ),
         pytest.param(BATCH, {"data": DATA[:, :3071]}, "not rows of 3072 bytes", id="short rows"),
         pytest.param(
             BATCH, {"data": DATA.reshape(20, 3, 32, 32)}, "not rows of 3072 bytes", id="other shape"
@@ -301,20 +316,26 @@ DATA = np.zeros((20, 3072), np.uint8)
         pytest.param(
             META,
             {"label_names": [*CIFAR10_CLASSES[:9], "lorry"]},
-            "not those of cifar10: lorry",
+            "label_names are not the 10 classes of cifar10",
             id="other class",
         ),
         pytest.param(
-            META, {"label_names": list(CIFAR10_CLASSES[::-1])}, "another order", id="other order"
+            META,
+            {"label_names": list(CIFAR10_CLASSES[::-1])},
+            "classes of cifar10, in their order",
+            id="other order",
         ),
         pytest.param(
             META,
             {"label_names": list(CIFAR10_CLASSES[:9])},
-            "9 names or another order",
+            "label_names are not the 10 classes of cifar10",
             id="nine classes",
         ),
         pytest.param(
-            META, {"label_names": 10}, "no list of class names under label_names", id="no names"
+            META,
+            {"label_names": 10},
+            "label_names are not the 10 classes of cifar10",
+            id="no names",
         ),
     ],
 )
@@ -326,20 +347,18 @@ def test_other_content(tmp_path: Path, place: str, changes: dict[str, object], r
         tmp_path / CIFAR10, {name: pickle.dumps(part) for name, part in batches.items()}
     )
     with pytest.raises(DataError, match=f"member {place} is not as published: .*{reason}"):
-        open_cifar10(settings(tmp_path, md5))
+        open_cifar(settings(tmp_path, md5))
     assert listing(tmp_path) == [CIFAR10]
 
 
 def test_arrays_are_enough(tmp_path: Path) -> None:
-    """With the arrays there, neither the archive nor leave to write is needed, and pixels are
-    mapped, not read.
-    """
+    """With the arrays, neither archive nor write permission is needed; pixels are mapped."""
     md5 = write_cifar10(tmp_path)
-    first, _ = open_cifar10(settings(tmp_path, md5))
+    first, _ = open_cifar(settings(tmp_path, md5))
     (tmp_path / CIFAR10).unlink()
     tmp_path.chmod(0o555)
     try:
-        again, _ = open_cifar10(settings(tmp_path, md5))
+        again, _ = open_cifar(settings(tmp_path, md5))
     finally:
         tmp_path.chmod(0o755)
     assert listing(tmp_path) == made(tmp_path)[1:]
@@ -376,15 +395,15 @@ DAMAGES = {
 def test_damaged_arrays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
 ) -> None:
-    """Damaged or half-written arrays are made anew from the archive, with one warning."""
+    """Damaged or half-written arrays are made again from the archive, with one warning."""
     md5 = write_cifar10(tmp_path)
-    first = open_cifar10(settings(tmp_path, md5))[0].images.copy()
+    first = open_cifar(settings(tmp_path, md5))[0].images.copy()
     damage(tmp_path / "cifar10-arrays")
     with caplog.at_level(logging.WARNING):
-        again, _ = open_cifar10(settings(tmp_path, md5))
+        again, _ = open_cifar(settings(tmp_path, md5))
     assert np.array_equal(first, again.images)
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/cifar10-arrays: damaged, or of another archive: made anew"
+        f"{tmp_path}/cifar10-arrays: damaged, or of another archive: made again"
     ]
     assert listing(tmp_path) == made(tmp_path)
 
@@ -395,23 +414,21 @@ def test_damaged_arrays(
     ids=["objects", "shape", "empty"],
 )
 def test_forged_arrays(tmp_path: Path, array: np.ndarray) -> None:
-    """Arrays of another form are made anew, also where their digest is as the marker says; objects
-    are never unpickled.
-    """
+    """Arrays of another form are made again, despite their digest; no object is unpickled."""
     md5 = write_cifar10(tmp_path)
-    open_cifar10(settings(tmp_path, md5))
+    open_cifar(settings(tmp_path, md5))
     folder = tmp_path / "cifar10-arrays"
     np.save(folder / "train_images.npy", array, allow_pickle=True)
     marker = json.loads((folder / "complete.json").read_text())
     marker["files"]["train_images"] = md5_of(folder / "train_images.npy")
     (folder / "complete.json").write_text(json.dumps(marker))
-    assert open_cifar10(settings(tmp_path, md5))[0].images.shape == (100, 32, 32, 3)
+    assert open_cifar(settings(tmp_path, md5))[0].images.shape == (100, 32, 32, 3)
 
 
 def test_other_digest(tmp_path: Path) -> None:
-    """Arrays belong to one archive: with another digest in the settings they are made anew."""
-    open_cifar10(settings(tmp_path, write_cifar10(tmp_path)))
-    train, _ = open_cifar10(settings(tmp_path, write_cifar10(tmp_path, rows=3)))
+    """Arrays belong to one archive: with another digest in the settings they are made again."""
+    open_cifar(settings(tmp_path, write_cifar10(tmp_path)))
+    train, _ = open_cifar(settings(tmp_path, write_cifar10(tmp_path, rows=3)))
     assert len(train) == 15
 
 
@@ -421,21 +438,19 @@ def test_left_over_part(tmp_path: Path) -> None:
     (tmp_path / "cifar10-arrays.part").mkdir()
     (tmp_path / "cifar10-arrays.part" / "train_images.npy").write_bytes(b"half")
     (tmp_path / "cifar10-arrays.lock").touch()
-    open_cifar10(settings(tmp_path, md5))
+    open_cifar(settings(tmp_path, md5))
     assert listing(tmp_path) == made(tmp_path)
 
 
 def test_waiting_leaves_others_alone(tmp_path: Path) -> None:
-    """A run that is stopped while another one makes the arrays does
-    not touch what that one writes.
-    """
+    """A run stopped while another makes the arrays touches none of its files."""
     md5 = write_cifar10(tmp_path)
     part = tmp_path / "cifar10-arrays.part"
     part.mkdir()
     with exclusive(tmp_path / "cifar10-arrays.lock"), signals.caught():
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
-            open_cifar10(settings(tmp_path, md5))
+            open_cifar(settings(tmp_path, md5))
     with signals.caught():
         signals.check()  # the next block begins without the signal
     assert part.is_dir()
@@ -453,7 +468,7 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         DiskError,
         match=r"cifar10-arrays: cannot be written: No space left on device; free space or set",
     ):
-        open_cifar10(settings(tmp_path, md5))
+        open_cifar(settings(tmp_path, md5))
     assert listing(tmp_path) == [CIFAR10]
 
 
@@ -465,25 +480,23 @@ def test_foreign_archive(tmp_path: Path) -> None:
         match=f"expected c58f30108f718f92721af3b95e74349a, got {md5}; delete .* set data.md5={md5} "
         "if",
     ):
-        open_cifar10(settings(tmp_path))
+        open_cifar(settings(tmp_path))
     assert listing(tmp_path) == [CIFAR10]
 
 
 def test_no_download(tmp_path: Path) -> None:
-    """Without leave to download the error says which file to put
-    where, and what needs no network.
-    """
+    """Without download the error says which file to put where."""
     with pytest.raises(
         DataError,
         match=f"data.download=false; put {CIFAR10} into {tmp_path}, or take data=shapes, "
         "data=digits or data=fake",
     ):
-        open_cifar10(settings(tmp_path))
+        open_cifar(settings(tmp_path))
     assert listing(tmp_path) == []
 
 
 def fetched(root: Path, address: str, md5: str | None) -> tuple[ArraySource, ArraySource]:
-    return open_cifar10(settings(root, md5, download=True, mirror=f"{address}/pub/"))
+    return open_cifar(settings(root, md5, download=True, mirror=f"{address}/pub/"))
 
 
 def test_download(tmp_path: Path) -> None:
@@ -528,14 +541,12 @@ def test_wrong_checksum(tmp_path: Path) -> None:
 
 
 def test_default_root(tmp_path: Path) -> None:
-    """Without data.root the archive and the arrays lie in a folder of their own in the user's
-    cache.
-    """
+    """Without data.root all files lie in a folder of the user's cache."""
     cache = Path(os.environ["WELLFED_CACHE"])
     md5 = write_cifar10(tmp_path)
     (cache / "cifar10").mkdir()
     shutil.move(tmp_path / CIFAR10, cache / "cifar10" / CIFAR10)
-    open_cifar10(DataConfig(name="cifar10", md5=md5.upper(), download=False))
+    open_cifar(DataConfig(name="cifar10", md5=md5.upper(), download=False))
     assert listing(cache / "cifar10") == made(cache)
 
 
@@ -545,30 +556,26 @@ def test_default_root(tmp_path: Path) -> None:
 def test_odd_arrays(
     tmp_path: Path, name: str, plant: Plant, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever lies in the place of a file of the arrays, or of their folder, gives way, with one
-    warning.
-    """
+    """Whatever lies in the place of the arrays gives way, with one warning."""
     md5 = write_cifar10(tmp_path)
-    expected = open_cifar10(settings(tmp_path, md5))[1].images.copy()
+    expected = open_cifar(settings(tmp_path, md5))[1].images.copy()
     place = tmp_path / "cifar10-arrays" / name
     oddities.put(plant, place)
     caplog.clear()
     for _ in range(2):
-        assert np.array_equal(open_cifar10(settings(tmp_path, md5))[1].images, expected)
+        assert np.array_equal(open_cifar(settings(tmp_path, md5))[1].images, expected)
     assert caplog.messages == [
-        f"{tmp_path}/cifar10-arrays: damaged, or of another archive: made anew"
+        f"{tmp_path}/cifar10-arrays: damaged, or of another archive: made again"
     ]
 
 
 @pytest.mark.timeout(20)
 @oddities.special
 def test_odd_archive(tmp_path: Path, plant: Plant) -> None:
-    """No archive but a regular file is read; without leave to fetch one it is an error that names
-    the file.
-    """
+    """No archive but a regular file is read; the error names the file."""
     oddities.put(plant, tmp_path / CIFAR10)
     with pytest.raises(
         DataError, match=rf"^{tmp_path}/{CIFAR10}: (not there|the md5 digest differs)"
     ):
-        open_cifar10(settings(tmp_path, "0" * 32))
+        open_cifar(settings(tmp_path, "0" * 32))
     assert oddities.untouched(tmp_path / CIFAR10)

@@ -72,9 +72,7 @@ def png(width: int, height: int, depth: int, kind: int, rows: bytes, extra: byte
 
 
 def ycck_jpeg(cmyk: tuple[int, int, int, int]) -> bytes:
-    """Adobe's other four-channel JPEG: the inverted inks as luminance and two colour differences,
-    black apart.
-    """
+    """Adobe's other four-channel JPEG: luminance, two colour differences and black."""
     inks = np.asarray(Image.new("RGB", (16, 16), cmyk[:3]).convert("YCbCr"))
     # Pillow inverts all channels as it writes, of which YCCK has only black inverted, and marks "no
     # transform".
@@ -193,9 +191,7 @@ def two(mode: str, first: Any, second: Any) -> Image.Image:
     ],
 )
 def test_every_mode_gives_its_colours(data: bytes, first: Any, second: Any) -> None:
-    """Whatever the mode, colours come out as eight-bit RGB,
-    transparency over the set background.
-    """
+    """Every mode gives eight-bit RGB, transparency over the set background."""
     assert np.abs(pixels(data)[0] - np.array([first, second])).max() <= 2
 
 
@@ -325,9 +321,7 @@ def test_an_orientation_in_xmp_counts() -> None:
 def test_pillow_is_not_asked_for_a_plain_jpeg(
     option: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What nothing is unusual about is decoded without Pillow, in either setting of the
-    orientation.
-    """
+    """A usual JPEG is decoded without Pillow, whatever the orientation setting."""
     data = encoded(photo(), "JPEG")
     monkeypatch.setattr(decode_room, "_by_pillow", None)
     assert pixels(data, DecodeOptions(exif_orientation=option)).shape == (64, 96, 3)
@@ -396,9 +390,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage
     ],
 )
 def test_bad_bytes_are_bad_samples(data: bytes, text: str) -> None:
-    """Damage and strangers are refused in words, naming the file with its control characters
-    escaped.
-    """
+    """Damage and strangers are refused in words, by the file's escaped name."""
     assert text in reason(data)
 
 
@@ -499,9 +491,7 @@ CLAIMS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("kind", CLAIMS)
 def test_pixels_are_refused_before_they_take_memory(kind: str) -> None:
-    """A few bytes that claim 169 megapixels take the memory of a
-    few bytes, in the default limit.
-    """
+    """A few bytes that claim 169 megapixels take the memory of a few bytes."""
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert reason(CLAIMS[kind], DecodeOptions()) == (
         "too large: 13001x13001 pixels, more than data.max_pixels=50000000; raise it, or shrink "
@@ -523,9 +513,7 @@ def test_no_reader_of_a_large_webp_is_made(monkeypatch: pytest.MonkeyPatch) -> N
     ids=["lossy", "lossless", "extended"],
 )
 def test_sides_of_a_webp_are_known(options: dict[str, Any]) -> None:
-    """A WebP of exactly max_pixels is decoded, whatever its header is like, and one of a row more
-    is not.
-    """
+    """A WebP of exactly max_pixels is decoded, one of a row more is not."""
     data = encoded(photo(96, 64), "WEBP", **options)
     assert pixels(data, DecodeOptions(max_pixels=96 * 64)).shape == (64, 96, 3)
     assert "96x64 pixels" in reason(data, DecodeOptions(max_pixels=96 * 64 - 1))

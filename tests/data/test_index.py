@@ -1,8 +1,7 @@
-"""The index of a tree of files: what it holds, and when it is made anew."""
+"""The index of a tree of files: what it holds, and when it is made again."""
 
 from __future__ import annotations
 
-import io
 import json
 import multiprocessing
 import os
@@ -18,15 +17,13 @@ from oddities import Plant
 
 from harness.data import index as module
 from harness.data.index import Index, open_index
-from harness.data.mapped import MappedFile, checksum
+from harness.data.mapped import checksum
 from harness.runtime.errors import DataError
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two classes, one with a folder inside and a link to an image beside them; all folders of one
-    moment long ago.
-    """
+    """Two classes, a folder inside one, a link to an image; all of long ago."""
     for name in ("set/a/1.jpg", "set/a/x/2.jpg", "set/b/3.jpg", "set/b/notes.txt", "store/4.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"\xff\xd8\xff" if name.endswith("jpg") else b"words")
@@ -126,9 +123,7 @@ def move_folder(root: Path) -> None:
 def test_a_changed_tree_is_scanned_again(
     root: Path, change: Callable[[Path], object], expected: list[str]
 ) -> None:
-    """What comes, goes or is renamed anywhere is seen, even where a copying program sets a folder's
-    time back.
-    """
+    """Every change of names is seen, even if a program sets a folder's time back."""
     before = opened(root).digest()
     change(root)
     after = opened(root)
@@ -137,9 +132,7 @@ def test_a_changed_tree_is_scanned_again(
 
 
 def test_a_folder_changed_just_now_is_not_trusted(root: Path, scans: list[bytes]) -> None:
-    """It may change again within the same tick of the file system's clock, so nothing is remembered
-    of it.
-    """
+    """A folder may change again within the same tick, so nothing is remembered."""
     opened(root)
     assert not (root.parent / "kept").exists()
     assert paths(opened(root)) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
@@ -157,9 +150,7 @@ def test_a_tree_with_a_broken_link_is_not_trusted(root: Path) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers that share the folder may have equal process numbers, and still do not write into
-    one file.
-    """
+    """Containers with equal process numbers do not write into one file."""
     real, parts, twins = os.replace, [], []
 
     def replace(part: str, place: Path) -> None:
@@ -190,7 +181,7 @@ def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.Mon
             "damaged (its checksum differs): made again",
         ),
         (
-            lambda content: content[8:16] + content[:8] + content[16:],
+            lambda content: content[16:24] + content[8:16] + content[:8] + content[24:],
             "damaged (its checksum differs): made again",
         ),
         (lambda content: content[:200], "damaged (its checksum differs): made again"),
@@ -199,7 +190,7 @@ def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.Mon
     ],
     ids=["flipped", "flipped top bit", "swapped words", "cut", "zeros", "empty"],
 )
-def test_a_damaged_index_is_made_anew(
+def test_a_damaged_index_is_made_again(
     root: Path, damage: Callable[[bytes], bytes], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What rot or a power failure made of the file is not used, and is put right."""
@@ -228,20 +219,28 @@ def test_an_odd_index_is_made_again(
     assert [text.split(" (")[0] for text in caplog.messages] == [f"{place}: damaged"]
 
 
+LABELS, ENDS, NAMES, FACTS = range(4)
+
+
 def _sealed(content: bytes) -> bytes:
     return content + checksum(np.frombuffer(content, np.uint8)).to_bytes(8, "little")
+
+
+def _arrays(content: bytes) -> list[np.ndarray]:
+    """The labels, ends, names and facts of an index's file."""
+    count, size = np.frombuffer(content[-24:-8], np.int64).tolist()
+    places = [8 * count, 16 * count, len(content) - 24 - size]
+    parts = np.split(np.frombuffer(content[:-24], np.uint8), places)
+    return [part.view(np.int64) if i < NAMES else part for i, part in enumerate(parts)]
 
 
 def _with(
     number: int, change: Callable[[np.ndarray], np.ndarray]
 ) -> Callable[[list[np.ndarray]], bytes]:
     def content(arrays: list[np.ndarray]) -> bytes:
-        stream = io.BytesIO()
-        for i, array in enumerate(arrays):
-            np.lib.format.write_array(
-                stream, change(array) if i == number else array, version=(1, 0)
-            )
-        return stream.getvalue()
+        changed = [change(array) if i == number else array for i, array in enumerate(arrays)]
+        sizes = np.array([len(changed[LABELS]), len(changed[FACTS])])
+        return b"".join(array.tobytes() for array in (*changed, sizes))
 
     return content
 
@@ -252,10 +251,7 @@ def _facts(name: str, value: object) -> Callable[[list[np.ndarray]], bytes]:
             json.dumps(json.loads(facts.tobytes()) | {name: value}).encode(), np.uint8
         )
 
-    return _with(4, change)
-
-
-LABELS, ENDS, STATES, NAMES, FACTS = range(5)
+    return _with(FACTS, change)
 
 
 @pytest.mark.usefixtures("settled")
@@ -269,7 +265,6 @@ LABELS, ENDS, STATES, NAMES, FACTS = range(5)
         pytest.param(_with(LABELS, lambda a: a - 1), id="negative labels"),
         pytest.param(_with(LABELS, lambda a: a[1:]), id="too few labels"),
         pytest.param(_with(LABELS, lambda a: a.astype(float)), id="labels of another kind"),
-        pytest.param(_with(LABELS, lambda a: a.astype(object)), id="objects"),
         pytest.param(_with(ENDS, lambda a: a[::-1]), id="ends that fall"),
         pytest.param(_with(ENDS, lambda a: a.astype(float)), id="ends of another kind"),
         pytest.param(_with(NAMES, lambda a: a.astype(float)), id="names of another kind"),
@@ -301,7 +296,7 @@ LABELS, ENDS, STATES, NAMES, FACTS = range(5)
         pytest.param(_facts("folders", ["..", "b"]), id="a folder that leads out"),
         pytest.param(_facts("folders", ["/etc", "b"]), id="a folder elsewhere"),
         pytest.param(_facts("folders", None), id="no folders"),
-        pytest.param(_facts("watched", ["\0"]), id="a zero in a watched folder"),
+        pytest.param(_facts("watched", {"\0": []}), id="a zero in a watched folder"),
         pytest.param(_facts("skipped", {"x": "y"}), id="skipped that is no number"),
         pytest.param(_facts("skipped", [1]), id="skipped that is a list"),
     ],
@@ -312,20 +307,14 @@ def test_a_sealed_index_of_odd_content_is_made_again(
     """A right checksum is no reason to believe what no scan finds."""
     expected = paths(opened(root))
     (place,) = (root.parent / "kept").iterdir()
-    place.write_bytes(
-        _sealed(
-            content(list(map(np.array, module._arrays(MappedFile(os.open(place, os.O_RDONLY))))))
-        )
-    )
+    place.write_bytes(_sealed(content(_arrays(place.read_bytes()))))
     assert [paths(opened(root)), paths(opened(root))] == [expected, expected]
     assert [text.split(" (")[0] for text in caplog.messages] == [f"{place}: damaged"]
 
 
 @pytest.mark.usefixtures("settled")
 def test_an_index_need_not_be_kept(root: Path) -> None:
-    """Where nothing can be written the index lies in memory, and other processes share it all the
-    same.
-    """
+    """Without a place to write, the index lies in memory and is still shared."""
     (root.parent / "kept").write_text("in the way")
     index = opened(root)
     assert (
@@ -354,17 +343,13 @@ def test_what_cannot_be_read_is_not_remembered(root: Path, monkeypatch: pytest.M
 
 
 def own_kb() -> int:
-    """Memory that is this process's own; pages of a file count as nobody's, even where one process
-    alone has mapped them.
-    """
+    """This process's own memory; pages of a mapped file count as nobody's."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 
 def read_all(index: Index, sender: Connection) -> None:
-    """Send how many bytes the paths have, and this process's own memory before and after they were
-    read.
-    """
+    """Sends how many bytes the paths have, and this process's memory before and after."""
     before = own_kb()
     total = sum(len(index.path(i)) for i in range(len(index)))
     sender.send((total, before, own_kb()))

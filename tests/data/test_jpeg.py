@@ -120,9 +120,7 @@ def with_last_scan_twice(data: bytes) -> bytes:
     ],
 )
 def test_the_unusual_is_left_to_pillow(data: bytes) -> None:
-    """Four inks, what libjpeg-turbo warns of although no pixel is
-    missing, and what it cannot read.
-    """
+    """Four inks, harmless warnings and what libjpeg-turbo cannot read go to Pillow."""
     assert decode_jpeg(data, 10 * LIMIT) is None
 
 
@@ -196,9 +194,7 @@ def test_many_scans_are_refused(pad: int) -> None:
 
 
 def test_scans_behind_the_image_do_not_count() -> None:
-    """A film behind a photograph holds any bytes; those of a scan's beginning come by chance too
-    seldom to matter.
-    """
+    """A film behind a photograph holds too few bytes like a scan's beginning."""
     film = np.random.default_rng(0).bytes(1 << 24)
     assert film.count(b"\xff\xda") > 100
     assert decode_jpeg(encoded(photo(2000, 2000)) + film, 4 * LIMIT) is not None
@@ -239,9 +235,7 @@ def drop_a_part(data: bytes, rng: random.Random) -> bytes:
 def test_damage_gives_pillows_pixels_or_none(
     kind: str, mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:
-    """Whatever happens to a file, pixels that come out are those that Pillow gives of it; where
-    some are missing, none do.
-    """
+    """A damaged file gives Pillow's pixels, or none if some are missing."""
     rng, decoded = random.Random(f"{kind} {mutate.__name__}"), 0
     for _ in range(100):
         data = mutate(KINDS[kind], rng)

@@ -42,9 +42,7 @@ def test_a_closed_file_is_no_other() -> None:
 
 
 def test_a_file_outlives_the_interpreter() -> None:
-    """Threads that still run while a process ends never find its number closed, or given to another
-    file.
-    """
+    """Threads of an ending process never find the number closed or reused."""
     program = """
 import atexit, os
 # the first to register is the last to be called
@@ -142,9 +140,7 @@ def test_a_checksum_shows_each_flipped_bit() -> None:
 @pytest.mark.parametrize("size", [16_384, 40_003], ids=["whole blocks", "with a rest"])
 @pytest.mark.parametrize("like", ["noise", "zeros", "ones"])
 def test_a_checksum_shows_flips_all_over(size: int, like: str) -> None:
-    """The same flips in every k-th byte never cancel, whatever
-    the bits and whatever the content.
-    """
+    """The same flips in every k-th byte never cancel."""
     content = {
         "noise": CONTENT,
         "zeros": np.zeros_like(CONTENT),
@@ -179,16 +175,12 @@ def test_a_checksum_knows_the_shape() -> None:
 
 
 def test_a_checksum_takes_any_content() -> None:
-    """Nothing at all, a single byte, and bytes at an odd address have sums, which do not depend on
-    where they lie.
-    """
+    """Sums of no byte, one byte and bytes at odd addresses depend on content alone."""
     sums = {checksum(CONTENT[:size]) for size in (0, 1, 4, 4095, 4096, 4097)}
     assert len(sums) == 6
     assert checksum(CONTENT[1:20_000]) == checksum(CONTENT[1:20_000].copy())
 
 
 def test_a_checksum_stays_what_it_is() -> None:
-    """Files of earlier runs hold it: whoever changes it raises the formats of the cache and of the
-    index.
-    """
+    """Files of earlier runs hold the sum: a change raises both formats."""
     assert checksum(np.arange(9000, dtype=np.uint16)) == 3942633588125132878

@@ -1,6 +1,4 @@
-"""Data sets of the user's: two sources, or two of torch's data
-sets with transforms of their own.
-"""
+"""Data sets of the user's: two sources, or two of torch's data sets."""
 
 from __future__ import annotations
 
@@ -148,9 +146,7 @@ class Broken(Rows):
 
 
 def test_a_source_that_fails_is_a_bad_sample(opened: Callable[..., Splits]) -> None:
-    """Its error is told in one line, whoever reads: the feed, or who
-    looks at the set as a whole.
-    """
+    """A source's error is told in one line, to every reader."""
     train = opened((Broken(), Rows())).train
     assert isinstance(train, ImageDataset)
     with pytest.raises(BadSample, match=r"^row 1: KeyError: 'no such row'"):

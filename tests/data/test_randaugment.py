@@ -1,6 +1,4 @@
-"""RandAugment on batches: torchvision's pixels for the same
-choices, and its choices' distribution.
-"""
+"""RandAugment on batches: torchvision's pixels and distribution of choices."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torchvision.transforms import v2
 
-from harness.data import randaugment
-from harness.data.randaugment import Op, RandAugment
+from harness.data import augment as module
+from harness.data.augment import Op, RandAugment
 from harness.runtime.seeding import BATCH, uniforms
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,9 +43,7 @@ EACH = np.stack(
 
 @pytest.mark.parametrize("magnitude", range(31))
 def test_every_operation_is_torchvisions(magnitude: int) -> None:
-    """All 14 operations in both directions equal torchvision's bit for bit, whatever the size and
-    the layout.
-    """
+    """All 14 operations in both directions equal torchvision's bit for bit."""
     order = np.random.default_rng(magnitude).permutation(len(EACH))
     for height, width, layout in (
         (8, 8, torch.contiguous_format),
@@ -73,12 +69,10 @@ def test_the_operations_are_torchvisions() -> None:
 
 
 def test_the_choices_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation is as likely as the others, in the first place and in the second, and so is
-    each direction.
-    """
+    """Operations and directions are equally likely, in both places."""
     seen: list[tuple[np.ndarray, np.ndarray]] = []
     monkeypatch.setattr(
-        randaugment.RandAugment,
+        module.RandAugment,
         "_operate",
         lambda self, images, ops, signs: seen.append((ops, signs)),
     )
@@ -95,9 +89,7 @@ def test_the_choices_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_an_image_does_not_depend_on_its_batch(layout: torch.memory_format) -> None:
-    """Alone, an image becomes what it becomes among others, in the same layout, and the given ones
-    stay as they are.
-    """
+    """An image becomes the same alone and among others; given images stay."""
     images, draws = pictures(30, 20, 16, layout), np.random.default_rng(1).random((30, 4))
     before, augment = images.clone(), RandAugment(2, 15)
     done = augment(images, draws)

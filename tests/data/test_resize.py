@@ -83,9 +83,7 @@ def test_any_strides_do(make: Callable[[], np.ndarray], flip: bool) -> None:
     "size", [(640, 427), (461, 397), (300, 380), (223, 233), (150, 200), (97, 61)], ids=str
 )
 def test_photographs_come_out_as_pillows_but_for_rounding(name: str, size: tuple[int, int]) -> None:
-    """No pixel is off by more than a grey level from Pillow's, and all are as near to what they
-    should be as Pillow's are.
-    """
+    """Pixels are within a grey level of Pillow's, and as exact as Pillow's."""
     image, out, (width, height) = photograph(name), row(224), size
     box = ((640 - width) // 2, (427 - height) // 3, width, height)
     pixels = np.array(image)
@@ -159,9 +157,7 @@ def other_pixels(source: np.ndarray, target: np.ndarray) -> None:
 def test_the_public_function_serves_where_the_private_does_not(
     private: transforms._Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch without the private name, or with another thing of that name, costs a copy and
-    changes no pixel.
-    """
+    """A torch without the private kernel costs a copy and changes no pixel."""
     assert transforms._select_kernel() is transforms._resize_in_place
     expected = [written(noise(90, 70), box, flip) for box in BOXES for flip in (False, True)]
     monkeypatch.setattr(transforms, "_resize_in_place", private)
@@ -188,9 +184,7 @@ def threads_begun(act: Callable[[], object]) -> set[str]:
 
 
 def test_no_team_of_threads_begins() -> None:
-    """Resizing, cropping and mirroring in a thread of its own keeps to that thread, where other
-    work of torch's does not.
-    """
+    """Resizing, cropping and mirroring keep to the calling thread."""
     large, out = noise(1000, 800), row(512)
     if not threads_begun(lambda: torch.flip(torch.from_numpy(large), (1,))):
         pytest.skip("torch has one thread here, or keeps to one")

@@ -112,9 +112,7 @@ def spectral_slope(luma: NDArray[np.float64]) -> float:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 80), (500, 375)], ids=["toy", "imagenet"])
 def test_pictures_have_the_statistics_of_photographs(width: int, height: int) -> None:
-    """Spectrum, channel correlation and bytes per pixel are those of real photographs of the same
-    size.
-    """
+    """Spectrum, channel correlation and bytes per pixel are those of photographs."""
     ours, real = statistics(pictures(24, width, height)), statistics(photographs(width, height))
     assert -3 < ours.slope < -1.5
     assert abs(ours.slope - real.slope) < 0.6
@@ -194,7 +192,7 @@ def test_the_tree_is_what_the_settings_say(tmp_path: Path) -> None:
 def test_bytes_do_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes in small chunks write what one process writes in a row."""
     shapes.open_shapes(config(tmp_path / "one"))
-    monkeypatch.setattr(shapes, "_processes", lambda generate, chunks: 2)
+    monkeypatch.setattr(shapes, "_processes", lambda pixels, chunks: 2)
     monkeypatch.setattr(shapes, "_CHUNK_PIXELS", 2 * TINY.width * TINY.height)
     shapes.open_shapes(config(tmp_path / "two"))
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
@@ -246,7 +244,7 @@ def start_run(root: Path, images: int) -> subprocess.Popen[str]:
         "from harness.config import DataConfig, GenerateConfig\n"
         "from harness.data import shapes\n"
         "if __name__ == '__main__':\n"
-        "    shapes._processes = lambda generate, chunks: 2\n"
+        "    shapes._processes = lambda pixels, chunks: 2\n"
         f"    generate = GenerateConfig(classes=2, train_images={images}, val_images=2, width=64, "
         "height=64)\n"
         f"    shapes.open_shapes(DataConfig(root={str(root)!r}, generate=generate))\n"
@@ -274,9 +272,7 @@ def test_two_runs_at_once_make_it_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_leaves_no_worker_and_no_tree(tmp_path: Path) -> None:
-    """After SIGKILL its processes are gone, nothing counts as made, and the next run clears up and
-    makes it.
-    """
+    """After SIGKILL no process is left, and the next run makes the tree."""
     root = tmp_path / "tree"
     run = start_run(root, 50_000)
     wait_for(lambda: any(tmp_path.glob("tree.part/train/*/*.jpg")), "nothing was drawn")
@@ -301,7 +297,7 @@ def test_a_signal_leaves_nothing_half_made(
             raise Interrupted(signal.SIGINT)
 
     monkeypatch.setattr(signals, "check", raise_interrupted)
-    monkeypatch.setattr(shapes, "_processes", lambda generate, chunks: processes)
+    monkeypatch.setattr(shapes, "_processes", lambda pixels, chunks: processes)
     with pytest.raises(Interrupted):
         shapes.open_shapes(config(tmp_path / "tree"))
     assert list(tmp_path.iterdir()) == []
@@ -322,9 +318,7 @@ def test_too_little_space_is_said_before_drawing(
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fills up in mid-generation ends in one line that names the folder, and with
-    nothing left behind.
-    """
+    """A disk that fills up ends in one line with the folder; nothing is left."""
 
     def fail(path: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -378,7 +372,7 @@ def test_missing_images_are_noticed(tmp_path: Path) -> None:
     next((tmp_path / "tree/train/circle").iterdir()).unlink()
     with pytest.raises(
         DataError,
-        match=r"train: 6 images in place of 7; delete the folder above it and it is made anew",
+        match=r"train: 6 images in place of 7; delete the folder above it and it is made again",
     ):
         shapes.open_shapes(config(tmp_path / "tree"))
 
@@ -401,12 +395,9 @@ def test_fewer_images_than_classes_are_refused(tmp_path: Path) -> None:
 def test_processes_follow_cores_and_work(
     monkeypatch: pytest.MonkeyPatch, images: int, cores: float, processes: int
 ) -> None:
-    """As many processes as cores, but no more than there are chunks, and one where there is little
-    to draw.
-    """
+    """As many processes as cores or chunks; one if there is little to draw."""
     monkeypatch.setattr(limits, "measure", lambda: limits.Limits(cores, 1 << 30, None, 1024))
-    generate = GenerateConfig(train_images=images, val_images=10)
-    assert shapes._processes(generate, 13) == processes
+    assert shapes._processes(80 * 80 * images, 13) == processes
 
 
 @pytest.mark.timeout(60)

@@ -83,9 +83,7 @@ def test_crop_boxes_have_torchvisions_distribution(
 
 
 def test_the_distribution_test_has_power() -> None:
-    """The same test tells a slightly smaller scale and a uniform instead of a log-uniform ratio
-    apart.
-    """
+    """The same test notices a slightly smaller scale and a uniform ratio."""
     ours, _ = boxes(375, 500, (0.3, 0.9), (0.5, 2.0), 8000)
     _, other_scale = boxes(375, 500, (0.34, 0.9), (0.5, 2.0), 8000)
     assert ks_2samp(ours[:, 2] * ours[:, 3], other_scale[:, 2] * other_scale[:, 3]).pvalue < 1e-4
@@ -101,9 +99,7 @@ def test_the_distribution_test_has_power() -> None:
 def test_narrow_images_give_their_centre(
     width: int, height: int, box: tuple[int, int, int, int]
 ) -> None:
-    """Where no try fits, the largest central part of an allowed ratio is taken, as torchvision
-    does.
-    """
+    """If no try fits, the largest allowed central part is taken, as by torchvision."""
     theirs = tv.RandomResizedCrop.get_params(
         torch.empty(3, height, width), list(SCALE), list(RATIO)
     )
@@ -127,9 +123,7 @@ def test_a_box_is_never_empty() -> None:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("hflip", [0.0, 1.0])
 def test_random_resized_pixels_are_torchvisions(width: int, height: int, hflip: float) -> None:
-    """For the same box, the pixels equal torchvision's resized_crop and hflip on tensors bit for
-    bit.
-    """
+    """For equal boxes, pixels are those of resized_crop and hflip, bit for bit."""
     image = noise(width, height)
     for seed in range(5):
         left, top, w, h = random_crop_box(SampleRng(seed, 0, 0), width, height, SCALE, RATIO)
@@ -144,9 +138,7 @@ def test_random_resized_pixels_are_torchvisions(width: int, height: int, hflip: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_photographs_are_cropped_as_pillow_does(name: str) -> None:
-    """Crops are torchvision's on PIL images but for rounding: 0.05 grey levels in the mean over
-    many boxes, and 1 at most.
-    """
+    """Crops are torchvision's on PIL images but for rounding: 0.05 levels, 1 at most."""
     image, errors = photograph(name), []
     for seed in range(40):
         left, top, w, h = random_crop_box(SampleRng(seed, 0, 0), *image.size, SCALE, RATIO)
@@ -164,9 +156,7 @@ def test_photographs_are_cropped_as_pillow_does(name: str) -> None:
 def test_centre_crops_are_torchvisions(
     width: int, height: int, size: int, resize: int | None, hflip: float | None
 ) -> None:
-    """Evaluation and center crops equal torchvision's Resize and CenterCrop
-    on tensors bit for bit.
-    """
+    """Evaluation and center crops are Resize and CenterCrop on tensors, bit for bit."""
     image = noise(width, height)
     theirs = v2.Compose([v2.Resize(resize or round(size * 256 / 224)), v2.CenterCrop(size)])(
         planes(image)
@@ -225,9 +215,7 @@ def test_pad_crops_are_windows_of_the_padded_image(pad: int, width: int, height:
 
 
 def test_pad_crops_draw_top_left_and_flip() -> None:
-    """A batch-wise form may take the first three numbers of each sample: rows from the top, columns
-    from the left, mirror.
-    """
+    """The first three numbers of a sample are top, left and mirror."""
     image, pad = noise(16, 16), 3
     padded = np.pad(image, ((pad, pad), (pad, pad), (0, 0))).transpose(2, 0, 1)
     draws = uniforms(5, 6, np.arange(50), 3)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.cifar import _CIFAR100
+from harness.data.cifar import _PUBLISHED
 
 CIFAR10 = "cifar-10-python.tar.gz"
 CIFAR100 = "cifar-100-python.tar.gz"
@@ -141,7 +141,10 @@ def write_cifar100(folder: Path, rows: int = 200, seed: int = 0) -> str:
     """Write ``cifar-100-python.tar.gz`` into ``folder``; returns its MD5 for ``data.md5``."""
     members = {
         "meta": py2_pickle(
-            {"fine_label_names": list(_CIFAR100.classes), "coarse_label_names": ["thing"] * 20}
+            {
+                "fine_label_names": list(_PUBLISHED["cifar100"].classes),
+                "coarse_label_names": ["thing"] * 20,
+            }
         )
     }
     for i, name in enumerate(("train", "test")):

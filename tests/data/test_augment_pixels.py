@@ -1,6 +1,4 @@
-"""Colour and shape with a parameter for each image: torchvision's pixels, whatever the size and the
-memory's layout.
-"""
+"""Colours and shapes with a parameter for each image: torchvision's pixels."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pictures import pictures
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.data.adjust import (
+from harness.data.augment import (
     BRIGHTNESS,
     CONTRAST,
     SATURATION,
@@ -70,9 +68,7 @@ def test_each_image_has_a_kind_of_its_own() -> None:
 @pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_hues_are_torchvisions(layout: torch.memory_format, height: int, width: int) -> None:
-    """Turned hues equal torchvision's but for one grey level in one value of ten thousand; its
-    rounding is another.
-    """
+    """Hues are torchvision's but for one grey level in one value of ten thousand."""
     turns = np.array([-0.5, -0.21, 0.0, 0.1, 1 / 3, 0.5])
     images = pictures(len(turns), height, width, layout)
     off = (
@@ -99,9 +95,7 @@ def test_sharpness_is_torchvisions(layout: torch.memory_format, height: int, wid
 
 
 def test_a_shift_moves_whole_pixels_and_leaves_black() -> None:
-    """Where a pixel of the result lies outside the image it is black, elsewhere it is the image's
-    own.
-    """
+    """Pixels from outside the image are black, the others are the image's own."""
     images = pictures(2, 9, 12)
     there = np.array([[[1, 0, 3], [0, 1, 0]], [[1, 0, 0], [0, 1, -2]]], dtype=np.float32)
     moved = affine(images, there)
@@ -128,9 +122,7 @@ def test_what_is_given_stays_as_it_is(change: Callable[[Tensor], Tensor]) -> Non
 
 
 def test_neutral_parameters_change_nothing() -> None:
-    """A factor of 1, no turn and no motion leave every pixel as
-    it is, all 256 values among them.
-    """
+    """A factor of 1, no turn and no motion leave all 256 values as they are."""
     images = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 3, 16, 16)
     images = torch.cat((images, images.flip(1), images.roll(5, dims=3)))
     one = np.ones(3)

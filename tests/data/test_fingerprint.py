@@ -1,4 +1,4 @@
-"""The identity of a data set: the same as long as the data is, another once it is not."""
+"""The fingerprint of a data set: the same as long as the data is, another once it is not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from harness.config import AugmentConfig, DataConfig
-from harness.data import identity as module
+from harness.data import datasets
 from harness.data.datasets import FakeDataset, Splits
 from harness.data.decode import DecodeOptions
-from harness.data.identity import identity
 from harness.data.images import ImageDataset
 from harness.data.storage import ArraySource, FolderSource, Source, split
 from harness.data.transforms import TrainTransform
@@ -39,7 +38,7 @@ def splits(source: Source, root: str = "") -> Splits:
 
 
 def of_tree(root: Path) -> dict[str, object]:
-    return identity(splits(FolderSource(root), str(root)))
+    return splits(FolderSource(root), str(root)).fingerprint()
 
 
 def add(root: Path) -> None:
@@ -60,10 +59,8 @@ def grow(root: Path) -> None:
     os.utime(root / "dog/0.jpg", (1e9, 1e9))
 
 
-def test_the_identity_of_a_tree_stays_and_can_be_stored(tree: Path) -> None:
-    """Opened anew, the same files have the same identity: plain
-    values with name, place and size.
-    """
+def test_the_fingerprint_of_a_tree_stays_and_can_be_stored(tree: Path) -> None:
+    """The same files have the same fingerprint: plain values with name, place and size."""
     found = of_tree(tree)
     assert found == of_tree(tree) == json.loads(json.dumps(found))
     assert (found["name"], found["root"], found["images"], found["classes"]) == (
@@ -76,9 +73,7 @@ def test_the_identity_of_a_tree_stays_and_can_be_stored(tree: Path) -> None:
 
 @pytest.mark.parametrize("change", [add, replace, rewrite, grow])
 def test_a_changed_tree_is_another(tree: Path, change: Callable[[Path], None]) -> None:
-    """A file more, another in its place, one written anew, and one of another size at an old time
-    all count.
-    """
+    """A new, renamed, rewritten or grown file changes the fingerprint."""
     before = of_tree(tree)
     change(tree)
     assert of_tree(tree) != before
@@ -86,35 +81,35 @@ def test_a_changed_tree_is_another(tree: Path, change: Callable[[Path], None]) -
 
 def test_a_part_of_a_tree_is_told_by_its_own_files(tree: Path) -> None:
     """Of a tree that is split, the training part is looked at."""
-    before = identity(splits(split(FolderSource(tree), 0.4, seed=0)[0]))
+    before = splits(split(FolderSource(tree), 0.4, seed=0)[0]).fingerprint()
     assert before["images"] == 4
     chosen = split(FolderSource(tree), 0.4, seed=0)[0]
     (Path(chosen.where(0))).write_bytes(b"\xff\xd8\xff")
-    assert identity(splits(split(FolderSource(tree), 0.4, seed=0)[0])) != before
+    assert splits(split(FolderSource(tree), 0.4, seed=0)[0]).fingerprint() != before
 
 
 def test_a_large_tree_costs_no_more_looks(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many files and folders there are, so many at most of each are looked at."""
-    monkeypatch.setattr(module, "_LOOKED_AT", 2)
+    """However many files there are, a few at most are looked at."""
+    monkeypatch.setattr(datasets, "_LOOKED_AT", 2)
     looks: list[str] = []
     real = os.stat
     source = FolderSource(tree)
     monkeypatch.setattr(os, "stat", lambda path: looks.append(str(path)) or real(path))
-    identity(splits(source))
-    assert looks == [str(tree / part) for part in ("", "cat", "dog", "cat/0.jpg", "dog/2.jpg")]
+    splits(source).fingerprint()
+    assert looks == [str(tree / part) for part in ("cat/0.jpg", "dog/2.jpg")]
 
 
 def test_a_file_that_went_is_no_error(tree: Path) -> None:
     """What is missing is for the reader to report; here it is one more difference."""
     source = FolderSource(tree)
-    before = identity(splits(source))
+    before = splits(source).fingerprint()
     (tree / "cat/0.jpg").unlink()
-    assert identity(splits(source)) != before
+    assert splits(source).fingerprint() != before
 
 
 def arrays(count: int = 40, side: int = 4, fill: int = 0, label: int = 0) -> dict[str, object]:
     images = np.full((count, side, side, 3), fill, np.uint8)
-    return identity(splits(ArraySource(images, np.full(count, label), ["a", "b"], "numbers")))
+    return splits(ArraySource(images, np.full(count, label), ["a", "b"], "numbers")).fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -127,12 +122,12 @@ def arrays(count: int = 40, side: int = 4, fill: int = 0, label: int = 0) -> dic
     ],
 )
 def test_arrays_are_told_by_shape_and_content(other: dict[str, int]) -> None:
-    """The same arrays have the same identity; another number, shape, content or label another."""
+    """Another number, shape, content or label of arrays is another fingerprint."""
     assert arrays() == arrays() != arrays(**other)
 
 
 def test_a_data_set_of_numbers_alone() -> None:
     """The data set that does not exist has no content to look at."""
     fake = FakeDataset(100, DataConfig().image_size, 10)
-    found = identity(Splits(fake, fake, tuple(map(str, range(10))), "fake", ""))
+    found = Splits(fake, fake, tuple(map(str, range(10))), "fake", "").fingerprint()
     assert found == {"name": "fake", "root": "", "images": 100, "classes": 10}
