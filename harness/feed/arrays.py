@@ -12,7 +12,6 @@ import torch
 
 from harness.data.images import ImageDataset
 from harness.feed.fill import Filler
-from harness.feed.gauge import Gauge
 from harness.feed.interface import ARRAYS as ARRAYS
 from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of
 from harness.feed.order import AnyOrder
@@ -45,7 +44,6 @@ class ArrayFeed(Feed):
         dataset: its images have one form before crop and mirror.
         order: which samples make which batch.
         settings: of a feed without workers.
-        gauge: is told what each sample took this process, without reading.
         pixels: the data set's, to be shared with other feeds; None: this feed's own, on the host.
         readers: threads that read files; None: one for each usable core.
 
@@ -60,7 +58,6 @@ class ArrayFeed(Feed):
         dataset: FillableDataset,
         order: AnyOrder,
         settings: FeedSettings,
-        gauge: Gauge | None = None,
         pixels: InMemoryImages | None = None,
         readers: int | None = None,
     ) -> None:
@@ -72,7 +69,6 @@ class ArrayFeed(Feed):
         stages = (*stages_of(self.pixels.untransformed), _GATHER)
         self.meter = StageMeter(stages, readers + 1, shared=False)
         self._timer = self.meter.timer(readers)
-        self._gauge = gauge
         self._threads: BatchThreads | None = None
         # the batches to come, and the next one with how many of its images are being read
         self._coming: Iterator[np.ndarray] = iter(())
@@ -146,7 +142,8 @@ class ArrayFeed(Feed):
             laps.lap(_GATHER)
         count = len(indices)
         stamps = self._timer.end(count - read, batches=int(not read))
-        if self._gauge is not None:
+        if self.gauge is not None:
+            # without reading
             wall_s = stamps.made_s - stamps.begun_s
-            self._gauge.add(0, wall_s / count, cpu_s / count, count)
+            self.gauge.add(0, wall_s / count, cpu_s / count, count)
         return HostBatch(images, labels, torch.from_numpy(indices), (), epoch, stamps)

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from harness.config import LoaderConfig
+from harness.feed.gauge import Gauge
 from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
@@ -87,10 +88,12 @@ class Feed(ABC):
         settings: how the batches are made.
         on_device: whether the images are on the device already, so that nothing is copied.
         meter: what the workers do; None without workers or without shared memory.
+        gauge: is told what each sample takes, for probes; to be set before the first pass.
     """
 
     on_device = False
     meter: StageMeter | None = None
+    gauge: Gauge | None = None
 
     def __init__(self, order: AnyOrder, settings: FeedSettings) -> None:
         self.order = order
@@ -199,7 +202,7 @@ class FillableDataset(Protocol):
     def __len__(self) -> int: ...
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-        """Writes sample ``index`` of ``epoch`` into ``out``, uint8 ``[3, S, S]``; returns its label."""
+        """Writes sample ``index`` of ``epoch`` into ``out``, uint8 ``[3, S, S]``; returns the label."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The state of networks, optimizers and the like, copied to the host and written back where it was."""
+"""The state of networks and optimizers, copied to the host and written back where it was."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Snapshot:
     """The state of ``parts`` between two updates, and all random states.
 
     ``restore`` writes values into the tensors that held them: DDP's buckets and compiled graphs
-    know these by their address. The copy is the host's alone, so that what just fits on the device
-    still does.
+    know tensors by their address. The copy lies on the host: a step that just fits on the device
+    still fits.
 
     Args:
         parts: networks, optimizers, gradient scalers, and other objects with ``state_dict`` and
@@ -47,16 +47,14 @@ class Snapshot:
         self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
 
     def _take(self, part: Any) -> Iterator[Tensor]:
-        """Note what restores ``part``'s structure; its tensors, whose values are to be copied."""
+        """Notes the structure of ``part``; returns the tensors whose values are to be copied."""
         if isinstance(part, nn.Module):
             self._modes += [(module, module.training) for module in part.modules()]
-            # some put new ones in their place
+            # some modules put new buffers in their place
             self._buffers += [(module, dict(module._buffers)) for module in part.modules()]
             self._grads += [(parameter, parameter.grad) for parameter in part.parameters()]
             yield from (*part.parameters(), *part.buffers())
-            yield from (
-                parameter.grad for parameter in part.parameters() if parameter.grad is not None
-            )
+            yield from (grad for each in part.parameters() if (grad := each.grad) is not None)
         elif isinstance(part, Optimizer):
             state = {parameter: dict(values) for parameter, values in part.state.items()}
             self._optimizers.append((part, state, [dict(group) for group in part.param_groups]))
@@ -80,7 +78,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back; may be called once."""
+        """Puts everything back; may be called once."""
         for parameter, grad in self._grads:
             parameter.grad = grad
         for owner, buffers in self._buffers:

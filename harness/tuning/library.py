@@ -177,7 +177,7 @@ class _Feed(ProcessFeed):
     ) -> None:
         super().__init__(probes.dataset, order, settings)  # type: ignore[arg-type]  # never filled from
         self._probes = probes
-        self._gauge = gauge
+        self.gauge = gauge
         self.meter = None
 
     def _polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
@@ -208,8 +208,8 @@ class _Feed(ProcessFeed):
     def _parts(self) -> dict[str, Any]:
         probes = self._probes
         dataset = probes.dataset
-        if self._gauge is not None:
-            dataset = Gauged(dataset, self._gauge)
+        if self.gauge is not None:
+            dataset = Gauged(dataset, self.gauge)
         return {
             "dataset": dataset,
             "batch_sampler": _Indices(self.order),

@@ -308,11 +308,6 @@ def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (found["largest"], found["smallest"], found["threads"]) == ([15, 0], 0.1, 1)
 
 
-def test_a_port_is_free() -> None:
-    """The port for the ranks to meet at can be bound."""
-    assert 0 < distributed._free_port() < 65536
-
-
 @pytest.mark.parametrize(
     ("received", "raised"),
     [([], RuntimeError), ([(15, 0.0)], Interrupted)],
