@@ -74,9 +74,10 @@ class ArrayFeed(Feed):
         self._coming: Iterator[np.ndarray] = iter(())
         self._next: tuple[np.ndarray, int] | None = None
 
-    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        """As in ``Feed``."""
         if not primed:
-            self._begin(epoch)
+            self.begin(epoch)
         coming = self._coming
         # until the end, or until the feed was closed
         while self._next is not None and self._coming is coming:
@@ -94,9 +95,30 @@ class ArrayFeed(Feed):
                 del read
             # threads read for the next batch while this one is used
             self._look_ahead()
-            yield self._batch(epoch, indices, missing)
 
-    def _begin(self, epoch: int) -> None:
+            # a batch is timed like a single sample: it has one stage
+            timers = self._timer.begin(1)
+            laps = timers[0] if timers else None
+            self._timer.fill()
+            if laps is not None:
+                laps.lap(START)
+            cpu_s = time.thread_time()
+            pin = self.settings.pin_memory and not self.on_device
+            images, labels = self.pixels.batch(epoch, indices, pin)
+            cpu_s = time.thread_time() - cpu_s
+            if laps is not None:
+                laps.lap(_GATHER)
+            count = len(indices)
+            # samples that threads have just read were counted by them
+            stamps = self._timer.end(count - missing, batches=int(not missing))
+            if self.gauge is not None:
+                wall_s = stamps.made_s - stamps.begun_s
+                self.gauge.add(0, wall_s / count, cpu_s / count, count)
+            yield HostBatch(images, labels, torch.from_numpy(indices), (), epoch, stamps)
+            del images, labels
+
+    def begin(self, epoch: int) -> None:
+        """As in ``Feed``."""
         self._coming = self.order.batches(epoch)
         self._look_ahead()
 
@@ -118,32 +140,10 @@ class ArrayFeed(Feed):
                 self._threads = BatchThreads(self, filler, dataset.image_size, settings)
             self._threads.begin(0, iter([missing]))
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """As in ``Feed``."""
         # the threads end; what they have read stays
         if self._threads is not None:
             self._threads.close()
         self._threads = None
         self._coming = iter(())
-
-    def _batch(self, epoch: int, indices: np.ndarray, read: int) -> HostBatch:
-        """Returns the batch of ``indices``, of which ``read`` were counted as they were read."""
-        # a batch is timed like a single sample: it has one stage
-        timers = self._timer.begin(1)
-        laps = timers[0] if timers else None
-        self._timer.fill()
-        if laps is not None:
-            laps.lap(START)
-        cpu_s = time.thread_time()
-        images, labels = self.pixels.batch(
-            epoch, indices, self.settings.pin_memory and not self.on_device
-        )
-        cpu_s = time.thread_time() - cpu_s
-        if laps is not None:
-            laps.lap(_GATHER)
-        count = len(indices)
-        stamps = self._timer.end(count - read, batches=int(not read))
-        if self.gauge is not None:
-            # without reading
-            wall_s = stamps.made_s - stamps.begun_s
-            self.gauge.add(0, wall_s / count, cpu_s / count, count)
-        return HostBatch(images, labels, torch.from_numpy(indices), (), epoch, stamps)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -84,7 +85,8 @@ class ProcessFeed(Feed):
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
 
-    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        """As in ``Feed``."""
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
@@ -94,7 +96,7 @@ class ProcessFeed(Feed):
                 # torch looks for dead workers only when a wait is over: waits are short ones
                 batches._timeout = min(poll_s, self._poll_s)
                 watchdog.wait = 0
-                for batch in self._polls(batches):
+                for batch in self.polls(batches):
                     if batch is None:
                         if watchdog.fired:
                             raise TimeoutError
@@ -120,7 +122,7 @@ class ProcessFeed(Feed):
                     "loader.batch_size"
                 ) from error
 
-    def _polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
+    def polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
         """Iterates over ``batches``, and yields None for each of torch's waits that was in vain."""
         while True:
             try:
@@ -134,7 +136,7 @@ class ProcessFeed(Feed):
                 batch = None
             yield batch
 
-    def _begin(self, epoch: int) -> None:
+    def begin(self, epoch: int) -> None:
         """Starts the workers, or wakes persistent ones, for ``epoch`` in the background."""
         device: tuple[Any, ...] = ()
         if self.settings.pin_memory:
@@ -155,7 +157,7 @@ class ProcessFeed(Feed):
             if s.num_workers and s.start_method == "forkserver":
                 workers.start_server()
             self._loader = Loader(
-                **self._parts(),
+                **self.parts(),
                 num_workers=s.num_workers,
                 pin_memory=s.pin_memory,
                 prefetch_factor=s.prefetch_factor,
@@ -202,7 +204,8 @@ class ProcessFeed(Feed):
             # with the last writer goes the wait for the rest of a batch
             queue._writer.close()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """As in ``Feed``."""
         started = self._started
         self._started = None
         if started:
@@ -232,13 +235,13 @@ class ProcessFeed(Feed):
             self._pass._workers_done_event = threading.Event()
         self._pass = self._loader = None
 
-    def _parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         """Returns what torch's loader is made of: a key becomes a whole batch in the worker."""
         return {
             "dataset": _Batches(self._dataset, self.meter, self.gauge),
             "batch_sampler": self._keys,
             "collate_fn": _as_it_is,
-            "worker_init_fn": _enter_feed,
+            "worker_init_fn": partial(enter_worker, gives_way=True),
         }
 
 
@@ -303,14 +306,11 @@ def _as_it_is(batch: HostBatch) -> HostBatch:
     return batch
 
 
-def enter_worker(worker: int) -> None:
+def enter_worker(worker: int, gives_way: bool = False) -> None:
     """Prepares worker number ``worker`` in its own process."""
     workers.enter_worker()
-
-
-def _enter_feed(worker: int) -> None:
-    workers.enter_worker()
-    workers.give_way()
+    if gives_way:
+        workers.give_way()
 
 
 def _kill(running: list[BaseProcess]) -> None:

@@ -83,13 +83,15 @@ class ThreadFeed(Feed):
             threads = self._threads.resize(threads)
         self.settings = replace(self.settings, num_workers=threads)
 
-    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        """As in ``Feed``."""
         threads = self._threads
         if not primed or threads is None:
-            threads = self._begin(epoch)
+            threads = self.begin(epoch)
         return threads.batches(poll_s)
 
-    def _begin(self, epoch: int) -> BatchThreads:
+    def begin(self, epoch: int) -> BatchThreads:
+        """As in ``Feed``."""
         if self._threads is None:
             filler = partial(Filler, self._dataset, meter=self.meter, gauge=self.gauge)
             self._threads = BatchThreads(self, filler, self._dataset.image_size, self.settings)
@@ -97,7 +99,8 @@ class ThreadFeed(Feed):
         threads.begin(epoch, self.order.batches(epoch))
         return threads
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """As in ``Feed``."""
         if self._threads is not None:
             self._threads.close()
         self._threads = None

@@ -8,7 +8,6 @@ emulated device in place with ``emulate``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import queue
 import threading
@@ -157,6 +156,8 @@ class Cuda(Accelerator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.place = device
+        # by priority, from their first use on: making one starts CUDA
+        self._streams: dict[int, Any] = {}
 
     @property
     def name(self) -> str:
@@ -181,10 +182,11 @@ class Cuda(Accelerator):
         return torch.cuda.current_stream(self.device)
 
     def side_stream(self) -> Any:
-        return self._side
+        return self._stream(0)
 
     def idle_stream(self) -> Any:
-        return self._idle
+        # with a priority, or the stream might wait in a queue with others' work
+        return self._stream(-1)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -234,17 +236,14 @@ class Cuda(Accelerator):
         if state is not None:
             torch.cuda.set_rng_state(state, self.device)
 
-    @functools.cached_property
-    def _side(self) -> Any:
-        return torch.cuda.Stream(self.device)
-
-    @functools.cached_property
-    def _idle(self) -> Any:
-        # or it might wait in a queue with others' work
-        return torch.cuda.Stream(self.device, priority=-1)
+    def _stream(self, priority: int) -> Any:
+        if priority not in self._streams:
+            self._streams[priority] = torch.cuda.Stream(self.device, priority=priority)
+        return self._streams[priority]
 
 
 _KINDS: dict[str, type[Accelerator]] = {"cuda": Cuda, "mps": Mps}
+_known: dict[torch.device, Accelerator] = {}
 _emulated: list[Accelerator] = []
 
 
@@ -255,7 +254,7 @@ def of(device: torch.device | str) -> Accelerator:
         return _emulated[-1]
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    return _made(device)
+    return _known.setdefault(device, _KINDS.get(device.type, Accelerator)(device))
 
 
 def count() -> int:
@@ -271,8 +270,3 @@ def emulate(accelerator: Accelerator) -> Any:
         yield accelerator
     finally:
         _emulated.remove(accelerator)
-
-
-@functools.cache
-def _made(device: torch.device) -> Accelerator:
-    return _KINDS.get(device.type, Accelerator)(device)

@@ -193,7 +193,7 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
             )
         store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
         store.set_timeout(timeout)
-        _refuse_shared_gpu(store, rank, size, own.uuid)
+        refuse_shared_gpu(store, rank, size, own.uuid)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=own.place
         )
@@ -238,7 +238,7 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
     return device
 
 
-def _refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
+def refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
     """Stops every rank if two ranks have the same GPU; ``uuid`` is this rank's, None on a CPU.
 
     The ranks tell each other by ``store``: NCCL's own refusal names neither rank nor GPU.

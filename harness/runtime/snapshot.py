@@ -43,38 +43,34 @@ class Snapshot:
         self._others: list[tuple[Any, Any]] = []
         tensors: list[Tensor] = []
         for part in parts:
-            tensors += self._take(part)
+            if isinstance(part, nn.Module):
+                self._modes += [(module, module.training) for module in part.modules()]
+                # some modules put new buffers in their place
+                self._buffers += [(module, dict(module._buffers)) for module in part.modules()]
+                self._grads += [(parameter, parameter.grad) for parameter in part.parameters()]
+                tensors += [*part.parameters(), *part.buffers()]
+                tensors += [grad for each in part.parameters() if (grad := each.grad) is not None]
+            elif isinstance(part, Optimizer):
+                state = {parameter: dict(values) for parameter, values in part.state.items()}
+                self._optimizers.append((part, state, [dict(group) for group in part.param_groups]))
+                for held in (*state.values(), *part.param_groups):
+                    tensors += _tensors(held)
+            elif isinstance(part, GradScaler):
+                values = {
+                    key: value if isinstance(value, Tensor) else copy.copy(value)
+                    for key, value in vars(part).items()
+                }
+                # not its state_dict: two of its tensors are made when it is first used
+                self._scalers.append((part, values))
+                tensors += _tensors(values)
+            elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+                self._others.append((part, copy.deepcopy(part.state_dict())))
+            else:
+                raise TypeError(
+                    f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be "
+                    "put back"
+                )
         self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
-
-    def _take(self, part: Any) -> Iterator[Tensor]:
-        """Notes the structure of ``part``; returns the tensors whose values are to be copied."""
-        if isinstance(part, nn.Module):
-            self._modes += [(module, module.training) for module in part.modules()]
-            # some modules put new buffers in their place
-            self._buffers += [(module, dict(module._buffers)) for module in part.modules()]
-            self._grads += [(parameter, parameter.grad) for parameter in part.parameters()]
-            yield from (*part.parameters(), *part.buffers())
-            yield from (grad for each in part.parameters() if (grad := each.grad) is not None)
-        elif isinstance(part, Optimizer):
-            state = {parameter: dict(values) for parameter, values in part.state.items()}
-            self._optimizers.append((part, state, [dict(group) for group in part.param_groups]))
-            for held in (*state.values(), *part.param_groups):
-                yield from _tensors(held)
-        elif isinstance(part, GradScaler):
-            values = {
-                key: value if isinstance(value, Tensor) else copy.copy(value)
-                for key, value in vars(part).items()
-            }
-            # not its state_dict: two of its tensors are made when it is first used
-            self._scalers.append((part, values))
-            yield from _tensors(values)
-        elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-            self._others.append((part, copy.deepcopy(part.state_dict())))
-        else:
-            raise TypeError(
-                f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be put "
-                "back"
-            )
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -101,23 +101,23 @@ class Watchdog:
         self._over = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+        def look() -> None:
+            look_s = min(_LOOK_S, self._limit_s)
+            # counted by looks: a trainer that a scheduler has stopped was not waiting meanwhile
+            seen = None
+            waited_s = 0.0
+            while not self._over.wait(look_s):
+                if seen is not None and seen == self.wait:
+                    waited_s += look_s
+                else:
+                    waited_s = 0.0
+                seen = self.wait
+                if waited_s >= self._limit_s or (waited_s and signals.late()):
+                    self.fired = True
+                    self._free()
+
+        threading.Thread(target=look, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-
-    def _look(self) -> None:
-        look_s = min(_LOOK_S, self._limit_s)
-        # counted by looks: a trainer that a scheduler has stopped was not waiting meanwhile
-        seen = None
-        waited_s = 0.0
-        while not self._over.wait(look_s):
-            if seen is not None and seen == self.wait:
-                waited_s += look_s
-            else:
-                waited_s = 0.0
-            seen = self.wait
-            if waited_s >= self._limit_s or (waited_s and signals.late()):
-                self.fired = True
-                self._free()

@@ -180,10 +180,10 @@ class _Feed(ProcessFeed):
         self.gauge = gauge
         self.meter = None
 
-    def _polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
+    def polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
         size = self.settings.batch_size
         try:
-            for batch in super()._polls(batches):
+            for batch in super().polls(batches):
                 if batch is not None:
                     self._probes.last = batch
                     first = next(_tensors(batch), torch.empty(size, 0))
@@ -205,7 +205,7 @@ class _Feed(ProcessFeed):
                 raise LoaderError(text.splitlines()[-1]) from error
             raise BadSample("the data set", text.splitlines()[-1]) from error
 
-    def _parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         probes = self._probes
         dataset = probes.dataset
         if self.gauge is not None:
