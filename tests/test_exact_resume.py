@@ -113,7 +113,7 @@ def test_threads_that_come_and_go_change_nothing(
         "loader.num_workers=2",
     )
     run(composed(*common), tmp_path / "fixed")
-    ask, begin, running, luck = Boundary.ask, ThreadFeed._begin, set[ThreadFeed](), random.Random(0)
+    ask, begin, running, luck = Boundary.ask, ThreadFeed.begin, set[ThreadFeed](), random.Random(0)
 
     def begun(self: ThreadFeed, epoch: int) -> Any:
         running.add(self)

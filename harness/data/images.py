@@ -1,4 +1,4 @@
-"""Sample by sample, from where it lies to a row of a batch."""
+"""One sample at a time, from its source to a row of a batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from harness.watch.stages import Lap
 
 
 class ImageDataset:
-    """A source, decoded and transformed to ``image_size`` pixels; a sample depends on (seed, epoch,
-    index) alone.
-    """
+    """A source, decoded and transformed; a sample depends on (seed, epoch, index) alone."""
 
     def __init__(
         self,
@@ -33,6 +31,7 @@ class ImageDataset:
         self.cache = cache
         self.image_size = image_size
         self.seed = seed
+        self.classes = source.classes
         # the names that ``fill`` gives its laps, in order
         self.stages = ("read", "decode", *transform.stages)
 
@@ -40,38 +39,37 @@ class ImageDataset:
         return len(self.source)
 
     @property
-    def classes(self) -> tuple[str, ...]:
-        """As in ``Source``."""
-        return self.source.classes
-
-    @property
     def labels(self) -> np.ndarray:
-        """As in ``Source``, which may hold them in memory that workers share: they are not sent to
-        each of them.
-        """
+        """The labels of ``source``, which may hold them in memory that workers share."""
         return self.source.labels
 
     def where(self, i: int) -> str:
-        """As in ``Source``."""
+        """Returns where sample ``i`` lies, for messages."""
         return self.source.where(i)
 
     def fill(self, epoch: int, index: int, out: np.ndarray, lap: Lap | None = None) -> int:
-        """Write sample ``index`` as of ``epoch`` into ``out``, uint8 ``[3, image_size,
-        image_size]``; returns its label.
+        """Writes sample ``index`` of ``epoch`` into ``out``; returns its label.
 
-        ``lap`` is called at the end of each of the ``stages``, with its name. Several threads may
-        call at once.
+        Several threads may call at once.
+
+        Args:
+            epoch: chooses the sample's random numbers, with the index.
+            index: place in the source.
+            out: uint8 ``[3, image_size, image_size]``.
+            lap: called at the end of each of the ``stages``, with its name.
 
         Raises:
-            BadSample: the sample cannot be read, whatever the reason.
+            BadSample: the sample cannot be read, for any reason.
         """
         assert 0 <= index < len(self.source.labels)
         assert out.dtype == np.uint8 and out.shape == (3, self.image_size, self.image_size)
         try:
-            # looking into the cache is part of the first stage, and what the cache has is not
-            # decoded
-            pixels = self.cache.get(index) if self.cache is not None else None
-            image = self.source.read(index)[0] if pixels is None else pixels
+            # looking into the cache is part of the first stage; cached pixels are not decoded
+            pixels = None
+            if self.cache is not None:
+                pixels = self.cache.get(index)
+            if pixels is None:
+                image, _ = self.source.read(index)
             if lap is not None:
                 lap("read")
             if pixels is None:
@@ -85,8 +83,8 @@ class ImageDataset:
         except (BadSample, MemoryError):
             raise
         except Exception as error:
-            # a StopIteration that got out would end a worker's epoch in silence
-            reason = (
-                str(error) if isinstance(error, Undecodable) else f"{type(error).__name__}: {error}"
-            )
+            # any error: a StopIteration that got out would end a worker's epoch in silence
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, Undecodable):
+                reason = str(error)
             raise BadSample(self.where(index), reason) from error

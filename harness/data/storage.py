@@ -1,6 +1,4 @@
-"""Where samples lie: folders of files, arrays, parts of either; ``read(i)`` gives encoded bytes or
-pixels and a label.
-"""
+"""The sources of samples: folders of files, arrays, and parts of either."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _log = logging.getLogger(LOGGER)
 
 
 class Source(Protocol):
-    """What every data set gives; ``labels``, int64 ``[N]``, are places in ``classes``, the names."""
+    """A data set; ``labels``, int64 ``[N]``, are places in ``classes``, the names."""
 
     classes: tuple[str, ...]
     labels: np.ndarray
@@ -32,17 +30,14 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """Encoded bytes, or uint8 pixels ``[H, W, 3]``, and the label of sample ``i``, or
-        BadSample.
-        """
+        """Returns bytes or uint8 pixels ``[H, W, 3]``, and the label; raises BadSample."""
 
     def where(self, i: int) -> str:
-        """Where sample ``i`` lies, for messages."""
+        """Returns where sample ``i`` lies, for messages."""
 
 
 class FolderSource:
-    """The images below ``root`` with one folder for each class: ``root/class/**/file``, in the
-    order of their names.
+    """The images below ``root``, by name, with one folder for each class: ``root/class/**/file``.
 
     Hidden entries, everything that is not a regular file, folders named like images, links to
     folders and links that leave ``within`` (None: ``root``) are left out and counted by reason in
@@ -59,32 +54,31 @@ class FolderSource:
         self.root = os.path.abspath(root)
         _check_folder(self.root)
         limit = os.path.realpath(os.fsencode(within or self.root))
-        self._show(open_index(os.fsencode(self.root), limit, cache_root() / "index"))
+        index = open_index(os.fsencode(self.root), limit, cache_root() / "index")
+        self.__setstate__((self.root, index))
         left_out = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
         if left_out:
             _log.warning("%s: left out: %s", printable(self.root), left_out)
         images = np.bincount(self.labels, minlength=len(self.classes))
         empty = [name for name, count in zip(self.classes, images, strict=True) if not count]
         if empty or not self.classes:
-            what = f"no images in {listed(empty)}" if empty else "no class folders"
-            advice = (
-                f"(left out: {left_out or 'nothing'}); a data set has one folder for each "
-                "class, with its images"
+            what = "no class folders"
+            if empty:
+                what = f"no images in {listed(empty)}"
+            raise DataError(
+                f"{printable(self.root)}: {what} (left out: {left_out or 'nothing'}); a data set "
+                "has one folder for each class, with its images"
             )
-            raise DataError(f"{printable(self.root)}: {what} {advice}")
-
-    def _show(self, index: Index) -> None:
-        self.index = index
-        self.labels = index.labels
-        self.skipped = index.skipped
-        self.classes = tuple(map(os.fsdecode, index.folders))
 
     def __getstate__(self) -> tuple[str, Index]:
         return self.root, self.index
 
     def __setstate__(self, state: tuple[str, Index]) -> None:
-        self.root = state[0]
-        self._show(state[1])
+        self.root, self.index = state
+        index = self.index
+        self.labels = index.labels
+        self.skipped = index.skipped
+        self.classes = tuple(map(os.fsdecode, index.folders))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -93,11 +87,11 @@ class FolderSource:
         return os.path.join(os.fsencode(self.root), self.index.path(i))
 
     def where(self, i: int) -> str:
-        """The file's path; bytes that are not UTF-8 are escaped as ``os.fsdecode`` does."""
+        """Returns the path; bytes that are not UTF-8 are escaped as by ``os.fsdecode``."""
         return os.fsdecode(self._path(i))
 
     def read(self, i: int) -> tuple[bytes, int]:
-        """Returns the file's bytes, whatever they are, and its label.
+        """Returns the file's bytes and its label.
 
         Raises:
             BadSample: the file is gone or unreadable.
@@ -114,26 +108,21 @@ class FolderSource:
 
 def _check_folder(path: str) -> None:
     if not os.path.isdir(path):
-        what = "not a folder" if os.path.lexists(path) else "no such folder"
+        what = "no such folder"
+        if os.path.lexists(path):
+            what = "not a folder"
         raise DataError(
             f"data.root={printable(path)}: {what}; set it to the folder that holds the data set"
         )
 
 
 class ArraySource:
-    """Pixels in memory, ``images`` uint8 ``[N, H, W, 3]`` with integer ``labels`` ``[N]``; messages
-    call them ``name``.
-    """
+    """Pixels in memory: ``images`` uint8 ``[N, H, W, 3]`` with integer ``labels`` ``[N]``."""
 
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], name: str
     ) -> None:
-        assert (
-            images.dtype == np.uint8
-            and images.ndim == 4
-            and images.shape[3] == 3
-            and len(images) == len(labels)
-        )
+        assert images.dtype == np.uint8 and images.shape[3:] == (3,) and len(images) == len(labels)
         self.images = images
         self.labels = labels.astype(np.int64, copy=False)
         self.classes = tuple(classes)
@@ -144,10 +133,8 @@ class ArraySource:
             return self.__dict__
         # a worker maps the file too: a pickled map would be a copy of all pixels
         images = self.images
-        return {
-            **self.__dict__,
-            "images": (images.filename, np.uint8, "r", images.offset, images.shape),
-        }
+        place = (images.filename, np.uint8, "r", images.offset, images.shape)
+        return {**self.__dict__, "images": place}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -158,56 +145,46 @@ class ArraySource:
         return len(self.labels)
 
     def read(self, i: int) -> tuple[np.ndarray, int]:
-        """A view of the pixels, and the label."""
+        """Returns a view of the pixels, and the label."""
         return self.images[i], int(self.labels[i])
 
     def where(self, i: int) -> str:
-        """The array's name and the row."""
+        """Returns the array's name and the row."""
         return f"{self.name}[{i}]"
 
 
 class Subset:
-    """The samples of ``source`` at ``indices``, int64 ``[N]``, in that order; workers map the
-    numbers, as they do an index.
-    """
+    """The samples of ``source`` at ``indices``, int64 ``[N]``; workers map the numbers."""
 
     def __init__(self, source: Source, indices: np.ndarray) -> None:
-        self._show(
-            source,
-            in_memory(
-                "subset", np.stack([indices, source.labels[indices]]).astype(np.int64).tobytes()
-            ),
-        )
+        numbers = np.stack([indices, source.labels[indices]]).astype(np.int64)
+        self.__setstate__((source, in_memory("subset", numbers.tobytes())))
 
-    def _show(self, source: Source, file: MappedFile) -> None:
+    def __setstate__(self, state: tuple[Source, MappedFile]) -> None:
+        source, file = state
         self.source = source
         self.classes = source.classes
         self._file = file
-        self.indices, self.labels = np.frombuffer(
-            file.map, np.int64, len(file.map) // 16 * 2
-        ).reshape(2, -1)
+        numbers = np.frombuffer(file.map, np.int64, len(file.map) // 16 * 2)
+        self.indices, self.labels = numbers.reshape(2, -1)
 
     def __getstate__(self) -> tuple[Source, MappedFile]:
         return self.source, self._file
-
-    def __setstate__(self, state: tuple[Source, MappedFile]) -> None:
-        self._show(*state)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, i: int) -> tuple[bytes | np.ndarray, int]:
-        """As ``source`` reads it."""
+        """Returns what ``source`` reads."""
         return self.source.read(int(self.indices[i]))
 
     def where(self, i: int) -> str:
-        """As ``source`` names it."""
+        """Returns what ``source`` says."""
         return self.source.where(int(self.indices[i]))
 
 
 def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
-    """``source`` in two disjoint parts, the second with ``fraction`` of every class; the same for
-    the same ``seed``.
+    """Splits ``source`` in two by ``seed``; the second part has ``fraction`` of every class.
 
     Raises:
         DataError: a class has a single image, which cannot be in both.
@@ -232,16 +209,16 @@ def split(source: Source, fraction: float, seed: int) -> tuple[Subset, Subset]:
 def open_folder_splits(
     root: str | os.PathLike[str], split_fraction: float | None, seed: int
 ) -> tuple[Source, Source]:
-    """The training and the validation set below ``root``.
+    """Returns the training and the validation set below ``root``.
 
-    Either ``root/train`` with one of ``root/val``, ``valid`` or ``validation`` (``test`` where
-    there is none of these), or one tree of class folders, of which ``split_fraction`` (0..1) is
-    kept for validation, as ``seed`` chooses.
+    Either ``root/train`` with one of ``root/val``, ``valid`` or ``validation`` (``test`` without
+    any of them), or one tree of class folders, of which ``split_fraction`` (0..1) is kept for
+    validation, as ``seed`` chooses.
 
     Raises:
-        DataError: a folder is missing, ambiguous or not as ``FolderSource`` needs it, or the
-            classes differ.
-        ConfigError: ``split_fraction`` where ``root`` has both folders.
+        DataError: a folder is missing, ambiguous or refused by ``FolderSource``, or the classes
+            differ.
+        ConfigError: ``split_fraction`` is given, and ``root`` has both folders.
     """
     base = Path(root).expanduser().absolute()
     _check_folder(str(base))
@@ -269,7 +246,16 @@ def open_folder_splits(
     if split_fraction is not None:
         reason = f"has no effect: {shown} has train and {present[0]}; set it to null"
         raise ConfigError(f"data.split_fraction={split_fraction:g} {reason}")
-    train, val = (FolderSource(base / name, _limit(base, name)) for name in ("train", present[0]))
+    sources: list[FolderSource] = []
+    for name in ("train", present[0]):
+        # links may lead anywhere in ``base``; of a folder that is itself a link elsewhere, only
+        # into that folder
+        within = os.path.realpath(base)
+        folder = os.path.realpath(base / name)
+        if os.path.commonpath((within, folder)) != within:
+            within = folder
+        sources.append(FolderSource(base / name, within))
+    train, val = sources
     if train.classes != val.classes:
         only = [
             (part.root, sorted({*part.classes} - {*other.classes}))
@@ -282,19 +268,8 @@ def open_folder_splits(
     return train, val
 
 
-def _limit(base: Path, name: str) -> str:
-    """Where links below ``base/name`` may lead: all of ``base``, or its own folder where that is a
-    link elsewhere.
-    """
-    real_base = os.path.realpath(base)
-    real = os.path.realpath(base / name)
-    return real_base if os.path.commonpath((real_base, real)) == real_base else real
-
-
 def cache_root() -> Path:
-    """The folder for data that the program makes or fetches: $WELLFED_CACHE, else a user cache
-    folder.
-    """
+    """Returns the folder for data that the program makes or fetches, by $WELLFED_CACHE."""
     if own := os.environ.get("WELLFED_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wellfed"

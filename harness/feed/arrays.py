@@ -12,7 +12,6 @@ import torch
 
 from harness.data.images import ImageDataset
 from harness.feed.fill import Filler
-from harness.feed.gauge import Gauge
 from harness.feed.interface import ARRAYS as ARRAYS
 from harness.feed.interface import Feed, FeedSettings, FillableDataset, HostBatch, stages_of
 from harness.feed.order import AnyOrder
@@ -45,7 +44,6 @@ class ArrayFeed(Feed):
         dataset: its images have one form before crop and mirror.
         order: which samples make which batch.
         settings: of a feed without workers.
-        gauge: is told what each sample took this process, without reading.
         pixels: the data set's, to be shared with other feeds; None: this feed's own, on the host.
         readers: threads that read files; None: one for each usable core.
 
@@ -60,7 +58,6 @@ class ArrayFeed(Feed):
         dataset: FillableDataset,
         order: AnyOrder,
         settings: FeedSettings,
-        gauge: Gauge | None = None,
         pixels: InMemoryImages | None = None,
         readers: int | None = None,
     ) -> None:
@@ -72,15 +69,15 @@ class ArrayFeed(Feed):
         stages = (*stages_of(self.pixels.untransformed), _GATHER)
         self.meter = StageMeter(stages, readers + 1, shared=False)
         self._timer = self.meter.timer(readers)
-        self._gauge = gauge
         self._threads: BatchThreads | None = None
         # the batches to come, and the next one with how many of its images are being read
         self._coming: Iterator[np.ndarray] = iter(())
         self._next: tuple[np.ndarray, int] | None = None
 
-    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        """As in ``Feed``."""
         if not primed:
-            self._begin(epoch)
+            self.begin(epoch)
         coming = self._coming
         # until the end, or until the feed was closed
         while self._next is not None and self._coming is coming:
@@ -98,9 +95,30 @@ class ArrayFeed(Feed):
                 del read
             # threads read for the next batch while this one is used
             self._look_ahead()
-            yield self._batch(epoch, indices, missing)
 
-    def _begin(self, epoch: int) -> None:
+            # a batch is timed like a single sample: it has one stage
+            timers = self._timer.begin(1)
+            laps = timers[0] if timers else None
+            self._timer.fill()
+            if laps is not None:
+                laps.lap(START)
+            cpu_s = time.thread_time()
+            pin = self.settings.pin_memory and not self.on_device
+            images, labels = self.pixels.batch(epoch, indices, pin)
+            cpu_s = time.thread_time() - cpu_s
+            if laps is not None:
+                laps.lap(_GATHER)
+            count = len(indices)
+            # samples that threads have just read were counted by them
+            stamps = self._timer.end(count - missing, batches=int(not missing))
+            if self.gauge is not None:
+                wall_s = stamps.made_s - stamps.begun_s
+                self.gauge.add(0, wall_s / count, cpu_s / count, count)
+            yield HostBatch(images, labels, torch.from_numpy(indices), (), epoch, stamps)
+            del images, labels
+
+    def begin(self, epoch: int) -> None:
+        """As in ``Feed``."""
         self._coming = self.order.batches(epoch)
         self._look_ahead()
 
@@ -122,31 +140,10 @@ class ArrayFeed(Feed):
                 self._threads = BatchThreads(self, filler, dataset.image_size, settings)
             self._threads.begin(0, iter([missing]))
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """As in ``Feed``."""
         # the threads end; what they have read stays
         if self._threads is not None:
             self._threads.close()
         self._threads = None
         self._coming = iter(())
-
-    def _batch(self, epoch: int, indices: np.ndarray, read: int) -> HostBatch:
-        """Returns the batch of ``indices``, of which ``read`` were counted as they were read."""
-        # a batch is timed like a single sample: it has one stage
-        timers = self._timer.begin(1)
-        laps = timers[0] if timers else None
-        self._timer.fill()
-        if laps is not None:
-            laps.lap(START)
-        cpu_s = time.thread_time()
-        images, labels = self.pixels.batch(
-            epoch, indices, self.settings.pin_memory and not self.on_device
-        )
-        cpu_s = time.thread_time() - cpu_s
-        if laps is not None:
-            laps.lap(_GATHER)
-        count = len(indices)
-        stamps = self._timer.end(count - read, batches=int(not read))
-        if self._gauge is not None:
-            wall_s = stamps.made_s - stamps.begun_s
-            self._gauge.add(0, wall_s / count, cpu_s / count, count)
-        return HostBatch(images, labels, torch.from_numpy(indices), (), epoch, stamps)

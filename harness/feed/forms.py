@@ -36,7 +36,7 @@ from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 
 # the backends by name
-FORMS: dict[str, Callable[[FillableDataset, AnyOrder, FeedSettings, Gauge | None], Feed]] = {
+FORMS: dict[str, Callable[[FillableDataset, AnyOrder, FeedSettings], Feed]] = {
     PROCESSES: ProcessFeed,
     THREADS: ThreadFeed,
     ARRAYS: ArrayFeed,
@@ -156,7 +156,9 @@ class Feeds:
         if not again:
             self._cursor.begin = self._cursor.asked
         order = ProbeOrder(self._probe_order(), self._cursor, again)
-        return self._make(self.splits.train, order, settings, gauge)
+        feed = self._make(self.splits.train, order, settings)
+        feed.gauge = gauge
+        return feed
 
     def saw(self, batches: int) -> None:
         """Notes that the last probe has given ``batches``."""
@@ -223,7 +225,6 @@ class Feeds:
         dataset: ImageDataset | OwnDataset | FakeDataset,
         order: AnyOrder,
         settings: FeedSettings,
-        gauge: Gauge | None = None,
     ) -> Feed:
         if isinstance(dataset, FakeDataset):
             return SyntheticFeed(
@@ -233,5 +234,5 @@ class Feeds:
             if dataset not in self._pixels:
                 self._pixels[dataset] = InMemoryImages(dataset, self.world.device)
             readers = max(1, int(limits.measure(self.world.local_size).cores))
-            return ArrayFeed(dataset, order, settings, gauge, self._pixels[dataset], readers)
-        return FORMS[settings.backend](dataset, order, settings, gauge)
+            return ArrayFeed(dataset, order, settings, self._pixels[dataset], readers)
+        return FORMS[settings.backend](dataset, order, settings)

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from harness.config import LoaderConfig
+from harness.feed.gauge import Gauge
 from harness.feed.order import AnyOrder
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
@@ -80,17 +81,20 @@ class FeedSettings:
 class Feed(ABC):
     """Iterates over the batches of one epoch at a time; its length is that of the chosen epoch.
 
-    A new pass ends the pass before. A backend only says where the batches come from.
+    A new pass ends the pass before. A backend implements ``batches_of``, and ``begin`` and ``end`` if
+    it works ahead; consumers call ``iter`` or ``polled``, ``set_epoch``, ``prime`` and ``close``.
 
     Attributes:
         order: which samples make which batch.
         settings: how the batches are made.
         on_device: whether the images are on the device already, so that nothing is copied.
         meter: what the workers do; None without workers or without shared memory.
+        gauge: is told what each sample takes, for probes; to be set before the first pass.
     """
 
     on_device = False
     meter: StageMeter | None = None
+    gauge: Gauge | None = None
 
     def __init__(self, order: AnyOrder, settings: FeedSettings) -> None:
         self.order = order
@@ -119,7 +123,7 @@ class Feed(ABC):
         Never blocks. An error surfaces from ``next()``. Does nothing while another pass runs.
         """
         if self._running is None and self._primed is None:
-            self._begin(epoch)
+            self.begin(epoch)
             self._primed = epoch
 
     def __iter__(self) -> Iterator[HostBatch]:
@@ -146,7 +150,7 @@ class Feed(ABC):
         try:
             if not wanted:
                 return
-            for batch in self._batches(self._epoch, primed, poll_s):
+            for batch in self.batches_of(self._epoch, primed, poll_s):
                 if batch is not None:
                     if batch.errors:
                         raise BadSample(*batch.errors[0])
@@ -170,17 +174,17 @@ class Feed(ABC):
     def close(self) -> None:
         """Ends the workers; the next ``iter()`` starts new ones. Safe to call twice."""
         self._primed = self._running = None
-        self._end()
+        self.end()
 
     @abstractmethod
-    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
         """Iterates over ``epoch``, begun already if ``primed``; None stands for a vain wait."""
 
     # a backend that makes nothing ahead has nothing to begin or to end
-    def _begin(self, epoch: int) -> object:  # noqa: B027
+    def begin(self, epoch: int) -> object:  # noqa: B027
         """Begins the pass of ``epoch`` without waiting."""
 
-    def _end(self) -> None:  # noqa: B027
+    def end(self) -> None:  # noqa: B027
         """Ends what a pass has begun."""
 
 
@@ -199,7 +203,7 @@ class FillableDataset(Protocol):
     def __len__(self) -> int: ...
 
     def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
-        """Writes sample ``index`` of ``epoch`` into ``out``, uint8 ``[3, S, S]``; returns its label."""
+        """Writes a sample into ``out``, uint8 ``[3, S, S]``; returns its label."""
         ...
 
 

@@ -99,7 +99,20 @@ class InMemoryImages:
         if self.on_device:
             self._labels = self._labels.to(self._own.device)
         self._there = np.zeros(len(dataset), bool)
-        self._source = _rows_of(dataset)
+
+        # an array that holds the images already, if one does, and which rows of it
+        self._source: tuple[np.ndarray, np.ndarray] | None = None
+        source: Source = dataset.source
+        rows = np.arange(len(dataset))
+        while isinstance(source, Subset):
+            rows = source.indices[rows]
+            source = source.source
+        side = (dataset.image_size, dataset.image_size)
+        # a pad crop resizes only what has another size
+        resizes = _padding(dataset) is None and getattr(dataset.transform, "resize", None)
+        if not resizes and isinstance(source, ArraySource) and source.images.shape[1:3] == side:
+            self._source = source.images, rows
+
         # without the margin and the mirroring that the transform draws for each epoch
         self.untransformed = copy.copy(dataset)
         if isinstance(dataset.transform, TrainTransform):
@@ -202,17 +215,3 @@ class InMemoryImages:
     def _moved(self, array: np.ndarray) -> Tensor:
         # the host does not wait for the GPU
         return self._own.copy(self._own.pin(torch.from_numpy(array)))
-
-
-def _rows_of(dataset: ImageDataset) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns an array that holds the images before crop and mirror, and which rows of it."""
-    source: Source = dataset.source
-    rows = np.arange(len(dataset))
-    while isinstance(source, Subset):
-        rows = source.indices[rows]
-        source = source.source
-    side = dataset.image_size
-    resizes = _padding(dataset) is None and getattr(dataset.transform, "resize", None) is not None
-    if resizes or not isinstance(source, ArraySource) or source.images.shape[1:3] != (side, side):
-        return None
-    return source.images, rows

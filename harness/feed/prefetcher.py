@@ -56,7 +56,7 @@ class DataPrefetcher:
             any more; up to three batches of memory then stay with the prefetcher.
 
     Attributes:
-        first_wait_s: seconds that the first ``next()`` of the latest pass took; None before the first.
+        first_wait_s: seconds that the latest pass took for its first batch; None before.
 
     Raises:
         ValueError: ``mean`` and ``std`` do not fit each other, or, from ``next()``, the images.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -55,19 +56,13 @@ class ProcessFeed(Feed):
         ConfigError: from ``next()``, for a data set that cannot be pickled.
     """
 
-    def __init__(
-        self,
-        dataset: FillableDataset,
-        order: AnyOrder,
-        settings: FeedSettings,
-        gauge: Gauge | None = None,
-    ) -> None:
+    def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings) -> None:
         super().__init__(order, settings)
+        self._dataset = dataset
         self._keys = _Keys(order)
         # without shared memory the feed does without a meter
         with suppress(RuntimeError, OSError):
             self.meter = StageMeter(stages_of(dataset), settings.num_workers)
-        self._data = _Batches(dataset, self.meter, gauge)
         self._loader: Loader | None = None
         # torch's iterator of this pass, or of the last with persistent workers
         self._pass: Any = None
@@ -90,18 +85,18 @@ class ProcessFeed(Feed):
         if self.settings.num_workers and (self.settings.start_method != "fork" or self._workers):
             super().prime(epoch)
 
-    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        """As in ``Feed``."""
         given = 0
         with Watchdog(self.settings.timeout_s, self._free) as watchdog:
             try:
-                # a primed pass waits too long for a consumer that looks more often
-                if self._started and poll_s < _POLL_S:
-                    self._end()
                 started = self._started
                 self._started = None
-                batches = started.result() if started else self._start(epoch, poll_s)
+                batches: Any = started.result() if started else self._start(epoch)
+                # torch looks for dead workers only when a wait is over: waits are short ones
+                batches._timeout = min(poll_s, self._poll_s)
                 watchdog.wait = 0
-                for batch in self._polls(batches):
+                for batch in self.polls(batches):
                     if batch is None:
                         if watchdog.fired:
                             raise TimeoutError
@@ -127,11 +122,8 @@ class ProcessFeed(Feed):
                     "loader.batch_size"
                 ) from error
 
-    def _polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
-        """Iterates over ``batches``, and yields None for each of torch's waits that was in vain.
-
-        Torch looks for dead workers only when a wait is over, so that waits are short ones.
-        """
+    def polls(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch | None]:
+        """Iterates over ``batches``, and yields None for each of torch's waits that was in vain."""
         while True:
             try:
                 if (batch := next(batches, None)) is None:
@@ -144,7 +136,7 @@ class ProcessFeed(Feed):
                 batch = None
             yield batch
 
-    def _begin(self, epoch: int) -> None:
+    def begin(self, epoch: int) -> None:
         """Starts the workers, or wakes persistent ones, for ``epoch`` in the background."""
         device: tuple[Any, ...] = ()
         if self.settings.pin_memory:
@@ -153,29 +145,24 @@ class ProcessFeed(Feed):
             own = torch.accelerator
             device = (own.set_device_index, (own.current_device_index(),))
         pool = ThreadPoolExecutor(1, "prime", *device)
-        self._started = pool.submit(self._start, epoch, _POLL_S)
+        self._started = pool.submit(self._start, epoch)
         pool.shutdown(wait=False)
 
-    def _start(self, epoch: int, poll_s: float) -> Iterator[HostBatch]:
+    def _start(self, epoch: int) -> Iterator[HostBatch]:
         """Returns torch's iterator over ``epoch``, with its workers started."""
         s = self.settings
-        wait_s = 0.0
-        if s.num_workers:
-            wait_s = min(poll_s, _POLL_S, s.timeout_s or _POLL_S)
-        if self._loader is not None and self._loader.timeout != wait_s:
-            self._end_workers()
         if self._loader is None:
             # for the workers' sockets: a killed one would leave its own folder behind
             multiprocessing.util.get_temp_dir()
             if s.num_workers and s.start_method == "forkserver":
                 workers.start_server()
             self._loader = Loader(
-                **self._parts(),
+                **self.parts(),
                 num_workers=s.num_workers,
                 pin_memory=s.pin_memory,
                 prefetch_factor=s.prefetch_factor,
                 persistent_workers=s.persistent_workers,
-                timeout=wait_s,
+                timeout=self._poll_s if s.num_workers else 0,
                 multiprocessing_context=s.start_method if s.num_workers else None,
                 generator=torch.Generator(),
             )
@@ -188,7 +175,7 @@ class ProcessFeed(Feed):
                 raise
             # workers of an earlier pass that cannot answer at once, on a machine that was asleep
             self._end_workers()
-            return self._start(epoch, poll_s)
+            return self._start(epoch)
         except (PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"num_workers={s.num_workers}: the data set cannot be sent to worker processes "
@@ -203,6 +190,10 @@ class ProcessFeed(Feed):
         batches: Iterator[HostBatch] = self._pass
         return batches
 
+    @property
+    def _poll_s(self) -> float:
+        return min(_POLL_S, self.settings.timeout_s or _POLL_S)
+
     def _free(self) -> None:
         """Ends a wait in a read from a worker, which has no limit of its own."""
         queue = getattr(self._pass, "_worker_result_queue", None)
@@ -213,7 +204,8 @@ class ProcessFeed(Feed):
             # with the last writer goes the wait for the rest of a batch
             queue._writer.close()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """As in ``Feed``."""
         started = self._started
         self._started = None
         if started:
@@ -243,13 +235,13 @@ class ProcessFeed(Feed):
             self._pass._workers_done_event = threading.Event()
         self._pass = self._loader = None
 
-    def _parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         """Returns what torch's loader is made of: a key becomes a whole batch in the worker."""
         return {
-            "dataset": self._data,
+            "dataset": _Batches(self._dataset, self.meter, self.gauge),
             "batch_sampler": self._keys,
             "collate_fn": _as_it_is,
-            "worker_init_fn": _enter_feed,
+            "worker_init_fn": partial(enter_worker, gives_way=True),
         }
 
 
@@ -314,14 +306,11 @@ def _as_it_is(batch: HostBatch) -> HostBatch:
     return batch
 
 
-def enter_worker(worker: int) -> None:
+def enter_worker(worker: int, gives_way: bool = False) -> None:
     """Prepares worker number ``worker`` in its own process."""
     workers.enter_worker()
-
-
-def _enter_feed(worker: int) -> None:
-    workers.enter_worker()
-    workers.give_way()
+    if gives_way:
+        workers.give_way()
 
 
 def _kill(running: list[BaseProcess]) -> None:

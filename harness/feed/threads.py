@@ -22,7 +22,6 @@ import torch
 
 from harness.feed.buffers import BufferPool
 from harness.feed.fill import Errors, Filler
-from harness.feed.gauge import Gauge
 from harness.feed.interface import (
     ARRAYS,
     Feed,
@@ -60,20 +59,11 @@ class ThreadFeed(Feed):
         MemoryError: from ``next()``.
     """
 
-    def __init__(
-        self,
-        dataset: FillableDataset,
-        order: AnyOrder,
-        settings: FeedSettings,
-        gauge: Gauge | None = None,
-    ) -> None:
+    def __init__(self, dataset: FillableDataset, order: AnyOrder, settings: FeedSettings) -> None:
         super().__init__(order, settings)
         self.most_threads = max(settings.num_workers, 8, 4 * (os.cpu_count() or 1))
-        if gauge is not None:
-            self.most_threads = gauge.slots
         self.meter = StageMeter(stages_of(dataset), self.most_threads, shared=False)
-        self._filler = partial(Filler, dataset, meter=self.meter, gauge=gauge)
-        self._image_size = dataset.image_size
+        self._dataset = dataset
         self._threads: BatchThreads | None = None
 
     def resize(self, threads: int) -> None:
@@ -82,7 +72,7 @@ class ThreadFeed(Feed):
         If the system starts no more, a warning says so, and ``settings`` have the number reached.
 
         Raises:
-            ValueError: the feed has no threads, or the gauge or the meter has too few rows.
+            ValueError: the feed has no threads, or its meter has too few rows.
         """
         if not (self.settings.num_workers and 1 <= threads <= self.most_threads):
             raise ValueError(
@@ -93,20 +83,24 @@ class ThreadFeed(Feed):
             threads = self._threads.resize(threads)
         self.settings = replace(self.settings, num_workers=threads)
 
-    def _batches(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+    def batches_of(self, epoch: int, primed: bool, poll_s: float) -> Iterator[HostBatch | None]:
+        """As in ``Feed``."""
         threads = self._threads
         if not primed or threads is None:
-            threads = self._begin(epoch)
+            threads = self.begin(epoch)
         return threads.batches(poll_s)
 
-    def _begin(self, epoch: int) -> BatchThreads:
+    def begin(self, epoch: int) -> BatchThreads:
+        """As in ``Feed``."""
         if self._threads is None:
-            self._threads = BatchThreads(self, self._filler, self._image_size, self.settings)
+            filler = partial(Filler, self._dataset, meter=self.meter, gauge=self.gauge)
+            self._threads = BatchThreads(self, filler, self._dataset.image_size, self.settings)
         threads = self._threads
         threads.begin(epoch, self.order.batches(epoch))
         return threads
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """As in ``Feed``."""
         if self._threads is not None:
             self._threads.close()
         self._threads = None
@@ -206,7 +200,7 @@ class BatchThreads:
                 self._fail(LoaderError(text))
 
     def resize(self, threads: int) -> int:
-        """Starts or ends threads; returns how many there are, fewer if the system starts no more."""
+        """Starts or ends threads; returns their number, less if the system starts no more."""
         with self._lock:
             try:
                 self._start(threads)

@@ -1,5 +1,4 @@
-"""What differs among the devices that a network may run on: the one place that knows
-``torch.cuda``.
+"""The devices that a network may run on: the one place that knows ``torch.cuda``.
 
 On CUDA the host runs ahead: work is queued on streams, and events tell when the device has done it.
 Elsewhere nothing is queued that we could time, and the methods for streams do nothing. Tests put an
@@ -9,7 +8,6 @@ emulated device in place with ``emulate``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import queue
 import threading
@@ -20,9 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-# of a GPU's processors, within a third
-_CYCLES_PER_S = 1.8e9
 
 
 class Memory(NamedTuple):
@@ -41,7 +36,7 @@ class Memory(NamedTuple):
 
 
 class Accelerator:
-    """A device whose work is done when the call returns, as a CPU's is.
+    """A device whose work is done when the call returns, such as a CPU.
 
     Attributes:
         kind: cpu, cuda or mps.
@@ -71,83 +66,75 @@ class Accelerator:
 
     @property
     def uuid(self) -> str | None:
-        """What tells the device from all others of its kind; None: it is the only one."""
+        """Identifies the device among its kind; None: it is the only one."""
         return None
 
     def make_current(self) -> None:
-        """Make the device the calling thread's own."""
+        """Makes the device the calling thread's own."""
 
     def start(self, work: Callable[[], None], name: str) -> Any:
-        """Start a thread that does ``work``; returns it, to be joined."""
+        """Starts a thread that does ``work``; returns the thread."""
         thread = threading.Thread(target=work, name=name, daemon=True)
         thread.start()
         return thread
 
     def synchronize(self) -> None:
-        """Wait until the device has done what the current stream was given.
-
-        The host sleeps meanwhile.
-        """
+        """Sleeps until the device has done the work of the current stream."""
 
     def event(self, *, timed: bool = False) -> Any:
-        """Makes an event, on which the host sleeps and does not spin; ``timed`` ones can be told
-        apart in milliseconds.
-        """
+        """Returns an event on which the host sleeps; two ``timed`` ones have a distance in ms."""
         raise AssertionError(f"{self.kind} has no events")
 
     def stream(self) -> Any:
-        """The stream that work of the calling thread goes to."""
+        """Returns the stream that work of the calling thread goes to."""
 
     def side_stream(self) -> Any:
-        """The stream for copies, one for the life of the process: memory of one stream is not used
-        again on another.
+        """Returns the stream for copies.
+
+        There is one for the life of the process: memory of one stream is not used on another.
         """
 
     def idle_stream(self) -> Any:
-        """A stream that nothing runs on, so that the device passes its events at once."""
+        """Returns a stream that nothing runs on, so that its events are passed at once."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """A block whose work goes to ``stream``; None: the current one."""
+        """Opens a block whose work goes to ``stream``; None: the current stream."""
         return contextlib.nullcontext()
 
     def delay(self, seconds: float) -> None:
-        """Keep the device's current stream busy for about so long, and not the host."""
+        """Keeps the current stream busy for about ``seconds``, and not the host."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in the device's memory."""
         return tensor.device == self.device
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on the device; from page-locked memory the host does not wait for the copy."""
+        """Returns ``tensor`` on the device; the host does not wait if its memory is page-locked."""
         return tensor.to(self.device)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """``tensor`` in page-locked memory, where that makes copies to the device faster; else
-        itself.
-        """
+        """Returns ``tensor`` in page-locked memory, if that makes copies to the device faster."""
         return tensor
 
     def keep_for(self, stream: Any, tensor: Tensor) -> None:
-        """Keep the memory of ``tensor`` until ``stream`` has done the work that it was given so
-        far.
-        """
+        """Keeps the memory of ``tensor`` until ``stream`` has done its work so far."""
 
     def memory(self) -> Memory | None:
-        """The device's memory; None: it has none of its own."""
+        """Returns the bytes of the device's own memory; None without any."""
         return None
 
     def reset_peaks(self) -> None:
-        """Begin the peaks of ``memory`` again."""
+        """Begins the peaks of ``memory`` again."""
 
     def release(self) -> None:
-        """Give back the device memory and the page-locked memory that nobody uses."""
+        """Gives back unused device memory and page-locked memory."""
 
     def random_state(self) -> Tensor | None:
-        """The state of the device's own random generator; None: it has none."""
+        """Returns the state of the device's own random generator; None without any."""
         return None
 
     def set_random_state(self, state: Tensor | None) -> None:
-        """Take over what ``random_state`` returned."""
+        """Sets what ``random_state`` returned."""
 
 
 class Mps(Accelerator):
@@ -169,6 +156,8 @@ class Cuda(Accelerator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.place = device
+        # by priority, from their first use on: making one starts CUDA
+        self._streams: dict[int, Any] = {}
 
     @property
     def name(self) -> str:
@@ -193,17 +182,19 @@ class Cuda(Accelerator):
         return torch.cuda.current_stream(self.device)
 
     def side_stream(self) -> Any:
-        return self._side
+        return self._stream(0)
 
     def idle_stream(self) -> Any:
-        return self._idle
+        # with a priority, or the stream might wait in a queue with others' work
+        return self._stream(-1)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def delay(self, seconds: float) -> None:
         with torch.cuda.device(self.device):
-            torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
+            # cycles of a GPU's processors, within a third
+            torch.cuda._sleep(int(seconds * 1.8e9))
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self.device.index in (None, tensor.device.index)
@@ -245,50 +236,37 @@ class Cuda(Accelerator):
         if state is not None:
             torch.cuda.set_rng_state(state, self.device)
 
-    @functools.cached_property
-    def _side(self) -> Any:
-        return torch.cuda.Stream(self.device)
-
-    @functools.cached_property
-    def _idle(self) -> Any:
-        # or it might wait in a queue with others' work
-        return torch.cuda.Stream(self.device, priority=-1)
+    def _stream(self, priority: int) -> Any:
+        if priority not in self._streams:
+            self._streams[priority] = torch.cuda.Stream(self.device, priority=priority)
+        return self._streams[priority]
 
 
 _KINDS: dict[str, type[Accelerator]] = {"cuda": Cuda, "mps": Mps}
+_known: dict[torch.device, Accelerator] = {}
 _emulated: list[Accelerator] = []
 
 
 def of(device: torch.device | str) -> Accelerator:
-    """The accelerator behind ``device``; CUDA without an index is the current one."""
+    """Returns the accelerator behind ``device``; CUDA without an index is the current GPU."""
     device = torch.device(device)
     if _emulated and device.type in ("cpu", "cuda"):
         return _emulated[-1]
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    return _made(device)
+    return _known.setdefault(device, _KINDS.get(device.type, Accelerator)(device))
 
 
 def count() -> int:
-    """How many GPUs this process sees."""
+    """Returns the number of GPUs that this process sees."""
     return 1 if _emulated else torch.cuda.device_count()
-
-
-def gpu(index: int) -> torch.device:
-    """The device of the GPU at ``index``."""
-    return _emulated[-1].device if _emulated else torch.device("cuda", index)
 
 
 @contextlib.contextmanager
 def emulate(accelerator: Accelerator) -> Any:
-    """A block in which ``accelerator`` is the only GPU; for tests."""
+    """Opens a block in which ``accelerator`` is the only GPU; for tests."""
     _emulated.append(accelerator)
     try:
         yield accelerator
     finally:
         _emulated.remove(accelerator)
-
-
-@functools.cache
-def _made(device: torch.device) -> Accelerator:
-    return _KINDS.get(device.type, Accelerator)(device)

@@ -1,4 +1,4 @@
-"""Who am I: rank, world, device; how ranks start, meet and agree."""
+"""The ranks of a run: how they start, meet and agree, and the device of each."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from harness.runtime.launch import run_processes
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """What ranks do together; where it fails after a signal, that is why: another rank is gone
-    already.
+    """Opens a block in which ranks work together.
 
     Raises:
-        Interrupted: it failed, and a signal has come.
+        Interrupted: the block failed after a signal: another rank is gone already.
     """
     try:
         yield
@@ -61,9 +60,7 @@ class World:
 
     @_together()
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of ``values`` over all ranks, on every rank; a new tensor where there are
-        several.
-        """
+        """Returns the sum of ``values`` over all ranks; a new tensor with several ranks."""
         if self.size == 1:
             return values
         summed = values.clone()
@@ -72,7 +69,7 @@ class World:
 
     @_together()
     def agreed(self, value: Any) -> Any:
-        """Rank 0's ``value`` (any picklable object), on every rank."""
+        """Returns rank 0's ``value`` (any picklable object) on every rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -81,7 +78,7 @@ class World:
 
     @_together()
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (any picklable object) in the order of the ranks, on every rank."""
+        """Returns every rank's ``value`` (any picklable object), in the order of the ranks."""
         if self.size == 1:
             return [value]
         box = [None] * self.size
@@ -90,9 +87,7 @@ class World:
 
     @_together()
     def largest(self, *values: float) -> list[float]:
-        """The largest of each of ``values`` over all ranks, on every rank: whether any of them saw
-        a signal, say.
-        """
+        """Returns the largest of each of ``values`` over all ranks."""
         if self.size == 1:
             return list(values)
         box = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -101,38 +96,40 @@ class World:
         return found
 
     def smallest(self, value: float) -> float:
-        """The smallest ``value`` of all ranks, on every rank."""
+        """Returns the smallest ``value`` of all ranks."""
         return -self.largest(-value)[0]
 
     @_together()
     def copy_from_first(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give every rank the first rank's ``tensors``, in place."""
+        """Gives every rank the first rank's ``tensors``, in place."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     @_together()
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         if self.size > 1:
             dist.barrier()
 
 
 def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
-    """Run ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for, and
-    wait.
-    """
+    """Runs ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for."""
     if config.dist.name is DistName.spawn:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        os.environ["MASTER_PORT"] = str(_free_port())
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
         run_processes(worker, job, spawn_size(config), config.checkpoint.grace_s)
     else:
         worker(int(os.environ.get("LOCAL_RANK", "0")), job)
 
 
 def spawn_size(config: Config) -> int:
-    """How many processes ``dist=spawn`` starts on this node."""
-    gpus = accelerator.count() if config.device in ("auto", "cuda") else 0
+    """Returns how many processes ``dist=spawn`` starts on this node."""
+    gpus = 0
+    if config.device in ("auto", "cuda"):
+        gpus = accelerator.count()
     nprocs = config.dist.nprocs or gpus
     if nprocs == 0:
         raise ConfigError(
@@ -148,7 +145,7 @@ def spawn_size(config: Config) -> int:
 
 @contextmanager
 def joined(local_rank: int, config: Config) -> Iterator[World]:
-    """This rank's ``World``; the process group lives as long as the block.
+    """Opens a block in which this rank has a ``World`` and its process group.
 
     Raises:
         ConfigError: the device or the backend cannot be had, or ``dist=torchrun`` runs without
@@ -170,18 +167,33 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
                 f"dist={kind.name}: started by torchrun, whose processes would not meet; add "
                 "dist=torchrun"
             )
-        size = local_size = spawn_size(config) if kind is DistName.spawn else 1
         rank = local_rank
+        size = 1
+        if kind is DistName.spawn:
+            size = spawn_size(config)
+        local_size = size
     device = choose_device(config.device, local_rank, local_size)
     own = accelerator.of(device)
     own.make_current()
-    _set_threads(config, local_size)
+    # results are bitwise equal only at one number of threads: it is fixed for the whole run
+    threads = config.trainer.num_threads
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, int(limits.measure(local_size).cores))
+    if threads is not None:
+        torch.set_num_threads(threads)
     if size > 1:
         timeout = timedelta(seconds=config.dist.timeout_s)
-        backend = _backend(config.dist.backend, own)
+        backend = own.collective
+        if config.dist.backend is not DistBackend.auto:
+            backend = config.dist.backend.name
+        if backend == "nccl" and own.collective != "nccl":
+            raise ConfigError(
+                f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto "
+                "or gloo"
+            )
         store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
         store.set_timeout(timeout)
-        _refuse_shared_gpu(store, rank, size, own.uuid)
+        refuse_shared_gpu(store, rank, size, own.uuid)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=own.place
         )
@@ -193,7 +205,7 @@ def joined(local_rank: int, config: Config) -> Iterator[World]:
 
 
 def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
-    """The device that ``device=name`` means for this rank; never the CPU where a GPU was asked for.
+    """Returns the device that ``device=name`` means for this rank; never a CPU for a GPU.
 
     Raises:
         ConfigError: the name is unknown or the device is not there.
@@ -213,11 +225,12 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
         if device.index is not None and local_size > 1:
             raise ConfigError(f"device={name}: one device for {local_size} ranks; use device=cuda")
         # a launcher may show each rank its own GPU alone, as Slurm's --gpus-per-task=1 does
-        own_index = local_rank if count > 1 else 0
-        index = own_index if device.index is None else device.index
+        index = device.index
+        if index is None:
+            index = local_rank if count > 1 else 0
         if index >= count:
             raise ConfigError(f"device={name}: there is no device {index}; torch sees {count}")
-        return accelerator.gpu(index)
+        return accelerator.of(torch.device("cuda", index)).device
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps: torch sees no Apple GPU; use device=cpu or device=auto")
     if device.type not in ("cpu", "mps"):
@@ -225,61 +238,30 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
     return device
 
 
-def _refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
-    """Stop every rank where two of them have the same GPU; ``uuid`` is this rank's, None on a CPU.
+def refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
+    """Stops every rank if two ranks have the same GPU; ``uuid`` is this rank's, None on a CPU.
 
-    The ranks tell each other by ``store``: NCCL's own refusal, as it is joined, names neither rank
-    nor GPU.
+    The ranks tell each other by ``store``: NCCL's own refusal names neither rank nor GPU.
 
     Raises:
         ConfigError: names the ranks, the GPU and the way out.
     """
     store.set(f"gpu/{rank}", f"GPU {uuid} of {socket.gethostname()}" if uuid else "")
-    if rank == 0:
-        found: dict[bytes, list[str]] = {}
-        for other, gpu in enumerate(store.multi_get([f"gpu/{other}" for other in range(size)])):
+    found: dict[bytes, list[str]] = {}
+    for other, gpu in enumerate(store.multi_get([f"gpu/{other}" for other in range(size)])):
+        if gpu:
             found.setdefault(gpu, []).append(str(other))
-        shared = [
-            f"ranks {', '.join(ranks)} have {gpu.decode()}"
-            for gpu, ranks in found.items()
-            if gpu and len(ranks) > 1
-        ]
-        store.set("gpus", "; ".join(shared))
-    told = store.get("gpus").decode()
     store.set(f"told/{rank}", "")
-    if told:
+    shared = "; ".join(
+        f"ranks {', '.join(ranks)} have {gpu.decode()}"
+        for gpu, ranks in found.items()
+        if len(ranks) > 1
+    )
+    if shared:
         if rank == 0:
-            # the store may live in this process
+            # the store may live in this process: it must not end before the others know
             store.wait([f"told/{other}" for other in range(size)])
         raise ConfigError(
-            f"device: {told}; start one rank for each GPU that a node has, or show each rank "
+            f"device: {shared}; start one rank for each GPU that a node has, or show each rank "
             "another GPU"
         )
-
-
-def _set_threads(config: Config, local_size: int) -> None:
-    """Fix torch's threads for the whole run: results are bitwise equal only at one number of
-    threads.
-    """
-    wanted = config.trainer.num_threads
-    if wanted is None and "OMP_NUM_THREADS" not in os.environ:
-        wanted = max(1, int(limits.measure(local_size).cores))
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-
-
-def _backend(wanted: DistBackend, own: accelerator.Accelerator) -> str:
-    if wanted is DistBackend.auto:
-        return own.collective
-    if wanted is DistBackend.nccl and own.collective != "nccl":
-        raise ConfigError(
-            f"dist.backend=nccl: needs CUDA devices, and this run is on {own.kind}; use auto or "
-            "gloo"
-        )
-    return wanted.name
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

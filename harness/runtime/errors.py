@@ -1,6 +1,4 @@
-"""The ways a run may end badly, each with its exit code; ``described`` maps every error to one line
-and one code.
-"""
+"""The ways a run may end badly, each with its exit code; ``described`` gives the line and code."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from harness.config import ConfigError, explain
 
 
 class RunError(Exception):
-    """An end of the run that has a known cause; the text is one line that says what, where, why and
-    the way out.
-    """
+    """An end of the run with a known cause; the text is one line with the way out."""
 
     exit_code = 1
 
@@ -91,9 +87,7 @@ class Interrupted(RunError):
 
 
 def described(error: BaseException) -> tuple[str, int] | None:
-    """The line that a user sees and the exit code, or None for an error that is nobody's known
-    fault.
-    """
+    """Returns the line that a user sees and the exit code; None for an unknown cause."""
     cause: BaseException | None = error
     # libraries wrap what a callback of ours raised
     while cause is not None:
@@ -108,49 +102,43 @@ def described(error: BaseException) -> tuple[str, int] | None:
         return "stopped by signal 2", 130
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         first = str(error).split(". ")[0] or "the host has no memory left"
-        return (
-            (
-                f"{first}; lower loader.batch_size, or set trainer.precision=bf16 or "
-                "trainer.accumulate_steps"
-            ),
-            8,
+        advice = (
+            "lower loader.batch_size, or set trainer.precision=bf16 or trainer.accumulate_steps"
         )
+        return f"{first}; {advice}", 8
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.filename or 'the run folder'}: {error.strerror}; free some space", 7
     return None
 
 
 def told(error: BaseException) -> tuple[str, int]:
-    """The line that a user sees and the exit code; prints the traceback where the cause is not
-    known.
-    """
-    known = described(error)
-    if known is None:
-        traceback.print_exception(error)
-    return known or (f"{type(error).__name__}: {error}", 1)
+    """Returns the line and the exit code; prints the traceback of an unknown cause."""
+    if known := described(error):
+        return known
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}", 1
 
 
 def tell(failures: Sequence[BaseException]) -> int:
     """Prints a line for each failure; returns the first one's exit code, 0 without any."""
     lines = [told(failure) for failure in failures]
-    colours = (
-        sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    )
-    name = "\x1b[1;31merror:\x1b[0m" if colours else "error:"
+    name = "error:"
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
+        name = "\x1b[1;31merror:\x1b[0m"
     with contextlib.suppress(OSError):
-        # the exit code says it too
+        # nobody may read: the exit code says it too
         for text, _ in lines:
             print(f"{name} {text}", file=sys.stderr, flush=True)
     return lines[0][1] if lines else 0
 
 
 def tell_crashes() -> None:
-    """From now on a crash in native code prints where each thread of this process was."""
-    # without a stderr that has a file, as in a notebook, there is nowhere to print to
+    """Has a crash in native code print where each thread of this process was."""
+    # in a notebook, stderr has no file to print to
     with contextlib.suppress(OSError, RuntimeError):
         faulthandler.enable()
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters escaped, so that a file's name cannot drive the terminal."""
+    """Returns ``text`` with control characters escaped: a file's name cannot drive the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

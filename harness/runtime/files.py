@@ -1,6 +1,4 @@
-"""Files that this project writes and reads again: written whole, and not believed when they come
-back.
-"""
+"""Files that this project writes and reads again: written whole, and checked when read."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ _MOST_BYTES = 16 << 20
 # no number that is kept is so large, and an integer of JSON may be too long for a float
 _LARGEST = 1e18
 
-# the run's own, whose name stands in a file that is too heavy for the page to import
+# the run's logger: the file with its name is too heavy for the page to import
 _log = logging.getLogger("wellfed")
 
 
 def open_regular(path: AnyPath, flags: int = os.O_RDONLY) -> int:
-    """The descriptor of the regular file at ``path``; it never waits, as ``open`` does for a FIFO.
+    """Returns a descriptor of the regular file at ``path``; never waits, as for a FIFO.
 
     Raises:
         OSError: it cannot be opened, or is something else.
@@ -44,7 +42,7 @@ def open_regular(path: AnyPath, flags: int = os.O_RDONLY) -> int:
 
 
 def read_regular(path: AnyPath, most_bytes: int = sys.maxsize) -> bytes:
-    """The content of the regular file at ``path``.
+    """Returns the content of the regular file at ``path``.
 
     Raises:
         OSError: it cannot be read, is something else, or has more than ``most_bytes``.
@@ -56,17 +54,19 @@ def read_regular(path: AnyPath, most_bytes: int = sys.maxsize) -> bytes:
             raise OSError(f"more than {most_bytes >> 20} MiB")
         # most often all: a thread asks for the interpreter after each call
         data = os.read(file, size + 1)
+        if len(data) == size:
+            return data
+        # the file has grown or shrunk meanwhile, or is read in pieces
         parts = [data]
-        # it has grown or shrunk meanwhile, or it is read in pieces
-        while len(data) != size and parts[-1]:
+        while parts[-1]:
             parts.append(os.read(file, 1 << 20))
-        return data if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
     finally:
         os.close(file)
 
 
 def read_inside(folder: Path, name: str) -> bytes:
-    """The content of the file ``name`` of ``folder``, which no link may put somewhere else.
+    """Returns the content of the file ``name`` in ``folder``, to which no link may lead away.
 
     Raises:
         OSError: it cannot be read, is somewhere else, or is no regular file of at most 16 MiB.
@@ -78,7 +78,7 @@ def read_inside(folder: Path, name: str) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """The value in the JSON file at ``path``.
+    """Returns the value in the JSON file at ``path``.
 
     Raises:
         OSError: it cannot be read, or is no regular file of at most 16 MiB.
@@ -88,7 +88,7 @@ def read_json(path: Path) -> Any:
 
 
 def parsed(text: bytes) -> Any:
-    """The value that ``text`` has as JSON.
+    """Returns the value of ``text`` as JSON.
 
     Raises:
         ValueError: it is damaged.
@@ -100,14 +100,13 @@ def parsed(text: bytes) -> Any:
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """``value``, as JSON has it, as a ``kind``: dataclasses and tuples are made again, all else
-    must be one already.
+    """Returns ``value``, parsed from JSON, as a ``kind``, with dataclasses and tuples made again.
 
-    Where a dataclass has a float, null leaves its default. Texts are printable, numbers finite and
-    not negative.
+    For a float of a dataclass, null leaves the default. Texts are printable, numbers finite and not
+    negative.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is not of that kind.
         TypeError: null for a float without a default.
     """
     origin = get_origin(kind)
@@ -115,26 +114,29 @@ def typed(kind: Any, value: Any) -> Any:
     if isinstance(value, dict) and hasattr(kind, "__dataclass_fields__"):
         hints = get_type_hints(kind)
         if value.keys() == hints.keys():
-            given = {
-                name: item for name, item in value.items() if (hints[name], item) != (float, None)
-            }
-            return kind(**{name: typed(hints[name], item) for name, item in given.items()})
+            return kind(
+                **{
+                    name: typed(hints[name], item)
+                    for name, item in value.items()
+                    if (hints[name], item) != (float, None)
+                }
+            )
     elif isinstance(value, dict) and origin is Mapping:
         return {name: typed(inner[1], item) for name, item in value.items()}
     elif isinstance(value, list) and origin is tuple:
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         return tuple(typed(*pair) for pair in zip(kinds, value, strict=True))
     elif origin is UnionType:
-        return None if value is None else typed(inner[0], value)
-    elif (value in inner or type(value) in (kind, int if kind is float else kind)) and (
-        value.isprintable() if isinstance(value, str) else 0 <= value < _LARGEST
-    ):
-        return value
+        return value if value is None else typed(inner[0], value)
+    elif value in inner or type(value) is kind or (kind is float and type(value) is int):
+        fits = value.isprintable() if isinstance(value, str) else 0 <= value < _LARGEST
+        if fits:
+            return value
     raise ValueError("a value does not fit")
 
 
 def make_way(path: Path) -> None:
-    """Set aside what is no regular file at ``path``, and say so, for one is about to be made there."""
+    """Sets aside what is no regular file at ``path``, and logs it: a file will be made there."""
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             _log.warning("%s: not a regular file: made again", path)
@@ -142,10 +144,10 @@ def make_way(path: Path) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Remove what lies at ``path``, if anything does; a folder gets another name instead.
+    """Removes what lies at ``path``; a folder gets another name instead.
 
     Raises:
-        OSError: it cannot be done.
+        OSError: the system refuses.
     """
     try:
         path.unlink(missing_ok=True)
@@ -154,32 +156,32 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove what lies at ``path``, with all that is in it, as far as that can be done."""
-    shutil.rmtree(
-        path, ignore_errors=True
-    ) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    """Removes what lies at ``path``, with all that is inside, as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file's path: at the end of the block the file takes the place of ``path``.
+    """Opens a block with the path of a temporary file, which replaces ``path`` at the end.
 
-    Where the block fails, the file is removed and ``path`` stays as it was.
+    If the block fails, the temporary file is removed and ``path`` stays as it was.
     """
-    # Not named by the process alone: those of two machines may have the same number, and share the
-    # folder.
+    # not named by the process alone: two machines that share the folder may have the same number
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)
     finally:
-        # On a disk that fails, the first error is the one to tell.
+        # on a disk that fails, the first error is the one to tell
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write the file ``path``, whole or not at all."""
+    """Writes the file ``path``, whole or not at all."""
     with replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(data)
         file.flush()
@@ -187,7 +189,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in ``folder`` on the disk, as far as its file system can do that for a folder.
+    """Puts the names in ``folder`` on the disk, if the file system can do that for a folder.
 
     Raises:
         OSError: the disk has failed.

@@ -12,39 +12,38 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TextIO
 
 from harness.config import ConfigError, Mode
 from harness.runtime.errors import LockedError, described
 from harness.runtime.files import open_regular
 
 LOGGER = "wellfed"
-# for the folder that the first rank makes
-_WAIT = timedelta(seconds=60)
 
-# Open for as long as this process owns the folders.
+# open for as long as this process owns the folders
 _owned: dict[Path, ExitStack] = {}
 
 _log = logging.getLogger(LOGGER)
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the first rank of torchrun, or was not started by it."""
+    """Whether this process is the first rank, also without torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.train) -> str:
-    """The folder of a single run, owned by this process before Hydra writes into it; the same for
-    all ranks under torchrun.
+    """Returns the folder of a single run, the same for all ranks under torchrun.
 
-    A run without a name goes on in the folder that ``resume`` names, and with ``resume=auto`` in
-    the one that it had before torchrun restarted it.
+    The first rank owns the folder before Hydra writes into it. A run without a name goes on in the
+    folder that ``resume`` names, and with ``resume=auto`` in the folder that the run had before
+    torchrun restarted it.
 
     Raises:
         ConfigError: a folder of that name holds a run, and this one does not go on with it.
     """
     outputs = Path("outputs")
-    goes_on = resume if mode is Mode.train else None
+    goes_on = None
+    if mode is Mode.train:
+        goes_on = resume
     if name is None and goes_on not in (None, "auto") and Path(goes_on, "checkpoints").is_dir():
         folder = Path(goes_on)
     elif name is None:
@@ -62,15 +61,13 @@ def run_folder(name: str | None, resume: str | None = None, mode: Mode = Mode.tr
 
 
 def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
-    """What ``make`` returned in the first rank, in every rank of torchrun; without torchrun, what
-    it returns here.
+    """Returns what ``make`` returned in the first rank of torchrun; without torchrun, here.
 
-    It goes through the store that torchrun itself keeps, under a name of its own for each restart
-    of the workers. Where it is ``lasting``, ``make`` is given what it returned before the restart,
-    else None.
+    The value goes through the store that torchrun itself keeps, under another key for each restart
+    of the workers. ``make`` is given None, or if ``lasting`` what it returned before the restart.
 
     Raises:
-        ConfigError: the first rank could not make it, or torchrun keeps no store.
+        ConfigError: the first rank failed, or torchrun keeps no store.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
@@ -82,13 +79,19 @@ def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_WAIT
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=60),
     )
     kept = f"wellfed/folder/{run_id}"
     key = f"{kept}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if os.environ["RANK"] == "0":
+        before = None
+        if lasting and store.check([kept]):
+            before = store.get(kept).decode()
         try:
-            made = make(store.get(kept).decode() if lasting and store.check([kept]) else None)
+            made = make(before)
         except Exception as error:
             store.set(key, f"!{error}")
             raise
@@ -103,14 +106,14 @@ def shared(make: Callable[[str | None], str], *, lasting: bool = False) -> str:
 
 
 def sweep_folder(name: str | None) -> str:
-    """The folder of a sweep."""
-    return str(Path("multirun") / name if name is not None else new_folder(Path("multirun")))
+    """Returns the folder of a sweep."""
+    if name is None:
+        return str(new_folder(Path("multirun")))
+    return f"multirun/{name}"
 
 
 def new_folder(base: Path, now: datetime | None = None) -> Path:
-    """A folder ``base/<date>/<time>`` that no other run has, with a suffix where two start in one
-    second.
-    """
+    """Returns a new folder ``base/<date>/<time>``, with a suffix if two start in one second."""
     stamp = (now or datetime.now()).strftime("%Y-%m-%d/%H-%M-%S")
     try:
         (base / stamp).parent.mkdir(parents=True, exist_ok=True)
@@ -125,14 +128,14 @@ def new_folder(base: Path, now: datetime | None = None) -> Path:
 
 
 def own(folder: Path) -> Path:
-    """Make ``folder`` if need be and own it until this process ends; ``folder`` itself.
+    """Makes ``folder`` and owns it until this process ends; returns ``folder``.
 
-    The lock is the kernel's (``flock``): it goes with the process, also after SIGKILL, so that no
-    stale lock can stay.
+    The lock is the kernel's (``flock``), or on a file system without ``flock`` a socket's name: it
+    goes with the process, also after SIGKILL, so that no stale lock can stay.
 
     Raises:
         LockedError: another live run owns the folder.
-        ConfigError: it cannot be made or written to.
+        ConfigError: the folder cannot be made or written to.
     """
     path = folder.resolve() / ".lock"
     if path in _owned:
@@ -144,46 +147,36 @@ def own(folder: Path) -> Path:
         except OSError as error:
             raise _unusable(folder, error) from error
         handle = held.enter_context(open(lock, "r+", encoding="utf-8"))
-        if not _locked(path, handle, held):
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                _log.warning(
+                    "%s: no locks here (%s): only runs on this machine are kept out of the folder",
+                    path,
+                    error.strerror,
+                )
+                name = held.enter_context(socket.socket(socket.AF_UNIX))
+                name.bind(f"\0wellfed-{hashlib.sha256(os.fsencode(path)).hexdigest()}")
+        except OSError:
             owner = handle.read().strip() or "another process"
-            raise LockedError(f"{folder}: in use by {owner}; wait for it or set another run.name")
+            raise LockedError(
+                f"{folder}: in use by {owner}; wait for it or set another run.name"
+            ) from None
         handle.truncate(0)
         handle.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         handle.flush()
         _owned[path] = held.pop_all()
-    # Of a run that was killed.
+    # of a run that was killed
     for temporary in folder.glob(".*.tmp"):
         temporary.unlink(missing_ok=True)
     return folder
 
 
-def _locked(path: Path, handle: TextIO, held: ExitStack) -> bool:
-    """Whether the lock at ``path`` could be had; it goes when ``held`` is closed.
-
-    Where the file system has no ``flock``, a socket's name is the lock: the kernel keeps and frees
-    the name likewise.
-    """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        _log.warning(
-            "%s: no locks here (%s): only runs on this machine are kept out of the folder",
-            path,
-            error.strerror,
-        )
-    name = held.enter_context(socket.socket(socket.AF_UNIX))
-    try:
-        name.bind(f"\0wellfed-{hashlib.sha256(os.fsencode(path)).hexdigest()}")
-    except OSError:
-        return False
-    return True
-
-
 def refuse_used(folder: Path) -> None:
-    """Refuse a folder that holds a run already: a second one would mix with it.
+    """Refuses a folder that holds a run already: a second run would mix with the first.
 
     Raises:
         ConfigError: with the ways out.
@@ -204,24 +197,22 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
 
 @contextmanager
 def logging_failure(folder: Path) -> Iterator[None]:
-    """Write the error that ends the block into the log in ``folder``, with its traceback where its
-    cause is not known.
-    """
+    """Opens a block whose error is logged in ``folder``, with the traceback of an unknown cause."""
     try:
         yield
     except BaseException as error:
-        known = described(error)
-        text = known[0] if known else "".join(traceback.format_exception(error)).rstrip()
+        text = "".join(traceback.format_exception(error)).rstrip()
+        if known := described(error):
+            text = known[0]
         record = logging.LogRecord(LOGGER, logging.ERROR, "", 0, "%s", (text,), None)
-        # it may be the disk that has failed, and the error is told on the console too
+        # the disk may have failed, and the console tells the error too
         with suppress(OSError), closing(_file(folder, int(os.environ.get("RANK", "0")))) as handler:
             handler.handle(record)
         raise
 
 
 def _file(folder: Path, rank: int) -> logging.FileHandler:
-    """What writes into the log of ``rank``."""
-    name = "train.log" if rank == 0 else f"train-rank{rank}.log"
+    name = f"train-rank{rank}.log" if rank else "train.log"
     handler = logging.FileHandler(folder / name, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     return handler
@@ -229,9 +220,7 @@ def _file(folder: Path, rank: int) -> logging.FileHandler:
 
 @contextmanager
 def logging_to(folder: Path, rank: int = 0) -> Iterator[logging.Logger]:
-    """Send the project's log to ``train.log`` in ``folder`` inside the block; other ranks have a
-    file each.
-    """
+    """Opens a block in which the log goes to ``folder``, to one file for each rank."""
     logger = logging.getLogger(LOGGER)
     handler = _file(folder, rank)
     former = logger.level, logger.propagate

@@ -8,13 +8,14 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 
 import psutil
 
-# how much, and where that is said
+# the amount, and where it was read
 _Figure = tuple[float, str]
 # what psutil raises where /proc is missing, or hides something
 _DENIED = (psutil.Error, OSError, RuntimeError)
@@ -29,11 +30,10 @@ class Limits:
             ranks that share it.
         memory_bytes: memory that can still be taken before something is killed, divided over the
             ranks of this node.
-        shm_bytes: free shared memory, divided over the ranks of this node; None where there is no
-            /dev/shm.
+        shm_bytes: free shared memory, divided over the ranks of this node; None without /dev/shm.
         open_files: file descriptors that one process may hold.
-        files_open: file descriptors that this process holds already; 0 where it may not be asked.
-        sources: by name of the figures above, where each was read, in words.
+        files_open: file descriptors that this process holds already; 0 if the system hides it.
+        sources: where each of these figures was read, by name.
     """
 
     cores: float
@@ -45,51 +45,52 @@ class Limits:
 
 
 def measure(local_ranks: int = 1, root: Path = Path("/"), reserved_bytes: int = 0) -> Limits:
-    """The limits of one of ``local_ranks`` equal ranks, read under ``root`` (the file system's, or
-    a test's).
+    """Returns the limits of one of ``local_ranks`` equal ranks of this node.
 
-    ``reserved_bytes`` of the memory that is free are promised to something that all ranks share.
+    Args:
+        local_ranks: ranks that share the node.
+        root: of the file system, or a test's.
+        reserved_bytes: of the free memory, promised to something that all ranks share.
     """
     groups = control_groups(root)
-    shm = root / "dev/shm"
-    # srun binds each of its tasks to cores of its own: where the ranks are its tasks, affinity is
-    # one rank's already. Under a launcher that is one task, or in a batch script, which is no step
-    # of srun, all ranks share what this process sees.
-    tasks = _slurm("STEP_TASKS_PER_NODE") or 1
-    together = math.ceil(local_ranks / tasks)
-    ranks = together * tasks
+    # Under srun each rank has cores of its own, and affinity is that of one rank. Under torchrun or
+    # in a batch script, which is no step of srun, all local ranks share what this process sees.
+    tasks = _slurm("STEP_TASKS_PER_NODE")
+    together = math.ceil(local_ranks / (tasks or 1))
+    ranks = together * (tasks or 1)
+
     cores, cores_from = min(_cores(groups, together, ranks), key=itemgetter(0))
-    left = [_machine_memory(), *map(_memory_left, groups), *_slurm_memory(ranks)]
-    free_bytes, free_from = min(left, key=itemgetter(0))
-    memory, memory_from = _over(ranks, (free_bytes - reserved_bytes, free_from))
-    free = _over(ranks, (shutil.disk_usage(shm).free, f"free in {shm}")) if shm.is_dir() else None
+    free_bytes, free_from = min(_memory(groups, ranks), key=itemgetter(0))
+    memory = _over(ranks, (free_bytes - reserved_bytes, free_from))
+    shm = root / "dev/shm"
+    shm_bytes = None
+    shm_from = f"no {shm}"
+    if shm.is_dir():
+        free, shm_from = _over(ranks, (shutil.disk_usage(shm).free, f"free in {shm}"))
+        shm_bytes = int(free)
+    files_open = 0
+    with suppress(*_DENIED):
+        files_open = psutil.Process().num_fds()
     return Limits(
         cores=cores,
-        memory_bytes=max(0, int(memory)),
-        shm_bytes=None if free is None else int(free[0]),
+        memory_bytes=max(0, int(memory[0])),
+        shm_bytes=shm_bytes,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        files_open=_files_open(),
+        files_open=files_open,
         sources={
             "cores": cores_from,
-            "memory_bytes": memory_from,
-            "shm_bytes": f"no {shm}" if free is None else free[1],
+            "memory_bytes": memory[1],
+            "shm_bytes": shm_from,
             "open_files": "soft limit (ulimit -n)",
         },
     )
 
 
-def _over(ranks: int, figure: _Figure) -> _Figure:
-    total, source = figure
-    return total / ranks, source if ranks == 1 else f"{source}, over {ranks} ranks"
-
-
 def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
-    """What one rank has of each bound on cores: its task's, shared by ``together`` ranks, and the
-    node's, by ``ranks``.
-    """
-    affinity = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Yields one rank's part of each bound: a task's, for ``together`` ranks, or the node's."""
+    affinity = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        affinity = len(os.sched_getaffinity(0))
     yield _over(together, (affinity, "affinity"))
     # a batch script is none of the job's tasks
     if _slurm("STEP_TASKS_PER_NODE") and (task := _slurm("CPUS_PER_TASK")):
@@ -97,36 +98,66 @@ def _cores(groups: list[Path], together: int, ranks: int) -> Iterator[_Figure]:
     if node := _slurm("CPUS_ON_NODE"):
         yield _over(ranks, (node, "SLURM_CPUS_ON_NODE"))
     for folder in groups:
-        yield _over(ranks, _quota(folder))
+        # version 2 has quota and period in one file
+        where = folder / "cpu.max"
+        quota = words(where)
+        if len(quota) != 2:
+            where = folder / "cpu.cfs_quota_us"
+            quota = words(where) + words(folder / "cpu.cfs_period_us")
+        if len(quota) == 2 and quota[0] not in ("max", "-1"):
+            yield _over(ranks, (int(quota[0]) / int(quota[1]), f"quota in {where}"))
 
 
-def _slurm_memory(ranks: int) -> Iterator[_Figure]:
-    """What the job may take on this node less what ``ranks`` like this one have; Slurm may count
-    without a control group.
-    """
-    granted: list[_Figure] = []
-    if node := _slurm("MEM_PER_NODE"):
-        granted.append((node * 2**20, "SLURM_MEM_PER_NODE"))
-    if (each := _slurm("MEM_PER_CPU")) and (cores := _slurm("CPUS_ON_NODE")):
-        granted.append((each * cores * 2**20, "SLURM_MEM_PER_CPU"))
-    for total, source in granted:
-        yield total - ranks * psutil.Process().memory_info().rss, source
+def _memory(groups: list[Path], ranks: int) -> Iterator[_Figure]:
+    """Yields what each bound leaves to all ranks."""
+    try:
+        yield psutil.virtual_memory().available, "free and cache (MemAvailable)"
+    except _DENIED:
+        yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "free (sysconf)"
+
+    for folder in groups:
+        for limit_name, used_name, cache_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit = words(folder / limit_name)
+            used = words(folder / used_name)
+            if limit and used and limit[0] != "max":
+                stat = words(folder / "memory.stat")
+                # given back before any kill
+                cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))
+                left = int(limit[0]) - max(0, int(used[0]) - cache)
+                yield left, f"limit less use in {folder / limit_name}"
+                break
+
+    # Slurm may count memory without a control group; ranks like this one have some already
+    granted = {
+        "SLURM_MEM_PER_NODE": _slurm("MEM_PER_NODE"),
+        "SLURM_MEM_PER_CPU": (_slurm("MEM_PER_CPU") or 0) * (_slurm("CPUS_ON_NODE") or 0),
+    }
+    for source, mib in granted.items():
+        if mib:
+            yield mib * 2**20 - ranks * psutil.Process().memory_info().rss, source
+
+
+def _over(ranks: int, figure: _Figure) -> _Figure:
+    total, source = figure
+    if ranks > 1:
+        source += f", over {ranks} ranks"
+    return total / ranks, source
 
 
 def _slurm(name: str) -> int | None:
-    """The number in ``SLURM_<name>``, such as 8, or 4 in ``4(x2)``; None where it is absent, zero
-    or not one number.
-    """
+    """Returns the number in ``SLURM_<name>``, such as 4 in ``4(x2)``; None for zero or a list."""
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get(f"SLURM_{name}", ""))
     return int(match[1]) or None if match else None
 
 
 def control_groups(root: Path = Path("/")) -> list[Path]:
-    """The folders of this process's control groups and all their ancestors, of version 1 and 2,
-    each group before its parent.
+    """Returns the folders of this process's control groups, version 1 and 2, and their ancestors.
 
-    In a container the groups' names may be the host's and lie nowhere below the mount; its own
-    group is then the mount itself.
+    Each group comes before its parent. In a container the groups' names may be the host's and lie
+    nowhere below the mount; the container's own group is then the mount itself.
     """
     try:
         # a name is any bytes
@@ -136,62 +167,16 @@ def control_groups(root: Path = Path("/")) -> list[Path]:
     found: list[Path] = []
     for line in lines:
         _, controllers, inside = line.split(":", 2)
-        wanted = [c for c in controllers.split(",") if c in ("cpu", "memory")]
-        bases = (
-            [root / "sys/fs/cgroup" / name for name in wanted]
-            if controllers
-            else [root / "sys/fs/cgroup"]
-        )
-        for base in bases:
+        # version 2 names no controllers
+        wanted = [c for c in controllers.split(",") if c in ("", "cpu", "memory")]
+        for base in (root / "sys/fs/cgroup" / name for name in wanted):
             folder = base / inside.lstrip("/")
             found += [f for f in (folder, *folder.parents) if f == base or base in f.parents]
     return found
 
 
-def _quota(folder: Path) -> _Figure:
-    two = words(folder / "cpu.max")
-    if len(two) == 2 and two[0] != "max":
-        return int(two[0]) / int(two[1]), f"quota in {folder / 'cpu.max'}"
-    quota = words(folder / "cpu.cfs_quota_us")
-    period = words(folder / "cpu.cfs_period_us")
-    if quota and period and int(quota[0]) > 0:
-        return int(quota[0]) / int(period[0]), f"quota in {folder / 'cpu.cfs_quota_us'}"
-    return math.inf, "no quota"
-
-
-def _machine_memory() -> _Figure:
-    try:
-        return psutil.virtual_memory().available, "free and cache (MemAvailable)"
-    except _DENIED:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "free (sysconf)"
-
-
-def _files_open() -> int:
-    try:
-        return psutil.Process().num_fds()
-    except _DENIED:
-        return 0
-
-
-def _memory_left(folder: Path) -> _Figure:
-    for limit_name, used_name, cache_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        limit = words(folder / limit_name)
-        used = words(folder / used_name)
-        if limit and used and limit[0] != "max":
-            stat = words(folder / "memory.stat")
-            # given back before any kill
-            cache = int(dict(zip(stat[::2], stat[1::2], strict=False)).get(cache_name, 0))
-            return int(limit[0]) - max(
-                0, int(used[0]) - cache
-            ), f"limit less use in {folder / limit_name}"
-    return math.inf, "no limit"
-
-
 def words(path: Path) -> list[str]:
-    """The words of a small file of the kernel's; none where it cannot be read."""
+    """Returns the words of a small file of the kernel's; none if it cannot be read."""
     try:
         return path.read_text().split()
     except OSError:

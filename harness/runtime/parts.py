@@ -1,4 +1,4 @@
-"""What a user brings: a function of their own, which a setting names as ``module:function``."""
+"""Functions that a user brings, which a setting names as ``module:function``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def is_own(name: str) -> bool:
 
 
 def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
-    """What the user's function ``name`` returns for ``given`` and those of ``more`` that it takes.
+    """Calls the user's function ``name`` with ``given`` and those of ``more`` that it takes.
 
     Errors that have a line and an exit code of their own pass as they are.
 
@@ -33,8 +34,14 @@ def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
         ConfigError: there is no such function, or it failed; the line names the ``setting``.
     """
     function = _found(setting, name)
+    taken: dict[str, Any] = {}
+    # a function written in C may have no signature
+    with suppress(TypeError, ValueError):
+        parameters = inspect.signature(function).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        taken = {name: more[name] for name in more if takes_all or name in parameters}
     try:
-        return function(*given, **_taken(function, more))
+        return function(*given, **taken)
     except (RunError, ConfigError):
         raise
     except Exception as error:
@@ -42,7 +49,7 @@ def call(setting: str, name: str, *given: Any, **more: Any) -> Any:
 
 
 def digest(name: str) -> str:
-    """A digest of the file of the user's function ``name``, which has been called.
+    """Returns a digest of the file of the function ``name``, which has been called.
 
     What that file imports does not count.
     """
@@ -51,7 +58,7 @@ def digest(name: str) -> str:
 
 
 def told(error: Exception) -> str:
-    """``error`` in one line, with the last line of the user's own code that it went through."""
+    """Returns ``error`` in one line, with the last line of the user's own code in its traceback."""
     libraries = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
     called = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in called if not frame.filename.startswith(libraries)]
@@ -61,9 +68,9 @@ def told(error: Exception) -> str:
 
 
 def _found(setting: str, name: str) -> Callable[..., Any]:
-    """The function ``name``, of the environment or the current folder."""
+    """Returns the function ``name``, of the environment or the current folder."""
     module, _, path = name.partition(":")
-    # Last, so that a file of the user's hides no library. Workers are given the same places.
+    # at the end, so that a user's file hides no library; workers are given the same places
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -87,14 +94,3 @@ def _found(setting: str, name: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting}={name}: {path} is of type {kind}, not a function ({where})")
     function: Callable[..., Any] = found
     return function
-
-
-def _taken(function: Callable[..., Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``more`` that ``function`` takes by name."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in C
-        return {}
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return more
-    return {name: value for name, value in more.items() if name in parameters}

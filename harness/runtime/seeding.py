@@ -1,4 +1,4 @@
-"""Randomness that depends on what is computed, never on who computes it or when.
+"""Randomness that depends on what is computed, never on the worker or the time.
 
 Everything random about a sample comes from ``SampleRng(seed, epoch, index)``, so that workers,
 order of arrival and tuning cannot change what the model sees. Torch's global generators serve the
@@ -19,9 +19,8 @@ import torch
 
 from harness.runtime import accelerator
 
-# streams: two uses of one (seed, epoch) must not share random numbers
-_ORDER = 1
-# what is done to a sample on its own; what is done to whole batches, sample by sample
+# Streams: two uses of one (seed, epoch) must not share random numbers. Stream 1 is the order's;
+# what is done to a sample alone and what is done to whole batches have one each.
 SAMPLE = 2
 BATCH = 3
 _MASK = 2**64 - 1
@@ -45,24 +44,25 @@ class SampleRng:
         self._state = _mixed((_start(seed, epoch, stream) + index) & _MASK)
 
     def random(self) -> float:
-        """Uniform in [0, 1)."""
+        """Returns a number in [0, 1)."""
         self._state = (self._state + _GAMMA) & _MASK
         return (_mixed(self._state) >> 11) * 2.0**-53
 
     def uniform(self, low: float, high: float) -> float:
-        """Uniform between ``low`` and ``high``."""
+        """Returns a number between ``low`` and ``high``."""
         return low + (high - low) * self.random()
 
     def randrange(self, stop: int) -> int:
-        """One of 0 to ``stop`` - 1, for ``stop`` far below 2**53."""
+        """Returns one of 0 to ``stop`` - 1, for ``stop`` far below 2**53."""
         return int(stop * self.random())
 
 
 def uniforms(
     seed: int, epoch: int, indices: np.ndarray, draws: int, stream: int = SAMPLE
 ) -> np.ndarray:
-    """The first ``draws`` numbers of each sample's ``SampleRng``: float64 ``[len(indices), draws]``
-    in [0, 1).
+    """Returns the first ``draws`` numbers of each sample's ``SampleRng``, in [0, 1).
+
+    They are float64 ``[len(indices), draws]``.
     """
     with np.errstate(over="ignore"):
         states = _mixed_array(np.uint64(_start(seed, epoch, stream)) + indices.astype(np.uint64))
@@ -90,24 +90,24 @@ def _mixed_array(z: np.ndarray) -> np.ndarray:
 
 
 def order_rng(seed: int, epoch: int) -> np.random.Generator:
-    """The generator of an epoch's sample order (Philox: the same numbers on every platform)."""
+    """Returns the generator of an epoch's order (Philox: the same numbers on every platform)."""
     assert 0 <= seed < 2**32 and 0 <= epoch < 2**32
-    return np.random.Generator(np.random.Philox(_ORDER << 112 | seed << 80 | epoch << 48))
+    return np.random.Generator(np.random.Philox(1 << 112 | seed << 80 | epoch << 48))
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seed Python's, numpy's and torch's global generators, those of all devices among them.
+    """Seeds Python's, numpy's and torch's global generators, also those of the devices.
 
     Args:
         seed: the run's seed.
-        deterministic: let torch use deterministic kernels only; else cuDNN may choose its kernels
-            by trying them.
+        deterministic: let torch use deterministic kernels only; else cuDNN may try kernels and
+            choose the fastest.
     """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:
-        # cuBLAS asks for it
+        # cuBLAS is deterministic only with a fixed workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
@@ -115,11 +115,10 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
 @contextmanager
 def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """A block in which the host's global random states follow from a sample's key alone; then they
-    are as before.
+    """Opens a block in which the host's global random states follow from a sample's key alone.
 
-    For code that draws from them, as torchvision's transforms do. No other thread may draw
-    meanwhile.
+    For code that draws from the global generators, such as torchvision's transforms. No other
+    thread may draw meanwhile.
     """
     former = random_state()
     key = SampleRng(seed, epoch, index).randrange(2**32)
@@ -134,12 +133,14 @@ def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 
 def random_state(device: torch.device | None = None) -> dict[str, Any]:
-    """All global random states as plain containers and tensors, which
-    ``torch.load(weights_only=True)`` accepts.
+    """Returns all global random states, in a form for ``torch.load(weights_only=True)``.
 
-    Of the GPUs it holds ``device`` alone. Ranks start from one seed and draw alike, so the first
-    rank's state serves all.
+    Of the GPUs, that is the state of ``device`` alone. Ranks start from one seed and draw alike, so
+    the first rank's state serves all.
     """
+    cuda = None
+    if device is not None:
+        cuda = accelerator.of(device).random_state()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -151,27 +152,17 @@ def random_state(device: torch.device | None = None) -> dict[str, Any]:
             "cached": float(cached),
         },
         "torch": torch.get_rng_state(),
-        "cuda": accelerator.of(device).random_state() if device is not None else None,
+        "cuda": cuda,
     }
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Set all global random states, and that of ``device`` if it is a GPU, to what ``random_state``
-    returned.
-    """
+    """Sets all global random states, and that of a GPU, to what ``random_state`` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    numpy_state = state["numpy"]
-    keys = numpy_state["keys"].numpy().astype(np.uint32)
-    np.random.set_state(
-        (
-            numpy_state["kind"],
-            keys,
-            numpy_state["position"],
-            numpy_state["has_gauss"],
-            numpy_state["cached"],
-        )
-    )
+    kept = state["numpy"]
+    keys = kept["keys"].numpy().astype(np.uint32)
+    np.random.set_state((kept["kind"], keys, kept["position"], kept["has_gauss"], kept["cached"]))
     torch.set_rng_state(state["torch"])
     if device is not None:
         accelerator.of(device).set_random_state(state["cuda"])

@@ -1,9 +1,7 @@
-"""A signal asks the run to end: a flag is set, every long loop looks at it, and what was trained is
-saved.
+"""A signal asks the run to end: every long loop looks at a flag, and the training is saved.
 
-A second signal ends the process at once, wherever it is, and so does the end of the first one's
-grace. Terminals, torchrun and schedulers signal whole groups, parents among them that pass it on:
-what comes within a second of the first is the same one.
+A second signal ends the process at once, and so does the end of the first one's grace. A signal to
+a process group often arrives twice, directly and by a parent: repeats within a second are ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +23,11 @@ from harness.runtime.errors import Interrupted
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FREE = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+# repeats of a signal
 _SAME_S = 1.0
+# the grace of a process that has none, to end by itself
 _START_S = 4.0
-_SAY_S = 0.5
-_CLEAR_S = 1.0
+# written to the guard's pipe when the block is over
 _END = b"\0"
 _received: list[tuple[int, float]] = []
 _grace_s = 0.0
@@ -36,38 +35,39 @@ _at_once = False
 
 
 def check() -> None:
-    """Return, or raise ``Interrupted`` once a signal has come."""
+    """Raises ``Interrupted`` once a signal has come."""
     if _received:
         raise interrupted()
 
 
 def check_wait() -> None:
-    """The same in a wait for a batch, which may last for half of the grace: if the batch comes, the
-    step can be finished.
+    """Raises ``Interrupted`` once half of a signal's grace is gone.
+
+    For waits for a batch: if the batch comes in time, the step can be finished.
     """
     if late():
         raise interrupted()
 
 
 def late() -> bool:
-    """Whether a signal came, and half of its grace is gone."""
+    """Whether a signal has come and half of its grace is gone."""
     return bool(_received) and time.monotonic() - _received[0][1] >= _grace_s / 2
 
 
 def interrupted() -> Interrupted:
-    """The error for the signal that came."""
+    """Returns the error for the signal that has come."""
     return Interrupted(_received[0][0])
 
 
 def received() -> int:
-    """The number of the first signal that came, or 0."""
+    """Returns the number of the first signal that has come, or 0."""
     return _received[0][0] if _received else 0
 
 
 def set_grace(seconds: float) -> None:
-    """Let this process have so many ``seconds`` after a signal before it is ended where it stands.
+    """Sets the ``seconds`` between a signal and the end of this process, wherever it is then.
 
-    With 0 nothing can be lost yet, and the first signal ends it at once, as ``leave`` does.
+    With 0 nothing can be lost yet: the first signal ends the process at once, as ``leave`` does.
     """
     global _grace_s, _at_once
     _grace_s = seconds
@@ -75,11 +75,10 @@ def set_grace(seconds: float) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process as Python does, but for taking down the interpreter: torch's threads for
-    gloo may still want it.
+    """Ends this process as Python does, but leaves the interpreter standing.
 
-    They abort a process that has done all its work, rarely (pytorch#190489). A signal changes
-    nothing any more.
+    Torch's threads for gloo may still want it, and rarely abort a process that has done all its
+    work (pytorch#190489). A signal changes nothing any more.
     """
     global _at_once
     _at_once = False
@@ -95,11 +94,11 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def caught(grace_s: float = 25.0) -> Iterator[None]:
-    """Turn signals into a flag inside the block; the former handlers come back at its end.
+    """Opens a block in which signals set a flag; the former handlers come back at its end.
 
-    A handler that is there already, as a launcher's own, stays. ``grace_s`` is as in ``set_grace``.
-    A process that ends after the block ends in it, lest a second signal of the same second cut
-    short what it clears up.
+    A handler that is there already, such as a launcher's, stays. ``grace_s`` is as in
+    ``set_grace``. Call ``leave`` inside the block: after it, a repeated signal would cut short what
+    the process clears up.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -125,9 +124,7 @@ def caught(grace_s: float = 25.0) -> Iterator[None]:
 
 @contextmanager
 def unheard(*but: signal.Signals) -> Iterator[None]:
-    """A block in which no signal but those in ``but`` comes in, neither here nor in processes that
-    are started in it.
-    """
+    """Opens a block that lets in no signals but ``but``, also in processes started in it."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {*_HANDLED} - {*but})
     try:
         yield
@@ -136,7 +133,7 @@ def unheard(*but: signal.Signals) -> Iterator[None]:
 
 
 def ignored_in_worker() -> None:
-    """Make a worker deaf to the signals that end a run: the trainer decides when its workers go.
+    """Makes a worker deaf to the signals that end a run: the trainer decides when workers end.
 
     A scheduler sends SIGTERM to the whole process group; workers that died of it would take the
     last batches with them.
@@ -156,23 +153,25 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _guard(reader: int, own: list[signal.Signals]) -> None:
-    """End the process after a second signal, or when the first one's grace is over."""
+    """Ends the process after a second signal, or when the first one's grace is over."""
     first = 0
     first_s = 0.0
     while True:
-        left_s = max(0.0, first_s + (_grace_s or _START_S) - time.monotonic()) if first else None
+        left_s = None
+        if first:
+            left_s = max(0.0, first_s + (_grace_s or _START_S) - time.monotonic())
         if not connection.wait([reader], left_s):
-            _end(first, f"not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else "")
+            _end(first, f", not saved within checkpoint.grace_s={_grace_s:g}" if _grace_s else "")
         number = os.read(reader, 1)
         if number in (b"", _END):
             return os.close(reader)
         if number[0] not in own:
             continue
-        if first and time.monotonic() - first_s > _SAME_S:
-            _end(number[0], "the second one: nothing more is saved")
         if not first:
             first = number[0]
             first_s = time.monotonic()
+        elif time.monotonic() - first_s > _SAME_S:
+            _end(number[0], ", the second one: nothing more is saved")
 
 
 def _end(number: int, why: str) -> None:
@@ -180,23 +179,22 @@ def _end(number: int, why: str) -> None:
         _tell(number, why)
         if _at_once:
             # the main thread is in C code that hears nothing, as in a wait for another rank
-            _within(_CLEAR_S, atexit._run_exitfuncs)
+            _within(1.0, atexit._run_exitfuncs)
     finally:
         os._exit(128 + number)
 
 
 def _tell(number: int, why: str = "") -> None:
+    def say() -> None:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"error: {Interrupted(number)}{why}\n")
+            sys.stderr.flush()
+
     # nobody may read what is written
-    _within(_SAY_S, lambda: _say(f"error: {Interrupted(number)}{why and ', '}{why}\n"))
+    _within(0.5, say)
 
 
 def _within(seconds: float, work: Callable[[], object]) -> None:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):
-        sys.stderr.write(text)
-        sys.stderr.flush()

@@ -1,9 +1,10 @@
-"""The state of networks, optimizers and the like, copied to the host and written back where it was."""
+"""The state of networks and optimizers, copied to the host and written back where it was."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ class Snapshot:
     """The state of ``parts`` between two updates, and all random states.
 
     ``restore`` writes values into the tensors that held them: DDP's buckets and compiled graphs
-    know these by their address. The copy is the host's alone, so that what just fits on the device
-    still does.
+    know tensors by their address. The copy lies on the host: a step that just fits on the device
+    still fits.
 
     Args:
         parts: networks, optimizers, gradient scalers, and other objects with ``state_dict`` and
@@ -33,73 +34,54 @@ class Snapshot:
     def __init__(self, parts: Iterable[Any], device: torch.device) -> None:
         self._device = device
         self._random = random_state(device)
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
-        self._grads: list[tuple[Tensor, Tensor | None]] = []
-        self._optimizers: list[
-            tuple[Optimizer, dict[Any, dict[Any, Any]], list[dict[str, Any]]]
-        ] = []
-        self._scalers: list[tuple[GradScaler, dict[str, Any]]] = []
-        self._others: list[tuple[Any, Any]] = []
+        # puts back the structure, in order: which tensors are held where, and plain values
+        self._undo: list[Callable[[], object]] = []
         tensors: list[Tensor] = []
         for part in parts:
-            tensors += self._take(part)
+            if isinstance(part, nn.Module):
+                for module in part.modules():
+                    self._undo.append(partial(setattr, module, "training", module.training))
+                    # some modules put new buffers in their place
+                    self._keep(module._buffers, dict(module._buffers))
+                for parameter in part.parameters():
+                    self._undo.append(partial(setattr, parameter, "grad", parameter.grad))
+                    if parameter.grad is not None:
+                        tensors.append(parameter.grad)
+                tensors += [*part.parameters(), *part.buffers()]
+            elif isinstance(part, Optimizer):
+                self._keep(part.state, {key: dict(values) for key, values in part.state.items()})
+                for group in part.param_groups:
+                    self._undo.append(partial(group.update, dict(group)))
+                for held in (*part.state.values(), *part.param_groups):
+                    tensors += _tensors(held)
+            elif isinstance(part, GradScaler):
+                # not its state_dict: two of its tensors are made when it is first used
+                values = {
+                    key: value if isinstance(value, Tensor) else copy.copy(value)
+                    for key, value in vars(part).items()
+                }
+                self._keep(vars(part), values)
+                tensors += _tensors(values)
+            elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+                self._undo.append(partial(part.load_state_dict, copy.deepcopy(part.state_dict())))
+            else:
+                raise TypeError(
+                    f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be "
+                    "put back"
+                )
         self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
 
-    def _take(self, part: Any) -> Iterator[Tensor]:
-        """Note what restores ``part``'s structure; its tensors, whose values are to be copied."""
-        if isinstance(part, nn.Module):
-            self._modes += [(module, module.training) for module in part.modules()]
-            # some put new ones in their place
-            self._buffers += [(module, dict(module._buffers)) for module in part.modules()]
-            self._grads += [(parameter, parameter.grad) for parameter in part.parameters()]
-            yield from (*part.parameters(), *part.buffers())
-            yield from (
-                parameter.grad for parameter in part.parameters() if parameter.grad is not None
-            )
-        elif isinstance(part, Optimizer):
-            state = {parameter: dict(values) for parameter, values in part.state.items()}
-            self._optimizers.append((part, state, [dict(group) for group in part.param_groups]))
-            for held in (*state.values(), *part.param_groups):
-                yield from _tensors(held)
-        elif isinstance(part, GradScaler):
-            values = {
-                key: value if isinstance(value, Tensor) else copy.copy(value)
-                for key, value in vars(part).items()
-            }
-            # not its state_dict: two of its tensors are made when it is first used
-            self._scalers.append((part, values))
-            yield from _tensors(values)
-        elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-            self._others.append((part, copy.deepcopy(part.state_dict())))
-        else:
-            raise TypeError(
-                f"{type(part).__name__} has no state_dict and load_state_dict; it cannot be put "
-                "back"
-            )
+    def _keep(self, held: dict[Any, Any], values: dict[Any, Any]) -> None:
+        """Has ``restore`` put ``values`` back into ``held``, in place."""
+        self._undo += [held.clear, partial(held.update, values)]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back; may be called once."""
-        for parameter, grad in self._grads:
-            parameter.grad = grad
-        for owner, buffers in self._buffers:
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
-        for optimizer, state, groups in self._optimizers:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
-                group.update(before)
-        for part, state in self._others:
-            part.load_state_dict(state)
-        for scaler, values in self._scalers:
-            vars(scaler).clear()
-            vars(scaler).update(values)
+        """Puts everything back; may be called once."""
+        for put_back in self._undo:
+            put_back()
         for tensor, copied in self._copies:
             tensor.copy_(copied)
-        for module, training in self._modes:
-            module.training = training
         restore_random_state(self._random, self._device)
 
 

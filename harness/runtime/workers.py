@@ -1,4 +1,4 @@
-"""Worker processes that start fast, outlive no trainer and leave signals to it."""
+"""Worker processes that start fast, end with the trainer and leave signals to it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from multiprocessing import connection, forkserver, resource_tracker
 
 from harness.runtime import signals
 
-# where processors are short, a ninth of the weight of a thread that has none
-_NICE = 10
 # how often a watchdog looks
 _LOOK_S = 0.5
 
-
-_planned = False  # whether a fork server of ours is to serve
+# whether a fork server of ours is to serve
+_planned = False
 
 
 def plan_server(preload: Sequence[str]) -> None:
-    """Have the fork server import ``preload`` when it starts: with the first worker, or by
-    ``start_server``.
+    """Has the fork server import ``preload`` when it starts, with the first worker.
 
     A worker is then a fork of a process that has these modules and no threads: 0.1 s for the first
     batch instead of seconds, and none of the locks that a forked trainer's threads may hold.
@@ -34,66 +31,58 @@ def plan_server(preload: Sequence[str]) -> None:
 
 
 def start_server(preload: Sequence[str] | None = None) -> None:
-    """Start the fork server, if one is planned or ``preload`` is given: it imports beside what the
-    trainer does.
+    """Starts the fork server, if one is planned or ``preload`` is given.
 
-    Importing takes a processor for some seconds. That is for nothing where no worker follows, and
-    spoils what is measured meanwhile.
+    The server then imports beside the trainer, which takes a processor for some seconds: start it
+    only for workers, and not beside a measurement.
     """
     if preload is not None:
         plan_server(preload)
     if not _planned:
         return
-    # it lives as long as the trainer, whatever its process group is sent, and so does Python's
-    # tracker of shared memory
+    # the server lives as long as the trainer, whatever its process group is sent, and so does
+    # Python's tracker of shared memory
     with signals.unheard():
         resource_tracker.ensure_running()
-    # again, for starting the tracker ends by letting in SIGINT and SIGTERM
+    # a second block, for starting the tracker ends by letting in SIGINT and SIGTERM
     with signals.unheard():
         forkserver.ensure_running()
 
 
 def enter_worker() -> None:
-    """Prepare this process as a worker: deaf to the trainer's signals, gone as soon as the trainer
-    is.
-    """
+    """Prepares this process as a worker: deaf to signals, and gone with the trainer."""
     signals.ignored_in_worker()
     leave_with_parent()
 
 
 def give_way() -> None:
-    """Lower the calling thread's priority, for good: the training step goes first where processors
-    are short.
+    """Lowers the calling thread's priority for good: the training step goes first.
 
-    A step that is torn from its processor makes its other threads spin for it (OpenMP), so that
-    loading beside it costs more than the time it takes. What the step leaves is enough: it waits
-    when there is no batch, and then leaves all.
+    If one of the step's OpenMP threads is preempted, the others spin. Loaders still get every core
+    that the step leaves idle, and all cores while the step waits for data.
     """
     with suppress(OSError):
-        # of one thread, in Linux
-        os.nice(_NICE)
+        # of one thread, in Linux; a ninth of a normal thread's weight
+        os.nice(10)
 
 
 def leave_with_parent() -> None:
-    """End this process as soon as the one that asked for it has ended, however that came about."""
+    """Ends this process as soon as its parent has ended, in any way."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(
-            target=_leave_with, args=(parent.sentinel,), name="watchdog", daemon=True
-        ).start()
+    if parent is None:
+        return
 
+    def leave() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
-def _leave_with(sentinel: int) -> None:
-    connection.wait([sentinel])
-    os._exit(1)
+    threading.Thread(target=leave, name="watchdog", daemon=True).start()
 
 
 class Watchdog:
-    """Calls ``free`` while one wait for workers lasts over ``limit_s`` seconds, or a signal's grace
-    is half gone.
+    """Calls ``free`` once a wait for workers lasts too long: the wait then ends with an error.
 
-    It is for waits that have no limit of their own: ``free`` kills the workers, and the wait ends
-    with an error.
+    Too long is over ``limit_s`` seconds, or after half of a signal's grace.
 
     Args:
         limit_s: 0 for no limit.
@@ -112,21 +101,23 @@ class Watchdog:
         self._over = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+        def look() -> None:
+            look_s = min(_LOOK_S, self._limit_s)
+            # counted by looks: a trainer that a scheduler has stopped was not waiting meanwhile
+            seen = None
+            waited_s = 0.0
+            while not self._over.wait(look_s):
+                if seen is not None and seen == self.wait:
+                    waited_s += look_s
+                else:
+                    waited_s = 0.0
+                seen = self.wait
+                if waited_s >= self._limit_s or (waited_s and signals.late()):
+                    self.fired = True
+                    self._free()
+
+        threading.Thread(target=look, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-
-    def _look(self) -> None:
-        look_s = min(_LOOK_S, self._limit_s)
-        # counted by looks: a trainer that was stopped itself, as by a scheduler, has not waited in
-        # that time
-        seen = None
-        waited_s = 0.0
-        while not self._over.wait(look_s):
-            waited_s = waited_s + look_s if seen is not None and seen == self.wait else 0.0
-            seen = self.wait
-            if waited_s >= self._limit_s or (waited_s and signals.late()):
-                self.fired = True
-                self._free()

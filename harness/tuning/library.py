@@ -159,13 +159,13 @@ class _Feed(ProcessFeed):
     ) -> None:
         super().__init__(probes.dataset, order, settings)
         self._probes = probes
-        self._gauge = gauge
+        self.gauge = gauge
         self.meter = None
 
-    def _polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
+    def polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
         none = torch.zeros(self.settings.batch_size, dtype=torch.int64)
         try:
-            for batch in super()._polls(batches):
+            for batch in super().polls(batches):
                 if batch is not None:
                     self._probes.last = batch
                     batch = HostBatch(next(iter(_tensors(batch)), none), none, none)
@@ -183,11 +183,11 @@ class _Feed(ProcessFeed):
                 raise LoaderError(text) from error
             raise BadSample("the data set", text) from error
 
-    def _parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, Any]:
         probes = self._probes
         dataset = probes.dataset
-        if self._gauge is not None:
-            dataset = Gauged(dataset, self._gauge)
+        if self.gauge is not None:
+            dataset = Gauged(dataset, self.gauge)
         return {
             "dataset": dataset,
             "batch_sampler": (indices.tolist() for indices in self.order.batches(0)),

@@ -364,7 +364,8 @@ def test_the_gauge_and_the_meter_count_samples() -> None:
     one stage beside the batch's own.
     """
     gauge = Gauge(0)
-    made = feed(dataset(arrays()), gauge=gauge)
+    made = feed(dataset(arrays()))
+    made.gauge = gauge
     epochs(made, 0, 1)
     work, totals = gauge.read(), made.meter and made.meter.read()
     assert totals is not None

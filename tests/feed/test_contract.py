@@ -48,7 +48,8 @@ def make_feed(request: pytest.FixtureRequest) -> Iterator[MakeFeed]:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
         settings = samples.settings(num_workers, **more)  # type: ignore[arg-type]
-        made.append(FORMS[request.param](dataset, order, settings, gauge))
+        made.append(FORMS[request.param](dataset, order, settings))
+        made[-1].gauge = gauge
         return made[-1]
 
     yield make

@@ -51,7 +51,8 @@ def make_feed() -> Iterator[MakeFeed]:
     ) -> ProcessFeed:
         dataset = samples.Noise(LENGTH) if dataset is None else dataset
         order = Order(len(dataset), more.get("batch_size", 4), seed=3)  # type: ignore[arg-type]
-        made.append(ProcessFeed(dataset, order, samples.settings(num_workers, **more), gauge))
+        made.append(ProcessFeed(dataset, order, samples.settings(num_workers, **more)))
+        made[-1].gauge = gauge
         return made[-1]
 
     yield make
@@ -416,7 +417,7 @@ def test_polled_ends_with_a_dead_worker_and_with_the_timeout(
 
 
 def test_polling_as_a_second_pass_is_as_fine_as_asked_for(make_feed: MakeFeed) -> None:
-    """Persistent workers of a plain pass are replaced where polled() looks more often."""
+    """Persistent workers of a plain pass serve polled(), which looks more often."""
     feed = make_feed(1, samples.Noise(LENGTH), persistent_workers=True)
     assert_same(list(feed), [batch for batch in feed.polled(0.02) if batch is not None])
     assert_same(list(feed), list(make_feed(0)))
@@ -494,7 +495,9 @@ def test_a_primed_pass_that_nobody_takes_leaves_nothing(
 ) -> None:
     """close() ends primed workers, as does dropping the feed."""
     gauge, order = Gauge(1), Order(LENGTH, 4)
-    feed = primed(ProcessFeed(samples.Noise(LENGTH), order, samples.settings(1), gauge), 0, gauge)
+    feed = ProcessFeed(samples.Noise(LENGTH), order, samples.settings(1))
+    feed.gauge = gauge
+    primed(feed, 0, gauge)
     assert len(workers()) == 1
     if end is not None:
         end(feed)

@@ -101,7 +101,7 @@ def told_by(uuids: Sequence[str | None]) -> list[str]:
 
     def join(rank: int) -> None:
         try:
-            distributed._refuse_shared_gpu(store, rank, len(uuids), uuids[rank])
+            distributed.refuse_shared_gpu(store, rank, len(uuids), uuids[rank])
         except ConfigError as error:
             told[rank] = str(error)
 
@@ -149,7 +149,7 @@ def test_gpus_of_one_name_on_two_nodes_differ() -> None:
     """A GPU is told by its node too: virtual ones may have the same name."""
     store = torch.distributed.HashStore()
     store.set("gpu/1", "GPU a of elsewhere")
-    distributed._refuse_shared_gpu(store, 0, 2, "a")
+    distributed.refuse_shared_gpu(store, 0, 2, "a")
 
 
 def test_spawned_ranks_on_one_gpu_are_refused(
@@ -306,11 +306,6 @@ def test_two_spawned_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert found["agreed"] == {"rank": 0}
         assert found["gathered"] == [{"rank": 0}, {"rank": 1}]
         assert (found["largest"], found["smallest"], found["threads"]) == ([15, 0], 0.1, 1)
-
-
-def test_a_port_is_free() -> None:
-    """The port for the ranks to meet at can be bound."""
-    assert 0 < distributed._free_port() < 65536
 
 
 @pytest.mark.parametrize(

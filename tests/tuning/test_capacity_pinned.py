@@ -108,7 +108,7 @@ def made(settings: FeedSettings, side: int, batches: int) -> Feed:
     dataset = ImageDataset(
         source, EvalTransform(side), DecodeOptions(False, (255, 255, 255), 10**9), side, 0
     )
-    return FORMS[settings.backend](dataset, Order(count, settings.batch_size), settings, None)
+    return FORMS[settings.backend](dataset, Order(count, settings.batch_size), settings)
 
 
 @contextlib.contextmanager

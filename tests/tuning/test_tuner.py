@@ -76,7 +76,9 @@ class Feeds:
         if not again:
             self.cursor.begin = self.cursor.asked
         order = ProbeOrder(Order(len(self.dataset), settings.batch_size), self.cursor, again)
-        return FORMS[settings.backend](self.dataset, order, settings, gauge)
+        feed = FORMS[settings.backend](self.dataset, order, settings)
+        feed.gauge = gauge
+        return feed
 
     def saw(self, batches: int) -> None:
         self.cursor.seen = range(self.cursor.begin, self.cursor.begin + batches)
