@@ -19,7 +19,7 @@ from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import state_of
 from harness.training.step import Step
 from harness.training.trial import StepTrials
 
@@ -191,13 +191,5 @@ def trials(
     config.data.image_size, config.loader.batch_size = 2, SIZE
     config.trainer.accumulate_steps, config.loader.device_prefetch = parts, ahead
     config.data.mean, config.data.std = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-    optimizer = make_optimizer(network, config.optim)
-    schedule = make_schedule(optimizer, config.schedule, 1, 100)
-    step = Step(
-        TrainState(
-            network, optimizer, schedule, make_scaler(config.trainer.precision, device.device)
-        ),
-        config,
-        world,
-    )
+    step = Step(state_of(network, config, device.device, 100), config, world)
     return step, StepTrials(step, config, world)

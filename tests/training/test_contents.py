@@ -204,14 +204,6 @@ def test_what_a_run_saves_is_taken_over(optimizer: OptimName, precision: Precisi
     assert same(fresh.to_dict(FACTS | {"settings": saved["settings"]}), saved)
 
 
-def test_names_that_torch_keeps_for_itself_may_come_and_go() -> None:
-    """Another version of torch may save a private name more or less."""
-    state, saved = trained(OptimName.sgd)
-    private = next(key for key in saved["schedule"] if key.startswith("_"))
-    del saved["schedule"][private]
-    contents.check(saved | {"schedule": saved["schedule"] | {"_new": object()}}, "step-3.pt", state)
-
-
 def test_weights_that_are_not_finite_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """They are resumed, with a warning that names the first tensor."""
     state, saved = trained(OptimName.sgd)

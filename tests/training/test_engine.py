@@ -21,7 +21,7 @@ from harness.training import checkpoint
 from harness.training.engine import Engine
 from harness.training.epoch import EvalWarmup
 from harness.training.saving import Place, Saves
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import state_of
 from harness.training.step import Step
 from harness.watch.clock import StepClock
 from harness.watch.station import Watch
@@ -79,11 +79,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         for name, value in trainer.items():
             setattr(config.trainer, name, value)
         network = nn.Sequential(nn.Flatten(), nn.Linear(48, 10))
-        optimizer = make_optimizer(network, config.optim)
-        schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, len(feed))
-        state = TrainState(
-            network, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)
-        )
+        state = state_of(network, config, CPU.device, len(feed))
         step = Step(state, config, CPU, 10)
         return Engine(
             config, CPU, step, feed, val_feed, Watch(StepClock()), Place(tmp_path, ("a",))

@@ -42,7 +42,7 @@ def test_every_name_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockParams, "from_init_params", on_cpu)
     with torch.device("meta"):
         network = models.build(ModelConfig(name=name), 7, image_size=224)
-    assert models._head_keys(network) <= network.state_dict().keys()
+    assert models.head_keys(network) <= network.state_dict().keys()
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
@@ -158,7 +158,7 @@ def test_published_weights_are_taken_over_with_a_new_head(
     """
     published = publish(name).state_dict()
     network = models.build(ModelConfig(name=name, weights="DEFAULT"), 7, image_size=64)
-    head = models._head_keys(network)
+    head = models.head_keys(network)
     for key, value in network.state_dict().items():
         assert key in head or torch.equal(value, published[key]), key
     assert {network.state_dict()[key].shape[0] for key in head} == {7}

@@ -261,7 +261,7 @@ def test_weights_that_would_give_a_wrong_result_are_refused(
     was.
     """
     before = {key: value.clone() for key, value in state.network.state_dict().items()}
-    head = max(models._head_keys(state.network))
+    head = max(models.head_keys(state.network))
     with pytest.raises(
         CheckpointError, match=f"best.pt: does not fit model.name=small: {head} {text}"
     ):

@@ -16,7 +16,7 @@ from harness.data.augment import BatchAugment
 from harness.data.mix import Mix
 from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import state_of
 from harness.training.step import Step, _ForwardTimer, device_batches
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -48,14 +48,7 @@ def batches(n: int, size: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor
 def make(config: Config, model: nn.Module | None = None, classes: int | None = 5) -> Step:
     """A step over a fresh network."""
     model = model or network()
-    optimizer = make_optimizer(model, config.optim)
-    schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
-    return Step(
-        TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)),
-        config,
-        CPU,
-        classes,
-    )
+    return Step(state_of(model, config, CPU.device, 50), config, CPU, classes)
 
 
 def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:

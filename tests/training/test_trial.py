@@ -22,7 +22,7 @@ from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World, launch
 from harness.runtime.errors import Interrupted, LoaderError
 from harness.runtime.seeding import random_state
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import state_of
 from harness.training.step import Step, device_batches
 from harness.training.trial import StepTrials
 from harness.watch.clock import StepClock
@@ -130,14 +130,7 @@ def network() -> nn.Module:
 def make(config: Config, world: World = CPU, classes: int | None = None) -> Step:
     """A step over a small network with a dropout and a norm, the same each time."""
     model = network()
-    optimizer = make_optimizer(model, config.optim)
-    schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
-    return Step(
-        TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, DEVICE)),
-        config,
-        world,
-        classes,
-    )
+    return Step(state_of(model, config, DEVICE, 50), config, world, classes)
 
 
 def train(step: Step, config: Config, updates: int) -> None:
