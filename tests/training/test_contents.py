@@ -1,6 +1,4 @@
-"""Contents of a checkpoint with a right digest that no run saves: refused by name, and nothing is
-taken over.
-"""
+"""Contents with a right digest that no run saves are refused by name."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def update(state: TrainState) -> None:
 def trained(
     optimizer: OptimName, precision: Precision = Precision.fp32
 ) -> tuple[TrainState, Saved]:
-    """A state after two updates, not to be changed, and a copy of what it saved after the first."""
+    """A state after two updates, to be left alone, and what it saved after one."""
     state, saved = _trained(optimizer, precision)
     return state, copy.deepcopy(saved)
 
@@ -102,9 +100,20 @@ EVERYWHERE = (
     "step",
 )
 ODD = {
-    **{f"{part}={value!r}": put(part, value) for part in EVERYWHERE for value in (None, 5.5, [5], {"x": 1})},
-    **{f"{part}={{}}": put(part, {}) for part in ("model", "optimizer", "schedule", "scaler", "settings", "random")},
-    **{f"{count}={value!r}": put(count, value) for count in ("epoch", "step") for value in ("x", -5, True, 10**400, math.nan)},
+    **{
+        f"{part}={value!r}": put(part, value)
+        for part in EVERYWHERE
+        for value in (None, 5.5, [5], {"x": 1})
+    },
+    **{
+        f"{part}={{}}": put(part, {})
+        for part in ("model", "optimizer", "schedule", "scaler", "settings", "random")
+    },
+    **{
+        f"{count}={value!r}": put(count, value)
+        for count in ("epoch", "step")
+        for value in ("x", -5, True, 10**400, math.nan)
+    },
     "classes=5": put("classes", 5),
     "no weights": put(WEIGHT, 5),
     "sparse weights": put(WEIGHT, lambda w: w.to_sparse()),
@@ -132,7 +141,7 @@ ODD = {
     "numpy kind": put("random/numpy/kind", "x"),
     "python state of another size": put("random/python", (3, (1, 2), None)),
     "python version": put("random/python", (9, (1, 2), None)),
-}  # fmt: skip
+}
 MOMENTUM = {
     "text": "x",
     "none": None,
@@ -146,7 +155,7 @@ MOMENTUM = {
 
 
 def refused(state: TrainState, saved: Saved) -> str:
-    """The one line by which ``saved`` is refused, for a resume that leaves ``state`` as it was."""
+    """Returns the line by which ``saved`` is refused; ``state`` stays as it was."""
     before = content(state.to_dict({}))
     with pytest.raises(CheckpointError) as caught:
         state.load_dict(saved, "step-3.pt", Precision.fp32)
@@ -161,9 +170,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.mark.parametrize("change", ODD.values(), ids=ODD.keys())
 def test_odd_contents_are_refused(change: Callable[[Saved], None]) -> None:
-    """One line with the file, the part and the way out; network, optimizer, schedule, scaler and
-    randomness stay.
-    """
+    """One line names the file, the part and the way out; the state stays."""
     state, saved = trained(OptimName.sgd)
     change(saved)
     text = refused(state, saved)
@@ -180,7 +187,7 @@ def test_odd_contents_are_refused(change: Callable[[Saved], None]) -> None:
     [("sgd", "momentum_buffer"), ("adamw", "exp_avg"), ("adamw", "exp_avg_sq")],
 )
 def test_odd_momentum_is_refused(optimizer: str, key: str, value: Any) -> None:
-    """What would end the first update, or be taken for other numbers, is found before it."""
+    """What would end the first update, or be misread, is found before it."""
     state, saved = trained(OptimName[optimizer])
     put(f"optimizer/state/1/{key}", value)(saved)
     assert "its part optimizer cannot be used (" in refused(state, saved)

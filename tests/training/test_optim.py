@@ -59,9 +59,7 @@ def test_step_schedule_is_torchs_steplr() -> None:
 
 
 def test_cosine_is_torchs_cosine() -> None:
-    """Without warm-up the cosine schedule gives CosineAnnealingLR's rates,
-    stepped once per update.
-    """
+    """Without warm-up the cosine schedule gives CosineAnnealingLR's rates at each update."""
     config = ScheduleConfig(name=ScheduleName.cosine)
     optimizer = torch.optim.SGD(network().parameters(), lr=1.0)
     reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
