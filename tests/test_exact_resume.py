@@ -36,7 +36,8 @@ COMMON = (
 @pytest.fixture
 def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Sets the step after which SIGTERM is heard; None: never."""
-    ask, at = Boundary.ask, [-1]
+    ask = Boundary.ask
+    at = [-1]
 
     def heard(self: Boundary, step: int) -> tuple[int, bool]:
         return (15, False) if step == at[0] else ask(self, step)
@@ -56,9 +57,7 @@ def run(config: Config, folder: Path) -> None:
 def test_stops_within_epochs_change_nothing(
     composed: Composed, tmp_path: Path, stop_at: Callable[[int | None], None]
 ) -> None:
-    """Stopped twice in one epoch, at its end and in the next, under other forms each time: one
-    hash, the same figures.
-    """
+    """Stopped at any step and resumed with other backends: one hash, the same figures."""
     config = composed(*COMMON, "trainer.epochs=3", "loader.num_workers=0")
     run(config, tmp_path / "whole")
     ways = {
@@ -102,9 +101,7 @@ def test_threads_that_come_and_go_change_nothing(
     crop: str,
     seeds: range,
 ) -> None:
-    """Random numbers of threads after random steps, epochs' first and last among them, and a stop
-    amid them: one hash.
-    """
+    """Threads resized at random steps, and a stop between: one hash."""
     common = (
         *COMMON,
         f"augment.crop={crop}",
@@ -113,7 +110,10 @@ def test_threads_that_come_and_go_change_nothing(
         "loader.num_workers=2",
     )
     run(composed(*common), tmp_path / "fixed")
-    ask, begin, running, luck = Boundary.ask, ThreadFeed.begin, set[ThreadFeed](), random.Random(0)
+    ask = Boundary.ask
+    begin = ThreadFeed.begin
+    running = set[ThreadFeed]()
+    luck = random.Random(0)
 
     def begun(self: ThreadFeed, epoch: int) -> Any:
         running.add(self)
@@ -124,7 +124,7 @@ def test_threads_that_come_and_go_change_nothing(
             feed.resize(luck.randint(1, feed.most_threads))
         return ask(self, step)
 
-    monkeypatch.setattr(ThreadFeed, "_begin", begun)
+    monkeypatch.setattr(ThreadFeed, "begin", begun)
     monkeypatch.setattr(Boundary, "ask", asked)
     for seed in seeds:
         luck.seed(seed)
@@ -139,9 +139,7 @@ def test_threads_that_come_and_go_change_nothing(
 def test_a_run_without_a_checkpoint_begins_its_lines_again(
     composed: Composed, tmp_path: Path
 ) -> None:
-    """What was logged before a kill that no checkpoint came
-    before gives way, in TensorBoard too.
-    """
+    """What was logged before a kill without a checkpoint gives way, in TensorBoard too."""
     config = (*COMMON, "loader.num_workers=0", "trainer.max_steps=20")
     run(composed(*config, "checkpoint.enabled=false"), tmp_path)
     whole = logged(tmp_path)
@@ -152,9 +150,7 @@ def test_a_run_without_a_checkpoint_begins_its_lines_again(
 
 @pytest.mark.usefixtures("kept_globals")
 def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> None:
-    """trainer.max_steps may end a run anywhere, with updates of several batches and a short one at
-    an epoch's end.
-    """
+    """trainer.max_steps may end a run anywhere, with accumulated and short batches."""
     common = (
         *COMMON,
         "trainer.epochs=2",
@@ -175,9 +171,7 @@ def test_short_runs_add_up_to_a_long_one(composed: Composed, tmp_path: Path) -> 
 def test_an_evaluation_that_was_stopped_is_made_again(
     composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal in an evaluation leaves the epoch's weights; the next run evaluates first, and logs
-    it once.
-    """
+    """After a signal in an evaluation the next run evaluates first, and logs it once."""
     config = composed(*COMMON, "trainer.epochs=1", "loader.num_workers=0")
     with monkeypatch.context() as patched:
         patched.setattr("harness.training.evaluate.signals", SimpleNamespace(received=lambda: 15))
@@ -197,9 +191,7 @@ def test_an_evaluation_that_was_stopped_is_made_again(
 def test_a_disk_that_is_full_ends_the_run(
     composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that cannot be written in the background ends the run within a step, and one
-    more is tried.
-    """
+    """A failed background save ends the run within a step, after one more try."""
     calls: list[int] = []
 
     def full(folder: Path, state: dict[str, Any], *, step: int, **facts: Any) -> None:
@@ -218,9 +210,7 @@ def test_a_disk_that_is_full_ends_the_run(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_kill_at_any_call_to_the_disk_loses_nothing(tmp_path: Path) -> None:
-    """Killed before and after each call of a run, then of the run that goes on, it ends as the one
-    that never was.
-    """
+    """Killed around any call to the disk and resumed, a run ends the same."""
     support = Path(__file__).with_name("support")
     path = os.pathsep.join([str(support), str(support.parents[1])])
     command = [sys.executable, support / "killed_runs.py", tmp_path]

@@ -81,7 +81,7 @@ def sealed(facts: dict[str, Any]) -> bytes:
 
 
 class _PassingError(CheckpointError):
-    """A checkpoint that cannot be read now, and may be whole: no older one may take its place."""
+    """A checkpoint that cannot be read now and may be whole, so no older one serves."""
 
 
 def newest(folder: Path) -> tuple[Record, dict[str, Any], list[str]] | None:
@@ -178,7 +178,7 @@ def weights_of(state: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is a dense tensor in memory, no larger than what it was read from."""
+    """Whether ``value`` is a dense tensor in memory, no larger than its storage."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
@@ -224,7 +224,7 @@ def _record(manifest: Path) -> Record:
 
 
 def _target(path: Path) -> Path:
-    """Returns the file that ``path`` leads to, by a link or by a text with a name."""
+    """Returns the file that ``path`` leads to, by a link or a text."""
     target = path.resolve()
     # file systems without links have texts; other files are no such text
     with suppress(OSError, ValueError):
@@ -245,7 +245,7 @@ def _unread(name: str, error: OSError) -> CheckpointError:
 
 
 def _load(path: Path, sha256: str | None) -> dict[str, Any]:
-    """Returns what the file holds, if its digest is ``sha256``; None: there is no digest to check."""
+    """Returns what the file holds, if its digest is ``sha256`` (None: unknown)."""
     name = printable(str(path))
     try:
         with open(open_regular(path), "rb") as file:
@@ -255,6 +255,7 @@ def _load(path: Path, sha256: str | None) -> dict[str, Any]:
                     raise CheckpointError(
                         f"{name}: damaged: its digest is {found[:12]}..., recorded {sha256[:12]}..."
                     )
+            # other files would be errors of many kinds in torch
             if not zipfile.is_zipfile(file):
                 raise CheckpointError(f"{name}: not a checkpoint")
             file.seek(0)

@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds can be used: its digest says only that nobody changed it."""
+"""Checks that a checkpoint can be used: its digest says only that nobody changed it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check(saved: dict[str, Any], where: str, state: Any = None) -> None:
 
 
 def _check_part(key: str, value: Any, state: Any) -> None:
-    """Raises any error where ``state`` cannot take over the part ``key``, and leaves it as it is."""
+    """Raises any error if ``state``, which stays as it is, cannot take over a part."""
     if key == "schedule":
         typed(int, value["last_epoch"])
     elif key == "scaler":

@@ -122,10 +122,8 @@ class Engine:
                 evaluation = self.evaluate(state.epoch - (state.samples == 0))
                 self._save(evaluation)
             elif self._is_done():
-                say(
-                    f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; "
-                    "raise trainer.epochs"
-                )
+                done = f"{state.epoch} epochs and {state.step} steps are done"
+                say(f"nothing left to train: {done}; raise trainer.epochs")
                 result.status = "idle"
                 return
             while not self._is_done():
@@ -144,7 +142,18 @@ class Engine:
                 if due or self._is_done() or (epoch + 1) % every == 0:
                     self._save(evaluation)
             if self.world.size > 1:
-                result.ranks = tuple(self.world.gathered(self._rank_figures()))
+                # what tells this rank from the others
+                total = self.watch.clock.total()
+                mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
+                host = total.shares.get("host")
+                own = RankFigures(
+                    rank=self.world.rank,
+                    step_ms=total.step_ms.median if total.step_ms else 0.0,
+                    stalled_ms=(total.stall_fraction or 0.0) * mean_ms,
+                    host_ms=None if host is None else host * mean_ms,
+                    forward_ms=self.step.forward_ms,
+                )
+                result.ranks = tuple(self.world.gathered(own))
             result.status = "completed"
 
     def evaluate_only(self) -> None:
@@ -195,11 +204,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends the feeds' threads and workers."""
-        self.train_batches.close()
-        self.feed.close()
-        self.val_batches.close()
-        self.val_feed.close()
-        self._trace.close()
+        for part in (self.train_batches, self.feed, self.val_batches, self.val_feed, self._trace):
+            part.close()
 
     @contextmanager
     def _aside(self, name: str) -> Iterator[None]:
@@ -211,9 +217,10 @@ class Engine:
 
     def _eagerly(self) -> AbstractContextManager[Any]:
         """A block without torch.compile, whose graph is kept for whole batches of training."""
+        block: AbstractContextManager[Any] = nullcontext()
         if self.config.trainer.compile:
-            return torch.compiler.set_stance("force_eager")
-        return nullcontext()
+            block = torch.compiler.set_stance("force_eager")
+        return block
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -224,7 +231,8 @@ class Engine:
             if isinstance(error, Interrupted):
                 self.outcome.status = "interrupted"
             expected = isinstance(error, Interrupted | DataError | LoaderError)
-            # at another error the other ranks would not answer
+            # at another error the other ranks would not answer; a state that has gone wrong is not
+            # saved, and neither is one within an update
             answered = expected or self.world.size == 1
             if self._whole and answered and not isinstance(error, NonFiniteError):
                 try:
@@ -240,7 +248,7 @@ class Engine:
                 self.close()
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Trains to the end of the epoch or the run; returns whether a checkpoint is due then."""
+        """Trains to the end of the epoch or run; returns whether a checkpoint is due."""
         state = self.state
         config = self.config.trainer
         self.feed.set_epoch(epoch)
@@ -250,6 +258,7 @@ class Engine:
         count = len(self.feed)
         left = count
         steps = self._steps_left(count)
+        # the run ends with this epoch, or within it
         ends = epoch + 1 == config.epochs or state.step + steps == config.max_steps
         evaluated = ends or (epoch + 1) % config.eval_every_epochs == 0
         warm_up = EvalWarmup(steps) if evaluated else None
@@ -371,19 +380,6 @@ class Engine:
         if self.watch.board is not None:
             sampled = self.watch.sampler.read() if self.watch.sampler is not None else {}
             self.watch.board.scalars(self.state.step, {**figures, **sampled}, epoch=epoch + 1)
-
-    def _rank_figures(self) -> RankFigures:
-        """Returns what tells this rank from the others."""
-        total = self.watch.clock.total()
-        mean_ms = 1e3 * total.elapsed_s / max(1, total.steps)
-        host = total.shares.get("host")
-        return RankFigures(
-            rank=self.world.rank,
-            step_ms=total.step_ms.median if total.step_ms else 0.0,
-            stalled_ms=(total.stall_fraction or 0.0) * mean_ms,
-            host_ms=None if host is None else host * mean_ms,
-            forward_ms=self.step.forward_ms,
-        )
 
     def _steps_left(self, batches: int) -> int:
         """Returns the steps that ``batches`` are good for and trainer.max_steps allows."""

@@ -13,10 +13,10 @@ _WARM_UP_S = 1.5
 
 
 class EvalWarmup:
-    """Tells when an epoch of ``steps`` steps is so near its end that validation workers must start.
+    """Tells when to start the validation workers: shortly before an epoch's end.
 
-    That is ``_WARM_UP_S`` seconds before the end, or before the last step. Each step left is taken
-    to last as long as the steps so far on average, without the first one.
+    That is ``_WARM_UP_S`` seconds before the end of ``steps`` steps, or before the last step. Each
+    step left is taken to last as long as the steps so far on average, without the first one.
     """
 
     def __init__(self, steps: int, now: Callable[[], float] = time.perf_counter) -> None:
@@ -26,6 +26,7 @@ class EvalWarmup:
 
     def due(self, left: int) -> bool:
         """Whether it is time; ask before each step, with the steps ``left``, that step included."""
+        # the first step may compile
         timed = self._steps - left - 1
         if timed <= 0:
             self._began_s = self._now()

@@ -1,4 +1,4 @@
-"""Accuracy and loss on a whole set, exact to the sample on any number of ranks."""
+"""Accuracy and loss on a whole set, exact to the sample on all ranks."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def evaluate(
         with autocast():
             logits = network(images)
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
+        # top-1 and top-5 in one
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels.unsqueeze(1)
         count = torch.full_like(loss, len(labels))
         sums += torch.stack((count, best[:, 0].sum(), best.sum(), loss))

@@ -56,7 +56,7 @@ def build(
         weights = checkpoint.read_weights(Path(config.weights))
     where = f"model.weights={printable(config.weights)}"
     misfit = f"{where}: does not fit model.name={name}"
-    if take_over(network, weights, misfit, may_differ=_head_keys(network)):
+    if take_over(network, weights, misfit, may_differ=head_keys(network)):
         say(f"{where}: the head is new, for {num_classes} classes")
     return network
 
@@ -159,6 +159,7 @@ def take_over(
             unchanged.
     """
     own = network.state_dict()
+    # all of the head or nothing of it
     left = any(key not in weights or weights[key].shape != own[key].shape for key in may_differ)
     wanted = {key: value for key, value in own.items() if not left or key not in may_differ}
     fitting = {key: value for key, value in weights.items() if not left or key not in may_differ}
@@ -170,7 +171,7 @@ def take_over(
 
 
 def differences(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns what keeps ``saved`` from loading into a network that has ``own``, one text a key."""
+    """Returns what keeps ``saved`` from loading into a network with ``own``, by key."""
     found = [f"{key} is missing" for key in own if key not in saved]
     found += [f"{key} is not expected" for key in saved if key not in own]
     for key, theirs in saved.items():
@@ -189,7 +190,7 @@ def refuse(problems: list[str], text: str) -> None:
         raise CheckpointError(f"{text}: {'; '.join(problems[:5])}{more}")
 
 
-def _head_keys(network: nn.Module) -> set[str]:
+def head_keys(network: nn.Module) -> set[str]:
     """Returns the parameters of the last layer, in every network here the classifier's head.
 
     A network of the user's may have none.

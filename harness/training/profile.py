@@ -29,7 +29,7 @@ class Trace:
     a run may begin or end among those asked for.
 
     Args:
-        steps: first and last step, counted from 1, such as ``10-20``; None records nothing.
+        steps: first and last step, counted from 1, as in ``10-20``; None records nothing.
         folder: the run's folder.
         pause: keeps the time that the profiler takes to start and to write out of the steps.
     """
@@ -46,13 +46,31 @@ class Trace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The block of the run's step ``number``, counted from 1."""
+        """The block of the run's step ``number``, counted from 1.
+
+        A profiler that cannot start costs the trace and not the run.
+        """
         if not self._first <= number <= self._last:
             yield
             return
         if self._profiler is None:
-            with self._pause("profile"):
-                self._begin(number)
+            self._began = number
+            activities = [ProfilerActivity.CPU]
+            if accelerator.count():
+                activities.append(ProfilerActivity.CUDA)
+            else:
+                # it would complain that there is no GPU
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+            every_thread = _ExperimentalConfig(profile_all_threads=True)
+            try:
+                with self._pause("profile"):
+                    profiler = profile(activities=activities, experimental_config=every_thread)
+                    profiler.start()
+                    self._profiler = profiler
+                    spans.record(record_function)
+            except Exception as error:
+                self._last = 0
+                _log.warning("profile.steps: no trace: %s", error)
         self._ended = number
         with spans.named(f"step {number}"):
             yield
@@ -60,30 +78,11 @@ class Trace:
             with self._pause("profile"):
                 self.close()
 
-    def _begin(self, number: int) -> None:
-        """Starts recording; a profiler that cannot costs the trace and not the run."""
-        activities = [ProfilerActivity.CPU]
-        if accelerator.count():
-            activities.append(ProfilerActivity.CUDA)
-        else:
-            # it would complain that there is no GPU
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._began = number
-        every_thread = _ExperimentalConfig(profile_all_threads=True)
-        try:
-            profiler = profile(activities=activities, experimental_config=every_thread)
-            profiler.start()
-        except Exception as error:
-            self._last = 0
-            _log.warning("profile.steps: no trace: %s", error)
-        else:
-            self._profiler = profiler
-            spans.record(record_function)
-
     def close(self) -> None:
-        """Ends the recording and writes it, whole or not at all; warns if no step was trained.
+        """Ends the recording and writes it, whole or not at all.
 
-        A full disk, or a profiler that fails, costs the trace and not the run.
+        A full disk, or a profiler that fails, costs the trace and not the run. Without a trained
+        step to write there is a warning.
         """
         profiler = self._profiler
         if profiler is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from harness.data.cache import PixelCache
 from harness.runtime import accelerator, launch
 from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
+from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
 from harness.watch.console import say
 from harness.watch.figures import Tag, Window, by_name
@@ -27,7 +28,7 @@ _log = logging.getLogger(LOGGER)
 
 
 class Page(NamedTuple):
-    """The page of a run: its address in TensorBoard, and what writes it at the end."""
+    """The page of a run: its address in TensorBoard, and what writes it."""
 
     link: str
     write: Callable[[Path], object]
@@ -39,7 +40,7 @@ class Reporter:
 
     Attributes:
         config: the run's settings.
-        overridden: what the command line set, such as ``loader.num_workers=2``: each is a column of
+        overridden: what the command line set, as in ``loader.num_workers=2``: each is a column of
             the HParams page.
         tuning: called with the run's figures, gives what tuning did, as plain values; None: nothing
             was tuned.
@@ -103,8 +104,10 @@ class Reporter:
         self.page.write(engine.place.folder)
         if outcome.status == "completed":
             self._close(engine, report)
-        elif outcome.status == "interrupted" or engine.saves.last:
-            self._stand(engine)
+            return
+        saved = records(engine.place.folder / "checkpoints")
+        if saved or outcome.status == "interrupted":
+            self._stand(engine, saved)
 
     def figures(self, engine: Engine) -> dict[str, Any]:
         """Returns ``report.json`` as plain values; what this device cannot give is absent."""
@@ -202,8 +205,8 @@ class Reporter:
         page = os.path.relpath(folder / "report.html")
         say(f"look at it     {page}, or tensorboard --logdir {_root(folder)}")
 
-    def _stand(self, engine: Engine) -> None:
-        """Says where a run stands that ended too early, and the command that goes on with it."""
+    def _stand(self, engine: Engine, saved: Sequence[Record]) -> None:
+        """Says where an unfinished run stands, and the command that goes on with it."""
         state = engine.state
         world = engine.world
         config = self.config
@@ -213,14 +216,13 @@ class Reporter:
             images = engine.order.stop(state.epoch)
             done += f" and {state.samples} of {images} images of the next"
         say(f"stopped after step {state.step}: {done}")
-        saved = engine.saves.last
-        if saved is None:
+        if not saved:
             why = "no step was made since the start, one was under way, or the disk refused"
             if not config.checkpoint.enabled:
                 why = "checkpoint.enabled=false"
             say(f"nothing was saved: {why}")
             return
-        # a named run finds its own checkpoints
+        # a run that has a name finds its checkpoints by itself
         resume = f"resume={folder}"
         left_out = {"resume", "run.name"}
         if config.run.name is not None and Path(folder) == Path("outputs", config.run.name):
@@ -229,11 +231,12 @@ class Reporter:
         kept = [
             text for text in self.overridden if text.lstrip("+").partition("=")[0] not in left_out
         ]
+        # several nodes have a launcher of their own
         ranks = None
         if config.dist.name is DistName.torchrun:
             one_node = world.size == world.local_size
             ranks = f"--nproc-per-node={world.local_size}" if one_node else "..."
-        say(f"saved          {os.path.relpath(saved)}")
+        say(f"saved          {os.path.relpath(saved[-1].path)}")
         say(f"go on with     {shlex.join([*launch.command(ranks), *kept, resume])}")
 
 

@@ -1,6 +1,4 @@
-"""What a run takes over from a checkpoint: the whole state to go on training, the network to
-evaluate.
-"""
+"""What a run takes over from a checkpoint: all of it to train on, the network to evaluate."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from harness.training.state import TrainState
 from harness.watch.console import say
 
 _NETWORK = ("model.name", "trainer.precision", "trainer.channels_last")
-# what training goes on by, besides data.* and the network.
+# what training goes on by, besides data.* and the network
 _TRAINS = (
     "augment.",
     "optim.",
@@ -32,11 +30,16 @@ _TRAINS = (
     "trainer.accumulate_steps",
     "trainer.epochs",
 )
-# of data.*, what a network expects of its images; the rest says which images.
+# of data.*, what a network expects of its images; the rest says which images
 _PIXELS = {
-    f"data.{name}"
-    for name in ("image_size", "eval_resize", "mean", "std", "exif_orientation", "background", "max_pixels")
-}  # fmt: skip
+    "data.image_size",
+    "data.eval_resize",
+    "data.mean",
+    "data.std",
+    "data.exif_orientation",
+    "data.background",
+    "data.max_pixels",
+}
 
 _log = logging.getLogger(LOGGER)
 
@@ -87,8 +90,8 @@ def find(config: Config, folder: Path) -> Saved | None:
 def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Config:
     """Returns ``config``; in evaluation, what decides the result is from the checkpoint.
 
-    That is what decides pixels, labels and the network. What the command line set (``typed``, such
-    as ``data.image_size=48``) stays. Every difference is printed.
+    That is what decides pixels, labels and the network. What the command line set (``typed``, as
+    in ``data.image_size=48``) stays. Every difference is printed.
 
     Raises:
         CheckpointError: the checkpoint's settings cannot be used.
@@ -184,6 +187,7 @@ def rest(
                 f"{now}: the rest of the epoch would be of other samples; go on with the same, or "
                 "from a checkpoint of an epoch's end"
             )
+    # an order that cannot be shared by these ranks refuses the rest
     left = Rest(state["epoch"], state["samples"], state["stop"])
     try:
         Order(length, config.loader.batch_size, world_size=world.size, rest=left)

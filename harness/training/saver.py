@@ -35,10 +35,10 @@ Pause = Callable[[float], object]
 
 
 class Saver:
-    """Saves the checkpoints of a run in a thread, one at a time, and rests until somebody waits.
+    """Saves a run's checkpoints in a thread, which rests until somebody waits.
 
-    It first finishes what a killed save has left to do. An error of a save is raised once: by the
-    next ``save``, ``wait`` or ``close``.
+    It saves one at a time, and first finishes what a killed save has left to do. An error of a save
+    is raised once: by the next ``save``, ``wait`` or ``close``.
 
     Args:
         folder: where the checkpoints go; made if need be.
@@ -59,9 +59,10 @@ class Saver:
             _clear(folder)
 
     def save(self, state: dict[str, Any], *, step: int, epoch: int, top1: float | None) -> None:
-        """Copies ``state`` to host memory and begins to save it, once the save before is through.
+        """Copies ``state`` and begins to save it, once the save before is through.
 
-        Here the host waits for the device. Afterwards the tensors of ``state`` may change.
+        The copy is in host memory; here the host waits for the device. Afterwards the tensors of
+        ``state`` may change.
 
         Raises:
             DiskError: the save before has failed; this one is not begun.
@@ -99,11 +100,11 @@ class Saver:
             self._last = None
             raise
 
-    def close(self) -> Record | None:
-        """Ends the thread, once the save under way is through; returns what ``wait`` returns."""
+    def close(self) -> None:
+        """Ends the thread, once the save under way is through."""
         self._awaited.set()
         self._thread.shutdown()
-        return self.wait()
+        self.wait()
 
 
 class _Host:
@@ -223,13 +224,14 @@ def _clear(folder: Path) -> None:
 
 
 def _write(path: Path, fill: Callable[[_Hashing], object], rest: Pause | None = None) -> str:
-    """Writes ``path`` whole or not at all, to the disk before its name shows; returns the SHA-256."""
+    """Writes ``path``, whole or not at all; returns the SHA-256 of its bytes."""
     with replacing(path) as temporary, _Hashing(FileIO(temporary, "xb"), rest) as file:
         try:
             fill(file)
         except RuntimeError as error:
             # torch hides the error of the file behind one without path or errno
             raise error.__context__ or error from None
+        # on the disk before its name shows
         file.flush()
         os.fsync(file.fileno())
     sync_folder(path.parent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from harness.feed.order import Order
 from harness.runtime import signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
-from harness.training.checkpoint import Record
 from harness.training.saver import Saver
 from harness.training.state import TrainState
 
@@ -27,7 +25,7 @@ class Place:
 
 
 class Boundary:
-    """What all ranks agree on between two steps: whether a signal ends the run, whether to save."""
+    """What all ranks agree on between two steps: to end at a signal, to save."""
 
     def __init__(
         self, config: Config, world: World, step: int, now: Callable[[], float] = time.monotonic
@@ -52,6 +50,7 @@ class Boundary:
         due = False
         if wanted.enabled and wanted.every_minutes is not None:
             due = self._now() - self._saved_s >= 60 * wanted.every_minutes
+        # ranks must not part: what one of them knows waits for all
         if self._world.size > 1 and step < self._next:
             signum = 0
             due = False
@@ -68,18 +67,16 @@ class Boundary:
             self._next = step + max(1, min(window - step % window, int(1 / step_s)))
         if due:
             self._saved_s = self._now()
+        # all ranks count alike
         if wanted.enabled and wanted.every_steps is not None:
             due = due or step % wanted.every_steps == 0
         return signum, due
 
 
 class Saves:
-    """Writes the state of a run into its folder, on the first rank; at most once in any one state.
+    """Writes the state of a run into its folder, once each, on the first rank.
 
     What is there at first is not written: it is nothing yet, or comes from a checkpoint.
-
-    Attributes:
-        last: what was written last, once this is closed.
     """
 
     def __init__(
@@ -90,10 +87,10 @@ class Saves:
         self._state = state
         self._order = order
         self._place = place
-        self.last: Path | None = None
         self._saver: Saver | None = None
         if config.checkpoint.enabled and config.mode is Mode.train and world.is_main:
             self._saver = Saver(place.folder / "checkpoints", config.checkpoint.keep_last)
+        # the state that was given to be written, unless that failed
         self._saved: tuple[int, bool] | None = (state.step, state.pending)
 
     def save(self, top1: float | None = None, *, at_once: bool = False) -> None:
@@ -104,30 +101,29 @@ class Saves:
         Raises:
             DiskError: the save before could not be written, or this one ``at_once``.
         """
+        state = self._state
         if self._saver is None:
             return
-        if at_once:
-            # what went wrong with the one before is no reason not to try this one
-            with suppress(DiskError):
-                self._settle(self._saver.wait)
-        if not self.unsaved:
+        try:
+            self._settle()
+        except DiskError:
+            # what went wrong with the one before is no reason not to try the last one
+            if not at_once:
+                raise
+        if self._saved == (state.step, state.pending):
             return
-        state = self._state
-        self._settle(self._saver.wait)
-        self.last = None
-        saved = state.to_dict(
-            {
-                "settings": to_plain(self._config),
-                "classes": list(self._place.classes),
-                "ranks": self._ranks,
-                "length": self._order.length,
-                "stop": self._order.stop(state.epoch),
-            }
-        )
+        facts = {
+            "settings": to_plain(self._config),
+            "classes": list(self._place.classes),
+            "ranks": self._ranks,
+            "length": self._order.length,
+            "stop": self._order.stop(state.epoch),
+        }
+        saved = state.to_dict(facts)
         self._saver.save(saved, step=state.step, epoch=state.epoch, top1=top1)
         self._saved = (state.step, state.pending)
         if at_once:
-            self._settle(self._saver.wait)
+            self._settle()
 
     def check(self) -> None:
         """Returns at once.
@@ -136,7 +132,7 @@ class Saves:
             DiskError: the last state could not be written.
         """
         if self._saver is not None and self._saver.failed:
-            self._settle(self._saver.wait)
+            self._settle()
 
     def close(self) -> None:
         """Waits until all is on the disk.
@@ -145,19 +141,13 @@ class Saves:
             DiskError: it could not be written.
         """
         if self._saver is not None:
-            self._settle(self._saver.close)
+            self._saver.close()
 
-    @property
-    def unsaved(self) -> bool:
-        """Whether the state is none that was given to be written, or writing it failed."""
-        return self._saved != (self._state.step, self._state.pending)
-
-    def _settle(self, wait: Callable[[], Record | None]) -> None:
-        """Waits for the save under way; if it fails, its state counts as unsaved."""
+    def _settle(self) -> None:
+        """Waits for the save under way; if it fails, its state is not saved."""
+        assert self._saver is not None
         try:
-            record = wait()
+            self._saver.wait()
         except DiskError:
             self._saved = None
             raise
-        if record is not None:
-            self.last = record.path

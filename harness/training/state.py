@@ -64,7 +64,7 @@ class TrainState:
             **{name: getattr(self, name) for name in (*_COUNTS, "steps_per_epoch")},
             "model": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            "schedule": {"last_epoch": self.schedule.last_epoch},
             "scaler": self.scaler.state_dict(),
             "random": random_state(self.device),
             "num_threads": torch.get_num_threads(),
@@ -94,6 +94,7 @@ class TrainState:
             problems.append("the optimizer is of another kind (optim)")
         models.refuse(problems, f"{where}: does not fit this run")
 
+        # nothing below refuses what was checked
         self.network.load_state_dict(saved["model"])
         self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": ours})
         for parameter, state in self.optimizer.state.items():
@@ -142,14 +143,24 @@ def make_state(
     if config.trainer.compile:
         # else a second size would make torch serve all sizes by one slower graph
         network.compile(dynamic=False)
+    return state_of(network, config, world.device, steps_per_epoch)
+
+
+def state_of(
+    network: nn.Module, config: Config, device: torch.device, steps_per_epoch: int
+) -> TrainState:
+    """Returns the state of a run that trains ``network``, which lies on ``device``."""
     optimizer = make_optimizer(network, config.optim)
     schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, steps_per_epoch)
-    scaler = make_scaler(config.trainer.precision, world.device)
+    # outside fp16 it only leaves out non-finite updates
+    scaler: GradScaler = FiniteCheck(device)
+    if config.trainer.precision is Precision.fp16:
+        scaler = GradScaler(device.type)
     return TrainState(network, optimizer, schedule, scaler, steps_per_epoch=steps_per_epoch)
 
 
 class FiniteCheck(GradScaler):
-    """Leaves out non-finite updates on the device, at less cost than a scaler whose scale is 1.
+    """Leaves out non-finite updates on the device, cheaper than a scaler of scale 1.
 
     The optimizer must take ``found_inf``, as torch's fused ones do.
     """
@@ -183,13 +194,6 @@ class FiniteCheck(GradScaler):
         """The scale stays 1."""
 
 
-def make_scaler(precision: Precision, device: torch.device) -> GradScaler:
-    """Returns the gradient scaler; outside fp16 it only leaves out non-finite updates."""
-    if precision is Precision.fp16:
-        return GradScaler(device.type)
-    return FiniteCheck(device)
-
-
 def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     """Returns the optimizer over ``network``'s parameters.
 
@@ -215,26 +219,11 @@ def make_optimizer(network: nn.Module, config: OptimConfig) -> Optimizer:
     return optimizer
 
 
-class Schedule(LambdaLR):
-    """``LambdaLR`` with one factor for all groups, at a fraction of its cost."""
-
-    def step(self, epoch: int | None = None) -> None:
-        """Sets the rates of the next update."""
-        self.last_epoch += 1
-        factor = self.lr_lambdas[0](self.last_epoch)
-        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = base_lr * factor
-
-    def get_last_lr(self) -> list[Any]:
-        """Each group's rate."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-
 def make_schedule(
     optimizer: Optimizer, config: ScheduleConfig, epochs: int, steps_per_epoch: int
-) -> Schedule:
+) -> LambdaLR:
     """Returns the schedule, to be stepped once per update."""
-    return Schedule(optimizer, lambda step: lr_factor(step, config, epochs, steps_per_epoch))
+    return LambdaLR(optimizer, lambda step: lr_factor(step, config, epochs, steps_per_epoch))
 
 
 def lr_factor(step: int, config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> float:

@@ -88,13 +88,14 @@ class Step:
         )
 
     def __call__(self, images: Tensor, labels: Tensor, *, part: int = 0, parts: int = 1) -> None:
-        """Trains on one of the ``parts`` batches of an update; the last one makes the update.
+        """Trains on one of the ``parts`` batches of an update; the last makes it.
 
         Labels are int64 ``[N]``, or float ``[N, classes]`` where they were mixed.
         """
         state = self.state
         last = part == parts - 1
         sync: AbstractContextManager[None] = nullcontext()
+        # gradients meet with the last batch of an update
         if not last and isinstance(self.model, DistributedDataParallel):
             sync = self.model.no_sync()
         with sync:
@@ -160,7 +161,7 @@ class Step:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """A block at whose end the figures not read yet, and the streak, are as before."""
+        """A block at whose end the unread figures and the streak are as before."""
         before = self._losses, self._found_inf, self._streak
         self.forget()
         try:
@@ -172,9 +173,10 @@ class Step:
 
 
 class _ForwardTimer:
-    """Times ``network`` inside DDP, without the ranks' waits for each other, to find a slow rank.
+    """Times ``network`` inside DDP, without the ranks' waits for each other.
 
-    The first pass, in which memory is taken and kernels are chosen, does not count.
+    That tells a slow rank. The first pass, in which memory is taken and kernels are chosen, does
+    not count.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -17,7 +17,7 @@ from harness.feed.gauge import Gauge
 from harness.feed.interface import PROCESSES, FeedSettings, HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.limits import Limits
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import state_of
 from harness.training.step import Step
 from harness.training.trial import StepTrials
 
@@ -195,13 +195,5 @@ def trials(
     config.loader.device_prefetch = ahead
     config.data.mean = (0.5, 0.5, 0.5)
     config.data.std = (0.5, 0.5, 0.5)
-    optimizer = make_optimizer(network, config.optim)
-    schedule = make_schedule(optimizer, config.schedule, 1, 100)
-    step = Step(
-        TrainState(
-            network, optimizer, schedule, make_scaler(config.trainer.precision, device.device)
-        ),
-        config,
-        world,
-    )
+    step = Step(state_of(network, config, device.device, 100), config, world)
     return step, StepTrials(step, config, world)

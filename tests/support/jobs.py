@@ -204,7 +204,7 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
 
     from harness.feed.interface import HostBatch
     from harness.runtime.distributed import joined
-    from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+    from harness.training.state import state_of
     from harness.training.step import Step
     from harness.training.trial import StepTrials
 
@@ -214,13 +214,7 @@ def try_steps(local_rank: int, job: tuple[Config, Path, int | None]) -> None:
         network = nn.Sequential(
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)
         )
-        optimizer = make_optimizer(network, config.optim)
-        state = TrainState(
-            network,
-            optimizer,
-            make_schedule(optimizer, config.schedule, 1, 9),
-            make_scaler(config.trainer.precision, world.device),
-        )
+        state = state_of(network, config, world.device, 9)
         step = Step(state, config, world)
         steps = 0
         batch = HostBatch(

@@ -45,9 +45,7 @@ def save(
 def test_what_may_be_read_the_next_time_is_not_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: int
 ) -> None:
-    """An older checkpoint takes the place of one that is lost, and not of one that this process
-    cannot open.
-    """
+    """An older checkpoint serves for a lost one, not for one that passingly fails."""
     save(tmp_path, 1)
     save(tmp_path, 2)
     real = getattr(checkpoint, what)
@@ -79,9 +77,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
 
 
 def test_links_point_at_the_newest_and_the_best(tmp_path: Path) -> None:
-    """last.pt is the newest, best.pt the most accurate; a tie keeps the earlier, and NaN is never
-    best.
-    """
+    """last.pt is the newest, best.pt the most accurate; ties keep the earlier, NaN loses."""
     for step, top1 in ((1, 0.2), (2, 0.9), (3, 0.9), (4, float("nan")), (5, None)):
         save(tmp_path, step, top1)
     assert (tmp_path / "last.pt").resolve().name == "step-5.pt"
@@ -93,15 +89,19 @@ def test_old_ones_go_but_the_best_stays(tmp_path: Path) -> None:
     for step, top1 in ((1, 0.9), (2, 0.1), (3, 0.2), (4, 0.3)):
         save(tmp_path, step, top1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best.pt", "last.pt", "step-1.json", "step-1.pt", "step-3.json", "step-3.pt", "step-4.json",
+        "best.pt",
+        "last.pt",
+        "step-1.json",
+        "step-1.pt",
+        "step-3.json",
+        "step-3.pt",
+        "step-4.json",
         "step-4.pt",
-    ]  # fmt: skip
+    ]
 
 
 def test_what_a_resume_left_behind_goes(tmp_path: Path) -> None:
-    """A save after a resume from an earlier step drops the records of later steps, and never
-    itself.
-    """
+    """A save after a resume from an earlier step drops the records of later steps."""
     for step in (10, 20, 30):
         save(tmp_path, step, top1=step / 100, keep_last=5)
     save(tmp_path, 15, top1=0.01)
@@ -133,7 +133,7 @@ def test_damage_is_found_and_an_older_one_is_taken(tmp_path: Path, damage: str) 
 
 
 def test_a_file_without_its_record_does_not_exist(tmp_path: Path) -> None:
-    """The record is the commit: a file that a killed save left without one is not resumed."""
+    """The record is the commit: a file that has none is not resumed."""
     save(tmp_path, 1)
     save(tmp_path, 2)
     (tmp_path / "step-2.json").unlink()
@@ -151,9 +151,7 @@ def test_when_all_are_damaged_nothing_is_started_anew(tmp_path: Path) -> None:
 
 
 def test_checkpoints_without_their_records_are_not_passed_over(tmp_path: Path) -> None:
-    """Where the records were not copied along, training does not start from nothing, and deletes
-    nothing.
-    """
+    """Where records were not copied along, training neither starts from nothing nor deletes."""
     for step in (1, 2):
         save(tmp_path, step).path.with_suffix(".json").unlink()
         (tmp_path / f"kept-{step}").write_bytes((tmp_path / f"step-{step}.pt").read_bytes())
@@ -179,7 +177,8 @@ class Canary:
 
 def test_code_in_a_file_is_refused_and_not_run(tmp_path: Path) -> None:
     """A pickle that calls os.system is refused without a way round, and nothing ran."""
-    path, canary = tmp_path / "evil.pt", tmp_path / "canary"
+    path = tmp_path / "evil.pt"
+    canary = tmp_path / "canary"
     torch.save({"model": Canary(canary)}, path)
     with pytest.raises(
         CheckpointError, match="holds more than tensors and plain containers"
@@ -237,7 +236,7 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_an_odd_checkpoint_is_named_and_the_one_before_taken(
     tmp_path: Path, suffix: str, plant: Plant
 ) -> None:
-    """Whatever lies in the place of a record or of a file of weights: one warning, and no wait."""
+    """Anything in the place of a record or file: one warning, no wait."""
     save(tmp_path, 1)
     path = save(tmp_path, 2).path.with_suffix(suffix)
     oddities.put(plant, path)
@@ -250,7 +249,7 @@ def test_an_odd_checkpoint_is_named_and_the_one_before_taken(
 
 
 def rewrite(record: Path, change: dict[str, Any]) -> None:
-    """Put ``change`` into a record of the first schema, which had no digest of its own."""
+    """Put ``change`` into a record of schema 1, which had no digest of its own."""
     facts = json.loads(record.read_text())
     del facts["digest"]
     record.write_text(json.dumps(facts | {"schema": 1} | change))
@@ -259,19 +258,32 @@ def rewrite(record: Path, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": 0}, {"schema": -5}, {"schema": "1"}, {"schema": None}, {"schema": True},
-        {"step": 9}, {"step": -2},
-        {"step": "2"}, {"step": 2.0}, {"step": math.inf}, {"step": 10**400}, {"epoch": -1},
-        {"epoch": "0"}, {"epoch": None},
-        {"top1": "0.5"}, {"top1": []}, {"top1": math.inf}, {"top1": True}, {"sha256": None},
-        {"sha256": 5}, {"sha256": "\x1b[2J"},
+        {"schema": 0},
+        {"schema": -5},
+        {"schema": "1"},
+        {"schema": None},
+        {"schema": True},
+        {"step": 9},
+        {"step": -2},
+        {"step": "2"},
+        {"step": 2.0},
+        {"step": math.inf},
+        {"step": 10**400},
+        {"epoch": -1},
+        {"epoch": "0"},
+        {"epoch": None},
+        {"top1": "0.5"},
+        {"top1": []},
+        {"top1": math.inf},
+        {"top1": True},
+        {"sha256": None},
+        {"sha256": 5},
+        {"sha256": "\x1b[2J"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_odd_record_is_no_checkpoint(tmp_path: Path, change: dict[str, Any]) -> None:
-    """A record of other types, or of another step than its name's, is not believed because it
-    parses.
-    """
+    """A record with other types, or of another step than its name says, is refused."""
     save(tmp_path, 1)
     record = save(tmp_path, 2).path.with_suffix(".json")
     rewrite(record, change)
@@ -305,9 +317,7 @@ def test_a_record_of_the_first_schema_is_read(tmp_path: Path) -> None:
 
 
 def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
-    """``data`` with one bit flipped, cut off anywhere, or with a block of zeros where there was
-    something else.
-    """
+    """``data`` with a bit flipped, cut off anywhere, or with a block of zeros."""
     at = rng.randrange(len(data))
     if kind == "flip":
         return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
@@ -329,12 +339,11 @@ def damaged(data: bytes, kind: str, rng: random.Random) -> bytes:
     ],
 )
 def test_all_damage_is_found_and_named(tmp_path: Path, suffix: str, kind: str, times: int) -> None:
-    """Whatever bit, end or block of a checkpoint or its record is lost, one warning names the file,
-    the one before serves.
-    """
+    """Any lost bit, end or block: one warning names the file, the checkpoint before serves."""
     save(tmp_path, 1)
     path = save(tmp_path, 2, 0.5).path.with_suffix(suffix)
-    data, rng = path.read_bytes(), random.Random(0)
+    data = path.read_bytes()
+    rng = random.Random(0)
     for _ in range(times):
         path.write_bytes(damaged(data, kind, rng))
         found = checkpoint.newest(tmp_path)
@@ -343,9 +352,7 @@ def test_all_damage_is_found_and_named(tmp_path: Path, suffix: str, kind: str, t
 
 
 def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
-    """A checkpoint of a later version is refused by its schema, and stays on the disk for that
-    version.
-    """
+    """A checkpoint of a later version is refused by its schema, and stays."""
     newer = save(tmp_path, 1).path
     newer.with_suffix(".json").write_text('{"schema": 3}')
     with pytest.raises(CheckpointError, match="written by a newer version"):
@@ -358,9 +365,7 @@ def test_a_newer_record_is_not_deleted(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("layout", ["sparse", "meta", "beyond its storage", "list"])
 def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path, layout: str) -> None:
-    """A tensor without numbers, or larger than its file, is refused before anything is computed
-    with it.
-    """
+    """A tensor without numbers, or larger than its file, is refused before it is used."""
     odd = {
         "sparse": torch.eye(3).to_sparse(),
         "meta": torch.zeros(3, device="meta"),

@@ -1,4 +1,4 @@
-"""The turn from an epoch to its evaluation and back: who is primed, when, and what it leaves."""
+"""The turn from an epoch to its evaluation and back: who is primed, and when."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.training import checkpoint
 from harness.training.engine import Engine
 from harness.training.epoch import EvalWarmup
 from harness.training.saving import Place, Saves
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import state_of
 from harness.training.step import Step
 from harness.watch.clock import StepClock
 from harness.watch.station import Watch
@@ -31,7 +31,7 @@ MakeEngine = Callable[..., Engine]
 
 
 class Recorded:
-    """A feed of ``count`` batches of noise that notes what it is told and asked for."""
+    """A feed of ``count`` batches of noise that notes what is asked of it."""
 
     on_device = False
     meter = None
@@ -39,7 +39,9 @@ class Recorded:
     settings = samples.settings()
 
     def __init__(self, name: str, count: int, log: list[str]) -> None:
-        self.name, self.count, self.log = name, count, log
+        self.name = name
+        self.count = count
+        self.log = log
         self.order = Order(count * self.settings.batch_size, self.settings.batch_size)
 
     def __len__(self) -> int:
@@ -79,11 +81,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
         for name, value in trainer.items():
             setattr(config.trainer, name, value)
         network = nn.Sequential(nn.Flatten(), nn.Linear(48, 10))
-        optimizer = make_optimizer(network, config.optim)
-        schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, len(feed))
-        state = TrainState(
-            network, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)
-        )
+        state = state_of(network, config, CPU.device, len(feed))
         step = Step(state, config, CPU, 10)
         return Engine(
             config, CPU, step, feed, val_feed, Watch(StepClock()), Place(tmp_path, ("a",))
@@ -95,7 +93,7 @@ def make_engine(tmp_path: Path) -> MakeEngine:
 def run(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, batches: int = 3, **trainer: int
 ) -> tuple[Engine, list[str]]:
-    """A whole run on recorded feeds, where an epoch is never about to end before its last step."""
+    """A whole run on recorded feeds; an epoch ends only with its last step."""
     monkeypatch.setattr("harness.training.epoch._WARM_UP_S", 0.0)
     log: list[str] = []
     engine = make_engine(Recorded("train", batches, log), Recorded("val", 1, log), **trainer)
@@ -106,27 +104,25 @@ def run(
 def test_each_side_is_primed_before_its_turn(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Validation is primed before the last step, the next epoch after the pass has ended and before
-    evaluation begins.
-    """
+    """Validation is primed before the last step, the next epoch before the evaluation."""
     _, log = run(make_engine, monkeypatch, epochs=2)
     epoch = ["train batch 0", "train batch 1", "val prime 0", "train batch 2", "train end"]
     evaluation = ["val batch 0", "val end"]
+    # nothing follows, so that nothing ends the pass before
     epoch_1 = [
         *epoch[:-1],
         *evaluation,
         "train end",
-    ]  # nothing follows, so that nothing ends the pass before
+    ]
     assert log == ["train epoch 0", *epoch, "train prime 1", *evaluation, "train epoch 1", *epoch_1]
 
 
 def test_evaluation_sees_images_as_they_are(make_engine: MakeEngine) -> None:
-    """Training batches are augmented and their labels mixed; validation batches are only
-    normalised.
-    """
+    """Training batches are augmented and mixed; validation batches are only normalised."""
     wanted = AugmentConfig(color_jitter=(0.9, 0.0, 0.0, 0.0), random_erasing=1.0, cutmix=1.0)
     feeds = [Recorded(name, 4, []) for name in ("train", "val")]
-    engine, plain = make_engine(*feeds, augment=wanted), make_engine(*feeds)
+    engine = make_engine(*feeds, augment=wanted)
+    plain = make_engine(*feeds)
     for (images, labels), (expected, whole) in zip(
         engine.val_batches, plain.val_batches, strict=True
     ):
@@ -140,9 +136,7 @@ def test_evaluation_sees_images_as_they_are(make_engine: MakeEngine) -> None:
 def test_nothing_is_primed_for_an_evaluation_that_is_not_due(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With eval_every_epochs=2 the first epoch primes nothing, and only the second is followed by a
-    primed one.
-    """
+    """With eval_every_epochs=2 the first epoch primes nothing."""
     _, log = run(make_engine, monkeypatch, epochs=3, eval_every_epochs=2)
     primed = [entry for entry in log if "prime" in entry or "epoch" in entry]
     assert primed == [
@@ -169,9 +163,7 @@ def test_the_last_step_is_where_the_run_ends(
     trainer: dict[str, int],
     primed_before: str,
 ) -> None:
-    """trainer.max_steps and accumulation count: validation is primed before the last step that
-    there will be, and no more.
-    """
+    """Validation is primed before the last step by max_steps and accumulation, and once."""
     _, log = run(
         make_engine, monkeypatch, epochs=1 if "accumulate_steps" in trainer else 5, **trainer
     )
@@ -180,9 +172,7 @@ def test_the_last_step_is_where_the_run_ends(
 
 
 def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each evaluation with an epoch after it leaves its own and that epoch's first wait in
-    milliseconds.
-    """
+    """Each evaluation before another epoch leaves both first waits in milliseconds."""
     engine, _ = run(make_engine, monkeypatch, epochs=3)
     assert len(engine.outcome.turns_ms) == 2
     assert all(val_ms > 0 and train_ms > 0 for val_ms, train_ms in engine.outcome.turns_ms)
@@ -198,7 +188,7 @@ def test_the_turns_are_noted(make_engine: MakeEngine, monkeypatch: pytest.Monkey
     ],
 )
 def test_the_end_of_an_epoch_is_foreseen_by_its_steps(step_s: float, told_at: int) -> None:
-    """It is due 1.5 s before the end by the mean step, without the first; or before the last."""
+    """It is due 1.5 s before the end by the mean step."""
     now = 0.0
     warm_up = EvalWarmup(10, lambda: now)
     due = []
@@ -228,9 +218,7 @@ def fit(make_engine: MakeEngine, val_workers: int, **trainer: int) -> Engine:
 def test_priming_changes_no_weight(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, kept_globals: None
 ) -> None:
-    """A run with real workers ends in bitwise the same weights whether its feeds are primed or not,
-    and leaves no process.
-    """
+    """With real workers, priming leaves weights bitwise the same, and no process."""
     primed = fit(make_engine, 1, epochs=3)
     assert multiprocessing.active_children() == []
     monkeypatch.setattr(ProcessFeed, "prime", lambda feed, epoch: None)

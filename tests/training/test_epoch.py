@@ -7,7 +7,7 @@ from harness.watch.ledger import Ledger
 
 
 def test_an_epoch_is_the_mean_of_its_windows() -> None:
-    """Loss by steps, speed of all ranks and stall by time, and the last learning rate."""
+    """Loss by steps, speed of all ranks, stall by time, and the last learning rate."""
     shown = Shown()
     shown.add(
         10, 1.0, 0.1, Ledger(steps=10, images=640, elapsed_s=2.0, wait_s=1.0).window(), ranks=2

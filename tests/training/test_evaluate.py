@@ -18,7 +18,8 @@ def test_sums_are_those_of_the_whole_set() -> None:
     """Batches of any sizes give the accuracy and the loss of all samples at once."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Dropout(0.5))
-    images, labels = torch.randn(101, 3, 2, 2), torch.randint(0, 8, (101,))
+    images = torch.randn(101, 3, 2, 2)
+    labels = torch.randint(0, 8, (101,))
     found = evaluate(
         network, zip(images.split(16), labels.split(16), strict=True), CPU, contextlib.nullcontext
     )
@@ -31,9 +32,7 @@ def test_sums_are_those_of_the_whole_set() -> None:
 
 
 def test_the_network_goes_back_to_its_mode() -> None:
-    """A network that was training trains on afterwards, and
-    evaluation left its statistics alone.
-    """
+    """A training network trains on afterwards, with its statistics as they were."""
     network = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3)).train()
     before = network[0].running_mean.clone()  # type: ignore[union-attr, operator]
     found = evaluate(
@@ -44,4 +43,5 @@ def test_the_network_goes_back_to_its_mode() -> None:
     )
     assert network.training
     assert torch.equal(network[0].running_mean, before)  # type: ignore[arg-type]
-    assert found.top5 == 1.0  # there are only three classes
+    # there are only three classes
+    assert found.top5 == 1.0

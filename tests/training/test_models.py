@@ -30,19 +30,18 @@ def test_a_head_for_the_classes(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", models.names())
 def test_every_name_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every name that is offered can be built for other classes than ImageNet's (on the meta
-    device, so no memory).
-    """
+    """Every name that is offered can be built for other classes (on the meta device)."""
     make = BlockParams.from_init_params
 
-    def on_cpu(**arguments: Any) -> BlockParams:  # the regnets read numbers out of tensors
+    # the regnets read numbers out of tensors
+    def on_cpu(**arguments: Any) -> BlockParams:
         with torch.device("cpu"):
             return make(**arguments)
 
     monkeypatch.setattr(BlockParams, "from_init_params", on_cpu)
     with torch.device("meta"):
         network = models.build(ModelConfig(name=name), 7, image_size=224)
-    assert models._head_keys(network) <= network.state_dict().keys()
+    assert models.head_keys(network) <= network.state_dict().keys()
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
@@ -67,8 +66,8 @@ def test_saved_weights_with_a_new_head(tmp_path: Path) -> None:
         {"state_dict": {f"module.{key}": value for key, value in donor.state_dict().items()}}, path
     )
     network = models.build(ModelConfig(name="resnet18", weights=str(path)), 7, image_size=64)
-    assert torch.equal(network.conv1.weight, donor.conv1.weight)  # type: ignore
-    assert network.fc.weight.shape == (7, 512)  # type: ignore[union-attr]
+    assert torch.equal(network.get_parameter("conv1.weight"), donor.conv1.weight)
+    assert network.get_parameter("fc.weight").shape == (7, 512)
 
 
 def test_a_run_of_ours_gives_its_weights(tmp_path: Path) -> None:
@@ -121,17 +120,14 @@ def test_published_weights_that_cannot_be_fetched(
 
 @pytest.fixture
 def publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
-    """Makes a network of a name whose weights are then the published ones, with the keys that
-    torchvision's files have.
-    """
+    """Makes a network whose weights are then the published ones, under their old keys."""
 
     def make(name: str) -> nn.Module:
         extra = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
         donor: nn.Module = zoo.get_model(name, weights=None, **extra)
         weights: dict[str, torch.Tensor] = donor.state_dict()
-        if name.startswith(
-            "densenet"
-        ):  # written by a torch that allowed dots in names and did not count batches
+        # written by a torch that allowed dots in names and did not count batches
+        if name.startswith("densenet"):
             old = {
                 re.sub(r"(denselayer\d+\.(?:norm|conv))([12]\.)", r"\1.\2", key): value
                 for key, value in weights.items()
@@ -153,12 +149,10 @@ def publish(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], nn.Module]:
 def test_published_weights_are_taken_over_with_a_new_head(
     name: str, publish: Callable[[str], nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of the body is the published one, whatever the file's keys or auxiliary heads; that the
-    head is new is said.
-    """
+    """The whole body is the published one; a line says that the head is new."""
     published = publish(name).state_dict()
     network = models.build(ModelConfig(name=name, weights="DEFAULT"), 7, image_size=64)
-    head = models._head_keys(network)
+    head = models.head_keys(network)
     for key, value in network.state_dict().items():
         assert key in head or torch.equal(value, published[key]), key
     assert {network.state_dict()[key].shape[0] for key in head} == {7}
@@ -168,9 +162,7 @@ def test_published_weights_are_taken_over_with_a_new_head(
 def test_the_published_head_is_taken_where_it_fits(
     publish: Callable[[str], nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For ImageNet's 1000 classes the network is the published one, head and all, and nothing is
-    said.
-    """
+    """For 1000 classes the network is the published one, head and all."""
     published = publish("resnet18").state_dict()
     network = models.build(ModelConfig(name="resnet18", weights="DEFAULT"), 1000, image_size=64)
     assert all(torch.equal(value, published[key]) for key, value in network.state_dict().items())
@@ -181,9 +173,7 @@ def test_the_published_head_is_taken_where_it_fits(
 def test_googlenet_sees_what_its_weights_were_trained_on(
     weights: str | None, publish: Callable[[str], nn.Module]
 ) -> None:
-    """The published weights want the images normalised in TensorFlow's way, random ones take them
-    as they come.
-    """
+    """The published weights want TensorFlow's normalisation; random ones do not."""
     publish("googlenet")
     network = models.build(ModelConfig(name="googlenet", weights=weights), 7, image_size=64)
     assert network.transform_input is (weights == "DEFAULT")
@@ -200,9 +190,7 @@ def test_published_weights_of_another_form_are_refused(publish: Callable[[str], 
 
 
 def test_saved_weights_of_a_mnasnet(tmp_path: Path) -> None:
-    """A file that does not tell the version, as torchvision's mnasnets want it, is taken all the
-    same.
-    """
+    """A file without the version that torchvision's mnasnets want is taken all the same."""
     donor = models.build(ModelConfig(name="mnasnet0_5"), 7, image_size=64)
     path = tmp_path / "donor.pth"
     torch.save(dict(donor.state_dict()), path)

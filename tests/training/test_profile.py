@@ -1,6 +1,4 @@
-"""The trace: which steps are in it, under which names, and what a disk
-or a short run may do to it.
-"""
+"""The trace: its steps and names; a full disk, a short run."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class Pauses:
 
 
 def go(trace: Trace, first: int, last: int) -> None:
-    """Steps as a run makes them, with a batch that another thread moves, and an evaluation after
-    step 3.
-    """
+    """Steps of a run; a thread moves batches, an evaluation follows step 3."""
     for number in range(first, last + 1):
         with trace.step(number):
             with spans.named("wait for data"):
@@ -57,16 +53,14 @@ def move() -> None:
 
 
 def names(path: Path) -> list[str]:
-    """Our own names in the trace, in order of time; the file has to be JSON."""
+    """Our own names in the trace, in order of time."""
     events = json.loads(path.read_text())["traceEvents"]
     ours = [event for event in events if event.get("cat") == "user_annotation"]
     return [event["name"] for event in sorted(ours, key=lambda event: event["ts"])]
 
 
 def test_the_steps_asked_for_are_in_the_trace_by_name(tmp_path: Path) -> None:
-    """Steps 2 to 4 alone, each with its parts, those of other threads and what lies between two
-    steps; torch's own too.
-    """
+    """Steps 2 to 4 alone: their parts, other threads' parts and what lies between."""
     go(Trace("2-4", tmp_path, Pauses()), 1, 6)
     path = tmp_path / "trace" / "steps-2-4.json"
     parts = ["wait for data", "copy", "forward"]
@@ -92,7 +86,7 @@ def test_the_profiler_works_in_pauses(tmp_path: Path) -> None:
 def test_the_file_says_which_steps_it_holds(
     tmp_path: Path, first: int, last: int, name: str
 ) -> None:
-    """A run that begins or ends among the steps asked for leaves those that it made."""
+    """A run that begins or ends within these steps leaves those it made."""
     go(Trace("2-5", tmp_path, Pauses()), first, last)
     assert [file.name for file in (tmp_path / "trace").iterdir()] == [name]
 
@@ -140,7 +134,7 @@ def test_a_trace_that_cannot_be_written_costs_the_trace_alone(
 def test_half_a_trace_is_not_left(
     tmp_path: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exporter tells no error on a full disk: what it left is looked at, and removed."""
+    """The exporter tells no error on a full disk: half a file is removed."""
     monkeypatch.setattr(
         "torch.profiler.profile.export_chrome_trace",
         lambda _, path: Path(path).write_text('{"traceEvents": [{'),
@@ -153,13 +147,17 @@ def test_half_a_trace_is_not_left(
 def test_a_run_names_what_it_does(
     composed: Callable[..., Config], tmp_path: Path, kept_globals: None
 ) -> None:
-    """A whole run's trace has every part of a step, in order, and what comes between the steps
-    asked for.
-    """
+    """A whole run's trace has every part of a step, and what comes between steps."""
     config = composed(
-        "data=digits", "loader.num_workers=0", "trainer.max_steps=3", "watch.window_steps=2",
-        "trainer.accumulate_steps=2", "loader.batch_size=16", "profile.steps=2-3", "device=cpu",
-    )  # fmt: skip
+        "data=digits",
+        "loader.num_workers=0",
+        "trainer.max_steps=3",
+        "watch.window_steps=2",
+        "trainer.accumulate_steps=2",
+        "loader.batch_size=16",
+        "profile.steps=2-3",
+        "device=cpu",
+    )
     job.main_worker(0, job.Job(config, tmp_path, ()))
     part = ["wait for data", "copy", "forward", "backward"]
     ours = {*part, "update", "step 2", "step 3", "close window", "evaluate", "checkpoint"}
@@ -182,7 +180,8 @@ def test_a_run_names_what_it_does(
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """The project's log, as pytest sees it."""
     logger = logging.getLogger("wellfed")
-    former, logger.propagate = logger.propagate, True
+    former = logger.propagate
+    logger.propagate = True
     yield caplog
     logger.propagate = former
 
@@ -196,9 +195,7 @@ def names_are_made() -> bool:
 def test_a_profiler_that_fails_costs_the_trace_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
-    """Whatever a profiler raises is one warning; every step is made, and nothing is left in the
-    folder.
-    """
+    """Whatever a profiler raises is one warning; every step is made, no file is left."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("no CUPTI")

@@ -26,9 +26,7 @@ class Board:
 def test_figures_that_cannot_be_had_hide_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the device answers nothing more, the run's own error is raised and reported, with how
-    far the run came.
-    """
+    """Where the device answers nothing more, the run's own error is raised and reported."""
 
     class Clock:
         def total(self) -> None:

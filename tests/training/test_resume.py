@@ -24,19 +24,33 @@ CLASSES = ("ant", "bee")
 # Every setting that decides pixels, labels or the network, with a value that no data set here has
 # by itself.
 TRAINED: dict[str, Any] = {
-    "data.root": "/elsewhere", "data.download": False, "data.mirror": "http://localhost/x",
+    "data.root": "/elsewhere",
+    "data.download": False,
+    "data.mirror": "http://localhost/x",
     "data.md5": "0" * 32,
-    "data.image_size": 56, "data.eval_resize": 57, "data.mean": (0.1, 0.2, 0.3),
+    "data.image_size": 56,
+    "data.eval_resize": 57,
+    "data.mean": (0.1, 0.2, 0.3),
     "data.std": (0.4, 0.5, 0.6),
-    "data.split_fraction": 0.25, "data.exif_orientation": True, "data.background": (1, 2, 3),
+    "data.split_fraction": 0.25,
+    "data.exif_orientation": True,
+    "data.background": (1, 2, 3),
     "data.max_pixels": 4321,
-    "data.cache": DataCache.ram, "data.cache_gb": 1.5, "data.cache_max_side": 99,
+    "data.cache": DataCache.ram,
+    "data.cache_gb": 1.5,
+    "data.cache_max_side": 99,
     "data.generate.classes": 7,
-    "data.generate.train_images": 70, "data.generate.val_images": 71, "data.generate.width": 72,
-    "data.generate.height": 73, "data.generate.quality": 74, "data.generate.seed": 75,
+    "data.generate.train_images": 70,
+    "data.generate.val_images": 71,
+    "data.generate.width": 72,
+    "data.generate.height": 73,
+    "data.generate.quality": 74,
+    "data.generate.seed": 75,
     "data.name": "imagefolder",
-    "model.name": "resnet18", "trainer.precision": Precision.bf16, "trainer.channels_last": False,
-}  # fmt: skip
+    "model.name": "resnet18",
+    "trainer.precision": Precision.bf16,
+    "trainer.channels_last": False,
+}
 PIXELS = [path for path in TRAINED if path in resume._PIXELS]
 
 
@@ -70,9 +84,7 @@ def evaluated(composed: Composed, saved: Saved, *typed: str) -> dict[str, Any]:
 
 
 def test_the_list_of_settings_is_whole(composed: Composed) -> None:
-    """Every setting of the data set is in this file's list, so
-    that a new one cannot be forgotten.
-    """
+    """Every setting of the data set is in this file's list."""
     assert {path for path in values(composed()) if path.startswith("data.")} == {
         p for p in TRAINED if p.startswith("data.")
     }
@@ -81,9 +93,7 @@ def test_the_list_of_settings_is_whole(composed: Composed) -> None:
 def test_evaluation_needs_no_setting_again(
     composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All that decides pixels, labels and the network is the checkpoint's, and what was taken is
-    printed.
-    """
+    """What decides pixels, labels and network is the checkpoint's, and is printed."""
     found = evaluated(composed, trained)
     assert {path: found[path] for path in TRAINED} == TRAINED
     printed = capsys.readouterr().out
@@ -148,9 +158,7 @@ def test_another_data_set_is_seen_as_the_network_was_trained(
 def test_training_goes_on_with_its_own_settings(
     composed: Composed, trained: Saved, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A resumed training keeps this command's settings and prints each that is not the
-    checkpoint's.
-    """
+    """A resumed training keeps this command's settings and prints each difference."""
     config = composed("data.image_size=48", "resume=best.pt")
     assert resume.settings(config, trained, ("data.image_size=48",)) == config
     assert "checkpoint: data.image_size 56, now 48\n" in capsys.readouterr().out
@@ -159,9 +167,7 @@ def test_training_goes_on_with_its_own_settings(
 def test_other_ways_of_training_are_told(
     composed: Composed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each setting that training goes on by is printed where it is not the checkpoint's; an
-    evaluation does not train.
-    """
+    """Each setting that training goes on by is printed if it differs; evaluation prints none."""
     saved = Saved(
         "last.pt", {"settings": to_plain(composed("optim.lr=0.5", "seed=7", "augment.hflip=0.25"))}
     )
@@ -179,9 +185,7 @@ def test_other_ways_of_training_are_told(
 def test_what_torchrun_saved_is_read_without_it(
     composed: Composed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run without a name that resumed by itself could do so under its launcher alone; its
-    checkpoints go anywhere.
-    """
+    """A nameless run that resumed by its launcher leaves checkpoints that go anywhere."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     saved = Saved("last.pt", {"settings": to_plain(composed("resume=auto"))})
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
@@ -191,9 +195,7 @@ def test_what_torchrun_saved_is_read_without_it(
 def test_a_foreign_file_says_that_it_has_no_settings(
     composed: Composed, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights alone cannot tell how images were normalised: the command's settings count, and a
-    line says it.
-    """
+    """Weights alone know no normalisation: the command's settings count, and a line says it."""
     config = composed("mode=evaluate", "model.weights=x.pth", "data.image_size=48")
     assert resume.settings(config, Saved("x.pth", {}), ()) == config
     assert "x.pth: holds no settings; data.*, model.name" in capsys.readouterr().out
@@ -262,11 +264,9 @@ def test_other_classes_name_both(state: TrainState, composed: Composed, mode: st
 def test_weights_that_would_give_a_wrong_result_are_refused(
     state: TrainState, composed: Composed, change: Callable[[torch.Tensor], torch.Tensor], text: str
 ) -> None:
-    """A random head is not evaluated, and no part of a number is dropped; the network stays as it
-    was.
-    """
+    """No random head is evaluated and no part of a number dropped; the network stays."""
     before = {key: value.clone() for key, value in state.network.state_dict().items()}
-    head = max(models._head_keys(state.network))
+    head = max(models.head_keys(state.network))
     with pytest.raises(
         CheckpointError, match=f"best.pt: does not fit model.name=small: {head} {text}"
     ):
@@ -297,9 +297,7 @@ def test_published_weights_that_do_not_exist_cannot_be_evaluated(
 
 
 def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path: Path) -> None:
-    """best.pt that was copied away is evaluated through model.weights with the settings that it
-    holds.
-    """
+    """A copied best.pt is evaluated through model.weights with the settings that it holds."""
     record = saver.save(
         tmp_path,
         {"model": {}, "settings": to_plain(composed("data=digits"))},
@@ -316,9 +314,7 @@ def test_a_copy_without_its_record_has_its_settings(composed: Composed, tmp_path
 
 
 def test_a_network_of_published_weights_is_built_as_it_was(composed: Composed) -> None:
-    """The input of googlenet is transformed if and only if it was in training, whatever this
-    command says of weights.
-    """
+    """The input of googlenet is transformed if it was in training, whatever this command says."""
     for weights in ("DEFAULT", None):
         config = composed("model.name=googlenet")
         config.model.weights = weights
@@ -329,9 +325,7 @@ def test_a_network_of_published_weights_is_built_as_it_was(composed: Composed) -
 
 
 def kept(composed: Composed, ranks: int, samples: int = 0, **more: Any) -> Saved:
-    """A checkpoint of a run of so many ranks, with batches of 64 on each, amid an epoch of 1,000
-    images.
-    """
+    """A checkpoint of ``ranks`` ranks with batches of 64, within an epoch of 1,000 images."""
     counts = {
         "ranks": ranks,
         "epoch": 1,
@@ -370,9 +364,7 @@ def test_another_number_of_ranks_keeps_the_update(
     batch: int,
     parts: int,
 ) -> None:
-    """An update has as many images as before where the ranks can share them, and a line says how,
-    or that they cannot.
-    """
+    """An update keeps its images where the ranks can share them; a line says which."""
     config, left = resume.rest(composed(), kept(composed, ranks), world(now), 1000)
     assert (config.loader.batch_size, config.trainer.accumulate_steps, left) == (batch, parts, None)
     printed = capsys.readouterr().out
@@ -388,17 +380,13 @@ def test_another_number_of_ranks_keeps_the_update(
 
 
 def test_a_batch_size_that_was_chosen_stays(composed: Composed) -> None:
-    """Where the command asks for another batch than the checkpoint's, the number of ranks changes
-    nothing.
-    """
+    """Where the command asks for another batch, the number of ranks changes nothing."""
     config = composed("loader.batch_size=16")
     assert resume.rest(config, kept(composed, 2), world(1), 1000)[0] == config
 
 
 def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
-    """A checkpoint amid an epoch leaves the samples from there to
-    where the epoch would have ended.
-    """
+    """A checkpoint within an epoch leaves the samples up to where the epoch would end."""
     assert resume.rest(composed(), kept(composed, 1, 320), ALONE, 1000)[1] == Rest(1, 320, 960)
     for saved, config in (
         (None, composed()),
@@ -424,9 +412,7 @@ def test_the_rest_of_the_epoch_is_found(composed: Composed) -> None:
 def test_a_rest_that_cannot_be_had_is_refused(
     composed: Composed, size: int, length: int, more: dict[str, Any], text: str
 ) -> None:
-    """Other images, another order and too few samples for the ranks are errors that name the
-    checkpoint.
-    """
+    """Other images, another order and too few samples are errors that name the checkpoint."""
     saved = kept(composed, size, 320)
     saved.state["settings"].update(more.pop("settings", {}))
     saved.state.update(more)
@@ -440,11 +426,11 @@ def test_a_rest_that_cannot_be_had_is_refused(
 def test_the_schedule_goes_on_by_the_share_of_the_epoch(
     composed: Composed, now: int, count: int
 ) -> None:
-    """Where an epoch has another number of updates, the learning rate is that of the same share of
-    the epochs.
-    """
+    """With other updates in an epoch, the learning rate is that of the same share."""
     trained = make_state(composed(), 2, ALONE, 10)
-    trained.epoch, trained.step, trained.samples = 1, 13, 320
+    trained.epoch = 1
+    trained.step = 13
+    trained.samples = 320
     trained.schedule.last_epoch = 13
     saved = trained.to_dict(
         {"settings": to_plain(composed()), "stop": 960, "length": 1000, "ranks": 1}
@@ -461,9 +447,7 @@ def test_the_schedule_goes_on_by_the_share_of_the_epoch(
 
 
 def test_lost_records_are_no_fresh_start(composed: Composed, tmp_path: Path) -> None:
-    """With resume=auto, checkpoints whose records are gone are an error,
-    and stay where they are.
-    """
+    """With resume=auto, checkpoints without records are an error, and stay where they are."""
     for step in (1, 2):
         saver.save(
             tmp_path / "checkpoints",

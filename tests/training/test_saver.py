@@ -49,17 +49,17 @@ def names(folder: Path) -> list[str]:
 def test_a_state_may_change_while_it_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was given is saved, though training has gone on before the first byte is written; a
-    second save waits.
-    """
-    go, commit = threading.Event(), saver.save
+    """What was given is saved, though training goes on meanwhile; a second save waits."""
+    go = threading.Event()
+    commit = saver.save
 
     def later(*given: Any, **facts: Any) -> checkpoint.Record:
         assert go.wait(10)
         return commit(*given, **facts)
 
     monkeypatch.setattr(saver, "save", later)
-    background, given = Saver(tmp_path, 2), state(1.0)
+    background = Saver(tmp_path, 2)
+    given = state(1.0)
     assert background.wait() is None
     background.save(given, step=1, epoch=1, top1=None)
     given["model"]["w"].fill_(2.0)
@@ -76,13 +76,9 @@ def test_a_state_may_change_while_it_is_saved(
 
 
 def test_a_copy_is_as_its_source(tmp_path: Path) -> None:
-    """Shared tensors stay shared and are copied once, views keep their strides, and metadata of a
-    network stays.
-    """
-    shared, images = (
-        torch.arange(6.0),
-        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-    )
+    """Shared tensors stay shared, views keep their strides, and a network its metadata."""
+    shared = torch.arange(6.0)
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     model = OrderedDict(a=shared, b=shared[2:4], c=images, d=torch.zeros(0))
     model._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
     copied = saver._Host().copy({"model": model, "numbers": [1, (2, None)], "text": "x"})
@@ -101,7 +97,7 @@ def test_a_copy_is_as_its_source(tmp_path: Path) -> None:
 
 
 def test_a_copy_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    """A state of the same sizes takes no new memory, a larger one does; torch can write both."""
+    """A state of the same sizes takes no new memory; torch can write every copy."""
     host = saver._Host()
     places = []
     for numbers in (900, 900, 5000):
@@ -121,11 +117,10 @@ def test_a_copy_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
 def test_writing_rests_until_somebody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each second of work is followed by as many of rest as ``_RESTS`` says, and none once the save
-    is waited for.
-    """
+    """Work is followed by ``_RESTS`` times as much rest, and by none once waited for."""
     monkeypatch.setattr(saver, "_RESTS", 1e6)
-    background, large = Saver(tmp_path, 2), {"model": {"w": torch.randn(8 << 20)}}
+    background = Saver(tmp_path, 2)
+    large = {"model": {"w": torch.randn(8 << 20)}}
     background.save(large, step=1, epoch=1, top1=None)
     assert background._last is not None
     with pytest.raises(TimeoutError):
@@ -178,9 +173,7 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path, ask: str) -> 
 
 
 def test_a_committed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
-    """The same step takes the next free name, counts as newer, and all names serve for reading; a
-    tie keeps the earlier.
-    """
+    """The same step takes the next free name; a tie keeps the earlier best."""
     paths = [save(tmp_path, 5, 0.5, keep_last=12).path for _ in range(11)]
     assert [path.name for path in paths[:3]] == ["step-5.pt", "step-5.2.pt", "step-5.3.pt"]
     assert [record.path for record in checkpoint.records(tmp_path)] == paths
@@ -198,7 +191,7 @@ def test_a_committed_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_left_and_does_not_stop_a_save(tmp_path: Path) -> None:
-    """A folder in the place of a record takes that name; files of others' names stay."""
+    """A folder in the place of a record takes that name; others' files stay."""
     (tmp_path / "step-6.json").mkdir()
     (tmp_path / "step-by-step.pt").write_text("mine")
     assert save(tmp_path, 6).path.name == "step-6.2.pt"
@@ -207,9 +200,7 @@ def test_what_is_no_checkpoint_is_left_and_does_not_stop_a_save(tmp_path: Path) 
 
 
 def test_files_that_a_kill_left_go(tmp_path: Path) -> None:
-    """Temporary files, and files whose record was not written or is
-    deleted, go with the next save.
-    """
+    """Temporary files, and files without a record, go with the next save."""
     save(tmp_path, 1)
     for name in (".step-2.pt.ab.tmp", "step-2.pt", "step-3.pt", "step-1.2.pt"):
         (tmp_path / name).write_text("x")
@@ -218,9 +209,7 @@ def test_files_that_a_kill_left_go(tmp_path: Path) -> None:
 
 
 def test_a_kill_at_any_point_leaves_what_was_whole(tmp_path: Path) -> None:
-    """SIGKILL before and after each open, write, fsync, rename, link and unlink: the newest is the
-    one before or the new.
-    """
+    """SIGKILL around each call to the disk leaves a whole newest checkpoint."""
     path = os.pathsep.join(sys.path)
     subprocess.run(
         [sys.executable, killed_saves.__file__, tmp_path],
@@ -256,10 +245,9 @@ def whole(folder: Path) -> list[str]:
 def test_a_disk_that_is_full_anywhere_leaves_all_whole(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for any part of a save: the error has the path, the system's words and the way out, and
-    nothing half-made stays.
-    """
-    before, size = names(saved), saved.joinpath("step-3.pt").stat().st_size + 100
+    """Room for a part of a save: the error has the way out, no half file stays."""
+    before = names(saved)
+    size = saved.joinpath("step-3.pt").stat().st_size + 100
     room = 0
 
     class Full(FileIO):
@@ -300,12 +288,11 @@ def test_a_disk_that_fails_anywhere_leaves_all_whole(
     code: int,
     lasting: bool,
 ) -> None:
-    """An error of any call, for once or from then on: what was whole stays so, and the next save
-    clears up.
-    """
+    """An error of any call, once or from then on: what was whole stays so."""
     failed: set[str] = set()
     for number in range(1, 100):
-        folder, left = tmp_path_factory.mktemp("disk") / "checkpoints", number
+        folder = tmp_path_factory.mktemp("disk") / "checkpoints"
+        left = number
         shutil.copytree(saved, folder, symlinks=True)
 
         def tell(when: str, name: str) -> None:
@@ -341,9 +328,7 @@ def test_a_disk_that_fails_anywhere_leaves_all_whole(
 def test_without_links_pointers_hold_names(
     saved: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """Where no link can be made, last.pt and best.pt are read all the same, and in a copy of the
-    folder elsewhere.
-    """
+    """Where no link can be made, last.pt and best.pt are read all the same."""
 
     def refuse(*given: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -373,7 +358,7 @@ def test_a_pointer_to_anything_else_is_no_checkpoint(saved: Path, name: str) -> 
 def test_a_folder_need_not_be_synced(
     saved: Path, monkeypatch: pytest.MonkeyPatch, code: int, tolerated: bool
 ) -> None:
-    """A mount that cannot sync a folder is used; a disk that failed to is an error."""
+    """A mount that cannot sync folders is used; a failing disk is an error."""
     fsync = os.fsync
 
     def refuse(handle: int) -> None:
@@ -395,9 +380,7 @@ def test_other_threads_and_savers_keep_torchs_checksums(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_at_random_times_never_loses_the_newest(tmp_path: Path) -> None:
-    """Killed at random moments while saving, a folder always has a whole newest checkpoint, and
-    temporaries are swept.
-    """
+    """Killed at random moments while saving, a folder always has a whole newest checkpoint."""
     script = f"""
 import torch, itertools
 from pathlib import Path

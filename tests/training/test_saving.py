@@ -15,7 +15,7 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import DiskError
 from harness.training import checkpoint
 from harness.training.saving import Boundary, Place, Saves
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import TrainState, state_of
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
@@ -23,7 +23,8 @@ CPU = World(0, 1, 0, 1, torch.device("cpu"))
 class Ranks:
     """One of two ranks; ``other`` is what the other one tells."""
 
-    size, is_main = 2, True
+    size = 2
+    is_main = True
 
     def __init__(self) -> None:
         self.other: tuple[float, ...] = (0, 0, 0.0)
@@ -55,7 +56,7 @@ def test_a_checkpoint_is_due_every_so_many_minutes(config: Config) -> None:
     now = 0.0
     boundary = Boundary(config, CPU, 0, lambda: now)
     due = []
-    # the boundary reads `now`
+    # the boundary reads ``now``
     for step, now in enumerate((30.0, 59.0, 61.0, 119.0, 300.0, 310.0), 1):  # noqa: B007
         due.append(boundary.ask(step)[1])
     assert due == [False, False, True, False, True, False]
@@ -66,11 +67,9 @@ def test_without_checkpoints_a_signal_alone_is_heard(
     config: Config, monkeypatch: pytest.MonkeyPatch, enabled: bool
 ) -> None:
     """checkpoint.enabled=false saves at no step and at no time."""
-    config.checkpoint.enabled, config.checkpoint.every_steps, config.checkpoint.every_minutes = (
-        enabled,
-        1,
-        1e-9,
-    )
+    config.checkpoint.enabled = enabled
+    config.checkpoint.every_steps = 1
+    config.checkpoint.every_minutes = 1e-9
     boundary = Boundary(config, CPU, 0)
     assert boundary.ask(1) == (0, enabled)
     monkeypatch.setattr(signals, "_received", [(10, 0.0)])
@@ -90,7 +89,9 @@ def test_without_checkpoints_a_signal_alone_is_heard(
 def test_ranks_ask_each_other_soon_enough(config: Config, step_s: float, asked: list[int]) -> None:
     """All ask at the same steps, which the slowest of them decides."""
     config.watch.window_steps = 5
-    ranks, found, now = Ranks(), [], 0.0
+    ranks = Ranks()
+    found = []
+    now = 0.0
     ranks.other = (0, 0, step_s)
     boundary = Boundary(config, ranks, 0, lambda: now)  # type: ignore[arg-type]
     for step in range(1, 21):
@@ -113,20 +114,11 @@ def test_a_rank_hears_of_the_others(config: Config) -> None:
 @pytest.fixture
 def state() -> TrainState:
     """A fresh network and what trains it."""
-    network, config = nn.Linear(3, 2), Config()
-    optimizer = make_optimizer(network, config.optim)
-    return TrainState(
-        network,
-        optimizer,
-        make_schedule(optimizer, config.schedule, 2, 5),
-        make_scaler(config.trainer.precision, CPU.device),
-    )
+    return state_of(nn.Linear(3, 2), Config(), CPU.device, 5)
 
 
 def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path: Path) -> None:
-    """Nothing is written of the state that is there at first, and no state twice; an evaluation
-    makes another of it.
-    """
+    """The state at first is not written, and none twice; an evaluation makes another state."""
     saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a", "b")))
     saves.save()
     for state.step, state.pending, top1 in (
@@ -148,9 +140,7 @@ def test_each_state_is_written_once(config: Config, state: TrainState, tmp_path:
 def test_a_state_that_could_not_be_written_is_tried_again(
     config: Config, state: TrainState, tmp_path: Path
 ) -> None:
-    """At the end of a run, whatever went wrong in the background;
-    until then it counts as unsaved.
-    """
+    """At the end of a run a failed save is made again, whatever went wrong."""
     folder = tmp_path / "checkpoints"
     saves = Saves(config, CPU, state, Order(100, 10), Place(tmp_path, ("a",)))
     folder.write_text("in the way")
@@ -160,7 +150,7 @@ def test_a_state_that_could_not_be_written_is_tried_again(
     assert isinstance(saves._saver._last.exception(10), DiskError)
     folder.unlink()
     saves.save(at_once=True)
-    assert not saves.unsaved and saves.last is not None and checkpoint.read(saves.last)[0].step == 3
+    assert checkpoint.read(folder)[0].step == 3
     saves.close()
 
 
@@ -176,4 +166,4 @@ def test_only_training_s_first_rank_saves(
     state.step = 3
     saves.save()
     saves.close()
-    assert saves.last is None and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())

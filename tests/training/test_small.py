@@ -17,7 +17,7 @@ def _same_weights_each_time() -> None:
 
 @pytest.mark.parametrize("size", [(16, 16), (28, 28), (32, 32), (48, 64), (96, 96)], ids=str)
 def test_any_size_gives_logits(size: tuple[int, int]) -> None:
-    """Images of any size from 16 pixels on, square or not, give one logit a class."""
+    """Images of any size from 16 pixels on give one logit a class."""
     assert small(7)(torch.randn(2, 3, *size)).shape == (2, 7)
 
 
@@ -40,10 +40,9 @@ def test_every_parameter_learns_in_every_precision(dtype: torch.dtype) -> None:
 
 
 def test_layout_does_not_matter() -> None:
-    """With channels_last tensors the logits are the same, and the layout
-    stays so up to the mean.
-    """
-    network, images = small(10).eval(), torch.randn(4, 3, 64, 64)
+    """With channels_last the logits are the same, and the layout stays up to the mean."""
+    network = small(10).eval()
+    images = torch.randn(4, 3, 64, 64)
     expected = network(images)
     network = network.to(memory_format=torch.channels_last)
     assert isinstance(network, nn.Sequential)
@@ -54,14 +53,17 @@ def test_layout_does_not_matter() -> None:
 
 def test_it_compiles_to_one_graph() -> None:
     """torch.compile finds nothing that breaks the graph."""
-    network, images = small(10).eval(), torch.randn(2, 3, 32, 32)
+    network = small(10).eval()
+    images = torch.randn(2, 3, 32, 32)
     compiled = torch.compile(network, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(images), network(images))
 
 
 def test_it_learns_by_heart() -> None:
     """Thirty updates on one batch bring the loss near zero."""
-    network, images, labels = small(10).train(), torch.randn(16, 3, 32, 32), torch.arange(16) % 10
+    network = small(10).train()
+    images = torch.randn(16, 3, 32, 32)
+    labels = torch.arange(16) % 10
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
     for _ in range(30):
         optimizer.zero_grad()

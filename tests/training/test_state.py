@@ -17,9 +17,7 @@ from harness.training.state import make_state
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
 )
 def test_each_size_of_batches_is_compiled_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No size makes torch.compile serve all of them by one graph, as a diagnosis with its smaller
-    batches would.
-    """
+    """No size of batches makes torch.compile serve all sizes by one graph."""
     graphs: list[Any] = []
     compile_ = nn.Module.compile
 

@@ -1,4 +1,4 @@
-"""One update: the same as a plain loop's, and skipped on the device where it would do harm."""
+"""One update: the same as a plain loop's, and skipped where it would do harm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.data.augment import BatchAugment
 from harness.data.mix import Mix
 from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import state_of
 from harness.training.step import Step, _ForwardTimer, device_batches
 
 CPU = World(0, 1, 0, 1, torch.device("cpu"))
@@ -48,20 +48,11 @@ def batches(n: int, size: int = 16) -> Iterator[tuple[torch.Tensor, torch.Tensor
 def make(config: Config, model: nn.Module | None = None, classes: int | None = 5) -> Step:
     """A step over a fresh network."""
     model = model or network()
-    optimizer = make_optimizer(model, config.optim)
-    schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
-    return Step(
-        TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, CPU.device)),
-        config,
-        CPU,
-        classes,
-    )
+    return Step(state_of(model, config, CPU.device, 50), config, CPU, classes)
 
 
 def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
-    """With pytorch/examples' settings, 200 losses and the weights after them equal those of its
-    loop, written out here.
-    """
+    """200 losses and the weights after them equal those of pytorch/examples' loop."""
     config = Config()
     config.optim.decay_norm_and_bias = True
     config.schedule.name = type(config.schedule.name).step
@@ -97,15 +88,14 @@ def test_two_hundred_losses_are_those_of_the_examples_loop() -> None:
 
 
 def test_accumulated_batches_make_the_update_of_a_large_one() -> None:
-    """Two halves accumulated give the gradient step of the whole batch (without norms, which see
-    batches).
-    """
+    """Two halves give the gradient step of the whole batch (without norms)."""
 
     def plain() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5))
 
-    whole, halves = make(Config(), plain()), make(Config(), plain())
+    whole = make(Config(), plain())
+    halves = make(Config(), plain())
     for images, labels in batches(3):
         whole(images, labels)
         halves(images[:8], labels[:8], part=0, parts=2)
@@ -118,9 +108,10 @@ def test_accumulated_batches_make_the_update_of_a_large_one() -> None:
 
 
 def test_clipping_limits_the_update() -> None:
-    """With a tiny clip_norm, one SGD update moves the weights by at most lr * clip_norm."""
+    """With a tiny clip_norm, one update moves weights by at most lr * clip_norm."""
     config = Config()
-    config.optim.clip_norm, config.optim.weight_decay = 1e-3, 0.0
+    config.optim.clip_norm = 1e-3
+    config.optim.weight_decay = 0.0
     step = make(config)
     before = [p.detach().clone() for p in step.state.network.parameters()]
     step(*next(batches(1)))
@@ -135,9 +126,7 @@ def test_clipping_limits_the_update() -> None:
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16], ids=lambda p: p.name)
 def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
-    """A batch of NaN leaves weights and momentum as they were; it is counted, and later batches
-    train on.
-    """
+    """A batch of NaN changes neither weights nor momentum, is counted, and training goes on."""
     config = Config()
     config.trainer.precision = precision
     step = make(config, nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5)))
@@ -166,13 +155,13 @@ def test_a_nonfinite_loss_changes_nothing(precision: Precision) -> None:
 
 @pytest.mark.parametrize("name", list(OptimName), ids=lambda n: n.name)
 def test_a_first_update_that_is_skipped_does_no_harm(name: OptimName) -> None:
-    """After a non-finite first update the next one is that of a fresh run (torch leaves SGD's first
-    buffer unfilled).
-    """
+    """After a skipped first update the next is a fresh run's (torch leaves buffers unfilled)."""
     config = Config()
-    config.optim.name, config.optim.lr = name, 0.01
+    config.optim.name = name
+    config.optim.lr = 0.01
     plain = lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 5))
-    skipped, fresh = make(config, plain()), make(config, plain())
+    skipped = make(config, plain())
+    fresh = make(config, plain())
     skipped.state.network.load_state_dict(fresh.state.network.state_dict())
     images, labels = next(batches(1))
     skipped(images * float("inf"), labels)
@@ -272,18 +261,15 @@ def host_batch() -> HostBatch:
 def test_batches_are_augmented_then_normalised_then_mixed(
     precision: Precision, channels_last: bool
 ) -> None:
-    """The step's batches are what the three make of the host's one after the other, in the
-    network's type and layout.
-    """
+    """The step's batches are augmented, normalised and mixed, in the network's type and layout."""
     config = Config(seed=4)
-    config.trainer.precision, config.trainer.channels_last = precision, channels_last
+    config.trainer.precision = precision
+    config.trainer.channels_last = channels_last
     config.augment = AugmentConfig(
         color_jitter=(0.4, 0.4, 0.4, 0.1), rand_augment=2, random_erasing=0.5, mixup=0.2, cutmix=1.0
     )
-    augment, mix = (
-        BatchAugment.from_config(config.augment, 4),
-        Mix.from_config(config.augment, 5, 4),
-    )
+    augment = BatchAugment.from_config(config.augment, 4)
+    mix = Mix.from_config(config.augment, 5, 4)
     assert augment is not None and mix is not None
     host = host_batch()
     coloured = host._replace(images=augment(host.images, host))
@@ -299,9 +285,7 @@ def test_batches_are_augmented_then_normalised_then_mixed(
 
 
 def test_by_default_batches_are_only_normalised() -> None:
-    """With no augmentation of batches wanted, the step takes the bits that evaluation takes, and
-    whole labels.
-    """
+    """Without augmentation the step takes the bits that evaluation takes, and whole labels."""
     images, labels = next(make(Config()).batches([host_batch()]))
     expected, whole = next(device_batches([host_batch()], Config(), CPU.device))
     assert (
@@ -310,12 +294,11 @@ def test_by_default_batches_are_only_normalised() -> None:
 
 
 def test_mixed_labels_are_smoothed_as_by_torch() -> None:
-    """With mixed labels and smoothing, the loss is the cross-entropy against labels of which a part
-    is spread over all.
-    """
+    """The loss of mixed labels is the cross-entropy against labels partly spread over all."""
     config = Config()
     config.optim.label_smoothing = 0.1
-    step, (images, labels) = make(config), next(batches(1))
+    step = make(config)
+    (images, labels) = next(batches(1))
     soft = 0.7 * F.one_hot(labels, 5) + 0.3 * F.one_hot(labels.roll(1), 5)
     with torch.no_grad():
         expected = (

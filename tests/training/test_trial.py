@@ -1,4 +1,4 @@
-"""Timed steps: what they measure under a fake clock, and that nothing of them is left."""
+"""Timed steps: what they measure under a fake clock, and that nothing stays of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.runtime import accelerator, signals
 from harness.runtime.distributed import World, launch
 from harness.runtime.errors import Interrupted, LoaderError
 from harness.runtime.seeding import random_state
-from harness.training.state import TrainState, make_optimizer, make_scaler, make_schedule
+from harness.training.state import state_of
 from harness.training.step import Step, device_batches
 from harness.training.trial import StepTrials
 from harness.watch.clock import StepClock
@@ -38,7 +38,8 @@ class Hand:
     """A clock that a test sets, or that moves by ``tick`` whenever it is read."""
 
     def __init__(self, tick: float = 0.0) -> None:
-        self.time, self.tick = 0.0, tick
+        self.time = 0.0
+        self.tick = tick
 
     def __call__(self) -> float:
         self.time += self.tick
@@ -46,17 +47,17 @@ class Hand:
 
 
 class Endless:
-    """A feed of one batch for ever; ``before`` is told the number
-    of each batch before it is given.
-    """
+    """A feed of one batch for ever; ``before`` is told the number of each batch."""
 
     on_device = False
     meter = None
     settings = settings(batch_size=4)
 
     def __init__(self, batch: HostBatch, before: Callable[[int], object] = lambda k: None) -> None:
-        self.batch, self.before = batch, before
-        self.ended, self.closed = 0, 0
+        self.batch = batch
+        self.before = before
+        self.ended = 0
+        self.closed = 0
 
     def __iter__(self) -> Iterator[HostBatch]:
         k = 0
@@ -73,12 +74,13 @@ class Endless:
 
 
 class TimedStep:
-    """In place of a ``Step``: notes what it is given, and takes ``seconds``, the first time
-    ``first_s``.
-    """
+    """Stands in for a ``Step``: notes its batches and takes ``seconds``, at first ``first_s``."""
 
     def __init__(self, hand: Hand, seconds: float, config: Config) -> None:
-        self.hand, self.seconds, self.first_s, self.config = hand, seconds, seconds, config
+        self.hand = hand
+        self.seconds = seconds
+        self.first_s = seconds
+        self.config = config
         self.parts: list[tuple[int, int]] = []
         self.images: list[Tensor] = []
 
@@ -126,16 +128,9 @@ def network() -> nn.Module:
 
 
 def make(config: Config, world: World = CPU, classes: int | None = None) -> Step:
-    """A step over a small network with a dropout and a norm, the same each time."""
+    """A step over a small network with dropout and norm, the same each time."""
     model = network()
-    optimizer = make_optimizer(model, config.optim)
-    schedule = make_schedule(optimizer, config.schedule, config.trainer.epochs, 50)
-    return Step(
-        TrainState(model, optimizer, schedule, make_scaler(config.trainer.precision, DEVICE)),
-        config,
-        world,
-        classes,
-    )
+    return Step(state_of(model, config, DEVICE, 50), config, world, classes)
 
 
 def train(step: Step, config: Config, updates: int) -> None:
@@ -197,9 +192,12 @@ def addresses(step: Step) -> list[int]:
 
 def settled(name: str = "sgd", precision: str = "fp32", parts: int = 1) -> Config:
     config = Config()
-    config.optim.name, config.trainer.precision = OptimName[name], Precision[precision]
-    config.optim.lr, config.trainer.accumulate_steps = 0.01, parts
-    config.schedule.warmup_epochs = 1  # the rate changes with each update
+    config.optim.name = OptimName[name]
+    config.trainer.precision = Precision[precision]
+    config.optim.lr = 0.01
+    config.trainer.accumulate_steps = parts
+    # the rate changes with each update
+    config.schedule.warmup_epochs = 1
     return config
 
 
@@ -220,12 +218,14 @@ CASES = pytest.mark.parametrize(
 
 @CASES
 def test_all_is_as_before(config: Config, before: int) -> None:
-    """After the block every value is as it was, and in the tensor that held it."""
+    """After the block every value is as it was, in the tensor that held it."""
     step = make(config)
     train(step, config, before)
-    step.state.network[2].eval()  # a norm that does not learn
+    # a norm that does not learn
+    step.state.network[2].eval()
     trials = StepTrials(step, config, CPU, now=Hand(0.02))
-    was, where = everything(step), addresses(step)
+    was = everything(step)
+    where = addresses(step)
     with trials.kept():
         try_out(trials)
         changed = {name for name, value in everything(step).items() if value != was[name]}
@@ -251,14 +251,13 @@ def test_training_goes_on_as_without_trials(config: Config, before: int) -> None
 
 
 def test_gradients_that_were_there_come_back() -> None:
-    """Gradients present at the start of the block are the same tensors with the same values at its
-    end.
-    """
+    """Gradients at the start of the block are back at its end."""
     config = settled(parts=2)
     step = make(config)
     images, labels = next(device_batches([batch()], config, DEVICE))
     step(images, labels, part=0, parts=2)
-    was, where = everything(step), [parameter.grad for parameter in step.state.network.parameters()]
+    was = everything(step)
+    where = [parameter.grad for parameter in step.state.network.parameters()]
     trials = StepTrials(step, config, CPU, now=Hand(0.02))
     with trials.kept():
         try_out(trials)
@@ -281,9 +280,7 @@ def test_all_is_as_before_after_an_error() -> None:
 
 
 def test_weights_stand_still() -> None:
-    """In the block the learning rate is 0, so that no number of steps on one batch can make NaNs of
-    the network.
-    """
+    """In the block the learning rate is 0, so that no batch can make NaNs."""
     step = make(settled("adamw"))
     weights = [parameter.detach().clone() for parameter in step.state.network.parameters()]
     trials = StepTrials(step, settled("adamw"), CPU, now=Hand(0.02))
@@ -297,7 +294,7 @@ def test_weights_stand_still() -> None:
 
 
 def test_figures_do_not_pile_up() -> None:
-    """Losses, each a piece of device memory until it is read, are dropped as the trial goes."""
+    """Losses, each a piece of device memory, are dropped as the trial goes."""
     step = make(settled())
     trials = StepTrials(step, settled(), CPU, now=Hand(0.02))
     with trials.kept():
@@ -309,7 +306,8 @@ def timed(
     seconds: float, *, parts: int = 1, world: World = CPU
 ) -> tuple[StepTrials, TimedStep, Hand]:
     """Trials of a step that takes ``seconds`` of a fake clock."""
-    hand, config = Hand(), settled(parts=parts)
+    hand = Hand()
+    config = settled(parts=parts)
     config.data.image_size = 8
     step = TimedStep(hand, seconds, config)
     return StepTrials(step, config, world, now=hand), step, hand  # type: ignore[arg-type]
@@ -327,9 +325,7 @@ def timed(
 def test_demand_is_groups_of_steps(
     seconds: float, limit_s: float, warm_up: int, groups: int, steps: int
 ) -> None:
-    """Demand leaves the warm-up out, makes groups that are long enough to time, and stops at its
-    limit or at 20.
-    """
+    """Demand leaves the warm-up out, makes groups long enough to time, and stops in time."""
     trials, step, _ = timed(seconds)
     run = trials.demand(batch(), limit_s)
     assert run.images == (4 * steps,) * groups
@@ -347,9 +343,7 @@ def test_compiling_does_not_spend_the_limit() -> None:
 
 @pytest.mark.parametrize(("parts", "steps"), [(3, 6), (4, 8), (6, 6), (7, 6)])
 def test_groups_hold_whole_updates(parts: int, steps: int) -> None:
-    """Each group of short steps has as many updates as the next, unless an update is more than 25
-    ms.
-    """
+    """Each group has as many updates as the next, unless an update exceeds 25 ms."""
     trials, step, _ = timed(2**-8, parts=parts)
     run = trials.demand(batch(), 8.0)
     assert set(run.images) == {4 * steps}
@@ -358,11 +352,10 @@ def test_groups_hold_whole_updates(parts: int, steps: int) -> None:
 
 
 def test_a_batch_reaches_the_step_as_in_training() -> None:
-    """Demand's images are normalised, cast and laid out as the engine's, anew for each step: that
-    is part of its time.
-    """
+    """Demand's images are normalised, cast and laid out for each step, as the engine's."""
     trials, step, _ = timed(2**-4)
-    trials._config.trainer.precision, trials._config.trainer.channels_last = Precision.bf16, True
+    trials._config.trainer.precision = Precision.bf16
+    trials._config.trainer.channels_last = True
     trials.demand(batch(), 1.0)
     expected = next(device_batches([batch()], trials._config, DEVICE))[0]
     assert torch.equal(step.images[0], expected) and step.images[0].dtype == torch.bfloat16
@@ -372,13 +365,12 @@ def test_a_batch_reaches_the_step_as_in_training() -> None:
 
 
 def test_augmentation_is_part_of_a_trial() -> None:
-    """Demand's steps and a feed's have images augmented and mixed as in training: that is part of
-    their time.
-    """
+    """Images of demand and of a feed are augmented and mixed as in training."""
     config = settled()
     config.augment = AugmentConfig(color_jitter=(0.4, 0.4, 0.4, 0.1), mixup=0.8)
     step = make(config, classes=5)
-    expected, seen = next(step.batches([batch()]))[0], []
+    expected = next(step.batches([batch()]))[0]
+    seen = []
     step.state.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     trials = StepTrials(step, config, CPU, now=Hand(0.02))
     with trials.kept():
@@ -410,9 +402,7 @@ def slow_feed(hand: Hand, seconds: float, first_s: float = 16.0) -> Endless:
 def test_deliver_is_steps_on_the_feed(
     skip: int, limit_s: float, left_out: int, measured: int
 ) -> None:
-    """Deliver leaves out the first batch and those in store, and then tells each step's time and
-    wait.
-    """
+    """Deliver leaves out the first batches, then tells each step's time and wait."""
     trials, step, hand = timed(0.125)
     run = trials.deliver(slow_feed(hand, 0.375), skip, limit_s)
     assert run.images == (4,) * measured
@@ -422,9 +412,7 @@ def test_deliver_is_steps_on_the_feed(
 
 
 def test_the_device_is_waited_for_at_the_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps do not wait for the device; what it still has to do at
-    the end belongs to the last one.
-    """
+    """Steps do not wait for the device; its last work belongs to the last step."""
     trials, step, hand = timed(0.125)
     at: list[int] = []
 
@@ -434,7 +422,8 @@ def test_the_device_is_waited_for_at_the_ends_alone(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(accelerator.Accelerator, "synchronize", wait)
     run = trials.deliver(slow_feed(hand, 0.375), 3, 2.0)
-    assert at == [1, 3, 7]  # behind the first batch, the skipped ones and the measured ones
+    # behind the first batch, the skipped ones and the measured ones
+    assert at == [1, 3, 7]
     assert run.seconds == (0.5, 0.5, 0.5, 4.5)
 
 
@@ -478,9 +467,7 @@ def test_the_pass_ends_and_the_feed_stays_open() -> None:
 
 
 class Two(World):
-    """The first of two ranks; the other wants what this one wants, and its feed fails after
-    ``other_fails`` agreements.
-    """
+    """The first of two ranks; the other's feed fails after ``other_fails`` agreements."""
 
     told: list[Any]
     other_fails: int
@@ -502,9 +489,7 @@ def two(other_fails: int = 99) -> Two:
 
 
 def test_ranks_agree_now_and_then() -> None:
-    """Blocks of steps between two agreements grow to 0.2 s, each at most double the one before, and
-    keep to the skip.
-    """
+    """Blocks between agreements at most double, up to 0.2 s, within the skip."""
     world = two()
     trials, step, hand = timed(2**-6, world=world)
     run = trials.deliver(slow_feed(hand, 2**-6), 5, 1.0)
@@ -514,16 +499,13 @@ def test_ranks_agree_now_and_then() -> None:
 
 
 def test_a_rank_whose_feed_fails_steps_on_until_all_stop() -> None:
-    """The failed rank makes the agreed steps on zeros, for the others wait in theirs, and raises
-    after them.
-    """
+    """The failed rank makes the agreed steps on zeros, and raises after them."""
     world = two()
     trials, step, _ = timed(2**-4, world=world)
     with pytest.raises(LoaderError, match="the third"):
         trials.deliver(Endless(batch(), broken_at(2)), 0, 9.0)
-    assert (
-        len(step.parts) == 1 + 1 + 2
-    )  # the first batch, a block of one, a block of two whose first has no batch
+    # the first batch, a block of one, a block of two whose first has no batch
+    assert len(step.parts) == 1 + 1 + 2
     zeros = next(
         device_batches(
             [batch()._replace(images=torch.zeros(4, 3, 8, 8, dtype=torch.uint8))],
@@ -538,7 +520,8 @@ def test_a_rank_returns_where_another_ones_feed_fails() -> None:
     """The other ranks give what there was until the ranks agreed to stop."""
     trials, _, hand = timed(0.125, world=two(other_fails=4))
     run = trials.deliver(slow_feed(hand, 0.375), 0, 9.0)
-    assert run.seconds == (0.5,)  # fewer than the two that are the least otherwise
+    # fewer than the two that are the least otherwise
+    assert run.seconds == (0.5,)
 
 
 @pytest.mark.slow
@@ -548,14 +531,15 @@ def test_a_rank_returns_where_another_ones_feed_fails() -> None:
 def test_two_ranks_make_the_same_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int | None
 ) -> None:
-    """Two gloo ranks stop at one step, also where one feed fails at its third batch; the state
-    comes back on both.
-    """
+    """Two gloo ranks stop at one step, also after a failed feed."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # launch() sets them; this brings back what was before
+        # launch() sets them; this brings back what was before
+        monkeypatch.setenv(name, "")
     config = settled(parts=2)
-    config.device, config.dist = "cpu", DistConfig(name=DistName.spawn, nprocs=2, timeout_s=60.0)
-    config.trainer.num_threads, config.data.image_size = 1, 8
+    config.device = "cpu"
+    config.dist = DistConfig(name=DistName.spawn, nprocs=2, timeout_s=60.0)
+    config.trainer.num_threads = 1
+    config.data.image_size = 8
     launch(jobs.try_steps, (config, tmp_path, broken), config)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first["same"] and second["same"]
@@ -574,7 +558,8 @@ def test_a_compiled_network_is_not_compiled_again() -> None:
     """Training after trials uses the graphs that they compiled, on the weights that came back."""
     from torch._dynamo.utils import counters
 
-    config, ends = settled(), []
+    config = settled()
+    ends = []
     for compiled in (False, True):
         step = make(config)
         if compiled:
