@@ -41,9 +41,7 @@ def logged(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_scalars_reach_both_files(tmp_path: Path) -> None:
-    """One line of JSON and one event hold the same tags; a spread
-    is three of them; None is absent.
-    """
+    """A line of JSON and an event hold the same tags; a spread is three; None is absent."""
     with Board(tmp_path, tensorboard=True, now=iter([5.0, 7.5]).__next__) as board:
         board.scalars(
             10,
@@ -63,9 +61,7 @@ def test_scalars_reach_both_files(tmp_path: Path) -> None:
 
 
 def test_tags_may_come_and_go(tmp_path: Path) -> None:
-    """Each window has the figures that it was given, under their own tags and in the width of
-    TensorBoard's floats.
-    """
+    """Each window has the figures that it was given, in the width of TensorBoard's floats."""
     windows: list[dict[str, float]] = [
         {"a": 1.0},
         {"b" * 200: 2.5, "a": 0.1},
@@ -87,11 +83,21 @@ def test_every_figure_of_a_window_has_a_tag() -> None:
     """The window's rates, times and fractions go under the names that the field reads."""
     figures = by_tag(Ledger(steps=1, images=8, elapsed_s=2.0, wait_s=1.0).window())
     assert {str(tag) for tag in figures} >= {
-        "speed/images_per_s", "time/step_ms", "time/data_wait_ms", "time/copy_ms", "time/compute_ms",
-        "time/gap_ms", "time/exposed_copy_ms", "time/prepare_ms", "time/starved_ms", "time/host_ms", "time/launch_ms",
+        "speed/images_per_s",
+        "time/step_ms",
+        "time/data_wait_ms",
+        "time/copy_ms",
+        "time/compute_ms",
+        "time/gap_ms",
+        "time/exposed_copy_ms",
+        "time/prepare_ms",
+        "time/starved_ms",
+        "time/host_ms",
+        "time/launch_ms",
         "time/device_full_fraction",
-        "stall/data_fraction", "stall/data_wait_fraction",
-    }  # fmt: skip
+        "stall/data_fraction",
+        "stall/data_wait_fraction",
+    }
     assert (
         figures["speed/images_per_s"],
         figures["stall/data_fraction"],
@@ -100,9 +106,7 @@ def test_every_figure_of_a_window_has_a_tag() -> None:
 
 
 def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
-    """Two workers that made batches for 3 of 4 seconds each were busy for three quarters; a sample
-    has its mean.
-    """
+    """Workers that made batches for 3 of 4 seconds were busy for three quarters."""
     totals = StageTotals(100, 10, 6.0, {"read": StageCost(1.0, 0.1), "decode": StageCost(4.0, 4.0)})
     assert stages(totals, 8.0) == {
         "stages/read_ms": 10.0,
@@ -164,9 +168,7 @@ def test_what_is_written_survives_a_kill(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    """Steps after the checkpoint, and a line that was cut off, give way to those that are run
-    again.
-    """
+    """Steps after the checkpoint, and a line that was cut off, give way."""
     with Board(tmp_path, tensorboard=True) as board:
         for step in (10, 20, 30):
             board.scalars(step, {"a": 1.0})
@@ -192,9 +194,7 @@ Precision = Enum("Precision", ["fp32", "bf16"])
 
 
 def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
-    """Settings and results stand in the run's own file; truth values and null are text, so that
-    columns keep one type.
-    """
+    """Settings and results stand in the run's own file, each column of one type."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     settings = {
@@ -216,8 +216,13 @@ def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
     start = content["_hparams_/session_start_info"].session_start_info.hparams
     values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
     assert values == {
-        "optim.lr": 0.1, "seed": 3.0, "autotune": "true", "resume": "null", "precision": "bf16", "betas": "[0.9, 1]"
-    }  # fmt: skip
+        "optim.lr": 0.1,
+        "seed": 3.0,
+        "autotune": "true",
+        "resume": "null",
+        "precision": "bf16",
+        "betas": "[0.9, 1]",
+    }
     columns = content["_hparams_/experiment"].experiment.metric_infos
     assert [column.name.tag for column in columns] == ["hparam/top1", "hparam/top5"]
     assert "_hparams_/session_end_info" in content
@@ -288,9 +293,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
 def test_a_full_disk_costs_figures_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training goes on, the loss is counted, and with room again both files go on with whole
-    records.
-    """
+    """Training goes on, the loss is counted, and with room again both files go on whole."""
     real = os.write
 
     def full(handle: int, data: bytes) -> int:
@@ -311,9 +314,7 @@ def test_a_full_disk_costs_figures_and_one_warning(
 
 
 def test_a_real_limit_on_file_size_does_not_end_the_process(tmp_path: Path) -> None:
-    """Under RLIMIT_FSIZE the kernel cuts writes short: the process ends well and the files hold
-    whole records.
-    """
+    """Under RLIMIT_FSIZE the process ends well and the files hold whole records."""
     code = (
         "import resource; from pathlib import Path; from harness.watch.board import Board\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
@@ -372,9 +373,7 @@ def test_windows_and_spreads_are_not_confused(tmp_path: Path) -> None:
 def test_odd_metrics_give_way(
     tmp_path: Path, plant: Plant, step: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What lies in the place of the figures is neither waited for nor kept; what is logged is
-    whole.
-    """
+    """What lies in the place of the figures is neither waited for nor kept."""
     path = tmp_path / "metrics.jsonl"
     oddities.put(plant, path)
     with Board(tmp_path, tensorboard=False, resumed_step=step) as board:
@@ -403,9 +402,7 @@ def test_an_odd_step_is_dropped_on_resuming(tmp_path: Path, step: str) -> None:
 
 
 def test_a_resumed_step_is_not_logged_twice(tmp_path: Path) -> None:
-    """What the step that a run goes on from has logged stays as it is; what it lacks is added, and
-    the time goes on.
-    """
+    """What the resumed step has logged stays; what it lacks is added; the time goes on."""
     clock = iter([100.0, 107.0, 200.0, 203.0, 204.0, 205.0])
     with Board(tmp_path, tensorboard=True, now=lambda: next(clock)) as board:
         board.scalars(5, {Tag.LOSS: 0.5, Tag.VAL_TOP1: 0.25}, epoch=1)

@@ -28,9 +28,7 @@ def insert(path: Path, before: str, line: str) -> None:
 
 
 def test_a_figure_is_added_in_two_lines(tmp_path: Path) -> None:
-    """Declared in one file and counted in another, it is in the lines, in the report, and among
-    what the page shows.
-    """
+    """A new figure is in the lines, in the report, and among what the page shows."""
     for name in ("harness", "conf"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", tmp_path)
@@ -38,11 +36,23 @@ def test_a_figure_is_added_in_two_lines(tmp_path: Path) -> None:
     insert(tmp_path / "harness/watch/clock.py", COUNTED, COUNT)
     done = subprocess.run(
         [
-            *(sys.executable, "train.py", "data=digits", "model=small", "trainer.max_steps=12", "watch.window_steps=5"),
+            *(
+                sys.executable,
+                "train.py",
+                "data=digits",
+                "model=small",
+                "trainer.max_steps=12",
+                "watch.window_steps=5",
+            ),
             *("checkpoint.enabled=false", "watch.tensorboard=false", "run.name=new"),
         ],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     run = tmp_path / "outputs" / "new"
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])

@@ -1,6 +1,4 @@
-"""What a run is watched with, and the refusal to train on a CPU
-beside a GPU that torch cannot use.
-"""
+"""What a run is watched with, and the refusal of a GPU that torch cannot use."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def test_without_a_gpu_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ranks_of_one_machine_are_no_strangers(
     world: World, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank cannot tell the other ranks' processes from other people's: what others take is looked
-    at where there is one.
-    """
+    """What others take is looked at where there is one rank."""
     asked = []
     monkeypatch.setattr(station, "HostSource", lambda cores: asked.append(cores) or Source())
     with station.watched(Config(), world, tmp_path, 0.0):
