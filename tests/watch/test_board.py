@@ -17,7 +17,7 @@ import pytest
 from oddities import Plant
 
 from harness.watch.board import Board, stages
-from harness.watch.figures import Spread, Tag, Window, by_tag
+from harness.watch.figures import Spread, Tag, by_tag
 from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
 
@@ -240,25 +240,15 @@ def test_text_reaches_the_text_page(tmp_path: Path) -> None:
     ]
 
 
-def test_a_text_on_a_full_disk_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that does not fit is counted, as all else is."""
-
-    def full(handle: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Board(tmp_path, tensorboard=True) as board:
-        monkeypatch.setattr(os, "write", full)
-        board.text("tuning", ["text"])
-    assert board.dropped == 1
-
-
 def test_the_report_is_plain_json(tmp_path: Path) -> None:
     """Dataclasses are objects without what is absent; NaN is null; enums are their names."""
+    ledger = Ledger(steps=2)
+    ledger.sketches["data_wait_ms"].add(2.0)
     with Board(tmp_path, tensorboard=False) as board:
         board.report(
             {
                 "status": "done",
-                "total": Ledger(steps=2).window(),
+                "total": ledger.window(),
                 "loss": math.nan,
                 "kind": Precision.fp32,
             }
@@ -271,6 +261,7 @@ def test_the_report_is_plain_json(tmp_path: Path) -> None:
         "fp32",
     )
     assert "copy_ms" not in report["total"]
+    assert report["total"]["data_wait_ms"]["max"] == 2.0
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(
@@ -355,16 +346,6 @@ def test_a_tensor_is_refused(tmp_path: Path) -> None:
 
     with Board(tmp_path, tensorboard=False) as board, pytest.raises(TypeError, match="Tensor"):
         board.scalars(1, {"train/loss": torch.tensor(1.0)})  # type: ignore[dict-item]
-
-
-def test_windows_and_spreads_are_not_confused(tmp_path: Path) -> None:
-    """A whole window goes into the report, with its spreads as objects."""
-    ledger = Ledger(steps=1)
-    ledger.sketches["data_wait_ms"].add(2.0)
-    window: Window = ledger.window()
-    with Board(tmp_path, tensorboard=False) as board:
-        board.report({"total": window})
-    assert json.loads((tmp_path / "report.json").read_text())["total"]["data_wait_ms"]["max"] == 2.0
 
 
 @pytest.mark.timeout(20)

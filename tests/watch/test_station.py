@@ -17,7 +17,7 @@ CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names driver, GPU and build; an explicit device=cpu or a hidden GPU goes on."""
+    """The error names driver, GPU and build; device=cpu, a hidden GPU or none goes on."""
     monkeypatch.setattr(station, "nvml_sees_gpu", lambda: ("550.54", ["NVIDIA Test GPU"]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(
@@ -28,10 +28,7 @@ def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPat
     station.refuse_hidden_gpu(Config(device="cpu"), CPU)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     station.refuse_hidden_gpu(Config(), CPU)
-
-
-def test_without_a_gpu_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No driver, no question."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(station, "nvml_sees_gpu", lambda: None)
     station.refuse_hidden_gpu(Config(), CPU)
 
