@@ -49,11 +49,12 @@ class Tag(StrEnum):
 
     figure: Figure
 
-    def __new__(cls, tag: str, unit: str, text: str, chart: str = "", label: str = "") -> Self:
-        """Makes a member out of what declares it; the arguments are those of ``Figure``."""
-        member = str.__new__(cls, tag)
-        member._value_ = tag
-        member.figure = Figure(tag, unit, text, chart, label)
+    def __new__(cls, *declared: str) -> Self:
+        """Makes a member; the arguments are those of ``Figure``."""
+        figure = Figure(*declared)
+        member = str.__new__(cls, figure.tag)
+        member._value_ = figure.tag
+        member.figure = figure
         return member
 
     LOSS = "train/loss", "", "mean training loss of the window"
@@ -186,9 +187,9 @@ class Spread:
     max: float
 
 
-def _figure(tag: str, unit: str, text: str, chart: str = "", label: str = "") -> Any:
+def _figure(*declared: str) -> Any:
     """Declares a field of ``Window``; the arguments are those of ``Figure``."""
-    return field(default=None, metadata={"figure": Figure(tag, unit, text, chart, label)})
+    return field(default=None, metadata={"figure": Figure(*declared)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,9 @@ Light: the standard library alone.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from threading import get_ident
 from typing import TypeVar
 
@@ -59,11 +57,13 @@ class Sketch:
         """Returns median, 95th percentile and maximum; None before the first value."""
         if not self._counts:
             return None
-        buckets = sorted(self._counts)
-        up_to = list(accumulate(map(self._counts.__getitem__, buckets)))
         found = []
         for share in (0.5, 0.95):
-            bucket = buckets[bisect_left(up_to, share * up_to[-1])]
+            rank = share * sum(self._counts.values())
+            for bucket in sorted(self._counts):
+                rank -= self._counts[bucket]
+                if rank <= 0:
+                    break
             # relatively as far from one bound of the bucket as from the other
             found.append(min(math.exp(bucket * _LOG_GROWTH) * (1 - _ERROR), self._max))
         median, p95 = found

@@ -128,11 +128,9 @@ class StageTotals:
             return self
         stages = {}
         for name, cost in self.stages.items():
-            then = before.stages[name]
             # below zero where the earlier reading had given the stage too much of the last batches
-            stages[name] = StageCost(
-                max(0.0, cost.wall_s - then.wall_s), max(0.0, cost.cpu_s - then.cpu_s)
-            )
+            pairs = zip(cost, before.stages[name], strict=True)
+            stages[name] = StageCost(*(max(0.0, now_s - then_s) for now_s, then_s in pairs))
         return StageTotals(
             self.samples - before.samples,
             self.batches - before.batches,

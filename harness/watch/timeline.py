@@ -14,31 +14,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from harness.watch.ledger import Ledger, add_all
 
 # from when to when, in seconds of the host's clock
 Span = tuple[float, float]
+# ``torch.cuda.Event(enable_timing=True)``, or what has its record, query, synchronize and
+# elapsed_time
+TimingEvent = Any
 
 # host seconds to a second of the device, at least: quartz clocks keep time to 50 in a million
 _SLOWEST = 1 - 1e-4
-
-
-class TimingEvent(Protocol):
-    """The part of ``torch.cuda.Event(enable_timing=True)`` that is used here."""
-
-    def record(self, stream: Any = None) -> None:
-        """Mark the point that ``stream`` has reached."""
-
-    def query(self) -> bool:
-        """Whether the device has passed the point."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed the point."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this point to that of ``end_event``; negative where that came first."""
 
 
 class Events(NamedTuple):

@@ -1,6 +1,4 @@
-"""Where the time goes on an asynchronous device: every share against what the emulated GPU did, and
-the verdict.
-"""
+"""Shares of an asynchronous device's time against what the emulated GPU did; the verdict."""
 
 import pytest
 from emulated_run import Loop
@@ -85,9 +83,7 @@ def _bursts(k: int) -> float:
     ],
 )
 def test_shares_are_the_devices(loop: Loop, idle_for: str | None, bottleneck: str) -> None:
-    """Busy and idle time are within 2 points of the device's own, under the right name, and
-    images/s within 1 %.
-    """
+    """Busy and idle time are within 2 points of the device's own, images/s within 1 %."""
     result = loop.run()
     shares = dict(result.window.shares)
     busy = shares.pop("compute") + shares.pop("prepare", 0.0)
@@ -103,9 +99,7 @@ def test_shares_are_the_devices(loop: Loop, idle_for: str | None, bottleneck: st
 
 
 def test_augmenting_between_two_steps_has_a_name() -> None:
-    """4 ms of augmentation before 12 ms of network are a quarter of the device's time, and nobody's
-    waiting.
-    """
+    """4 ms of augmentation before 12 ms of network are a quarter of the device's time."""
     result = Loop(**ARRAYS, made_there=True, ahead=False).run()
     assert result.window.shares["prepare"] == pytest.approx(0.25, abs=0.01)
     assert "preparing batches 25%" in result.verdict.sentence
@@ -115,9 +109,7 @@ def test_augmenting_between_two_steps_has_a_name() -> None:
     ("loader_s", "full"), [(1e-3, 0.61), (140e-3, 0.26)], ids=["a fast loader", "a slow loader"]
 )
 def test_the_host_sleeps_while_the_device_is_full(loader_s: float, full: float) -> None:
-    """The wait for a device that has a step in store has a name: it is neither waiting for data nor
-    a busy wait.
-    """
+    """The wait for a device that has a step in store has a name of its own."""
     result = Loop(loader_s=loader_s).run()
     assert result.window.device_full_fraction == pytest.approx(full, abs=0.03)
     assert result.device.spun_s == 0
@@ -132,9 +124,7 @@ def test_no_wait_while_the_device_is_not_full() -> None:
 
 
 def test_the_device_is_held_back_three_times() -> None:
-    """Where launching may be the limit, three steps of a run tell the kernels' own time, and no
-    more are held back.
-    """
+    """Where launching may be the limit, three steps of a run are held back, and no more."""
     slow = {"device_s": 9e-3, "launch_s": 25e-3, "loader_s": 1e-3, **LAUNCH}
     walls = [Loop(**slow, steps=steps).run().wall_s for steps in (200, 400)]
     assert walls[1] - walls[0] == pytest.approx(200 * 25.15e-3, rel=0.01)

@@ -17,7 +17,7 @@ import pytest
 from oddities import Plant
 
 from harness.watch.board import Board, stages
-from harness.watch.figures import Spread, Tag, Window, by_tag
+from harness.watch.figures import Spread, Tag, by_tag
 from harness.watch.ledger import Ledger
 from harness.watch.stages import StageCost, StageTotals
 
@@ -41,9 +41,7 @@ def logged(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_scalars_reach_both_files(tmp_path: Path) -> None:
-    """One line of JSON and one event hold the same tags; a spread
-    is three of them; None is absent.
-    """
+    """A line of JSON and an event hold the same tags; a spread is three; None is absent."""
     with Board(tmp_path, tensorboard=True, now=iter([5.0, 7.5]).__next__) as board:
         board.scalars(
             10,
@@ -63,9 +61,7 @@ def test_scalars_reach_both_files(tmp_path: Path) -> None:
 
 
 def test_tags_may_come_and_go(tmp_path: Path) -> None:
-    """Each window has the figures that it was given, under their own tags and in the width of
-    TensorBoard's floats.
-    """
+    """Each window has the figures that it was given, in the width of TensorBoard's floats."""
     windows: list[dict[str, float]] = [
         {"a": 1.0},
         {"b" * 200: 2.5, "a": 0.1},
@@ -101,9 +97,7 @@ def test_every_figure_of_a_window_has_a_tag() -> None:
 
 
 def test_stages_are_told_per_sample_with_how_busy_the_workers_were() -> None:
-    """Two workers that made batches for 3 of 4 seconds each were busy for three quarters; a sample
-    has its mean.
-    """
+    """Workers that made batches for 3 of 4 seconds were busy for three quarters."""
     totals = StageTotals(100, 10, 6.0, {"read": StageCost(1.0, 0.1), "decode": StageCost(4.0, 4.0)})
     assert stages(totals, 8.0) == {
         "stages/read_ms": 10.0,
@@ -165,9 +159,7 @@ def test_what_is_written_survives_a_kill(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    """Steps after the checkpoint, and a line that was cut off, give way to those that are run
-    again.
-    """
+    """Steps after the checkpoint, and a line that was cut off, give way."""
     with Board(tmp_path, tensorboard=True) as board:
         for step in (10, 20, 30):
             board.scalars(step, {"a": 1.0})
@@ -193,9 +185,7 @@ Precision = Enum("Precision", ["fp32", "bf16"])
 
 
 def test_hparams_are_a_row_of_the_run_itself(tmp_path: Path) -> None:
-    """Settings and results stand in the run's own file; truth values and null are text, so that
-    columns keep one type.
-    """
+    """Settings and results stand in the run's own file, each column of one type."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     settings = {
@@ -237,25 +227,15 @@ def test_text_reaches_the_text_page(tmp_path: Path) -> None:
     ]
 
 
-def test_a_text_on_a_full_disk_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that does not fit is counted, as all else is."""
-
-    def full(handle: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Board(tmp_path, tensorboard=True) as board:
-        monkeypatch.setattr(os, "write", full)
-        board.text("tuning", ["text"])
-    assert board.dropped == 1
-
-
 def test_the_report_is_plain_json(tmp_path: Path) -> None:
     """Dataclasses are objects without what is absent; NaN is null; enums are their names."""
+    ledger = Ledger(steps=2)
+    ledger.sketches["data_wait_ms"].add(2.0)
     with Board(tmp_path, tensorboard=False) as board:
         board.report(
             {
                 "status": "done",
-                "total": Ledger(steps=2).window(),
+                "total": ledger.window(),
                 "loss": math.nan,
                 "kind": Precision.fp32,
             }
@@ -268,6 +248,7 @@ def test_the_report_is_plain_json(tmp_path: Path) -> None:
         "fp32",
     )
     assert "copy_ms" not in report["total"]
+    assert report["total"]["data_wait_ms"]["max"] == 2.0
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(
@@ -290,9 +271,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
 def test_a_full_disk_costs_figures_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training goes on, the loss is counted, and with room again both files go on with whole
-    records.
-    """
+    """Training goes on, the loss is counted, and with room again both files go on whole."""
     real = os.write
 
     def full(handle: int, data: bytes) -> int:
@@ -313,9 +292,7 @@ def test_a_full_disk_costs_figures_and_one_warning(
 
 
 def test_a_real_limit_on_file_size_does_not_end_the_process(tmp_path: Path) -> None:
-    """Under RLIMIT_FSIZE the kernel cuts writes short: the process ends well and the files hold
-    whole records.
-    """
+    """Under RLIMIT_FSIZE the process ends well and the files hold whole records."""
     code = (
         "import resource; from pathlib import Path; from harness.watch.board import Board\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
@@ -358,25 +335,13 @@ def test_a_tensor_is_refused(tmp_path: Path) -> None:
         board.scalars(1, {"train/loss": torch.tensor(1.0)})  # type: ignore[dict-item]
 
 
-def test_windows_and_spreads_are_not_confused(tmp_path: Path) -> None:
-    """A whole window goes into the report, with its spreads as objects."""
-    ledger = Ledger(steps=1)
-    ledger.sketches["data_wait_ms"].add(2.0)
-    window: Window = ledger.window()
-    with Board(tmp_path, tensorboard=False) as board:
-        board.report({"total": window})
-    assert json.loads((tmp_path / "report.json").read_text())["total"]["data_wait_ms"]["max"] == 2.0
-
-
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("step", [None, 5], ids=["new", "resumed"])
 @oddities.every
 def test_odd_metrics_give_way(
     tmp_path: Path, plant: Plant, step: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What lies in the place of the figures is neither waited for nor kept; what is logged is
-    whole.
-    """
+    """What lies in the place of the figures is neither waited for nor kept."""
     path = tmp_path / "metrics.jsonl"
     oddities.put(plant, path)
     with Board(tmp_path, tensorboard=False, resumed_step=step) as board:
@@ -405,9 +370,7 @@ def test_an_odd_step_is_dropped_on_resuming(tmp_path: Path, step: str) -> None:
 
 
 def test_a_resumed_step_is_not_logged_twice(tmp_path: Path) -> None:
-    """What the step that a run goes on from has logged stays as it is; what it lacks is added, and
-    the time goes on.
-    """
+    """What the resumed step has logged stays; what it lacks is added; the time goes on."""
     clock = iter([100.0, 107.0, 200.0, 203.0, 204.0, 205.0])
     with Board(tmp_path, tensorboard=True, now=lambda: next(clock)) as board:
         board.scalars(5, {Tag.LOSS: 0.5, Tag.VAL_TOP1: 0.25}, epoch=1)

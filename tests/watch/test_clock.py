@@ -93,9 +93,7 @@ def test_a_run_of_first_steps_has_no_rates(clock: StepClock, hand: Hand) -> None
 
 
 def test_pauses_are_kept_apart_by_name(clock: StepClock, hand: Hand) -> None:
-    """Evaluation and checkpoints lengthen no step, whether between two steps or in the middle of
-    one.
-    """
+    """Evaluation and checkpoints lengthen no step, between two steps or within one."""
     one_step(clock, hand, 0.0, 1.0)
     with clock.pause("evaluate"):
         hand.pass_(50.0)
@@ -184,9 +182,7 @@ def test_several_batches_in_one_step_add_up(clock: StepClock, hand: Hand) -> Non
 
 
 def test_mps_has_no_compute_time(hand: Hand) -> None:
-    """Where a call returns before its work is done, host time would pass for compute time: it is
-    absent.
-    """
+    """Where a call returns before its work is done, compute time is absent."""
     clock = StepClock("mps", now=hand)
     one_step(clock, hand, 0.1, 0.1)
     one_step(clock, hand, 0.1, 0.1)
@@ -202,7 +198,8 @@ def test_mps_has_no_compute_time(hand: Hand) -> None:
 
 def test_all_time_is_accounted_for(hand: Hand) -> None:
     """Whatever happens, steps, first steps and pauses add up to the wall time."""
-    clock, chance = StepClock("cpu", now=hand), random.Random(0)
+    clock = StepClock("cpu", now=hand)
+    chance = random.Random(0)
     clock.start_epoch()
     began = hand.now
     for _ in range(500):
@@ -224,7 +221,8 @@ class SlowLoader:
     """Batches of two images that take half a second each to come."""
 
     def __init__(self, hand: Hand, batches: int) -> None:
-        self.hand, self.batches = hand, batches
+        self.hand = hand
+        self.batches = batches
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for _ in range(self.batches):
@@ -233,9 +231,7 @@ class SlowLoader:
 
 
 def test_watch_gives_a_plain_loop_its_figures(clock: StepClock, hand: Hand) -> None:
-    """One changed line: next() is data wait, the loop's body is compute,
-    and every batch is a step.
-    """
+    """next() is data wait, the loop's body is compute, and every batch is a step."""
     for images, _ in clock.watch(SlowLoader(hand, 5)):
         assert images.shape[0] == 2
         hand.pass_(1.5)

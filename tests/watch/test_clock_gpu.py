@@ -24,19 +24,15 @@ CYCLES = 20_000_000  # some ten milliseconds of any GPU
 
 def slow(load_s: float) -> Iterator[HostBatch]:
     """Batches of 38 MB, page-locked, that take so long each."""
-    images, labels = (
-        torch.zeros((256, 3, 224, 224), dtype=torch.uint8).pin_memory(),
-        torch.zeros(256).pin_memory(),
-    )
+    images = torch.zeros((256, 3, 224, 224), dtype=torch.uint8).pin_memory()
+    labels = torch.zeros(256).pin_memory()
     for _ in range(STEPS):
         time.sleep(load_s)
         yield HostBatch(images, labels, labels)
 
 
 def trained(load_s: float, work_s: float) -> Window:
-    """Steps of ``CYCLES`` whose loader takes ``load_s`` a batch, and whose loop then works for
-    ``work_s``.
-    """
+    """Runs steps of ``CYCLES`` with a loader of ``load_s`` and a loop that works for ``work_s``."""
     clock = StepClock("cuda")
     batches = iter(DataPrefetcher(slow(load_s), "cuda", clock=clock))
     for _ in range(STEPS):
@@ -57,9 +53,7 @@ def step_s() -> float:
 
 
 def test_a_device_that_waits_for_the_loader_is_starved() -> None:
-    """Beside a loader three times slower than the step it stands still for two thirds, with nothing
-    left to explain.
-    """
+    """Beside a loader three times slower than the step it stands still for two thirds."""
     shares = trained(3 * step_s(), 0.0).shares
     assert shares["starved"] + shares["exposed_copy"] == pytest.approx(2 / 3, abs=0.03)
     assert shares["host"] < 0.01
@@ -67,9 +61,7 @@ def test_a_device_that_waits_for_the_loader_is_starved() -> None:
 
 
 def test_a_device_that_waits_for_the_loop_is_not() -> None:
-    """Beside a loop that works for three steps, and a loader that is faster, the two thirds are the
-    host's.
-    """
+    """Beside a loop that works for three steps the two thirds are the host's."""
     step = step_s()
     shares = trained(step, 3 * step).shares
     assert shares["host"] == pytest.approx(2 / 3, abs=0.03)

@@ -57,9 +57,7 @@ def test_a_wait_is_divided_by_where_its_batch_was(
     stamps: tuple[float, float, float, float],
     expected: dict[str, float],
 ) -> None:
-    """Of a wait of a second, as much goes to each stage as the batch that ended it spent there
-    meanwhile.
-    """
+    """To each stage goes what the batch that ended the wait spent there meanwhile."""
     one_step(clock, hand, 9.0, 1.0)
     began = hand.now
     with clock.waiting():
@@ -70,9 +68,7 @@ def test_a_wait_is_divided_by_where_its_batch_was(
 
 
 def test_waits_that_nobody_explains_are_left_out(clock: StepClock, hand: Hand) -> None:
-    """Stamps count for the wait that they end: not for the next one, nor in a first step, nor
-    outside of a wait.
-    """
+    """Stamps count for the wait that they end, and not in a first step."""
     late = Stamps(0.0, hand.now + 1000, hand.now + 1000, hand.now + 1000)
     with clock.waiting():
         clock.arrived(late)
@@ -89,9 +85,7 @@ def test_waits_that_nobody_explains_are_left_out(clock: StepClock, hand: Hand) -
 
 
 def test_work_between_steps_has_a_name(clock: StepClock, hand: Hand) -> None:
-    """Noted work is told by name in seconds, in the steps alone;
-    of work in work the outer counts.
-    """
+    """Noted work is told by name, in the steps alone; of work in work the outer counts."""
     with clock.noted("before"):
         hand.pass_(1.0)
     one_step(clock, hand, 0.0, 1.0)
@@ -128,9 +122,7 @@ def slow_gc(clock: StepClock, hand: Hand) -> Iterator[None]:
 
 @pytest.mark.usefixtures("slow_gc")
 def test_garbage_collections_are_timed(clock: StepClock, hand: Hand) -> None:
-    """Those in a step count, also in named work, whose own time they are not; those in pauses and
-    first steps do not.
-    """
+    """Those in a step count, also in named work; those in pauses and first steps do not."""
     gc.collect(0)
     one_step(clock, hand, 0.0, 1.0)
     with clock.noted("logging"):
@@ -150,9 +142,7 @@ def test_garbage_collections_are_timed(clock: StepClock, hand: Hand) -> None:
 
 @pytest.mark.usefixtures("slow_gc")
 def test_collections_are_no_computing_on_a_cpu(clock: StepClock, hand: Hand) -> None:
-    """Where the host computes, a collection within a step is
-    Python's time and not the network's.
-    """
+    """Where the host computes, a collection is Python's time and not the network's."""
     for _ in range(3):
         with clock.computing():
             hand.pass_(0.75)

@@ -157,9 +157,7 @@ def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -
 def test_long_work_in_a_pipe_says_a_few_lines(
     capsys: pytest.CaptureFixture[str], unit_s: float, expected: list[str]
 ) -> None:
-    """A line once it has taken 5 s, then at most ten, at least 5 s apart; the last one tells that
-    all is done.
-    """
+    """A line after 5 s, then at most ten, at least 5 s apart; the last tells the end."""
     hand = Hand()
     with console.progress("unpacking", 100, "files", now=hand) as bar:
         for _ in range(100):
@@ -290,23 +288,21 @@ def test_progress_inside_progress_on_a_terminal_does_not_raise() -> None:
 def test_a_live_table_in_a_pipe_is_lines(
     capsys: pytest.CaptureFixture[str], log: pytest.LogCaptureFixture
 ) -> None:
-    """Title and header at once, each row when it comes, padded to the widths; no status; all of it
-    in the log.
-    """
+    """Title and header at once, each row when it comes, padded; no status; all in the log."""
     with console.live_table("Trials", ["num_workers", "images/s", "note"], [0, 10, 0]) as shown:
         shown.status("measuring num_workers=4")
         assert capsys.readouterr().out.splitlines() == ["Trials", "num_workers  images/s    note"]
         shown.add(["4", "1200 ±3%", "[b]\r"])
         assert capsys.readouterr().out.splitlines() == ["4            1200 ±3%    [b]\\r"]
     assert [record.getMessage() for record in log.records] == [
-        "Trials", "num_workers  images/s    note", "4            1200 ±3%    [b]\\r",
-    ]  # fmt: skip
+        "Trials",
+        "num_workers  images/s    note",
+        "4            1200 ±3%    [b]\\r",
+    ]
 
 
 def test_a_live_table_on_a_terminal_grows_and_stays() -> None:
-    """Status lines come and go; at the end the table stands there once, with every row as plain
-    text and aligned.
-    """
+    """Status lines come and go; at the end the table stands there once, aligned."""
     seen = on_terminal(
         "from harness.watch.console import live_table, say, progress\n"
         "with live_table('Trials', ['num_workers', 'images/s']) as shown:\n"
@@ -329,8 +325,11 @@ def test_a_live_table_on_a_terminal_grows_and_stays() -> None:
         # drawn over the last status
     )
     assert [line.split() for line in last.splitlines() if line.strip()][-4:] == [
-        ["Trials"], ["num_workers", "images/s"], ["4", "[red]1200[/red]\\x1b[2J"], ["8", "1300"],
-    ]  # fmt: skip
+        ["Trials"],
+        ["num_workers", "images/s"],
+        ["4", "[red]1200[/red]\\x1b[2J"],
+        ["8", "1300"],
+    ]
 
 
 def test_a_live_table_inside_progress_is_lines_on_a_terminal_too() -> None:
@@ -348,9 +347,7 @@ def test_a_live_table_inside_progress_is_lines_on_a_terminal_too() -> None:
 
 
 def test_a_live_table_gives_way_when_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    """Progress inside it is silent, and shows again after it, also where it ended with an
-    exception.
-    """
+    """Progress inside it is silent, and shows again after it, also after an exception."""
     hand = Hand()
     for end in ("inside", "after"):
         with contextlib.suppress(KeyError), console.live_table("Trials", ["a"]):

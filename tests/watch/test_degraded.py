@@ -1,6 +1,4 @@
-"""Runs whose figures fail: they train to the end, and their report leaves out what could not be
-had.
-"""
+"""Runs whose figures fail train to the end; their report leaves out what was lost."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ class NVMLError(Exception):
 
 
 def nvml(refused: tuple[str, ...] = (), fails_at: int | None = None) -> SimpleNamespace:
-    """A library that knows one GPU without performance counters, refuses some calls, and fails from
-    one reading on.
-    """
+    """Returns a library of one GPU that refuses some calls, and fails from one reading on."""
     readings = 0
 
     def answer(name: str, value: object = None) -> Callable[..., object]:
@@ -69,8 +65,7 @@ def nvml(refused: tuple[str, ...] = (), fails_at: int | None = None) -> SimpleNa
 
 @pytest.fixture
 def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReportOf:
-    """A run of two steps that is looked at three times before the first: its report, and what its
-    log says is missing.
+    """Runs two steps that are looked at three times before; returns report and missing figures.
 
     ``gpu`` asks that NVML's figures be taken, though the run is on the CPU.
     """
@@ -108,16 +103,19 @@ def report_of(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         pytest.param(None, set(), "no GPU figures: NVML is not there", id="no NVML"),
         pytest.param(
-            nvml(fails_at=2), set(),
-            "no gpu/utilization, gpu/memory_used_bytes, gpu/power_w from here on: GPU is "
-            "lost", id="NVML fails midway",
+            nvml(fails_at=2),
+            set(),
+            "no gpu/utilization, gpu/memory_used_bytes, gpu/power_w from here on: GPU is lost",
+            id="NVML fails midway",
         ),
         pytest.param(
-            nvml(refused=("UtilizationRates", "PowerUsage")), {Tag.GPU_MEMORY_USED_BYTES},
-            "no gpu/utilization, gpu/power_w from here on: Not Supported", id="a MIG instance",
+            nvml(refused=("UtilizationRates", "PowerUsage")),
+            {Tag.GPU_MEMORY_USED_BYTES},
+            "no gpu/utilization, gpu/power_w from here on: Not Supported",
+            id="a MIG instance",
         ),
     ],
-)  # fmt: skip
+)
 def test_nvml_costs_its_figures_and_no_more(
     report_of: ReportOf,
     monkeypatch: pytest.MonkeyPatch,
@@ -125,9 +123,7 @@ def test_nvml_costs_its_figures_and_no_more(
     kept: set[Tag],
     line: str,
 ) -> None:
-    """The run ends as any other, with one line in the log; what the library did not give to the end
-    is in no report.
-    """
+    """The run ends as any other, with one line in the log; what was lost is in no report."""
     monkeypatch.setitem(sys.modules, "pynvml", library)
     report, missing = report_of(gpu=True)
     assert "gpu_utilization" not in report
@@ -139,9 +135,7 @@ def test_nvml_costs_its_figures_and_no_more(
 def test_without_permissions_a_run_has_no_figures_of_the_machine(
     report_of: ReportOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where neither psutil nor /proc may be read the run trains all the same; one line in the log
-    names what is lost.
-    """
+    """Where neither psutil nor /proc may be read, one line in the log names what is lost."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise psutil.AccessDenied(msg="hidden")
@@ -164,9 +158,7 @@ def test_without_permissions_a_run_has_no_figures_of_the_machine(
 def test_a_machine_without_proc_trains(
     report_of: ReportOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where /proc says nothing of processes and of pressure, each missing file is named once, and
-    the other figures stay.
-    """
+    """Each file that is missing in /proc is named once, and the other figures stay."""
     whole = station.HostSource
     monkeypatch.setattr(station, "HostSource", lambda cores: whole(root=tmp_path / "empty"))
     report, missing = report_of()

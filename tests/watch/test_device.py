@@ -44,13 +44,12 @@ class Nvml:
         prefix: str = "GPU",
         sm_percent: float | ctypes.c_uint | None = None,
     ) -> None:
-        self.broken, self.count, self.prefix, self.sm_percent = (
-            set(broken),
-            count,
-            prefix,
-            sm_percent,
-        )
-        self.open, self.taken = 0, 0
+        self.broken = set(broken)
+        self.count = count
+        self.prefix = prefix
+        self.sm_percent = sm_percent
+        self.open = 0
+        self.taken = 0
         self.seen_us: list[int] = []
         self.users: dict[int, int] | None = (
             # utilisation by process; None where the driver does not say
@@ -181,9 +180,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None], None]:
 
 
 def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> None:
-    """Utilisation is a fraction, memory is in bytes and power in watts,
-    of the GPU that torch uses.
-    """
+    """Utilisation is a fraction, memory is in bytes and power in watts."""
     install(Nvml())
     expected = {
         Tag.GPU_UTILIZATION: 0.37,
@@ -196,9 +193,7 @@ def test_a_gpu_is_found_by_its_uuid(install: Callable[[Nvml | None], None]) -> N
 def test_a_mig_instance_gives_what_it_has(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On MIG there is neither utilisation nor power: both are absent, with one warning for the two,
-    and memory stays.
-    """
+    """Utilisation and power are absent, with one warning for the two, and memory stays."""
     install(Nvml(broken=("utilization", "power"), prefix="MIG"))
     source = GpuSource(UUID)
     assert [set(source.sample()) for _ in range(3)] == [{Tag.GPU_MEMORY_USED_BYTES}] * 3
@@ -211,9 +206,7 @@ def test_a_mig_instance_gives_what_it_has(
 def test_multiprocessors_are_counted_where_the_gpu_does(
     install: Callable[[Nvml | None], None], prefix: str
 ) -> None:
-    """From the second sample on there is the mean share at work since the one before, of a MIG
-    instance its own.
-    """
+    """From the second sample on there is the mean share at work since the one before."""
     nvml = Nvml(prefix=prefix, sm_percent=25.0)
     install(nvml)
     source = GpuSource(UUID)
@@ -240,9 +233,7 @@ def test_others_on_the_gpu_are_those_that_are_not_ours(
     users: dict[int, int] | None,
     others: float | None,
 ) -> None:
-    """Where this process is not among those that NVML knows, nobody can be told apart: the figure
-    is absent, with no word.
-    """
+    """Where NVML does not know this process, nobody can be told apart: no figure."""
     nvml = Nvml()
     nvml.users = users
     install(nvml)
@@ -273,9 +264,7 @@ def test_without_counters_no_warning_is_due(
 def test_counters_that_fail_are_given_up(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """An error when the sample is taken, and one that the library puts beside the figure, end this
-    figure alone.
-    """
+    """An error when the sample is taken, or beside the figure, ends this figure alone."""
     nvml = Nvml(broken=("gpm sample",) if how == "sample" else (), sm_percent=ctypes.c_uint(999))
     install(nvml)
     source = GpuSource(UUID)
@@ -348,15 +337,14 @@ def test_nvml_without_gpus_sees_none(
 
 @pytest.mark.gpu
 def test_a_real_gpu_can_be_sampled() -> None:
-    """While kernels run, every figure is in its range; Hopper and later count their
-    multiprocessors.
-    """
+    """While kernels run, every figure is in its range."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     properties = torch.cuda.get_device_properties(0)
     source = GpuSource(str(properties.uuid))
     source.sample()
-    matrix, began = torch.rand(4096, 4096, device="cuda"), time.monotonic()
+    matrix = torch.rand(4096, 4096, device="cuda")
+    began = time.monotonic()
     while time.monotonic() - began < 1.5:
         (matrix @ matrix).sum().item()
     found = source.sample()

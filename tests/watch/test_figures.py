@@ -82,9 +82,7 @@ def test_an_empty_ledger_has_no_figures() -> None:
 
 
 def test_device_sums_come_before_the_hosts() -> None:
-    """Where a device told of its time, shares are of that; the
-    host's clock keeps its own figures.
-    """
+    """Where a device told of its time, shares are of that."""
     ledger = Ledger(steps=1, elapsed_s=10.0, wait_s=9.0)
     ledger.sketches["data_wait_ms"].add(9000.0)
     window = ledger.window()
@@ -108,11 +106,16 @@ def test_device_sums_come_before_the_hosts() -> None:
 
 def test_merged_ledgers_count_everything() -> None:
     """Sums add, quantiles are of all values, pauses add by name."""
-    one, two = Ledger(steps=1, images=8, elapsed_s=0.5), Ledger(steps=3, images=24, elapsed_s=1.5)
-    one.pauses_s, two.pauses_s = {"evaluate": 1.0}, {"evaluate": 2.0, "checkpoint": 0.5}
-    one.device_s, two.device_s = {"compute": 1.0}, {"compute": 2.0, "starved": 1.0}
-    one.wait_parts_s, two.wait_parts_s = {}, {"make": 3.0, "move": 1.0}
-    one.host_parts_s, two.gc_s = {"logging": 0.2}, 0.1
+    one = Ledger(steps=1, images=8, elapsed_s=0.5)
+    two = Ledger(steps=3, images=24, elapsed_s=1.5)
+    one.pauses_s = {"evaluate": 1.0}
+    two.pauses_s = {"evaluate": 2.0, "checkpoint": 0.5}
+    one.device_s = {"compute": 1.0}
+    two.device_s = {"compute": 2.0, "starved": 1.0}
+    one.wait_parts_s = {}
+    two.wait_parts_s = {"make": 3.0, "move": 1.0}
+    one.host_parts_s = {"logging": 0.2}
+    two.gc_s = 0.1
     one.sketches["data_wait_ms"].add(1.0)
     for _ in range(3):
         two.sketches["data_wait_ms"].add(9.0)

@@ -27,9 +27,7 @@ def figures(**known: object) -> Window:
 
 
 def test_busy_seconds_and_the_rest_make_up_the_wall_time() -> None:
-    """Start, tuning, steps by what they spent, first steps and pauses are named, what is left is
-    other.
-    """
+    """Start, tuning, parts of the steps, first steps and pauses are named; the rest is other."""
     clock = Clock()
     course = Course(90.0, clock)
     course.mark("start")

@@ -25,9 +25,7 @@ Times = namedtuple("Times", "user system idle iowait guest guest_nice")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """A machine whose counters a test sets; its ``root`` holds no
-    /proc and no control groups yet.
-    """
+    """A machine whose counters a test sets, without /proc and control groups."""
     state = SimpleNamespace(
         times=Times(10.0, 5.0, 80.0, 5.0, 2.0, 0.0), read_bytes=1000, now=10.0, root=tmp_path
     )
@@ -44,16 +42,12 @@ def source_of(machine: SimpleNamespace) -> HostSource:
 
 
 def test_rates_are_since_the_sample_before(machine: SimpleNamespace) -> None:
-    """The first sample has no rates; the second has the mean between the two; waiting for a disk is
-    not being busy.
-    """
+    """The first sample has no rates; waiting for a disk is not being busy."""
     source = source_of(machine)
     assert source.sample() == {Tag.RAM_USED_BYTES: 7_000_000.0}
-    machine.times, machine.read_bytes, machine.now = (
-        Times(13.0, 6.0, 82.0, 9.0, 4.0, 0.0),
-        5000,
-        12.0,
-    )
+    machine.times = Times(13.0, 6.0, 82.0, 9.0, 4.0, 0.0)
+    machine.read_bytes = 5000
+    machine.now = 12.0
     sample = source.sample()
     assert sample[Tag.CPU_FRACTION] == pytest.approx(0.4)
     assert sample[Tag.MACHINE_CPU_CORES] == pytest.approx(2.0)
@@ -83,9 +77,7 @@ def write_kernel(
     stalled_us: int,
     periods: list[str],
 ) -> None:
-    """What a kernel says of this process, in a group "job" with a quota in a group with another
-    one.
-    """
+    """Writes what a kernel says of this process, in a group "job" within another group."""
     ticks = round(cores_s * os.sysconf("SC_CLK_TCK"))
     pid = os.getpid()
     files = {
@@ -105,9 +97,7 @@ def write_kernel(
 
 
 def test_what_the_kernel_says_of_this_process_becomes_rates(machine: SimpleNamespace) -> None:
-    """Processors, faults, bytes and waiting for memory are per second; throttling is per period, of
-    the group that has most.
-    """
+    """Rates are per second; throttling is per period, of the group that has most."""
     write_kernel(
         machine.root,
         3.0,
@@ -153,11 +143,10 @@ def test_others_take_what_is_busy_and_not_ours(
     cores: float | None,
     others: float | None,
 ) -> None:
-    """Of two busy cores half a one is ours; the rest is counted as far as cores that this run may
-    not use cannot hold it.
-    """
+    """What is busy and not ours counts as far as other cores cannot hold it."""
     monkeypatch.setattr(psutil, "cpu_count", lambda: count)
-    source, found = HostSource(lambda: machine.now, machine.root, cores), {}
+    source = HostSource(lambda: machine.now, machine.root, cores)
+    found = {}
     for own_s in (0.0, 1.0):
         write_kernel(machine.root, own_s, 0, (0, 0), 0, ["", ""])
         machine.times = Times(4.0 * own_s, 0.0, 50.0, 5.0 * own_s, 2.0 * own_s, 0.0)
@@ -178,15 +167,14 @@ def test_what_others_take_is_not_known_without_what_is_ours(
         write_kernel(machine.root, seconds / 2, 0, (0, 0), 0, ["", ""])
         if seconds == 3:
             (machine.root / f"proc/{os.getpid()}/stat").unlink()
-        machine.times, machine.now = Times(seconds, 0.0, 50.0, 0.0, 0.0, 0.0), machine.now + 1.0
+        machine.times = Times(seconds, 0.0, 50.0, 0.0, 0.0, 0.0)
+        machine.now = machine.now + 1.0
         known.append(Tag.OTHERS_CPU_CORES in source.sample())
     assert known == [False, True, False]
 
 
 def test_a_total_that_shrinks_gives_no_rate(machine: SimpleNamespace) -> None:
-    """A descendant that ended as another's child took its part along: no rate this once, and none
-    is negative.
-    """
+    """An orphan takes its part along: no rate this once, and none is negative."""
     source = source_of(machine)
     rates = []
     for cores_s in (3.0, 2.0, 2.5):
@@ -274,7 +262,9 @@ class Counting(Source):
 
     def __init__(self, done: Callable[[], None] = lambda: None, last: float = math.inf) -> None:
         super().__init__()
-        self._taken, self._done, self._last = 0.0, done, last
+        self._taken = 0.0
+        self._done = done
+        self._last = last
         self._reads = {(Tag.CPU_CORES,): self._count}
 
     def _count(self) -> Figures:
@@ -286,9 +276,7 @@ class Counting(Source):
 
 
 def test_a_read_is_the_mean_since_the_last_one() -> None:
-    """Each window has the samples of its own time; the run's mean has all; without samples a figure
-    is absent.
-    """
+    """Each window has its own samples; the run's mean has all; without samples none is there."""
     sampler = Sampler([Counting()], 1.0)
     sampler.look()
     sampler.look()
@@ -311,9 +299,7 @@ def test_the_means_of_the_run_begin_anew() -> None:
 
 
 def test_the_means_of_the_run_leave_out_what_is_aside() -> None:
-    """Samples in an evaluation, and the first after it, whose rates reach back into it, are in the
-    windows alone.
-    """
+    """Samples in an evaluation, and the first after it, are in the windows alone."""
     sampler = Sampler([Counting()], 1.0)
     sampler.look()
     with sampler.aside():
@@ -324,9 +310,7 @@ def test_the_means_of_the_run_leave_out_what_is_aside() -> None:
 
 
 def test_a_restart_during_a_look_is_not_lost() -> None:
-    """A sample that is under way at the restart, and the next one, whose rates reach back before
-    it, do not count.
-    """
+    """A sample under way at the restart, and the next one, do not count."""
     meanwhile = [lambda: sampler.restart(), lambda: None, lambda: None]
     sampler = Sampler([Counting(lambda: meanwhile.pop(0)())], 1.0)
     for _ in range(3):
@@ -335,9 +319,7 @@ def test_a_restart_during_a_look_is_not_lost() -> None:
 
 
 def test_a_figure_that_was_lost_has_no_mean_of_the_run() -> None:
-    """What came before is in its window; the run's mean would speak for a time that nobody saw, and
-    is absent.
-    """
+    """What came before is in its window; the run's mean is absent."""
     sampler = Sampler([Counting(last=2)], 1.0)
     for _ in range(3):
         sampler.look()

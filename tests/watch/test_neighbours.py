@@ -47,9 +47,7 @@ def sampled(others: float, queued: float, own: float) -> dict[str, float]:
 def test_harm_takes_others_and_threads_that_wait(
     given: dict[str, float], found: float | None
 ) -> None:
-    """Others' cores count as far as threads of the run waited for them; what is not known accuses
-    nobody.
-    """
+    """Others' cores count as far as threads of the run waited for them."""
     assert taken(given) == found
 
 

@@ -28,9 +28,7 @@ def insert(path: Path, before: str, line: str) -> None:
 
 
 def test_a_figure_is_added_in_two_lines(tmp_path: Path) -> None:
-    """Declared in one file and counted in another, it is in the lines, in the report, and among
-    what the page shows.
-    """
+    """A new figure is in the lines, in the report, and among what the page shows."""
     for name in ("harness", "conf"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", tmp_path)

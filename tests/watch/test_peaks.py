@@ -1,6 +1,4 @@
-"""Peaks of a GPU's memory: of windows, of evaluations, of the run, and a note where they keep
-rising.
-"""
+"""Peaks of a GPU's memory, and the note where they keep rising."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ def noted(gpu: Gpu, caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
 
 
 def test_a_leak_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
-    """With the rise, when the device will be full, and the way out; the first window, whatever it
-    took, does not count.
-    """
+    """With the rise, when the device will be full, and the way out."""
     gpu = Gpu(60 * GB, *(10 * GB + k * GB // 10 for k in range(40)), free=50 * GB)
     assert noted(gpu, caplog, 40) == [
         "step 110: peak memory rises by 10.0 GB per 1,000 steps, and the device is full after "

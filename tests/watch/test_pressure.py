@@ -1,6 +1,4 @@
-"""Quotas that stop us and memory that must be waited for, in made-up control groups and in a real
-one.
-"""
+"""Quotas and memory that must be waited for, in made-up control groups and a real one."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ PRESSURE = (
 def test_both_versions_count_throttled_periods(
     tmp_path: Path, stat: str | None, counts: tuple[int, int] | None
 ) -> None:
-    """Periods and throttled periods are read under the same names; a group that does not count them
-    is left out.
-    """
+    """A group that does not count its periods is left out."""
     if stat is not None:
         (tmp_path / "cpu.stat").write_text(stat)
     assert host.throttled([tmp_path]) == ({} if counts is None else {tmp_path: counts})
@@ -45,7 +41,9 @@ def test_both_versions_count_throttled_periods(
 
 def test_the_innermost_group_says_how_long_memory_was_waited_for(tmp_path: Path) -> None:
     """The group's own file comes before its parent's, and that before the machine's."""
-    machine, outer, inner = tmp_path / "proc/pressure/memory", tmp_path / "a", tmp_path / "a/b"
+    machine = tmp_path / "proc/pressure/memory"
+    outer = tmp_path / "a"
+    inner = tmp_path / "a/b"
     groups = [inner, outer]
     for folder in (machine.parent, inner):
         folder.mkdir(parents=True)
@@ -65,9 +63,7 @@ def test_a_kernel_without_pressure_figures_is_named(tmp_path: Path) -> None:
 
 
 def test_a_real_quota_throttles() -> None:
-    """A process that wants a processor and has a fiftieth of one
-    is stopped in most of its periods.
-    """
+    """A process that has a fiftieth of a processor is stopped in most of its periods."""
     burn = "import os\nwhile sum(os.times()[:2]) < 0.03: pass"
     with control_groups.quota(0.02) as group:
         subprocess.run(

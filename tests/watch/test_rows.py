@@ -1,6 +1,4 @@
-"""Rows in shared memory; that they reach worker processes and leave nothing behind is tested with
-the gauge.
-"""
+"""Rows in shared memory; the gauge's tests show that they reach workers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tags, keys and values of the figures are those that earlier versions wrote: people read them with
-scripts of their own.
-"""
+"""Tags, keys and values are those of earlier versions: people's scripts read them."""
 
 from __future__ import annotations
 

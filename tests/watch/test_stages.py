@@ -29,9 +29,7 @@ Sample = Sequence[tuple[float, float]]  # wall and processor seconds of each sta
 
 @dataclass
 class Clocks:
-    """A wall clock and a processor clock that stand still between two looks, each of which takes
-    ``look_s``.
-    """
+    """Wall and processor clock that stand still between two looks of ``look_s`` each."""
 
     wall_s: float = 1000.0
     cpu_s: float = 50.0
@@ -68,9 +66,7 @@ def make(
     collate_s: float = 0.0,
     share_s: float | None = None,
 ) -> Stamps:
-    """One batch, whose samples go through all stages; before them it computes for ``collate_s``,
-    and then for ``share_s``.
-    """
+    """Makes one batch: computes for ``collate_s``, then ``share_s``, then the samples."""
     timers = timer.begin(len(batch))
     clocks.go(collate_s, collate_s)
     if share_s is not None:
@@ -97,9 +93,7 @@ def walls(totals: StageTotals) -> list[float]:
 
 
 def test_a_batch_is_divided_exactly(clocks: Clocks) -> None:
-    """Where all samples are timed, wall and processor seconds of every stage and of the batch
-    around them are those it took.
-    """
+    """Where all samples are timed, the seconds of every stage are those it took."""
     meter = StageMeter(STAGES, 0)
     batch = [[(0.5, 0.1), (1.0, 1.0), (0.25, 0.25)], [(3.5, 0.3), (2.0, 2.0), (0.25, 0.25)]]
     make(clocks.timer(meter), clocks, batch, collate_s=0.125)
@@ -135,9 +129,7 @@ def test_nothing_has_been_done_at_first() -> None:
 
 
 def test_memory_that_processes_share_is_handing_over(clocks: Clocks) -> None:
-    """What a worker takes to get memory that the trainer can map is a stage of its own, of
-    processes alone.
-    """
+    """To get memory that the trainer can map is a stage of its own, of processes alone."""
     meter = StageMeter(STAGES, 1)
     timer = clocks.timer(meter)
     for _ in range(3):
@@ -216,9 +208,7 @@ def test_a_new_worker_goes_on_where_the_old_one_ended(clocks: Clocks) -> None:
 def test_a_sample_that_fails_is_booked_where_it_did(
     clocks: Clocks, ended: tuple[str, ...], booked: str
 ) -> None:
-    """The time until the error goes to the stage after the last one that ended; at the end, to that
-    one.
-    """
+    """The time until the error goes to the stage after the last one that ended."""
     meter = StageMeter(STAGES, 0)
     timer = clocks.timer(meter)
     (laps,) = timer.begin(1) or ()
@@ -256,9 +246,7 @@ def test_a_sample_that_fails_is_booked_where_it_did(
 def test_a_data_set_must_tell_the_stages_it_names(
     clocks: Clocks, told: list[str], text: str
 ) -> None:
-    """A stage that was not named, and stages that never end, are
-    errors of the data set's author.
-    """
+    """Stages without a name or without an end are errors of the data set's author."""
     timer = clocks.timer(StageMeter(STAGES, 0))
     (laps,) = timer.begin(1) or ()
     timer.fill()
@@ -272,11 +260,11 @@ def test_a_data_set_must_tell_the_stages_it_names(
 def fed(
     batches: int, batch: Callable[[int], list[Sample]], look_s: float = 2e-7
 ) -> tuple[StageTotals, Clocks, list[float]]:
-    """The totals after so many batches, with clocks that cost ``look_s``; and the true wall seconds
-    by stage.
-    """
-    clocks, meter = Clocks(look_s=look_s), StageMeter(STAGES, 0)
-    timer, true = clocks.timer(meter), [0.0] * len(STAGES)
+    """Returns the totals with clocks that cost ``look_s``, and the true seconds by stage."""
+    clocks = Clocks(look_s=look_s)
+    meter = StageMeter(STAGES, 0)
+    timer = clocks.timer(meter)
+    true = [0.0] * len(STAGES)
     clocks.looks = 0
     for number in range(batches):
         made = batch(number)
@@ -288,9 +276,7 @@ def fed(
 
 
 def test_timing_microseconds_costs_a_thousandth() -> None:
-    """With samples of 20 us few are timed: besides two looks a batch, the looks take less than 0.1
-    % of the work.
-    """
+    """With samples of 20 us the looks take less than 0.1 % of the work."""
     sample = [(5e-6, 5e-6), (5e-6, 5e-6), (10e-6, 10e-6)]
     totals, clocks, _ = fed(1000, lambda _: [sample] * 128)
     assert totals.samples == 1000 * 128
@@ -302,7 +288,8 @@ def test_timing_microseconds_costs_a_thousandth() -> None:
 
 def test_all_samples_are_timed_where_they_take_their_time() -> None:
     """With samples of 20 ms and ordinary clocks the costs of every single one are counted."""
-    slow, other = [(0.5, 0.0), (1e-2, 1e-2), (1e-2, 1e-2)], [(0.0, 0.0), (1e-2, 1e-2), (1e-2, 1e-2)]
+    slow = [(0.5, 0.0), (1e-2, 1e-2), (1e-2, 1e-2)]
+    other = [(0.0, 0.0), (1e-2, 1e-2), (1e-2, 1e-2)]
     totals, _, true = fed(
         50, lambda number: [slow if number % 10 == 7 and row == 3 else other for row in range(8)]
     )
@@ -312,14 +299,10 @@ def test_all_samples_are_timed_where_they_take_their_time() -> None:
 
 @pytest.mark.parametrize("size", [8, 32])
 def test_rare_slow_samples_count_on_average(size: int) -> None:
-    """Where one sample in some is timed, reads of which one in a hundred is slow have their share
-    all the same.
-    """
+    """Where few samples are timed, one slow read in a hundred has its share all the same."""
     rng = random.Random(5)
-    plain, slow = (
-        [(1e-5, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)],
-        [(2e-2, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)],
-    )
+    plain = [(1e-5, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)]
+    slow = [(2e-2, 1e-5), (2e-4, 2e-4), (1e-4, 1e-4)]
     totals, _, true = fed(
         80_000 // size, lambda _: [slow if rng.random() < 0.01 else plain for _ in range(size)]
     )
@@ -330,10 +313,8 @@ def test_rare_slow_samples_count_on_average(size: int) -> None:
 @pytest.mark.parametrize("place", [0, 63])
 def test_no_place_in_a_batch_is_favoured(place: int) -> None:
     """A stage that is slow only in one row of each batch is found as often as it happens."""
-    plain, slow = (
-        [(1e-6, 1e-6), (1e-5, 1e-5), (1e-5, 1e-5)],
-        [(1e-4, 1e-4), (1e-5, 1e-5), (1e-5, 1e-5)],
-    )
+    plain = [(1e-6, 1e-6), (1e-5, 1e-5), (1e-5, 1e-5)]
+    slow = [(1e-4, 1e-4), (1e-5, 1e-5), (1e-5, 1e-5)]
     totals, _, true = fed(
         3000, lambda _: [slow if row == place else plain for row in range(64)], look_s=2e-8
     )
@@ -341,21 +322,15 @@ def test_no_place_in_a_batch_is_favoured(place: int) -> None:
 
 
 def test_what_warming_up_took_is_not_taken_for_the_rule() -> None:
-    """The first batch decodes slowly, once; those that follow are
-    divided by samples of their own.
-    """
-    cold, warm = (
-        [(1e-6, 1e-6), (1e-3, 1e-3), (1e-6, 1e-6)],
-        [(1e-5, 1e-5), (1e-6, 1e-6), (1e-5, 1e-5)],
-    )
+    """Batches after a slow first one are divided by samples of their own."""
+    cold = [(1e-6, 1e-6), (1e-3, 1e-3), (1e-6, 1e-6)]
+    warm = [(1e-5, 1e-5), (1e-6, 1e-6), (1e-5, 1e-5)]
     totals, _, true = fed(1000, lambda number: [warm if number else cold] * 64)
     assert walls(totals)[:3] == pytest.approx(true, rel=0.05)
 
 
 def test_batches_count_before_they_are_divided(clocks: Clocks) -> None:
-    """A reading between two timed batches divides the others like those before them, and the next
-    one puts it right.
-    """
+    """A reading between two timed batches divides the others like those before them."""
     clocks.look_s = 1e-6
     meter = StageMeter(STAGES, 0)
     timer = clocks.timer(meter)
@@ -399,9 +374,7 @@ def _work(meter: StageMeter) -> None:
 def test_stamps_tell_when_a_batch_was_made_and_when_it_came(
     monkeypatch: pytest.MonkeyPatch, clocks: Clocks
 ) -> None:
-    """Made by the worker's clock; received where they are unpickled, pinned where torch asks for
-    it.
-    """
+    """Made by the worker's clock, received where unpickled, pinned where torch asks."""
     stamps = make(clocks.timer(StageMeter(STAGES, 0)), clocks, [[(2.0, 2.0)] * 3])
     assert stamps == Stamps(begun_s=1000.0, made_s=1006.0, received_s=1006.0, pinned_s=1006.0)
     monkeypatch.setattr("time.perf_counter", clocks.now)

@@ -1,6 +1,4 @@
-"""What a run is watched with, and the refusal to train on a CPU
-beside a GPU that torch cannot use.
-"""
+"""What a run is watched with, and the refusal of a GPU that torch cannot use."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ CPU = World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names driver, GPU and build; an explicit device=cpu or a hidden GPU goes on."""
+    """The error names driver, GPU and build; device=cpu, a hidden GPU or none goes on."""
     monkeypatch.setattr(station, "nvml_sees_gpu", lambda: ("550.54", ["NVIDIA Test GPU"]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(
@@ -30,10 +28,7 @@ def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPat
     station.refuse_hidden_gpu(Config(device="cpu"), CPU)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     station.refuse_hidden_gpu(Config(), CPU)
-
-
-def test_without_a_gpu_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No driver, no question."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(station, "nvml_sees_gpu", lambda: None)
     station.refuse_hidden_gpu(Config(), CPU)
 
@@ -46,9 +41,7 @@ def test_without_a_gpu_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ranks_of_one_machine_are_no_strangers(
     world: World, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank cannot tell the other ranks' processes from other people's: what others take is looked
-    at where there is one.
-    """
+    """What others take is looked at where there is one rank."""
     asked = []
     monkeypatch.setattr(station, "HostSource", lambda cores: asked.append(cores) or Source())
     with station.watched(Config(), world, tmp_path, 0.0):

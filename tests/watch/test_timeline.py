@@ -1,6 +1,4 @@
-"""The step clock with device events: its ring, its windows and what it leaves out, on a GPU in
-model time.
-"""
+"""The step clock's ring and windows, on a GPU in model time."""
 
 import contextlib
 from typing import Any
@@ -41,9 +39,7 @@ def test_a_spike_on_the_device_survives(clock: StepClock, gpu: Gpu, kind: str) -
 
 
 def test_launching_has_a_time_of_its_own(clock: StepClock, gpu: Gpu) -> None:
-    """What the host takes to launch a step's work is told apart from what the device takes to do
-    it.
-    """
+    """What launching takes is told apart from what the device takes to do the work."""
     for _ in range(20):
         step(clock, gpu, compute_s=0.010, launch_s=0.003)
     total = settled(clock, gpu)
@@ -54,9 +50,7 @@ def test_launching_has_a_time_of_its_own(clock: StepClock, gpu: Gpu) -> None:
 
 
 def test_no_step_waits_for_the_device(clock: StepClock, gpu: Gpu) -> None:
-    """However far the host runs ahead, nothing that the loop calls synchronises; nor does the end
-    of a window.
-    """
+    """Neither a step nor the end of a window synchronises."""
     for _ in range(500):
         step(clock, gpu, compute_s=1.0)
     clock.close_window()
@@ -75,9 +69,7 @@ def test_blocks_beyond_the_ring_are_dropped_and_counted(clock: StepClock, gpu: G
 
 
 def test_after_a_drop_the_figures_are_right_again(clock: StepClock, gpu: Gpu) -> None:
-    """A gap beside a dropped block is not known and left out, so that no step of 10 ms is shown as
-    longer.
-    """
+    """A gap beside a dropped block is left out: no step of 10 ms is shown as longer."""
     gpu.hung = True
     for _ in range(100):
         step(clock, gpu, wait_s=0.008, launch_s=0.002)
@@ -112,9 +104,7 @@ def test_copies_nobody_computes_on_are_bounded(clock: StepClock, gpu: Gpu) -> No
 def test_what_an_epochs_end_leaves_to_the_device_is_its_steps(
     clock: StepClock, gpu: Gpu, steps: int
 ) -> None:
-    """A host that runs far ahead settles at each epoch's end: images/s are the device's, however
-    short the epochs are.
-    """
+    """A host that settles at each epoch's end has the device's images/s."""
     for _ in range(4):
         clock.start_epoch()
         for _ in range(steps):
@@ -201,9 +191,7 @@ def test_blocks_of_one_step_add_up(clock: StepClock, gpu: Gpu) -> None:
 
 
 def test_a_step_that_lost_a_block_is_left_out(gpu: Gpu) -> None:
-    """When only the second of a step's two blocks was dropped, the first one's time is not shown as
-    the step's.
-    """
+    """Where one of a step's blocks was dropped, the other's time is not the step's."""
     clock = StepClock("cuda", slots=4, now=gpu.now, events=gpu.events())
     for number in range(12):
         gpu.hung = (

@@ -19,9 +19,7 @@ def clock(gpu: Gpu) -> StepClock:
 
 
 def test_a_device_that_waits_for_data_is_stalled(clock: StepClock, gpu: Gpu) -> None:
-    """The feed takes 8 ms and the step 2 ms on an idle device: it stood still for four fifths of
-    the time.
-    """
+    """A feed of 8 ms and a step of 2 ms: it stood still for four fifths of the time."""
     for _ in range(50):
         step(clock, gpu, wait_s=0.008, launch_s=0.002)
     total = settled(clock, gpu)
@@ -32,9 +30,7 @@ def test_a_device_that_waits_for_data_is_stalled(clock: StepClock, gpu: Gpu) -> 
 
 
 def test_a_wait_that_the_device_does_not_notice_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
-    """While queued work keeps the device busy, the host's wait harms nobody: the data wait is high,
-    the stall nil.
-    """
+    """While queued work keeps the device busy the data wait is high, the stall nil."""
     for _ in range(50):
         step(clock, gpu, wait_s=0.008, compute_s=0.010)
     total = settled(clock, gpu)
@@ -45,9 +41,7 @@ def test_a_wait_that_the_device_does_not_notice_is_no_stall(clock: StepClock, gp
 
 
 def test_a_copy_in_the_gap_is_a_stall(clock: StepClock, gpu: Gpu) -> None:
-    """Without waits of the host, the part of the copies that the device had to wait for is the
-    stall.
-    """
+    """Without waits of the host, the copies that the device waited for are the stall."""
     for _ in range(50):
         step(clock, gpu, copy_s=0.006, compute_s=0.002, launch_s=0.0)
         gpu.host = max(gpu.host, gpu.compute_until)
@@ -57,9 +51,7 @@ def test_a_copy_in_the_gap_is_a_stall(clock: StepClock, gpu: Gpu) -> None:
 
 
 def test_normalising_behind_the_copy_is_the_devices_own_work(clock: StepClock, gpu: Gpu) -> None:
-    """What the device does to a batch has a name of its own: it is no part of the copy's time, and
-    no stall.
-    """
+    """What the device does to a batch has a name of its own, and is no stall."""
     for _ in range(50):
         start, end = gpu.copy(0.004)
         ready = gpu.copy(0.002)[1]
@@ -128,9 +120,7 @@ def test_every_part_of_a_gap_is_explained(
     copy_ms: float,
     expected_ms: tuple[float, float, float],
 ) -> None:
-    """Beside steps of 10 ms the loop works, waits and copies in turn: what the device missed, and
-    why, is known exactly.
-    """
+    """The loop works, waits and copies in turn: what the device missed is known exactly."""
     for _ in range(200):
         gpu.host += 1e-3 * host_ms
         step(
@@ -157,11 +147,10 @@ def test_every_part_of_a_gap_is_explained(
 def test_a_copy_delays_from_when_the_host_asks_for_it(
     clock: StepClock, gpu: Gpu, asked_ms: float, exposed_ms: float
 ) -> None:
-    """A copy that a thread issues at 13 ms, in the gap, costs what is left of it when the loop
-    wants the batch.
-    """
+    """A copy that a thread issues at 13 ms costs what is left when the loop wants it."""
     for _ in range(100):
-        copied, began = gpu.copy(0.005, at=gpu.host + 0.013), gpu.host
+        copied = gpu.copy(0.005, at=gpu.host + 0.013)
+        began = gpu.host
         gpu.host = began + 1e-3 * asked_ms
         with clock.waiting():
             # handed out when it is on its way
@@ -180,9 +169,7 @@ def test_a_copy_delays_from_when_the_host_asks_for_it(
 
 
 def test_two_batches_in_one_block_are_both_waited_for(clock: StepClock, gpu: Gpu) -> None:
-    """A loop that takes two batches for one block of computing is starved in both waits, and not in
-    what lies between.
-    """
+    """A loop that takes two batches for one block is starved in both waits."""
     for _ in range(50):
         for _ in range(2):
             with clock.waiting():
@@ -199,9 +186,7 @@ def test_two_batches_in_one_block_are_both_waited_for(clock: StepClock, gpu: Gpu
 
 
 def test_python_between_steps_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
-    """A gap in which neither a wait nor a copy lies is the host's own, and is not blamed on the
-    data.
-    """
+    """A gap without a wait and a copy is the host's own, and not blamed on the data."""
     step(clock, gpu, wait_s=30.0, compute_s=0.002)
     for _ in range(50):
         step(clock, gpu, compute_s=0.002, launch_s=0.0)
@@ -212,18 +197,14 @@ def test_python_between_steps_is_no_stall(clock: StepClock, gpu: Gpu) -> None:
 
 
 def starve(clock: StepClock, gpu: Gpu, steps: int) -> None:
-    """Steps of 10 ms for which the loop works for 5 ms, then waits for 15 ms, 10 ms of them in vain
-    for the device.
-    """
+    """Makes steps of 10 ms: the loop works for 5 ms, then waits for 15 ms."""
     for _ in range(steps):
         gpu.host += 0.005
         step(clock, gpu, wait_s=0.015, compute_s=0.010, launch_s=0.0)
 
 
 def test_a_mark_that_comes_late_spoils_nothing(clock: StepClock, gpu: Gpu) -> None:
-    """Where most marks are held up, or the host is between reading its clock and recording one, the
-    others tell.
-    """
+    """Where most marks are held up, the others tell."""
     chance = random.Random(0)
     for _ in range(300):
         gpu.mark_late_s = chance.choice([0.0, 0.004, 0.2])
@@ -234,9 +215,7 @@ def test_a_mark_that_comes_late_spoils_nothing(clock: StepClock, gpu: Gpu) -> No
 
 @pytest.mark.parametrize("drift", [-50e-6, 50e-6], ids=["slow", "fast"])
 def test_clocks_that_drift_apart_spoil_nothing(clock: StepClock, gpu: Gpu, drift: float) -> None:
-    """Within a minute the device's clock is 3 ms off the host's; a mark that comes in time once a
-    second makes up for it.
-    """
+    """A mark that comes in time once a second makes up for the drift."""
     gpu.rate = 1 + drift
     for number in range(3000):
         gpu.mark_late_s = 0.0 if number % 50 == 0 else 0.1
@@ -246,9 +225,7 @@ def test_clocks_that_drift_apart_spoil_nothing(clock: StepClock, gpu: Gpu, drift
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0], ids=["back", "ahead"])
 def test_a_clock_that_jumps_is_followed(clock: StepClock, gpu: Gpu, jump_s: float) -> None:
-    """A machine that slept for an hour by one of the two
-    clocks alone has right figures afterwards.
-    """
+    """A machine that slept for an hour by one of the two clocks has right figures after it."""
     starve(clock, gpu, 100)
     gpu.jumped_s = jump_s
     starve(clock, gpu, 100)

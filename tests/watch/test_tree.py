@@ -74,15 +74,14 @@ def family(folder: Path) -> Iterator[Family]:
 
 def used(tree: Tree) -> tuple[float, int]:
     """Processor time in seconds, and bytes asked for."""
-    processor, read = tree.processor(), tree.read_bytes()
+    processor = tree.processor()
+    read = tree.read_bytes()
     assert processor is not None and read is not None
     return processor[0], read[0]
 
 
 def test_a_child_counts_once_while_it_lives_and_after(tmp_path: Path) -> None:
-    """What a child uses is seen while it lives, and neither lost nor counted again when its parent
-    takes note of its end.
-    """
+    """What a child uses is seen while it lives, and neither lost nor counted again."""
     with family(tmp_path) as parent:
         tree = Tree(parent.pid)
         cpu_s, asked = used(tree)
@@ -125,9 +124,7 @@ def test_others_do_not_count(tmp_path: Path) -> None:
 
 
 def test_bytes_from_storage_are_not_those_of_the_page_cache(tmp_path: Path) -> None:
-    """A first read of a file comes from storage, a second one from the page cache; read calls
-    return it both times.
-    """
+    """A first read comes from storage, a second from the page cache; both are returned."""
     file = tmp_path / "data"
     with open(file, "wb") as written:
         written.write(os.urandom(4 * MIB))
@@ -159,9 +156,7 @@ class Proc:
     def add(
         self, pid: int, parent: int, ticks: int = 0, name: str = "python", faults: int = 0
     ) -> None:
-        """Add a process of so many ticks of processor time and major page faults, half of each its
-        ended children's.
-        """
+        """Adds a process; half of its ticks and faults are its ended children's."""
         own = (
             f"0 0 0 0 0 0 0 {faults - faults // 2} {faults // 2} {ticks // 2} 0 "
             f"{ticks - ticks // 2} 0 20 0 1 0"
@@ -170,9 +165,7 @@ class Proc:
         (self.folder / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} {own}\n")
 
     def queue(self, pid: int, **waited_ns: int) -> None:
-        """Let each thread of a process have waited for a processor for so long; threads that are
-        not named have ended.
-        """
+        """Lets threads of a process have waited; those that are not named have ended."""
         tasks = self.folder / str(pid) / "task"
         shutil.rmtree(tasks, ignore_errors=True)
         for name, waited in waited_ns.items():
@@ -202,9 +195,7 @@ def ticks(tree: Tree) -> int:
 
 
 def test_descendants_of_all_generations_are_found(proc: Proc) -> None:
-    """A fork server's workers are found, also where process numbers have wrapped round, whatever
-    their names hold.
-    """
+    """A fork server's workers are found, whatever their numbers and names."""
     proc.add(60, 50, 10, name="fork) S 1 (server")
     proc.add(7, 60, 1, faults=5)
     proc.add(70, 1, 5000)
@@ -213,9 +204,7 @@ def test_descendants_of_all_generations_are_found(proc: Proc) -> None:
 
 
 def test_threads_that_wait_for_a_processor_are_added_up(proc: Proc) -> None:
-    """Those of all members and no others'; one that has ended takes nothing back, and one that is
-    new counts from its start.
-    """
+    """One that ended takes nothing back, and a new one counts from its start."""
     proc.add(60, 50)
     proc.queue(1, t1=10**12)
     proc.queue(50, t50=2 * 10**9, t51=10**9)
@@ -261,14 +250,13 @@ def test_an_orphan_stays_a_member(proc: Proc) -> None:
 def test_an_end_amid_the_reading_is_read_again(
     proc: Proc, monkeypatch: pytest.MonkeyPatch, ending: int, expected: int | None
 ) -> None:
-    """A child that ends between its parent's reading and its own makes all be read again, and a
-    crowd of them gives nothing.
-    """
+    """A child that ends in between makes all be read again; a crowd gives nothing."""
     for pid in range(60, 70):
         proc.add(pid, 50, 4)
     tree = Tree(50, proc.folder)
     tree.processor()
-    real, last = Tree._read, iter(range(60, 60 + ending))
+    real = Tree._read
+    last = iter(range(60, 60 + ending))
 
     def read(self: Tree, pid: int, name: str) -> bytes:
         found = real(self, pid, name)
@@ -282,9 +270,7 @@ def test_an_end_amid_the_reading_is_read_again(
 
 
 def test_a_hidden_stranger_is_none_of_ours(proc: Proc) -> None:
-    """Where /proc names others' processes and does not let them be read (hidepid=1), ours are
-    summed all the same.
-    """
+    """Where others' processes may not be read (hidepid=1), ours are summed all the same."""
     (proc.folder / "80").mkdir()
     assert ticks(Tree(50, proc.folder)) == 100
 
