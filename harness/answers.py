@@ -166,11 +166,12 @@ def explain(error: BaseException, settings: Sequence[str]) -> str:
         plain = value.replace("'", "")
         return f"""{name}={value}: the value cannot be read; quote it twice: "{name}='{plain}'\""""
 
+    # OmegaConf gives the setting's whole name as an attribute or in a line of its own
     text = str(error).strip()
     full_key = _first(r"full_key: (\S+)", text)
     name = getattr(error, "full_key", None) or full_key
     unknown = _first(r"(?:Could not override|Key) '([^']+)'(?:\.| (?:is )?not in)", text)
-    # what OmegaConf says has the setting's whole name
+    # what Hydra wraps says more
     if isinstance(error, HydraException) and isinstance(error.__cause__, Exception) and not unknown:
         return explain(error.__cause__, settings)
     if unknown:

@@ -498,11 +498,13 @@ def load(composed: DictConfig) -> Config:
     settings = list(walk(config))
     shown_as = {path: shown(value) for path, value, _ in settings}
 
+    # of texts such as "loader.num_workers=0 dist=spawn"
     def holds(typed: str) -> bool:
         pairs = [text.split("=") for text in typed.split()]
         # dist= is dist.name=
         return all(shown_as.get(name, shown_as.get(f"{name}.name")) == text for name, text in pairs)
 
+    # each setting by itself
     for path, value, meta in settings:
         given = f"{path}={shown(value)}"
         numbers = value if isinstance(value, tuple) else (value,)
@@ -524,6 +526,7 @@ def load(composed: DictConfig) -> Config:
             if value and value != meta["default"] and holds(others):
                 way_out = f"set it to {shown(meta['default'])}"
                 raise ConfigError(f"{given}: has no effect with {others}; {way_out}")
+    # settings together
     for typed, reason in _CONTRADICTIONS.items():
         if holds(typed):
             raise ConfigError(f"{typed.split()[0]}: {reason}")
@@ -708,8 +711,8 @@ def names() -> list[str]:
 def prepared(arguments: list[str]) -> list[str]:
     """Returns the command line's ``arguments`` as Hydra takes them.
 
-    A relative ``--config-path`` is made whole, for Hydra would look for it beside its caller: it
-    lies in the current folder, else beside ``conf/``. ``model=`` takes torchvision's names too.
+    A ``--config-path`` is relative to the current folder; Hydra would look beside its caller.
+    ``model=`` takes torchvision's names too.
 
     Raises:
         ConfigError: a flag that there is not, such as ``--lr 0.1``.
@@ -721,10 +724,7 @@ def prepared(arguments: list[str]) -> list[str]:
     known, rest = parser.parse_known_args(arguments)
     # pkg://... is Hydra's
     if known.config_path is not None and "://" not in known.config_path:
-        place = Path.cwd() / known.config_path
-        if not place.is_dir() and (CONF.parent / known.config_path).is_dir():
-            place = CONF.parent / known.config_path
-        arguments = [f"--config-path={place}", *rest]
+        arguments = [f"--config-path={Path.cwd() / known.config_path}", *rest]
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):
@@ -844,6 +844,7 @@ def register() -> None:
             return ""
         return help_text(_typed(_root_)).replace("$", "$$")
 
+    # every name that conf/config.yaml and the defaults below refer to
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     OmegaConf.register_new_resolver("wellfed.help", help_page, replace=True)

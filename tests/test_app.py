@@ -109,9 +109,6 @@ def test_the_command_says_its_version(command: tuple[str, ...]) -> None:
         pytest.param(
             ["-cp=here", "a=1"], ["--config-path={cwd}/here", "a=1"], id="by its short name"
         ),
-        pytest.param(
-            ["--config-path", "conf"], ["--config-path={root}/conf"], id="beside train.py"
-        ),
         pytest.param(["--config-path", "/x"], ["--config-path=/x"], id="absolute"),
         pytest.param(["-m", "a=1"], ["-m", "a=1"], id="none"),
     ],
@@ -119,10 +116,9 @@ def test_the_command_says_its_version(command: tuple[str, ...]) -> None:
 def test_other_settings_are_found_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], found: list[str]
 ) -> None:
-    """A folder of settings is looked for where the user is, then where conf/ is."""
-    (tmp_path / "here").mkdir()
+    """A folder of settings is looked for where the user is."""
     monkeypatch.chdir(tmp_path)
-    assert config.prepared(given) == [text.format(cwd=tmp_path, root=ROOT) for text in found]
+    assert config.prepared(given) == [text.format(cwd=tmp_path) for text in found]
 
 
 def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
         changes = run.changes(first)
         for typed, figure, bound in limits:
             if figure not in changes:
+                # the last reason that holds is the plainest
                 why = f"{first.name} and {run.name} have it from different clocks"
                 for one in (run, first):
                     if figure not in one.figures:
@@ -147,6 +148,7 @@ def show(runs: Sequence[Run]) -> str:
 def as_json(runs: Sequence[Run], beyond: Sequence[str], untold: Sequence[str]) -> str:
     """Returns the comparison for programs."""
     settings = settings_that_differ(runs)
+    # a figure that a run lacks is no key
     listed = []
     for run in runs:
         changes = run.changes(runs[0])

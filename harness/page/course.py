@@ -91,6 +91,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     steps = windows.columns["step"]
     groups = min(len(steps), buckets)
     edges = [group * len(steps) // groups for group in range(groups + 1)]
+    # a group's lowest and highest keep every spike
     columns = {}
     kinds: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "low": min, "high": max}
     for tag in sorted(TAGS):
@@ -99,6 +100,7 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
         if any(known):
             columns[tag] = {kind: _short(known, of) for kind, of in kinds.items()}
 
+    # the longest spike comes first, so that each group marks its own longest one
     found = spikes(windows)
     marked: dict[int, dict[str, Any]] = {}
     for index in found:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,21 +64,14 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
         folders[:] = sorted(looked_into, key=_natural, reverse=True)
 
 
-def stamp(path: Path) -> tuple[int, int]:
-    """Returns what changes when a file does: nanoseconds of the wall clock, and bytes.
-
-    Both are 0 if it cannot be looked at.
-    """
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
-
-
-def changed_s(folder: Path) -> float:
-    """Returns when a run last wrote, in seconds of the wall clock; 0: never."""
-    return max(stamp(folder / name)[0] for name in (REPORT_JSON, METRICS_JSONL)) / 1e9
+def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Returns what changes when a run's files do: nanoseconds of the wall clock, and bytes."""
+    found = []
+    for name in FILES:
+        with suppress(OSError):
+            status = (folder / name).stat()
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
 
 
 def told(runs: Mapping[str, Path], make: Callable[[Path, str], str], notes: list[str]) -> list[str]:
@@ -139,7 +133,7 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
     config = ".hydra/config.yaml"
     return {
         "name": name,
-        "changed_s": changed_s(folder),
+        "changed_s": max(stamps(folder), default=(0, 0))[0] / 1e9,
         "report": fitted(latest(windows), REPORT) if report is None else report,
         "latest": report is None,
         "tuning": read("tuning.json", lambda path: _fitting(path, TUNING)),

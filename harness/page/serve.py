@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from harness.page.report import SCRIPTS, STYLE, asset, listed
-from harness.page.runs import BUCKETS, FILES, each_run, find_runs, run_json, stamp, told
+from harness.page.runs import BUCKETS, each_run, find_runs, run_json, stamps, told
 
 # folders, to see whether there is a run at all
 _GLANCED_AT = 2000
@@ -39,12 +39,14 @@ def apps(root: Path) -> dict[str, App]:
                 f"{root} is not on this machine: the page reads run folders on a disk only"
             )
         runs = find_runs(root, notes)
-        return listed(told(runs, partial(_run, buckets=60), notes), notes)
+        shown = told(runs, lambda folder, name: _run(folder, name, 60, stamps(folder)), notes)
+        return listed(shown, notes)
 
     def one(query: str) -> str:
         name = parse_qs(query).get("name", [""])[0]
         # a name is looked up and never made into a path
-        return _run(find_runs(root, [])[name], name, BUCKETS)
+        folder = find_runs(root, [])[name]
+        return _run(folder, name, BUCKETS, stamps(folder))
 
     def file(name: str) -> Callable[[str], str]:
         return lambda query: asset(name)
@@ -56,13 +58,9 @@ def apps(root: Path) -> dict[str, App]:
     return served
 
 
-def _run(folder: Path, name: str, buckets: int) -> str:
-    """Returns one run as JSON, which is made again if one of its files has changed."""
-    return _unchanged(folder, name, buckets, tuple(stamp(folder / file) for file in FILES))
-
-
 @lru_cache(maxsize=1024)
-def _unchanged(folder: Path, name: str, buckets: int, stamps: object) -> str:
+def _run(folder: Path, name: str, buckets: int, files: object) -> str:
+    """Returns one run as JSON, which is made again if one of its ``files`` has changed."""
     return run_json(folder, name, buckets=buckets)
 
 
