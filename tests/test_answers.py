@@ -90,7 +90,7 @@ GUESSES = [
 
 def answer(composed: Composed, *arguments: str) -> tuple[str, int]:
     """The line and the exit code that refuse a command line."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever library refused it, the user sees one line
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - any library's
         job.check(composed(*schema.prepared(list(arguments))))
     known = described(caught.value)
     assert known is not None, caught.value
@@ -138,9 +138,15 @@ def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPat
     here.
     """
     monkeypatch.setenv("HOME", "/home/me")
-    assert schema.prepared(["data.root=~/x,~/y", "resume=~", "~experiment", "a=b~c", "run.name=~"]) == [
-        "data.root=/home/me/x,/home/me/y", "resume=/home/me", "~experiment", "a=b~c", "run.name=~",
-    ]  # fmt: skip
+    assert schema.prepared(
+        ["data.root=~/x,~/y", "resume=~", "~experiment", "a=b~c", "run.name=~"]
+    ) == [
+        "data.root=/home/me/x,/home/me/y",
+        "resume=/home/me",
+        "~experiment",
+        "a=b~c",
+        "run.name=~",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +206,13 @@ def ran(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(cwd), str(ROOT)])
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,12 +244,17 @@ def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
     plain, cifar = ran(tmp_path, "--help"), ran(tmp_path, "data=cifar10", "--help")
     assert (plain.returncode, plain.stderr) == (cifar.returncode, cifar.stderr) == (0, "")
     for text in (
-        "  trainer.epochs=5\n", "  optim.weight_decay=0.0005\n", "  optim.nesterov=true\n", "  augment.scale=[0.5,1.0]\n",
+        "  trainer.epochs=5\n",
+        "  optim.weight_decay=0.0005\n",
+        "  optim.nesterov=true\n",
+        "  augment.scale=[0.5,1.0]\n",
         "  data= cifar10, cifar100, digits, fake, imagefolder, imagenet, own, shapes\n",
-        ("  model= resnet18, resnet50, small, any classifier of torchvision, or "
-         "model.name=my_module:build\n"),
+        (
+            "  model= resnet18, resnet50, small, any classifier of torchvision, or "
+            "model.name=my_module:build\n"
+        ),
         "A run leaves its files in outputs/ in the folder where it is started.\n",
-    ):  # fmt: skip
+    ):
         assert text in plain.stdout
     for text in ("  data.name=cifar10\n", "  data.image_size=32\n", "  augment.crop=pad ["):
         assert text in cifar.stdout

@@ -208,7 +208,7 @@ def test_a_bad_value_is_refused_in_one_line(
     composed: Callable[..., Config], overrides: str, text: str
 ) -> None:
     """Each is refused as a user's error, in one line that names the setting."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever library refused it, the user sees one line
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - any library's
         composed(*overrides.split())
     known = described(caught.value)
     assert known is not None, caught.value
@@ -222,8 +222,12 @@ def test_a_refusal_ends_the_program_with_exit_code_2(tmp_path: Path) -> None:
     """The command prints the one line, no traceback, and exits with 2."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "optim.lrr=0.1"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (
         2,
         "error: optim.lrr: unknown setting; did you mean optim.lr?\n",

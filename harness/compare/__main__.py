@@ -51,16 +51,14 @@ def limit(typed: str) -> Limit:
         bound = float(value)
     except ValueError:
         bound = math.nan
+    # a percentage, or an absolute value, is not meant
     is_signed = value.startswith(("+", "-"))
-    if figure.is_fraction:
-        fits = is_signed and abs(bound) <= 1
-        wanted = "difference of two fractions, signed"
-    else:
+    fits = is_signed and abs(bound) <= 1
+    if not figure.is_fraction:
         fits = not is_signed and 0 < bound <= 10
-        wanted = "ratio to the first run"
     if not fits:
         raise argparse.ArgumentTypeError(
-            f"{typed}: write the allowed {wanted}, such as {figure.example}"
+            f"{typed}: write the allowed ratio or signed difference, such as {figure.example}"
         )
     return typed, figure, bound
 
@@ -78,17 +76,8 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
         changes = run.changes(first)
         for typed, figure, bound in limits:
             if figure not in changes:
-                # the last reason that holds is the plainest
-                why = f"{first.name} and {run.name} have it from different clocks"
-                for one in (run, first):
-                    if figure not in one.figures:
-                        why = f"the report of {one.name} has no {figure.key}"
-                    if one.status != "completed":
-                        why = f"{one.name} is {one.status}"
-                if not figure.is_fraction and first.figures.get(figure) == 0:
-                    why = f"{figure.key} of {first.name} is 0"
-                said = f"{run.name}: {typed} cannot be judged: {why}"
-                untold.append(f"{said}; leave the limit or the run out")
+                needs = "both must be completed and have the figure, by the same clock"
+                untold.append(f"{run.name}: {typed} cannot be judged against {first.name}: {needs}")
                 continue
             excess = changes[figure] - bound
             if figure.higher_is_better:

@@ -71,8 +71,14 @@ def report(
     parts = parts_of(starved, random.Random(0), device=device)
     whole = sum(parts.values())
     found: dict[str, Any] = {
-        "status": "completed", "epochs": 4, "steps": steps, "world_size": 1, "global_batch_size": 256,
-        "images_per_s": 256e3 / whole, "step_ms": spread(whole, longest=2_600.0), "data_wait_ms": spread(parts["starved"] + 3),
+        "status": "completed",
+        "epochs": 4,
+        "steps": steps,
+        "world_size": 1,
+        "global_batch_size": 256,
+        "images_per_s": 256e3 / whole,
+        "step_ms": spread(whole, longest=2_600.0),
+        "data_wait_ms": spread(parts["starved"] + 3),
         **{f"{name}_ms": spread(ms) for name, ms in parts.items()},
         "shares": {name: ms / whole for name, ms in parts.items()},
         "wait_parts": {"make": 0.86, "transport": 0.08, "pin": 0.04, "move": 0.02},
@@ -80,30 +86,63 @@ def report(
         "stall_fraction": (parts["starved"] + parts.get("exposed_copy", 0)) / whole,
         "stall_basis": "device" if device else "host",
         "gpu_utilization": 0.61 if device else None,
-        "gpu_memory": {"total_bytes": 80e9, "reserved_bytes": 24e9, "training_bytes": 21.3e9, "evaluation_bytes": 9.8e9}
-        if device else None,
-        "stages": [{"name": name, "group": group, "wall_ms": wall, "cpu_ms": cpu} for name, group, wall, cpu in STAGES],
+        "gpu_memory": {
+            "total_bytes": 80e9,
+            "reserved_bytes": 24e9,
+            "training_bytes": 21.3e9,
+            "evaluation_bytes": 9.8e9,
+        }
+        if device
+        else None,
+        "stages": [
+            {"name": name, "group": group, "wall_ms": wall, "cpu_ms": cpu}
+            for name, group, wall, cpu in STAGES
+        ],
         "workers": {"samples": 256 * steps, "busy_fraction": 0.97},
         "goodput": {
-            "fraction": 0.46, "busy_s": 46.0, "wall_s": 100.0,
-            "rest": [{"name": "start", "s": 9.0}, {"name": "tuning", "s": 7.5}, {"name": "starved", "s": 28.0},
-                     {"name": "host", "s": 1.5}, {"name": "evaluate", "s": 5.5}, {"name": "checkpoint", "s": 2.5}],
+            "fraction": 0.46,
+            "busy_s": 46.0,
+            "wall_s": 100.0,
+            "rest": [
+                {"name": "start", "s": 9.0},
+                {"name": "tuning", "s": 7.5},
+                {"name": "starved", "s": 28.0},
+                {"name": "host", "s": 1.5},
+                {"name": "evaluate", "s": 5.5},
+                {"name": "checkpoint", "s": 2.5},
+            ],
         },
-        "loader": {"batch_size": 256, "num_workers": 4, "pin_memory": device, "prefetch_factor": 2, "backend": "processes"},
+        "loader": {
+            "batch_size": 256,
+            "num_workers": 4,
+            "pin_memory": device,
+            "prefetch_factor": 2,
+            "backend": "processes",
+        },
         "verdict": {
-            "bottleneck": "decode", "ceiling": 1.64, "next_step": "loader.num_workers=8",
+            "bottleneck": "decode",
+            "ceiling": 1.64,
+            "next_step": "loader.num_workers=8",
             "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of "
-                        "processor time a sample, and "
+            "processor time a sample, and "
             "4 workers cannot make 4,100 images/s with it.",
-            "evidence": ["workers were busy in 97% of the time", ("decode is 78% of a sample's 6.9 "
-                                                                  "ms"),
-                         ("next suspects: storage (0.8 ms of waiting a sample), transport (8% of "
-                          "the wait)")],
+            "evidence": [
+                "workers were busy in 97% of the time",
+                ("decode is 78% of a sample's 6.9 ms"),
+                ("next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)"),
+            ],
         },
-        "environment": {"python": "3.11.7", "torch": "2.15.0", "device": "NVIDIA H100" if device else "cpu", "ram_bytes": 64e9},
+        "environment": {
+            "python": "3.11.7",
+            "torch": "2.15.0",
+            "device": "NVIDIA H100" if device else "cpu",
+            "ram_bytes": 64e9,
+        },
         "run": {"overrides": ["data=imagefolder", "loader.num_workers=4"], "name": "run"},
-        "top1": 0.764, "loss": 1.02, "val_images": 50_000,
-    }  # fmt: skip
+        "top1": 0.764,
+        "loss": 1.02,
+        "val_images": 50_000,
+    }
     found |= changes
     return {key: value for key, value in found.items() if value is not None}
 
@@ -142,10 +181,14 @@ def tuning() -> dict[str, Any]:
         }
     )
     return {
-        "search": "auto", "settings": settings[8], "sentence": ("Training gets 1,290 images/s "
-                                                                "instead of 190."),
-        "demand": {"images_per_s": 1310, "low": 1290, "high": 1330}, "trials": trials, "seconds": 7.5, "reused": False,
-    }  # fmt: skip
+        "search": "auto",
+        "settings": settings[8],
+        "sentence": ("Training gets 1,290 images/s instead of 190."),
+        "demand": {"images_per_s": 1310, "low": 1290, "high": 1330},
+        "trials": trials,
+        "seconds": 7.5,
+        "reused": False,
+    }
 
 
 def write(
@@ -170,11 +213,13 @@ def long_run(folder: Path, steps: int = 20_000) -> Path:
     for step in range(10, steps + 1, 10):
         starved = 0.3 + 0.1 * math.sin(step / 1_500)
         sampled = {
-            "gpu/utilization": 0.65 + noise.gauss(0, 0.05), "host/own_cpu_cores": 4 + noise.gauss(0, 0.2),
+            "gpu/utilization": 0.65 + noise.gauss(0, 0.05),
+            "host/own_cpu_cores": 4 + noise.gauss(0, 0.2),
             "stages/busy_fraction": 0.95 + noise.gauss(0, 0.01),
             "host/throttled_fraction": 0.02,
-            "host/own_read_bytes_per_s": 210e6, "host/own_storage_bytes_per_s": 180e6 * max(0.0, 1 - step / 8_000),
-        }  # fmt: skip
+            "host/own_read_bytes_per_s": 210e6,
+            "host/own_storage_bytes_per_s": 180e6 * max(0.0, 1 - step / 8_000),
+        }
         lines.append(
             window(
                 step,
@@ -226,16 +271,27 @@ def sweep(root: Path) -> Path:
             top1=None if job == 5 else 0.70 + 0.01 * job,
             status="interrupted" if job == 5 else "completed",
             goodput={
-                "fraction": 0.9 * (1 - starved), "busy_s": 90 * (1 - starved), "wall_s": 100.0,
+                "fraction": 0.9 * (1 - starved),
+                "busy_s": 90 * (1 - starved),
+                "wall_s": 100.0,
                 "rest": [{"name": "starved", "s": 90 * starved}, {"name": "start", "s": 10.0}],
             },
             verdict={
-                "bottleneck": "compute" if starved < 0.1 else "workers", "ceiling": 1 / (1 - starved),
+                "bottleneck": "compute" if starved < 0.1 else "workers",
+                "ceiling": 1 / (1 - starved),
                 "sentence": f"Job {job}.",
             },
-            run={"overrides": [f"loader.num_workers={workers}", f"loader.batch_size={batch}"], "name": str(job)},
-            loader={"batch_size": batch, "num_workers": workers, "pin_memory": True, "prefetch_factor": 2},
-        )  # fmt: skip
+            run={
+                "overrides": [f"loader.num_workers={workers}", f"loader.batch_size={batch}"],
+                "name": str(job),
+            },
+            loader={
+                "batch_size": batch,
+                "num_workers": workers,
+                "pin_memory": True,
+                "prefetch_factor": 2,
+            },
+        )
         write(root / str(job), report=found, lines=lines)
     return root
 

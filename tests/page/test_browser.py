@@ -34,9 +34,17 @@ from harness.watch.board import Board
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,900",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--window-size=1280,900",
+)
 WAIT_S = 30
 
 T = TypeVar("T")
@@ -502,7 +510,8 @@ LATE_ANSWER = """
     const late = await asked(`${parent.location.origin}/data/plugin/data_stalls/run?name=cpu_run`);
     const body = await late.json();
     window.fetch = (address) => String(address).endsWith("name=cpu_run")
-      ? new Promise((answer) => (window.release = () => answer({ ok: true, json: async () => body }))) : asked(address);
+      ? new Promise((answer) => (window.release = () => answer({ ok: true, json: async () => body })))
+      : asked(address);
 """
 
 
