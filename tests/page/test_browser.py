@@ -510,7 +510,8 @@ LATE_ANSWER = """
     const late = await asked(`${parent.location.origin}/data/plugin/data_stalls/run?name=cpu_run`);
     const body = await late.json();
     window.fetch = (address) => String(address).endsWith("name=cpu_run")
-      ? new Promise((answer) => (window.release = () => answer({ ok: true, json: async () => body })))
+      ? new Promise((answer) =>
+          (window.release = () => answer({ ok: true, json: async () => body })))
       : asked(address);
 """
 
