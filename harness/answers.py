@@ -89,7 +89,7 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 
 
 def refused_flag(arguments: Sequence[str], settings: Sequence[str]) -> str | None:
-    """Returns what to say of the first unknown flag, such as ``--lr 0.1``; None without any.
+    """Returns what to say of the first unknown flag, as ``--lr 0.1``; None without any.
 
     ``settings`` are the dotted names of all settings.
     """
@@ -141,7 +141,7 @@ def _meant(name: str, settings: Sequence[str]) -> list[str]:
 
 
 def nearest(value: str, known: Sequence[str]) -> str:
-    """Returns ``"; did you mean ...?"`` with the most similar names in any case, else nothing."""
+    """Returns ``"; did you mean ...?"`` with the most similar names, else nothing."""
     plain = {re.sub(r"[-_.]", "", name).lower(): name for name in known}
     near = difflib.get_close_matches(re.sub(r"[-_.]", "", value).lower(), plain, n=3)
     if not near:

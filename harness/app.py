@@ -74,7 +74,7 @@ def cli() -> int:
 
 
 def main(composed: DictConfig) -> float | None:
-    """Runs one job as Hydra composed it; a sweep's job has a process of its own.
+    """Runs one job as Hydra composed it; a sweep's job has its own process.
 
     Returns the best top-1, for sweepers.
     """
@@ -110,7 +110,7 @@ def main(composed: DictConfig) -> float | None:
 def _run_folder(
     name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig
 ) -> str:
-    """Returns the folder of a single run, which is made once the settings are found to be good."""
+    """Returns the folder of a single run, made once the settings are found good."""
     # Hydra asks more than once
     if not _only_run:
         config = _checked(_root_)

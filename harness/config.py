@@ -31,7 +31,7 @@ from harness import answers
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; one line names the setting, its value and the way out."""
+    """A setting that cannot be used: one line with its name, value and way out."""
 
 
 Mode = Enum("Mode", ["train", "evaluate", "diagnose"])
@@ -665,7 +665,7 @@ def saved(text: bytes) -> dict[str, Any]:
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yields every leaf of a tree of settings: dotted name, value, and what is declared of it."""
+    """Yields every leaf of a tree of settings: dotted name, value, and its declaration."""
     for item in dataclasses.fields(config):
         path = f"{prefix}{item.name}"
         value = getattr(config, item.name)
@@ -747,7 +747,7 @@ def classifiers() -> list[str]:
 
 
 def check_model(model: ModelConfig, known: Sequence[str]) -> None:
-    """Refuses a network that is none of ``known``, and published weights of one that has none.
+    """Refuses a network that is none of ``known``, and published weights it has not.
 
     Raises:
         ConfigError: names the setting and the way out.

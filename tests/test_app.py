@@ -1,6 +1,4 @@
-"""The front door: the module ``wellfed`` and the command, in a checkout, an editable installation
-and a wheel.
-"""
+"""The front door and the command, in a checkout, an editable installation and a wheel."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_front_door_is_light() -> None:
-    """Importing it imports no torch; a name is imported when it is asked for, and an unknown one is
-    an error.
-    """
+    """Importing it imports no torch; an unknown name is an error."""
     code = (
         "import sys; from harness import wellfed; assert 'torch' not in sys.modules\n"
         "from harness.wellfed import DataPrefetcher, StepClock, tune\n"
@@ -164,9 +160,7 @@ class TestInstalled:
         )
 
     def test_the_wheel_is_all_that_a_user_needs(self, wheel: Path, tmp_path: Path) -> None:
-        """Version, help, a run, its settings again, a sweep, a page and a comparison, with nothing
-        of the checkout.
-        """
+        """All commands, with nothing of the checkout."""
         command, here = wheel / "bin" / "wellfed", {"PYTHONPATH": str(wheel)}
         assert done(tmp_path, command, "--version", **here).stdout.startswith(
             f"wellfed {__version__}, torch "

@@ -1,6 +1,4 @@
-"""Comparing runs: what the table and the JSON hold, what is not compared, and what the exit code
-tells a pipeline.
-"""
+"""Comparing runs: the table, the JSON, what is not compared, and the exit codes."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ SETTINGS = {
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
-    """Makes a run's folder under ``outputs``, with changes to its report and its settings by dotted
-    name.
-    """
+    """Makes a run's folder under ``outputs``, with changes by dotted name."""
 
     def make(name: str, settings: dict[str, Any] | None = None, **report: Any) -> Path:
         folder = tmp_path / "outputs" / name
@@ -99,9 +95,7 @@ def cells(said: str) -> list[dict[str, str]]:
 def test_runs_are_set_against_the_first_one(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Figures with ratios or differences, the verdict's class, and the one setting that differs,
-    but not the runs' names.
-    """
+    """Figures with ratios or differences, the verdict, and the one setting that differs."""
     before = make_run("before")
     after = make_run(
         "after",
@@ -215,9 +209,7 @@ def test_many_settings_have_a_table_of_their_own(
 def test_a_run_that_did_not_complete_is_not_compared(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], status: str
 ) -> None:
-    """It is listed with its status, its error and its figures, without any ratio; a limit cannot be
-    judged.
-    """
+    """It is listed without any ratio; a limit cannot be judged."""
     whole, broken = (
         make_run("whole"),
         make_run("broken", status=status, error="the disk is full", images_per_s=20.0),
@@ -235,9 +227,7 @@ def test_a_run_that_did_not_complete_is_not_compared(
 
 
 def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """A figure that a run lacks is a dash and no ratio, in JSON no key; a limit on it is an error
-    that says which run.
-    """
+    """It is a dash and no ratio, in JSON no key; a limit on it is an error."""
     full, bare = make_run("full"), make_run("bare", goodput=None, top1=None)
     rows = cells(compare(capsys, bare, full)[1])
     assert (rows[0]["goodput"], rows[1]["goodput"]) == ("-", "80.0%")
@@ -329,9 +319,7 @@ def test_a_regression_fails(
     report: dict[str, float],
     text: str,
 ) -> None:
-    """Exit code 1, and a line that names run, figure, both values and the limit; on the other side
-    of the limit all is well.
-    """
+    """Exit code 1, and a line with run, figure, both values and the limit."""
     main, change = make_run("main"), make_run("change", **report)
     code, said, errors = compare(capsys, main, change, "--fail-beyond", limit)
     assert code == 1 and "change" in said
@@ -351,9 +339,7 @@ def test_on_the_limit_is_within(make_run: MakeRun, capsys: pytest.CaptureFixture
 def test_every_run_and_every_limit_is_judged(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A regression is told beside what could not be judged, and wins the exit code; limits may come
-    in several options.
-    """
+    """A regression wins the exit code; limits may come in several options."""
     runs = (
         make_run("a"),
         make_run("b", images_per_s=100.0),
@@ -484,9 +470,7 @@ def test_odd_reports_are_no_reason_to_break(
 def test_a_name_cannot_drive_the_terminal(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control characters of a folder's name are printed as escapes, and a
-    bar does not end a cell.
-    """
+    """Control characters are printed as escapes, and a bar does not end a cell."""
     said = compare(capsys, make_run("a\x1b[2J|b"))[1]
     assert "a\\x1b[2J/b" in said
 
@@ -514,9 +498,7 @@ def test_a_folder_without_runs_is_refused(
 def test_json_holds_what_programs_need(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Figures under names with their units, changes, the whole verdict, values of settings as they
-    are, and the judgement.
-    """
+    """Figures with units in their names, changes, verdict, settings, judgement."""
     pair = (
         make_run("a"),
         make_run("b", {"loader.num_workers": 4, "optim.lr": 0.2}, images_per_s=150.0),
@@ -599,9 +581,7 @@ def test_two_real_runs_are_compared(tmp_path: Path) -> None:
 def test_an_odd_file_is_an_error_beside_the_others(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], file: str, plant: Plant
 ) -> None:
-    """Nothing is waited for and no link out of the folder is shown; the other run is there all the
-    same.
-    """
+    """Nothing is waited for, no link is followed, and the other run is shown."""
     good, bad = make_run("good"), make_run("bad")
     oddities.put(plant, bad / file)
     code, said, errors = compare(capsys, good, bad)

@@ -261,9 +261,7 @@ def test_config_error_is_a_value_error() -> None:
 
 
 def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
-    """Overrides as they were, and before them the flags without which they would mean something
-    else.
-    """
+    """Overrides as they were, after the flags without which they mean something else."""
 
     def chosen(main: str, name: str, **more: str) -> Any:
         sources = [
@@ -298,9 +296,7 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
 def test_imagenet_s_rate_is_the_same_for_each_image(
     composed: Callable[..., Config], gpus: int, more: tuple[str, ...]
 ) -> None:
-    """What the experiment's first lines say to type keeps 0.1 for 256 images, and large batches
-    warm up.
-    """
+    """What the experiment says to type keeps 0.1 for 256 images; large batches warm up."""
     said = (ROOT / "conf/experiment/imagenet_resnet50.yaml").read_text()
     assert " ".join(more) in said
     config = composed("experiment=imagenet_resnet50", "data.root=x", *more)

@@ -110,7 +110,7 @@ def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list
 
 
 def table(listed: Sequence[Mapping[str, str]]) -> str:
-    """Returns a Markdown table that reads well as text; the first row's keys are its columns."""
+    """Returns a Markdown table that reads well as text; columns are the first row's keys."""
     lines = [
         [printable(cell).replace("|", "/") for cell in line]
         for line in (listed[0], *(row.values() for row in listed))

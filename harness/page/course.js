@@ -91,7 +91,7 @@ function cursorOf(course) {
   return (svg, { ax, height, name, rows }) => {
     const line = s("path", { d: `M0,${ax.top}V${height}`, class: "cursor", hidden: true });
     svg.append(line);
-    // drawn anew at another width
+    // drawn again at another width
     for (const old of lines) if (!old[0].isConnected) lines.delete(old);
     lines.add([line, ax]);
     const read = (index) => [title(index), ...rows.flatMap((row) => row(index))];

@@ -1,4 +1,4 @@
-"""A run's course from ``metrics.jsonl``: as many points as a chart shows, with no spike lost."""
+"""A run's course from ``metrics.jsonl``: the points of a chart, with no spike lost."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
 
 
 def _short(groups: list[list[float]], of: Callable[[list[float]], float]) -> list[float | None]:
-    """Returns ``of`` each group, in four digits, for a chart shows no more; None: it is empty."""
+    """Returns ``of`` each group, in the four digits of a chart; None: it is empty."""
     return [float(f"{of(group):.4g}") if group else None for group in groups]
 
 
 def latest(windows: Windows) -> dict[str, Any]:
-    """Returns the last window in the words of a report, unchecked, for a run without a report."""
+    """Returns the last window in a report's words, unchecked, for a run without one."""
     last = windows.last
     if not last:
         return {}
@@ -148,7 +148,7 @@ def latest(windows: Windows) -> dict[str, Any]:
 
 
 def declared() -> dict[str, Any]:
-    """Returns what the page shows of the figures: charts of their courses, rows of the steps."""
+    """Returns what the page shows of the figures: their charts and their rows."""
     charts: dict[str, Any] = {}
     for figure in CHARTED:
         empty = {"title": figure.chart, "unit": figure.unit, "series": []}

@@ -66,7 +66,7 @@ export function tableOf(caption, columns, rows) {
   return details;
 }
 
-// A box that the SVG of `draw(width)` fills, anew whenever its width changes.
+// A box that the SVG of `draw(width)` fills, again whenever its width changes.
 export function fitted(draw, attributes) {
   const box = h("div", { class: "fit", ...attributes });
   let width = 0;

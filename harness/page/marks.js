@@ -27,7 +27,7 @@ const SLANTED = "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4";
 const dots = (...places) =>
   places.map((at) => s("circle", { cx: at, cy: at, r: 1.4, class: "ink" }));
 
-const OTHERS = 6; // paints of their own for so many
+const OTHERS = 6; // paints for things that are no parts
 const PATTERNS = {
   compute: () => [],
   launch: () => path("M0,2 h8 M0,6 h8", "stroke"),

@@ -7,7 +7,7 @@ import { newest, sweepView } from "./sweep.js";
 let opened = null; // the run that is looked at, also after a reload
 
 // Fills the document. `load(name)` gives the whole of one of `runs`; `reload`, where there is one,
-// gets everything anew.
+// reads everything again.
 export function start({ runs, notes = [], declared, load, reload }) {
   const main = h("main", { id: "main", tabindex: "-1" });
   const again = reload && h("p", { class: "reload" },

@@ -43,7 +43,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return base_plugin.FrontendMetadata(es_module_path="/tab.js", tab_name="Data stalls")
 
     def is_active(self) -> bool:
-        """Says whether there is a run to show, or may be, or an error to tell."""
+        """Says whether there is, or may be, a run to show, or an error."""
         unseen: list[str] = []
         try:
             # TensorBoard asks again and again: a run that was seen is not looked for
@@ -88,7 +88,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
 @lru_cache(maxsize=1024)
 def _run(folder: Path, name: str, buckets: int, files: object) -> str:
-    """Returns one run as JSON, which is made again if one of its ``files`` has changed."""
+    """Returns one run as JSON, made again if one of its ``files`` has changed."""
     return run_json(folder, name, buckets=buckets)
 
 

@@ -1,4 +1,4 @@
-"""Run folders, and what the page shows of one: its files, with what is missing said in words."""
+"""Run folders, and what the page shows of one, with what is missing said in words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_FOLDERS = 50_000
 
 
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
-    """Returns the run folders at and below ``root`` by their path from there, in natural order.
+    """Returns the run folders at and below ``root``, by path from there, in natural order.
 
     Of more than 1,000 they are the last by name, which dates are, and ``notes`` say so.
     """
@@ -42,7 +42,7 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
 
 
 def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:
-    """Yields every run folder as it is found, the last by name first; follows no links.
+    """Yields every run folder as it is found, the last by name first, without links.
 
     It ends after ``most`` folders, and ``notes`` say so.
     """
@@ -97,7 +97,7 @@ def run_json(folder: Path, name: str, *, buckets: int = BUCKETS) -> str:
 
 
 def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, Any]:
-    """Returns one run as the page takes it: its files' contents, and ``notes`` on what is missing.
+    """Returns one run as the page takes it, with ``notes`` on what is missing.
 
     Without a report yet, ``report`` has the figures of the ``latest`` window.
     """

@@ -1,12 +1,10 @@
-// What the tuner measured: what the loader supplies with so many workers, against what the step can
-// take.
+// What the tuner measured: what the loader supplies by num_workers, and what the step can take.
 import { absent, fitted, h, label, path, s, steered, tableOf } from "./dom.js";
 import { known, perSecond, rounded, seconds, ticks } from "./format.js";
 import { keys, sample } from "./marks.js";
 
 const LEFT = 64, RIGHT = 16, TOP = 24, BOTTOM = 220, HEIGHT = 260;
-// a demand beyond so many times the fastest rate is told and not drawn, so that the rates stay
-// apart
+// a demand beyond this many times the fastest rate is told and not drawn: the rates stay apart
 const NEAR = 3;
 const KINDS = { supply: "loader alone", steps: "delivered to training steps" };
 const IDENTITY = ["num_workers", "prefetch_factor", "pin_memory", "backend"];

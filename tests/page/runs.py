@@ -33,9 +33,7 @@ def spread(
 def window(
     step: int, parts: dict[str, float], longest_ms: float | None = None, **figures: float | None
 ) -> dict[str, Any]:
-    """A line of ``metrics.jsonl`` whose steps are made of ``parts`` in ms; one starved step lasts
-    ``longest_ms``.
-    """
+    """A line of ``metrics.jsonl``: steps of ``parts`` in ms, one of them lasts ``longest_ms``."""
     step_ms = sum(parts.values())
     line: dict[str, Any] = {
         "step": step,
@@ -205,9 +203,7 @@ def write(
 
 
 def long_run(folder: Path, steps: int = 20_000) -> Path:
-    """A run on a GPU with 2,000 windows and ``SPIKES``: four steps that are far longer than all
-    others.
-    """
+    """A run on a GPU with 2,000 windows and ``SPIKES``: four far longer steps."""
     noise = random.Random(1)
     lines = []
     for step in range(10, steps + 1, 10):
@@ -254,9 +250,7 @@ def cpu_run(folder: Path, steps: int = 400, **changes: Any) -> Path:
 
 
 def sweep(root: Path) -> Path:
-    """Six jobs of a sweep over num_workers and the batch size; the last was interrupted and has no
-    accuracy.
-    """
+    """Six jobs of a sweep over num_workers and the batch size; the last was interrupted."""
     for job in range(6):
         workers, batch = (1, 2, 4)[job % 3], (128, 256)[job // 3]
         starved, noise = (0.7, 0.4, 0.05)[job % 3], random.Random(job)

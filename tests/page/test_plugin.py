@@ -104,9 +104,7 @@ def test_the_tab_sleeps_where_there_is_no_run(tmp_path: Path) -> None:
 
 
 def test_a_glance_at_many_folders_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few of them are looked into; that there may be a run further on is shown, and not looked
-    for while others wait.
-    """
+    """A few folders are looked into; that there may be a run further on is shown."""
     monkeypatch.setattr("harness.page.plugin._GLANCED_AT", 3)
     for name in ("c", "d"):
         (tmp_path / name).mkdir()
@@ -119,9 +117,7 @@ def test_a_glance_at_many_folders_is_short(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infinity among the settings is left out; whatever else cannot be told is a note beside the
-    others.
-    """
+    """Infinity among the settings is left out; what cannot be told is a note."""
     runs.write(tmp_path / "a", report={"loader": {"timeout_s": float("inf"), "num_workers": 2}})
     runs.write(tmp_path / "b", report={})
     assert [run["report"] for run in json.loads(ask(plugin(tmp_path), "/runs")[2])["runs"]] == [
