@@ -48,12 +48,22 @@ def cli() -> int:
 
     An error is one line where its cause is known. Called where signals are caught.
     """
+
+    def run_folder(
+        name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig
+    ) -> str:
+        # made once the settings are found good; Hydra asks more than once
+        if not _only_run:
+            config = _checked(_root_)
+            _only_run.append((config, folder.run_folder(name, resume, mode)))
+        return _only_run[0][1]
+
     tell_crashes()
     _only_run.clear()
     # Hydra then raises what is wrong with the settings
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     schema.register()
-    OmegaConf.register_new_resolver("wellfed.run_dir", _run_folder)
+    OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", folder.sweep_folder, use_cache=True)
     if not folder.is_first_rank():
         # the first rank writes it for all
@@ -105,17 +115,6 @@ def main(composed: DictConfig) -> float | None:
         # a launcher may have started this process: what is raised reaches the command line's
         raise failure from error
     return _best_top1(place)
-
-
-def _run_folder(
-    name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig
-) -> str:
-    """Returns the folder of a single run, made once the settings are found good."""
-    # Hydra asks more than once
-    if not _only_run:
-        config = _checked(_root_)
-        _only_run.append((config, folder.run_folder(name, resume, mode)))
-    return _only_run[0][1]
 
 
 def _checked(composed: DictConfig) -> schema.Config:

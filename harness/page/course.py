@@ -98,7 +98,11 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
         figures = windows.columns[tag]
         known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]
         if any(known):
-            columns[tag] = {kind: _short(known, of) for kind, of in kinds.items()}
+            # four digits are more than a chart shows
+            columns[tag] = {
+                kind: [float(f"{of(group):.4g}") if group else None for group in known]
+                for kind, of in kinds.items()
+            }
 
     # the longest spike comes first, so that each group marks its own longest one
     found = spikes(windows)
@@ -121,11 +125,6 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
         "spikes": [*marked.values()],
         "spike_count": len(found),
     }
-
-
-def _short(groups: list[list[float]], of: Callable[[list[float]], float]) -> list[float | None]:
-    """Returns ``of`` each group, in the four digits of a chart; None: it is empty."""
-    return [float(f"{of(group):.4g}") if group else None for group in groups]
 
 
 def latest(windows: Windows) -> dict[str, Any]:
