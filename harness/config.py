@@ -590,7 +590,7 @@ def _check_values(c: Config) -> None:
         ),
         (
             not re.fullmatch(r"\w[\w.+=@ -]{0,199}", str(c.run.name)),
-            f"run.name={c.run.name!r}: use up to 200 letters, digits and, not first, ._+=@- or blanks",
+            f"run.name={c.run.name!r}: use up to 200 letters, digits and, after one, ._+=@-",
         ),
         (
             steps is None or not 0 < int(steps[1]) <= int(steps[2]),
