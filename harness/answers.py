@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import platform
 import re
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ _LONG_FLAGS = (
     "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun",
     "--info",
 )  # fmt: skip
-_SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i")
 
 # settings that are paths
 _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
@@ -67,15 +65,6 @@ _ANSWERS |= {
 }
 
 
-def version(own: str) -> str:
-    """Returns the versions of wellfed (``own``), torch and Python, without importing torch."""
-    # takes 30 ms
-    from importlib import metadata
-
-    torch = metadata.version("torch")
-    return f"wellfed {own}, torch {torch}, Python {platform.python_version()}"
-
-
 def expanded(arguments: Sequence[str]) -> list[str]:
     """Returns ``arguments`` with the home folder for ``~`` in paths, which no shell puts there."""
     found = []
@@ -96,10 +85,8 @@ def refused_flag(arguments: Sequence[str], settings: Sequence[str]) -> str | Non
     for text, following in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, _, value = text.partition("=")
         # Hydra takes beginnings of its long flags, and a value right after a short one
-        is_hydras = flag.startswith(_SHORT_FLAGS) or any(
-            known.startswith(flag) for known in _LONG_FLAGS
-        )
-        if is_hydras or not re.fullmatch(r"--?[A-Za-z][\w-]*", flag):
+        is_long = any(known.startswith(flag) for known in _LONG_FLAGS)
+        if is_long or not re.fullmatch(r"-(?![hcprmsi])-?[A-Za-z][\w-]*", flag):
             continue
         name = flag.lstrip("-").replace("-", "_")
         if name in _ANSWERS or not (meant := _meant(name, settings)):

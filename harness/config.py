@@ -34,17 +34,17 @@ class ConfigError(ValueError):
     """A setting that cannot be used: one line with its name, value and way out."""
 
 
-Mode = Enum("Mode", ["train", "evaluate", "diagnose"])
-Crop = Enum("Crop", ["random_resized", "pad", "center"])
-Backend = Enum("Backend", ["processes", "threads", "arrays", "auto"])
-DataCache = Enum("DataCache", ["none", "ram", "disk"])
-StartMethod = Enum("StartMethod", ["forkserver", "spawn", "fork"])
-TunerName = Enum("TunerName", ["auto", "grid"])
-OptimName = Enum("OptimName", ["sgd", "adamw"])
-ScheduleName = Enum("ScheduleName", ["constant", "step", "cosine"])
-Precision = Enum("Precision", ["fp32", "fp16", "bf16"])
-DistName = Enum("DistName", ["single", "spawn", "torchrun"])
-DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
+Mode = Enum("Mode", "train evaluate diagnose")
+Crop = Enum("Crop", "random_resized pad center")
+Backend = Enum("Backend", "processes threads arrays auto")
+DataCache = Enum("DataCache", "none ram disk")
+StartMethod = Enum("StartMethod", "forkserver spawn fork")
+TunerName = Enum("TunerName", "auto grid")
+OptimName = Enum("OptimName", "sgd adamw")
+ScheduleName = Enum("ScheduleName", "constant step cosine")
+Precision = Enum("Precision", "fp32 fp16 bf16")
+DistName = Enum("DistName", "single spawn torchrun")
+DistBackend = Enum("DistBackend", "auto nccl gloo")
 
 
 # inside the package in a wheel, beside it in a checkout

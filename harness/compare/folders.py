@@ -145,12 +145,11 @@ def read(folder: Path, name: str) -> Run:
         path = folder / ".hydra" / "config.yaml"
         if path.exists():
             settings = config.saved(read_inside(folder, ".hydra/config.yaml"))
-    except FileNotFoundError:
-        why = "not there; wait for the run's end, or look into its train.log"
-        return Run(name, "unreadable", f"{os.path.relpath(path)}: {why}")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         why = f"damaged: {why}; leave the run out"
+        if isinstance(error, FileNotFoundError):
+            why = "not there; wait for the run's end, or look into its train.log"
         return Run(name, "unreadable", f"{os.path.relpath(path)}: {why}")
     settings |= {"used": group(report, "loader"), "world_size": report.get("world_size")}
     # every run has its own

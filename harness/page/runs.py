@@ -53,14 +53,14 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
                 "into: name one below it"
             )
             return
-        passed: tuple[str, ...] = ()
         if REPORT_JSON in files or METRICS_JSONL in files:
             name = os.path.relpath(path, root)
             if name == ".":
                 name = root.resolve().name
             yield name, Path(path)
-            passed = ("checkpoints", "trace")
-        looked_into = [name for name in folders if not name.startswith(".") and name not in passed]
+            # a run holds no other
+            folders.clear()
+        looked_into = [name for name in folders if not name.startswith(".")]
         folders[:] = sorted(looked_into, key=_natural, reverse=True)
 
 
