@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import platform
 import re
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ _LONG_FLAGS = (
     "--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun",
     "--info",
 )  # fmt: skip
-_SHORT_FLAGS = ("-h", "-c", "-p", "-r", "-m", "-s", "-i")
 
 # settings that are paths
 _PATHS = ("data.root", "resume", "model.weights", "hydra.run.dir", "hydra.sweep.dir")
@@ -67,15 +65,6 @@ _ANSWERS |= {
 }
 
 
-def version(own: str) -> str:
-    """Returns the versions of wellfed (``own``), torch and Python, without importing torch."""
-    # takes 30 ms
-    from importlib import metadata
-
-    torch = metadata.version("torch")
-    return f"wellfed {own}, torch {torch}, Python {platform.python_version()}"
-
-
 def expanded(arguments: Sequence[str]) -> list[str]:
     """Returns ``arguments`` with the home folder for ``~`` in paths, which no shell puts there."""
     found = []
@@ -89,17 +78,15 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 
 
 def refused_flag(arguments: Sequence[str], settings: Sequence[str]) -> str | None:
-    """Returns what to say of the first unknown flag, such as ``--lr 0.1``; None without any.
+    """Returns what to say of the first unknown flag, as ``--lr 0.1``; None without any.
 
     ``settings`` are the dotted names of all settings.
     """
     for text, following in zip(arguments, [*arguments[1:], ""], strict=True):
         flag, _, value = text.partition("=")
         # Hydra takes beginnings of its long flags, and a value right after a short one
-        is_hydras = flag.startswith(_SHORT_FLAGS) or any(
-            known.startswith(flag) for known in _LONG_FLAGS
-        )
-        if is_hydras or not re.fullmatch(r"--?[A-Za-z][\w-]*", flag):
+        is_long = any(known.startswith(flag) for known in _LONG_FLAGS)
+        if is_long or not re.fullmatch(r"-(?![hcprmsi])-?[A-Za-z][\w-]*", flag):
             continue
         name = flag.lstrip("-").replace("-", "_")
         if name in _ANSWERS or not (meant := _meant(name, settings)):
@@ -141,7 +128,7 @@ def _meant(name: str, settings: Sequence[str]) -> list[str]:
 
 
 def nearest(value: str, known: Sequence[str]) -> str:
-    """Returns ``"; did you mean ...?"`` with the most similar names in any case, else nothing."""
+    """Returns ``"; did you mean ...?"`` with the most similar names, else nothing."""
     plain = {re.sub(r"[-_.]", "", name).lower(): name for name in known}
     near = difflib.get_close_matches(re.sub(r"[-_.]", "", value).lower(), plain, n=3)
     if not near:
@@ -166,11 +153,12 @@ def explain(error: BaseException, settings: Sequence[str]) -> str:
         plain = value.replace("'", "")
         return f"""{name}={value}: the value cannot be read; quote it twice: "{name}='{plain}'\""""
 
+    # OmegaConf gives the setting's whole name as an attribute or in a line of its own
     text = str(error).strip()
     full_key = _first(r"full_key: (\S+)", text)
     name = getattr(error, "full_key", None) or full_key
     unknown = _first(r"(?:Could not override|Key) '([^']+)'(?:\.| (?:is )?not in)", text)
-    # what OmegaConf says has the setting's whole name
+    # what Hydra wraps says more
     if isinstance(error, HydraException) and isinstance(error.__cause__, Exception) and not unknown:
         return explain(error.__cause__, settings)
     if unknown:

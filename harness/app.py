@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import time
 from importlib import import_module
@@ -15,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from harness import __version__, answers, job
+from harness import __version__, job
 from harness import config as schema
 from harness.runtime import folder, launch, signals
 from harness.runtime.errors import printable, tell, tell_crashes, told
@@ -34,7 +35,11 @@ def command() -> NoReturn:
     """
     arguments = sys.argv[1:]
     if "--version" in arguments:
-        print(answers.version(__version__))
+        # takes 30 ms
+        from importlib import metadata
+
+        versions = f"wellfed {__version__}, torch {metadata.version('torch')}"
+        print(f"{versions}, Python {platform.python_version()}")
         sys.exit()
     for name in ("page", "compare"):
         if arguments[:1] == [name]:
@@ -48,12 +53,22 @@ def cli() -> int:
 
     An error is one line where its cause is known. Called where signals are caught.
     """
+
+    def run_folder(
+        name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig
+    ) -> str:
+        # made once the settings are found good; Hydra asks more than once
+        if not _only_run:
+            config = _checked(_root_)
+            _only_run.append((config, folder.run_folder(name, resume, mode)))
+        return _only_run[0][1]
+
     tell_crashes()
     _only_run.clear()
     # Hydra then raises what is wrong with the settings
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     schema.register()
-    OmegaConf.register_new_resolver("wellfed.run_dir", _run_folder)
+    OmegaConf.register_new_resolver("wellfed.run_dir", run_folder)
     OmegaConf.register_new_resolver("wellfed.sweep_dir", folder.sweep_folder, use_cache=True)
     if not folder.is_first_rank():
         # the first rank writes it for all
@@ -74,7 +89,7 @@ def cli() -> int:
 
 
 def main(composed: DictConfig) -> float | None:
-    """Runs one job as Hydra composed it; a sweep's job has a process of its own.
+    """Runs one job as Hydra composed it; a sweep's job has its own process.
 
     Returns the best top-1, for sweepers.
     """
@@ -105,17 +120,6 @@ def main(composed: DictConfig) -> float | None:
         # a launcher may have started this process: what is raised reaches the command line's
         raise failure from error
     return _best_top1(place)
-
-
-def _run_folder(
-    name: str | None, resume: str | None, mode: schema.Mode, *, _root_: DictConfig
-) -> str:
-    """Returns the folder of a single run, which is made once the settings are found to be good."""
-    # Hydra asks more than once
-    if not _only_run:
-        config = _checked(_root_)
-        _only_run.append((config, folder.run_folder(name, resume, mode)))
-    return _only_run[0][1]
 
 
 def _checked(composed: DictConfig) -> schema.Config:

@@ -31,20 +31,20 @@ from harness import answers
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; one line names the setting, its value and the way out."""
+    """A setting that cannot be used: one line with its name, value and way out."""
 
 
-Mode = Enum("Mode", ["train", "evaluate", "diagnose"])
-Crop = Enum("Crop", ["random_resized", "pad", "center"])
-Backend = Enum("Backend", ["processes", "threads", "arrays", "auto"])
-DataCache = Enum("DataCache", ["none", "ram", "disk"])
-StartMethod = Enum("StartMethod", ["forkserver", "spawn", "fork"])
-TunerName = Enum("TunerName", ["auto", "grid"])
-OptimName = Enum("OptimName", ["sgd", "adamw"])
-ScheduleName = Enum("ScheduleName", ["constant", "step", "cosine"])
-Precision = Enum("Precision", ["fp32", "fp16", "bf16"])
-DistName = Enum("DistName", ["single", "spawn", "torchrun"])
-DistBackend = Enum("DistBackend", ["auto", "nccl", "gloo"])
+Mode = Enum("Mode", "train evaluate diagnose")
+Crop = Enum("Crop", "random_resized pad center")
+Backend = Enum("Backend", "processes threads arrays auto")
+DataCache = Enum("DataCache", "none ram disk")
+StartMethod = Enum("StartMethod", "forkserver spawn fork")
+TunerName = Enum("TunerName", "auto grid")
+OptimName = Enum("OptimName", "sgd adamw")
+ScheduleName = Enum("ScheduleName", "constant step cosine")
+Precision = Enum("Precision", "fp32 fp16 bf16")
+DistName = Enum("DistName", "single spawn torchrun")
+DistBackend = Enum("DistBackend", "auto nccl gloo")
 
 
 # inside the package in a wheel, beside it in a checkout
@@ -498,11 +498,13 @@ def load(composed: DictConfig) -> Config:
     settings = list(walk(config))
     shown_as = {path: shown(value) for path, value, _ in settings}
 
+    # of texts such as "loader.num_workers=0 dist=spawn"
     def holds(typed: str) -> bool:
         pairs = [text.split("=") for text in typed.split()]
         # dist= is dist.name=
         return all(shown_as.get(name, shown_as.get(f"{name}.name")) == text for name, text in pairs)
 
+    # each setting by itself
     for path, value, meta in settings:
         given = f"{path}={shown(value)}"
         numbers = value if isinstance(value, tuple) else (value,)
@@ -524,6 +526,7 @@ def load(composed: DictConfig) -> Config:
             if value and value != meta["default"] and holds(others):
                 way_out = f"set it to {shown(meta['default'])}"
                 raise ConfigError(f"{given}: has no effect with {others}; {way_out}")
+    # settings together
     for typed, reason in _CONTRADICTIONS.items():
         if holds(typed):
             raise ConfigError(f"{typed.split()[0]}: {reason}")
@@ -587,8 +590,7 @@ def _check_values(c: Config) -> None:
         ),
         (
             not re.fullmatch(r"\w[\w.+=@ -]{0,199}", str(c.run.name)),
-            f"run.name={c.run.name!r}: use up to 200 letters, digits and . _ + = @ -, beginning "
-            "with a letter or digit",
+            f"run.name={c.run.name!r}: use up to 200 letters, digits and, after one, ._+=@-",
         ),
         (
             steps is None or not 0 < int(steps[1]) <= int(steps[2]),
@@ -662,7 +664,7 @@ def saved(text: bytes) -> dict[str, Any]:
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yields every leaf of a tree of settings: dotted name, value, and what is declared of it."""
+    """Yields every leaf of a tree of settings: dotted name, value, and its declaration."""
     for item in dataclasses.fields(config):
         path = f"{prefix}{item.name}"
         value = getattr(config, item.name)
@@ -708,8 +710,8 @@ def names() -> list[str]:
 def prepared(arguments: list[str]) -> list[str]:
     """Returns the command line's ``arguments`` as Hydra takes them.
 
-    A relative ``--config-path`` is made whole, for Hydra would look for it beside its caller: it
-    lies in the current folder, else beside ``conf/``. ``model=`` takes torchvision's names too.
+    A ``--config-path`` is relative to the current folder; Hydra would look beside its caller.
+    ``model=`` takes torchvision's names too.
 
     Raises:
         ConfigError: a flag that there is not, such as ``--lr 0.1``.
@@ -721,10 +723,7 @@ def prepared(arguments: list[str]) -> list[str]:
     known, rest = parser.parse_known_args(arguments)
     # pkg://... is Hydra's
     if known.config_path is not None and "://" not in known.config_path:
-        place = Path.cwd() / known.config_path
-        if not place.is_dir() and (CONF.parent / known.config_path).is_dir():
-            place = CONF.parent / known.config_path
-        arguments = [f"--config-path={place}", *rest]
+        arguments = [f"--config-path={Path.cwd() / known.config_path}", *rest]
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):
@@ -747,7 +746,7 @@ def classifiers() -> list[str]:
 
 
 def check_model(model: ModelConfig, known: Sequence[str]) -> None:
-    """Refuses a network that is none of ``known``, and published weights of one that has none.
+    """Refuses a network that is none of ``known``, and published weights it has not.
 
     Raises:
         ConfigError: names the setting and the way out.
@@ -844,6 +843,7 @@ def register() -> None:
             return ""
         return help_text(_typed(_root_)).replace("$", "$$")
 
+    # every name that conf/config.yaml and the defaults below refer to
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     OmegaConf.register_new_resolver("wellfed.help", help_page, replace=True)

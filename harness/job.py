@@ -1,4 +1,4 @@
-"""One run from its settings to its report, importable by every process that a launcher starts."""
+"""One run from its settings to its report, importable by every process of a launcher."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _needs_processes(config: Config) -> bool:
 
 
 def main_worker(local_rank: int, job: Job) -> None:
-    """Does one rank of a run, in a process of its own or in this one."""
+    """Does one rank of a run, in its own process or in this one."""
     config = job.config
     if config.loader.start_method is StartMethod.forkserver:
         workers.plan_server(["hydra", "harness.feed.processes", "harness.data.datasets"])

@@ -1,6 +1,4 @@
-"""Parts of a user's own: the examples of docs/adding.md run as they stand, and what a run promises
-holds with them too.
-"""
+"""Parts of a user's own: the examples of docs/adding.md run, and promises hold."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ def test_every_example_trains(composed: Composed, tmp_path: Path, command: str) 
 
 @pytest.mark.usefixtures("examples")
 def test_a_run_goes_on_and_is_evaluated(composed: Composed, tmp_path: Path) -> None:
-    """With a network and a data set of the user's: evaluation asks for their names, and takes all
-    else from the checkpoint.
-    """
+    """Evaluation asks for the names of the user's code, and takes all else from the run."""
     alone = (*FEW[:2], "loader.num_workers=0")
     typed = (
         *DATASET,
@@ -135,9 +131,7 @@ def test_no_setting_changes_what_is_trained_on(composed: Composed, tmp_path: Pat
 def test_an_answer_of_the_tuner_holds_for_the_file_as_it_is(
     composed: Composed, tmp_path: Path, write_module: Write, file: str
 ) -> None:
-    """A run with the same files is the same to the tuner's memory; after a change in either it is
-    another.
-    """
+    """The same files are the same run to the tuner's memory; a changed one is another."""
     config = composed(*DATASET, "model.name=my_model:build")
     limits = Limits(cores=2.0, memory_bytes=2**30, shm_bytes=2**30, open_files=1024)
 

@@ -205,9 +205,7 @@ def test_every_data_set_has_its_values_in_conf() -> None:
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell leaves the tilde after an equals sign alone; a deletion of Hydra's is left alone
-    here.
-    """
+    """A shell leaves the tilde after an equals sign alone; Hydra's deletion is left alone."""
     monkeypatch.setenv("HOME", "/home/me")
     assert schema.prepared(
         ["data.root=~/x,~/y", "resume=~", "~experiment", "a=b~c", "run.name=~"]
@@ -301,9 +299,7 @@ def test_version_is_the_projects_own(tmp_path: Path) -> None:
 
 
 def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
-    """--help has the composed values, those of the data set that is named, and each group's
-    choices.
-    """
+    """--help has the composed values, those of a named data set, and the choices."""
     plain, cifar = ran(tmp_path, "--help"), ran(tmp_path, "data=cifar10", "--help")
     assert (plain.returncode, plain.stderr) == (cifar.returncode, cifar.stderr) == (0, "")
     for text in (

@@ -1,6 +1,4 @@
-"""The front door: the module ``wellfed`` and the command, in a checkout, an editable installation
-and a wheel.
-"""
+"""The front door and the command, in a checkout, an editable installation and a wheel."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_front_door_is_light() -> None:
-    """Importing it imports no torch; a name is imported when it is asked for, and an unknown one is
-    an error.
-    """
+    """Importing it imports no torch; an unknown name is an error."""
     code = (
         "import sys; from harness import wellfed; assert 'torch' not in sys.modules\n"
         "from harness.wellfed import DataPrefetcher, StepClock, tune\n"
@@ -102,9 +98,6 @@ def test_the_command_says_its_version(command: tuple[str, ...]) -> None:
         pytest.param(
             ["-cp=here", "a=1"], ["--config-path={cwd}/here", "a=1"], id="by its short name"
         ),
-        pytest.param(
-            ["--config-path", "conf"], ["--config-path={root}/conf"], id="beside train.py"
-        ),
         pytest.param(["--config-path", "/x"], ["--config-path=/x"], id="absolute"),
         pytest.param(["-m", "a=1"], ["-m", "a=1"], id="none"),
     ],
@@ -112,10 +105,9 @@ def test_the_command_says_its_version(command: tuple[str, ...]) -> None:
 def test_other_settings_are_found_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], found: list[str]
 ) -> None:
-    """A folder of settings is looked for where the user is, then where conf/ is."""
-    (tmp_path / "here").mkdir()
+    """A folder of settings is looked for where the user is."""
     monkeypatch.chdir(tmp_path)
-    assert config.prepared(given) == [text.format(cwd=tmp_path, root=ROOT) for text in found]
+    assert config.prepared(given) == [text.format(cwd=tmp_path) for text in found]
 
 
 def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path: Path) -> None:
@@ -158,9 +150,7 @@ class TestInstalled:
         )
 
     def test_the_wheel_is_all_that_a_user_needs(self, wheel: Path, tmp_path: Path) -> None:
-        """Version, help, a run, its settings again, a sweep, a page and a comparison, with nothing
-        of the checkout.
-        """
+        """All commands, with nothing of the checkout."""
         command, here = wheel / "bin" / "wellfed", {"PYTHONPATH": str(wheel)}
         assert done(tmp_path, command, "--version", **here).stdout.startswith(
             f"wellfed {__version__}, torch "

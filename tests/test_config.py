@@ -223,8 +223,12 @@ def test_a_refusal_ends_the_program_with_exit_code_2(tmp_path: Path) -> None:
     """The command prints the one line, no traceback, and exits with 2."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), "optim.lrr=0.1"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (
         2,
         "error: optim.lrr: unknown setting; did you mean optim.lr?\n",
@@ -258,9 +262,7 @@ def test_config_error_is_a_value_error() -> None:
 
 
 def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
-    """Overrides as they were, and before them the flags without which they would mean something
-    else.
-    """
+    """Overrides as they were, after the flags without which they mean something else."""
 
     def chosen(main: str, name: str, **more: str) -> Any:
         sources = [
@@ -295,9 +297,7 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
 def test_imagenet_s_rate_is_the_same_for_each_image(
     composed: Callable[..., Config], gpus: int, more: tuple[str, ...]
 ) -> None:
-    """What the experiment's first lines say to type keeps 0.1 for 256 images, and large batches
-    warm up.
-    """
+    """What the experiment says to type keeps 0.1 for 256 images; large batches warm up."""
     said = (ROOT / "conf/experiment/imagenet_resnet50.yaml").read_text()
     assert " ".join(more) in said
     config = composed("experiment=imagenet_resnet50", "data.root=x", *more)

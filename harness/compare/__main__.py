@@ -51,16 +51,14 @@ def limit(typed: str) -> Limit:
         bound = float(value)
     except ValueError:
         bound = math.nan
+    # a percentage, or an absolute value, is not meant
     is_signed = value.startswith(("+", "-"))
-    if figure.is_fraction:
-        fits = is_signed and abs(bound) <= 1
-        wanted = "difference of two fractions, signed"
-    else:
+    fits = is_signed and abs(bound) <= 1
+    if not figure.is_fraction:
         fits = not is_signed and 0 < bound <= 10
-        wanted = "ratio to the first run"
     if not fits:
         raise argparse.ArgumentTypeError(
-            f"{typed}: write the allowed {wanted}, such as {figure.example}"
+            f"{typed}: write the allowed ratio or signed difference, such as {figure.example}"
         )
     return typed, figure, bound
 
@@ -78,16 +76,8 @@ def judge(runs: Sequence[Run], limits: Sequence[Limit]) -> tuple[list[str], list
         changes = run.changes(first)
         for typed, figure, bound in limits:
             if figure not in changes:
-                why = f"{first.name} and {run.name} have it from different clocks"
-                for one in (run, first):
-                    if figure not in one.figures:
-                        why = f"the report of {one.name} has no {figure.key}"
-                    if one.status != "completed":
-                        why = f"{one.name} is {one.status}"
-                if not figure.is_fraction and first.figures.get(figure) == 0:
-                    why = f"{figure.key} of {first.name} is 0"
-                said = f"{run.name}: {typed} cannot be judged: {why}"
-                untold.append(f"{said}; leave the limit or the run out")
+                needs = "both must be completed and have the figure, by the same clock"
+                untold.append(f"{run.name}: {typed} cannot be judged against {first.name}: {needs}")
                 continue
             excess = changes[figure] - bound
             if figure.higher_is_better:
@@ -120,7 +110,7 @@ def rows(runs: Sequence[Run], settings: Mapping[str, Mapping[str, str]]) -> list
 
 
 def table(listed: Sequence[Mapping[str, str]]) -> str:
-    """Returns a Markdown table that reads well as text; the first row's keys are its columns."""
+    """Returns a Markdown table that reads well as text; columns are the first row's keys."""
     lines = [
         [printable(cell).replace("|", "/") for cell in line]
         for line in (listed[0], *(row.values() for row in listed))
@@ -147,6 +137,7 @@ def show(runs: Sequence[Run]) -> str:
 def as_json(runs: Sequence[Run], beyond: Sequence[str], untold: Sequence[str]) -> str:
     """Returns the comparison for programs."""
     settings = settings_that_differ(runs)
+    # a figure that a run lacks is no key
     listed = []
     for run in runs:
         changes = run.changes(runs[0])

@@ -109,7 +109,14 @@ def find(folders: Sequence[Path]) -> list[Run]:
             raise FileNotFoundError(f"{folder}: no such folder; name a run's folder, or a sweep's")
         places = [folder]
         if not _is_run(folder):
-            places = sorted(filter(_is_run, folder.iterdir()), key=_natural)
+            # job 10 comes after job 9
+            places = sorted(
+                filter(_is_run, folder.iterdir()),
+                key=lambda place: [
+                    int(part) if part.isdecimal() else part
+                    for part in re.split(r"(\d+)", place.name)
+                ],
+            )
         if not places:
             raise FileNotFoundError(
                 f"{folder}: holds no run, nor does a folder in it; name a folder with a "
@@ -127,11 +134,6 @@ def _is_run(folder: Path) -> bool:
     return has_begun or (folder / "report.json").is_file()
 
 
-def _natural(folder: Path) -> list[str | int]:
-    # job 10 comes after job 9
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", folder.name)]
-
-
 def read(folder: Path, name: str) -> Run:
     """Returns the run in ``folder``; one that cannot be read says why."""
     path = folder / "report.json"
@@ -143,23 +145,23 @@ def read(folder: Path, name: str) -> Run:
         path = folder / ".hydra" / "config.yaml"
         if path.exists():
             settings = config.saved(read_inside(folder, ".hydra/config.yaml"))
-    except FileNotFoundError:
-        why = "not there; wait for the run's end, or look into its train.log"
-        return Run(name, "unreadable", f"{os.path.relpath(path)}: {why}")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         why = f"damaged: {why}; leave the run out"
+        if isinstance(error, FileNotFoundError):
+            why = "not there; wait for the run's end, or look into its train.log"
         return Run(name, "unreadable", f"{os.path.relpath(path)}: {why}")
     settings |= {"used": group(report, "loader"), "world_size": report.get("world_size")}
     # every run has its own
     group(settings, "run").pop("name", None)
-    told = dict(_flat(report))
-    # an integer of JSON may be too long for a float
-    figures = {
-        figure: told[figure.path]
-        for figure in FIGURES
-        if type(told.get(figure.path)) in (int, float) and abs(told[figure.path]) < 1e300
-    }
+    figures = {}
+    for figure in FIGURES:
+        value: Any = report
+        for part in figure.path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        # an integer of JSON may be too long for a float
+        if type(value) in (int, float) and abs(value) < 1e300:
+            figures[figure] = value
     return Run(name, report["status"], report.get("error"), report, dict(_flat(settings)), figures)
 
 
@@ -209,7 +211,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     facts = {}
     for run in runs:
         if run.status != "completed":
-            found.append(": ".join(filter(None, (run.name, run.status, run.error))))
+            found.append(": ".join(str(part) for part in (run.name, run.status, run.error) if part))
         if run.report:
             basis = {"stall_basis": run.report.get("stall_basis")}
             facts[run.name] = {**basis, **group(run.report, "environment")}

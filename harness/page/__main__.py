@@ -11,7 +11,7 @@ from harness.page.report import write_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the page and says where; returns the exit code: 0, or 2: no run, or no room for it."""
+    """Writes the page and says where; returns the exit code: 0, or 2: no run or no room."""
     parser = argparse.ArgumentParser(
         prog="wellfed page", description="Write report.html of a run or a sweep."
     )

@@ -4,19 +4,24 @@ import { share, together } from "./format.js";
 import { paint, swatch } from "./marks.js";
 
 const HEIGHT = 44;
-const PLATE = { width: 52, height: 20, y: 12, rx: 4, class: "plate" }; // under a figure, so that it is read on any pattern
+// under a figure, so that it is read on any pattern
+const PLATE = { width: 52, height: 20, y: 12, rx: 4, class: "plate" };
 
-// `segments` are {name, value, fill, cells, meaning}; the table under the bar has a row for each, with `cells` under `columns`.
+// `segments` are {name, value, fill, cells, meaning}; the table under the bar has a row for each,
+// with `cells` under `columns`.
 export function wholeBar({ title, segments, columns }) {
   const total = segments.reduce((sum, segment) => sum + segment.value, 0);
   const shares = segments.map((segment) => (total > 0 ? segment.value / total : 0));
   const rows = segments.map((segment) => [
-    [swatch(segment.fill), segment.name], ...segment.cells, h("span", { class: "note" }, segment.meaning),
+    [swatch(segment.fill), segment.name], ...segment.cells,
+      h("span", { class: "note" }, segment.meaning),
   ]);
-  const spoken = `${title}: ${segments.map((segment, index) => `${segment.name} ${share(shares[index])}`).join(", ")}`;
+  const parts = segments.map((segment, index) => `${segment.name} ${share(shares[index])}`);
+  const spoken = `${title}: ${parts.join(", ")}`;
   return h("div", { class: "whole" },
     fitted((width) => drawn({ spoken, segments, shares, columns }, width)),
-    table({ kind: "legend", columns: ["part", ...columns, h("span", { class: "unseen" }, "meaning")], rows }));
+    table({ kind: "legend",
+      columns: ["part", ...columns, h("span", { class: "unseen" }, "meaning")], rows }));
 }
 
 function drawn({ spoken, segments, shares, columns }, width) {
@@ -25,8 +30,11 @@ function drawn({ spoken, segments, shares, columns }, width) {
   const blocks = segments.map((segment, index) => {
     const [from, to] = spans[index];
     const middle = (from + to) / 2;
-    const block = s("rect", { x: from, width: to - from, height: HEIGHT, fill: paint(segment.fill), class: "block" });
-    const figure = to - from > 60 && [s("rect", { x: middle - PLATE.width / 2, ...PLATE }), label(middle, 26.5, share(shares[index]))];
+    const block = s("rect",
+      { x: from, width: to - from, height: HEIGHT, fill: paint(segment.fill), class: "block" });
+    const figure = to - from > 60
+      && [s("rect", { x: middle - PLATE.width / 2, ...PLATE }),
+        label(middle, 26.5, share(shares[index]))];
     return [block, figure];
   });
   const chosen = s("rect", { y: 1, height: HEIGHT - 2, class: "chosen", hidden: true });
@@ -35,7 +43,8 @@ function drawn({ spoken, segments, shares, columns }, width) {
     count: segments.length,
     nearest: (x) => Math.max(0, spans.findIndex((span) => x <= span[1])),
     place: (index) => (spans[index][0] + spans[index][1]) / 2,
-    lines: (index) => [segments[index].name, ...columns.map((column, n) => [column, segments[index].cells[n]])],
+    lines: (index) => [segments[index].name,
+      ...columns.map((column, n) => [column, segments[index].cells[n]])],
     choose: (index) => {
       chosen.toggleAttribute("hidden", index === null);
       if (index === null) return;
@@ -46,7 +55,8 @@ function drawn({ spoken, segments, shares, columns }, width) {
   });
 }
 
-// What a sample costs in each stage: processor time solid, the rest of the wall time (waiting) hatched.
+// What a sample costs in each stage: processor time solid, the rest of the wall time (waiting)
+// hatched.
 export function stageBars(stages, caption) {
   const show = together(stages.map((stage) => stage.wall_ms));
   const most = Math.max(...stages.map((stage) => stage.wall_ms)) || 1;
@@ -55,12 +65,14 @@ export function stageBars(stages, caption) {
     const bar = (width) =>
       s("svg", { width, height: 18 },
         s("rect", { width: (cpu / most) * width, height: 18, fill: paint("compute") }),
-        s("rect", { x: (cpu / most) * width, width: ((wall - cpu) / most) * width, height: 18, fill: paint("waiting") }));
+        s("rect", { x: (cpu / most) * width, width: ((wall - cpu) / most) * width, height: 18,
+          fill: paint("waiting") }));
     const told = [name, name !== group && h("span", { class: "note" }, ` ${group}`)];
     return [told, fitted(bar, { "aria-hidden": "true" }), show(wall), show(cpu), show(wall - cpu)];
   });
   const columns = [
-    "stage", h("span", { class: "unseen" }, "bar"), "time", [swatch("compute"), "computing"], [swatch("waiting"), "waiting"],
+    "stage", h("span", { class: "unseen" }, "bar"), "time", [swatch("compute"), "computing"],
+      [swatch("waiting"), "waiting"],
   ];
   return table({ kind: "stages", caption, columns, rows });
 }

@@ -23,13 +23,16 @@ function layers(course) {
   });
 }
 
-// The height that shows every usual step: single ones that stand out go through the top edge unless `whole`.
+// The height that shows every usual step: single ones that stand out go through the top edge unless
+// `whole`.
 export function usualHeight(course, whole) {
-  const p95 = (most(course, "time/step_ms/p95") ?? []).filter((value) => value !== null).toSorted((a, b) => a - b);
+  const p95 = (most(course, "time/step_ms/p95") ?? []).filter((value) => value !== null)
+    .toSorted((a, b) => a - b);
   const usual = p95[Math.floor(0.9 * (p95.length - 1))] ?? 0;
   const sums = layers(course).at(-1)?.upper ?? [];
   const longest = whole ? largest(most(course, "time/step_ms/max") ?? []) : 0;
-  return ROOM * Math.max(usual, longest, largest(mean(course, "time/step_ms/median")), largest(sums)) || 1;
+  return ROOM * Math.max(usual, longest, largest(mean(course, "time/step_ms/median")),
+    largest(sums)) || 1;
 }
 
 function partShapes(course, ax, y) {
@@ -39,16 +42,19 @@ function partShapes(course, ax, y) {
 
 function stepShapes(course, ax, y) {
   const p95 = most(course, "time/step_ms/p95");
-  return [partShapes(course, ax, y), p95 && path(linePath(p95, ax, y), "line p95"), path(linePath(mean(course, "time/step_ms/median"), ax, y), "line median")];
+  return [partShapes(course, ax, y), p95 && path(linePath(p95, ax, y), "line p95"),
+    path(linePath(mean(course, "time/step_ms/median"), ax, y), "line median")];
 }
 
 function told(spike) {
   const single = spike.step - spike.after === 1;
-  const where = single ? `step ${count(spike.step)}` : `steps ${count(spike.after + 1)} to ${count(spike.step)}`;
+  const where = single ? `step ${count(spike.step)}`
+    : `steps ${count(spike.after + 1)} to ${count(spike.step)}`;
   return `${ms(spike.ms)} in ${where}${spike.cause ? `, mostly ${LABELS[spike.cause]}` : ""}`;
 }
 
-// Each step that stands out: a bar to its height or through the top edge, a triangle, and its length where there is room.
+// Each step that stands out: a bar to its height or through the top edge, a triangle, and its
+// length where there is room.
 function spikeMarks(course, ax, y, height, rows) {
   const taken = Array.from({ length: rows }, () => []);
   const longer = []; // the bars so far: the longest spike comes first
@@ -56,7 +62,8 @@ function spikeMarks(course, ax, y, height, rows) {
     const x = Math.round(ax.middle(spike.at)); // whole pixels: a sharp line
     const top = y(spike.ms);
     const free = longer.every((bar) => Math.abs(bar - x) > LABEL_PX / 2);
-    const row = free ? taken.findIndex((others) => others.every((other) => Math.abs(other - x) > LABEL_PX)) : -1;
+    const row = free ? taken.findIndex((others) =>
+      others.every((other) => Math.abs(other - x) > LABEL_PX)) : -1;
     taken[row]?.push(x);
     longer.push(x);
     const side = x > ax.right - LABEL_PX ? "end" : x < ax.left + LABEL_PX ? "start" : "middle";
@@ -84,10 +91,12 @@ function cursorOf(course) {
   return (svg, { ax, height, name, rows }) => {
     const line = s("path", { d: `M0,${ax.top}V${height}`, class: "cursor", hidden: true });
     svg.append(line);
-    for (const old of lines) if (!old[0].isConnected) lines.delete(old); // drawn anew at another width
+    // drawn again at another width
+    for (const old of lines) if (!old[0].isConnected) lines.delete(old);
     lines.add([line, ax]);
     const read = (index) => [title(index), ...rows.flatMap((row) => row(index))];
-    return steered(svg, { name, count: course.steps.length, nearest: ax.nearest, place: ax.middle, lines: read, choose });
+    return steered(svg, { name, count: course.steps.length, nearest: ax.nearest, place: ax.middle,
+      lines: read, choose });
   };
 }
 
@@ -112,7 +121,8 @@ function stepRows(course) {
     return spike?.cause ? [["which was mostly", LABELS[spike.cause], swatch(spike.cause)]] : [];
   };
   return [
-    ...PARTS.map((part) => rowOf(mean(course, `time/${part}_ms/median`), LABELS[part], ms, swatch(part))),
+    ...PARTS.map((part) =>
+      rowOf(mean(course, `time/${part}_ms/median`), LABELS[part], ms, swatch(part))),
     rowOf(mean(course, "time/step_ms/median"), "median step", ms, stroke("median")),
     rowOf(most(course, "time/step_ms/p95"), "95 of 100 steps are below", ms, stroke("p95")),
     rowOf(most(course, "time/step_ms/max"), "longest step", ms),
@@ -128,17 +138,20 @@ function stepChart(course, basis, join) {
   let whole = false;
   const height = 260;
   const named = course.spikes.length ? LABEL_ROWS : 0;
-  const name = `Step time: ${rangeOf(mean(course, "time/step_ms/median"), "median", ms)}; ${standOut(course)}`;
+  const range = rangeOf(mean(course, "time/step_ms/median"), "median", ms);
+  const name = `Step time: ${range}; ${standOut(course)}`;
   const draw = (width) => {
     const ax = axis(course, width, { top: TOP + LABEL_ROW * named });
     const end = usualHeight(course, whole);
     const y = heightOf(ax, height, end);
     const steps = ticks(ax.last, Math.max(2, Math.floor(width / 160))).map((tick) => {
       const atEdge = ax.x(tick) > ax.right - 24; // its middle there would carry it out of the page
-      return label(atEdge ? width : ax.x(tick), height + 18, count(tick), atEdge ? "end" : "middle");
+      return label(atEdge ? width : ax.x(tick), height + 18, count(tick), atEdge ? "end"
+        : "middle");
     });
     const shapes = [stepShapes(course, ax, y), spikeMarks(course, ax, y, height, named)];
-    const svg = s("svg", { width, height: height + 24 }, grid(ax, y, end, ms), epochLines(course, ax, height), shapes);
+    const svg = s("svg", { width, height: height + 24 }, grid(ax, y, end, ms),
+      epochLines(course, ax, height), shapes);
     svg.append(label(LEFT - 8, height + 18, "step", "end"), ...steps);
     return join(svg, { ax, height, name, rows: stepRows(course) });
   };
@@ -148,48 +161,63 @@ function stepChart(course, basis, join) {
     toggle.setAttribute("aria-pressed", whole);
     box.redraw();
   };
-  const toggle = h("button", { type: "button", "aria-pressed": "false", click }, "Draw at full height");
+  const toggle = h("button", { type: "button", "aria-pressed": "false", click },
+    "Draw at full height");
   const lines = [[stroke("median"), "median step"], [stroke("p95"), "95 of 100 steps are below"]];
   const legend = [...partKeys(layers(course).map(({ part }) => part)), ...lines];
   const clock = { device: "device events", host: "host clock" }[basis] ?? "clock not known";
   return h("div", { class: "chart" },
-    head("Step time", h("span", { class: "badge" }, clock), keys(legend)), box, spikeList(course, toggle));
+    head("Step time", h("span", { class: "badge" }, clock), keys(legend)), box,
+      spikeList(course, toggle));
 }
 
 function spikeList(course, toggle) {
   const listed = course.spikes.slice(0, LISTED);
   if (!listed.length) return note("No single step stands out.");
-  const marked = course.spike_count > course.spikes.length ? "; the longest of each group is marked" : "";
-  const rest = course.spikes.length > listed.length ? `; the ${listed.length} longest of those marked` : "";
+  const marked = course.spike_count > course.spikes.length
+    ? "; the longest of each group is marked" : "";
+  const rest = course.spikes.length > listed.length
+    ? `; the ${listed.length} longest of those marked` : "";
   return h("div", { class: "spikes" },
-    h("p", {}, h("span", { class: "spike-key", "aria-hidden": "true" }, "▼ "), `${standOut(course)}${marked}${rest}: `, toggle),
+    h("p", {}, h("span", { class: "spike-key", "aria-hidden": "true" }, "▼ "),
+      `${standOut(course)}${marked}${rest}: `, toggle),
     h("ul", {}, listed.map((spike) => h("li", {}, told(spike)))));
 }
 
 const WHY = { // by where a figure comes from
-  gpu: "no NVIDIA GPU gave it", host: "the system does not say", stages: "no worker said", loader: "no worker made batches",
+  gpu: "no NVIDIA GPU gave it",
+  host: "the system does not say",
+  stages: "no worker said",
+  loader: "no worker made batches",
 };
 
-const paintOf = (tag, place, count) => (tag.startsWith("stall/") || (count > 1 && place === count - 1) ? "strong" : "plain");
+const paintOf = (tag, place, count) =>
+  (tag.startsWith("stall/") || (count > 1 && place === count - 1) ? "strong" : "plain");
 
-// A chart of figures over the run, as `declared` by the harness; none where the run has none of them.
+// A chart of figures over the run, as `declared` by the harness; none where the run has none of
+// them.
 function companion(course, { title, unit, series: all }, join) {
-  const series = all.map((one, place) => ({ ...one, kind: paintOf(one.tag, place, all.length) })).filter(({ tag }) => mean(course, tag));
+  const series = all.map((one, place) => ({ ...one, kind: paintOf(one.tag, place, all.length) }))
+    .filter(({ tag }) => mean(course, tag));
   if (!series.length) return null;
   const { show, tick } = unitOf(unit);
-  const top = unit === "fraction" ? 1 : ROOM * largest(series.flatMap(({ tag }) => most(course, tag)));
+  const top = unit === "fraction" ? 1
+    : ROOM * largest(series.flatMap(({ tag }) => most(course, tag)));
   const end = top || 1;
   const height = 92;
-  const name = `${title}: ${series.map((one) => rangeOf(mean(course, one.tag), one.name, show)).join("; ")}`;
+  const ranges = series.map((one) => rangeOf(mean(course, one.tag), one.name, show));
+  const name = `${title}: ${ranges.join("; ")}`;
   const rows = series.map((one) => rowOf(mean(course, one.tag), one.name, show, stroke(one.kind)));
   const draw = (width) => {
     const ax = axis(course, width);
     const y = heightOf(ax, height, end);
     const shapes = series.map(({ tag, kind }) => {
       const { low, high, mean: middle } = course.columns[tag];
-      return [high && path(areaPath(low, high, ax, y), `band ${kind}`), path(linePath(middle, ax, y), `line ${kind}`)];
+      return [high && path(areaPath(low, high, ax, y), `band ${kind}`),
+        path(linePath(middle, ax, y), `line ${kind}`)];
     });
-    const svg = s("svg", { width, height: height + 6 }, grid(ax, y, end, tick), epochLines(course, ax, height), shapes);
+    const svg = s("svg", { width, height: height + 6 }, grid(ax, y, end, tick),
+      epochLines(course, ax, height), shapes);
     return join(svg, { ax, height, name, rows });
   };
   const legend = series.map((one) => [stroke(one.kind), one.name]);
@@ -198,7 +226,8 @@ function companion(course, { title, unit, series: all }, join) {
 
 function missing(course, charts) {
   const without = charts.filter(({ series }) => !series.some(({ tag }) => mean(course, tag)));
-  const told = without.map(({ title, series }) => `${title} (${WHY[series[0].tag.split("/")[0]] ?? "no window gave it"})`);
+  const told = without.map(({ title, series }) =>
+    `${title} (${WHY[series[0].tag.split("/")[0]] ?? "no window gave it"})`);
   return told.length > 0 && note(`Not available in this run: ${told.join(", ")}.`);
 }
 
@@ -207,12 +236,16 @@ export function courseSection(run, charts) {
   if (!course) return absent("metrics.jsonl has no window of steps");
   const join = cursorOf(course);
   const grouped = course.windows > course.steps.length
-    && `, in ${course.steps.length} groups: lines are means, bands and marks keep every lowest and highest value`;
+    && `, in ${course.steps.length} groups: lines are means, `
+    + "bands and marks keep every lowest and highest value";
   const tags = Object.keys(course.columns);
-  const cell = (tag, index) => known((tag.endsWith("/max") ? most : mean)(course, tag)[index], String);
-  const rows = () => course.steps.map((step, index) => [count(step), ...tags.map((tag) => cell(tag, index))]);
+  const cell = (tag, index) =>
+    known((tag.endsWith("/max") ? most : mean)(course, tag)[index], String);
+  const rows = () => course.steps.map((step, index) =>
+    [count(step), ...tags.map((tag) => cell(tag, index))]);
   return h("div", { class: "course" },
-    note(many(course.windows, "window"), " of steps", grouped, ". Parts are medians of each window, which need not add up."),
+    note(many(course.windows, "window"), " of steps", grouped,
+      ". Parts are medians of each window, which need not add up."),
     stepChart(course, run.report.stall_basis, join),
     charts.map((chart) => companion(course, chart, join)),
     missing(course, charts),

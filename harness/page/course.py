@@ -1,4 +1,4 @@
-"""A run's course from ``metrics.jsonl``: as many points as a chart shows, with no spike lost."""
+"""A run's course from ``metrics.jsonl``: the points of a chart, with no spike lost."""
 
 from __future__ import annotations
 
@@ -91,14 +91,20 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     steps = windows.columns["step"]
     groups = min(len(steps), buckets)
     edges = [group * len(steps) // groups for group in range(groups + 1)]
+    # a group's lowest and highest keep every spike
     columns = {}
     kinds: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "low": min, "high": max}
     for tag in sorted(TAGS):
         figures = windows.columns[tag]
         known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]
         if any(known):
-            columns[tag] = {kind: _short(known, of) for kind, of in kinds.items()}
+            # four digits are more than a chart shows
+            columns[tag] = {
+                kind: [float(f"{of(group):.4g}") if group else None for group in known]
+                for kind, of in kinds.items()
+            }
 
+    # the longest spike comes first, so that each group marks its own longest one
     found = spikes(windows)
     marked: dict[int, dict[str, Any]] = {}
     for index in found:
@@ -121,13 +127,8 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     }
 
 
-def _short(groups: list[list[float]], of: Callable[[list[float]], float]) -> list[float | None]:
-    """Returns ``of`` each group, in four digits, for a chart shows no more; None: it is empty."""
-    return [float(f"{of(group):.4g}") if group else None for group in groups]
-
-
 def latest(windows: Windows) -> dict[str, Any]:
-    """Returns the last window in the words of a report, unchecked, for a run without a report."""
+    """Returns the last window in a report's words, unchecked, for a run without one."""
     last = windows.last
     if not last:
         return {}
@@ -146,7 +147,7 @@ def latest(windows: Windows) -> dict[str, Any]:
 
 
 def declared() -> dict[str, Any]:
-    """Returns what the page shows of the figures: charts of their courses, rows of the steps."""
+    """Returns what the page shows of the figures: their charts and their rows."""
     charts: dict[str, Any] = {}
     for figure in CHARTED:
         empty = {"title": figure.chart, "unit": figure.unit, "series": []}

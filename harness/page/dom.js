@@ -1,4 +1,5 @@
-// Elements, the tooltip, and what every chart does alike: fit its width, be steered by pointer and keyboard, give a table.
+// Elements, the tooltip, and what every chart does alike: fit its width, be steered by pointer and
+// keyboard, give a table.
 // Text from a run's files becomes text nodes and attributes only, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -11,12 +12,14 @@ export function s(tag, attributes, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
+const isThere = (value) => value !== undefined && value !== null && value !== false;
+
 function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (typeof value === "function") element.addEventListener(name, value);
-    else if (value !== undefined && value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+    else if (isThere(value)) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== undefined && child !== null && child !== false));
+  element.append(...children.flat(Infinity).filter(isThere));
   return element;
 }
 
@@ -37,11 +40,15 @@ export function absent(reason) {
   return h("p", { class: "absent" }, h("strong", {}, "not available"), ` ${reason}`);
 }
 
-// A table whose columns are named and whose rows begin with their own name; a cell is a text or an element.
+// A table whose columns are named and whose rows begin with their own name; a cell is a text or an
+// element.
 export function table({ kind, caption, columns, rows }) {
-  const head = columns.length > 0 && h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name))));
-  const row = ([first, ...rest]) => h("tr", {}, h("th", { scope: "row" }, first), rest.map((cell) => h("td", {}, cell)));
-  return h("table", { class: kind }, caption && h("caption", {}, caption), head, h("tbody", {}, rows.map(row)));
+  const head = columns.length > 0
+    && h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, name))));
+  const row = ([first, ...rest]) =>
+    h("tr", {}, h("th", { scope: "row" }, first), rest.map((cell) => h("td", {}, cell)));
+  return h("table", { class: kind }, caption && h("caption", {}, caption), head,
+    h("tbody", {}, rows.map(row)));
 }
 
 // A wide or long table in a box that scrolls, by keyboard too.
@@ -52,19 +59,21 @@ export function scrolled(name, inner) {
 // The numbers behind a chart, made when they are asked for.
 export function tableOf(caption, columns, rows) {
   const fill = () => {
-    if (details.open && !details.querySelector("table")) details.append(scrolled(caption, table({ caption, columns, rows: rows() })));
+    if (!details.open || details.querySelector("table")) return;
+    details.append(scrolled(caption, table({ caption, columns, rows: rows() })));
   };
   const details = h("details", { toggle: fill }, h("summary", {}, "Show the numbers"));
   return details;
 }
 
-// A box that the SVG of `draw(width)` fills, anew whenever its width changes.
+// A box that the SVG of `draw(width)` fills, again whenever its width changes.
 export function fitted(draw, attributes) {
   const box = h("div", { class: "fit", ...attributes });
   let width = 0;
   const redraw = () => {
     const svg = draw(width);
-    svg.setAttribute("viewBox", `0 0 ${width} ${svg.getAttribute("height")}`); // paper is narrower, and nobody redraws for it
+    // paper is narrower, and nobody redraws for it
+    svg.setAttribute("viewBox", `0 0 ${width} ${svg.getAttribute("height")}`);
     box.replaceChildren(svg);
   };
   new ResizeObserver(([entry]) => {
@@ -81,7 +90,8 @@ export function fitted(draw, attributes) {
 const tip = h("div", { class: "tip", "aria-hidden": "true" });
 
 function showTip([title, ...rows], x, y) {
-  const row = ([name, value, mark]) => h("tr", {}, h("td", {}, mark), h("th", {}, name), h("td", {}, value));
+  const row = ([name, value, mark]) =>
+    h("tr", {}, h("td", {}, mark), h("th", {}, name), h("td", {}, value));
   tip.replaceChildren(h("strong", {}, title), h("table", {}, rows.map(row)));
   if (!tip.isConnected) document.body.append(tip);
   tip.hidden = false;
@@ -91,16 +101,18 @@ function showTip([title, ...rows], x, y) {
   tip.style.transform = `translate(${Math.max(4, left)}px, ${Math.max(4, top)}px)`;
 }
 
-// Makes `frame` a slider over `count` points: the pointer and the arrow keys choose one, and `choose(index)` marks it.
-// `nearest(x)` gives the point at a pixel from the frame's left edge, `place(index)` the inverse, and `lines(index)` what is
-// told of it: a title, then rows of [name, value, mark].
+// Makes `frame` a slider over `count` points: the pointer and the arrow keys choose one, and
+// `choose(index)` marks it.
+// `nearest(x)` gives the point at a pixel from the frame's left edge, `place(index)` the inverse,
+// and `lines(index)` what is told of it: a title, then rows of [name, value, mark].
 export function steered(frame, { name, count, nearest, place, lines, choose }) {
   let at = -1;
   const set = (index, x, y) => {
     at = Math.max(0, Math.min(count - 1, index));
     const [title, ...rows] = lines(at);
     frame.setAttribute("aria-valuenow", at + 1);
-    frame.setAttribute("aria-valuetext", [title, ...rows.map((row) => `${row[0]} ${row[1]}`)].join(", "));
+    const told = rows.map((row) => `${row[0]} ${row[1]}`);
+    frame.setAttribute("aria-valuetext", [title, ...told].join(", "));
     choose(at);
     const box = frame.getBoundingClientRect();
     showTip([title, ...rows], x ?? box.left + place(at), y ?? box.top);
@@ -110,7 +122,10 @@ export function steered(frame, { name, count, nearest, place, lines, choose }) {
     choose(null);
   };
   const moves = {
-    ArrowLeft: () => at - 1, ArrowRight: () => at + 1, ArrowDown: () => at - 1, ArrowUp: () => at + 1,
+    ArrowLeft: () => at - 1,
+    ArrowRight: () => at + 1,
+    ArrowDown: () => at - 1,
+    ArrowUp: () => at + 1,
     PageDown: () => at - 10, PageUp: () => at + 10, Home: () => 0, End: () => count - 1,
   };
   return filled(frame, {
@@ -121,7 +136,9 @@ export function steered(frame, { name, count, nearest, place, lines, choose }) {
     "aria-valuemax": count,
     "aria-valuenow": 1,
     "aria-valuetext": "use the arrow keys",
-    pointermove: (event) => set(nearest(event.clientX - frame.getBoundingClientRect().left), event.clientX, event.clientY),
+    pointermove: (event) =>
+      set(nearest(event.clientX - frame.getBoundingClientRect().left), event.clientX,
+        event.clientY),
     pointerleave: leave,
     blur: leave,
     focus: () => frame.matches(":focus-visible") && set(at),

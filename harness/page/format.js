@@ -1,6 +1,7 @@
 // Numbers as text, always with their unit.
 
-const digits = (value, count) => value.toLocaleString("en", { minimumFractionDigits: count, maximumFractionDigits: count });
+const digits = (value, count) =>
+  value.toLocaleString("en", { minimumFractionDigits: count, maximumFractionDigits: count });
 
 export function count(value) {
   return digits(value, 0);
@@ -30,7 +31,8 @@ export function share(value) {
 
 export function bytes(value) {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
-  const power = Math.min(units.length - 1, Math.max(0, Math.floor(Math.log10(Math.max(1, value)) / 3)));
+  const power = Math.min(units.length - 1,
+    Math.max(0, Math.floor(Math.log10(Math.max(1, value)) / 3)));
   return `${power ? rounded(value / 1000 ** power) : count(value)} ${units[power]}`;
 }
 
@@ -42,7 +44,8 @@ export function times(value) {
 export function together(values) {
   const most = Math.max(0, ...values.filter((value) => Number.isFinite(value)));
   const [factor, unit] = most >= 1000 ? [1e-3, "s"] : most < 0.1 ? [1e3, "µs"] : [1, "ms"];
-  return (value) => (value > 0 && factor * value < 0.005 ? `<0.01 ${unit}` : `${rounded(factor * value)} ${unit}`);
+  return (value) => (value > 0 && factor * value < 0.005 ? `<0.01 ${unit}`
+    : `${rounded(factor * value)} ${unit}`);
 }
 
 const percent = (value) => `${Math.round(100 * value)}%`;
@@ -51,11 +54,17 @@ const bytesPerSecond = (value) => `${bytes(value)}/s`;
 const cores = (value) => `${rounded(value)} cores`;
 // How values of a unit are told, and how on an axis.
 const UNITS = {
-  ms: { show: ms, tick: ms }, fraction: { show: share, tick: percent }, "images/s": { show: perSecond, tick: rounded },
-  cores: { show: cores, tick: rounded }, bytes: { show: bytes, tick: bytes }, "bytes/s": { show: bytesPerSecond, tick: bytesPerSecond },
+  ms: { show: ms, tick: ms },
+  fraction: { show: share, tick: percent },
+  "images/s": { show: perSecond, tick: rounded },
+  cores: { show: cores, tick: rounded },
+  bytes: { show: bytes, tick: bytes },
+  "bytes/s": { show: bytesPerSecond, tick: bytesPerSecond },
 };
-export const unitOf = (unit) => UNITS[unit] ?? { show: (value) => `${rounded(value)} ${unit}`.trim(), tick: rounded };
-export const known = (value, show) => (value === undefined || value === null ? "not available" : show(value));
+export const unitOf = (unit) => UNITS[unit]
+  ?? { show: (value) => `${rounded(value)} ${unit}`.trim(), tick: rounded };
+export const known = (value, show) =>
+  (value === undefined || value === null ? "not available" : show(value));
 
 // So many of a thing, whose plural has an s.
 export function many(number, thing) {

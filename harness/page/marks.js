@@ -1,11 +1,17 @@
-// What the parts of a step are called and how they are painted: each by a colour and a pattern, so that neither is needed alone.
+// What the parts of a step are called and how they are painted: each by a colour and a pattern, so
+// that neither is needed alone.
 import { h, path, s } from "./dom.js";
 
 export const PARTS = ["compute", "launch", "prepare", "starved", "exposed_copy", "host"];
 export const SELDOM = ["launch", "prepare"]; // parts that many runs do without
 
 export const LABELS = {
-  compute: "compute", launch: "launch", prepare: "prepare", starved: "starved", exposed_copy: "exposed copy", host: "host",
+  compute: "compute",
+  launch: "launch",
+  prepare: "prepare",
+  starved: "starved",
+  exposed_copy: "exposed copy",
+  host: "host",
 };
 
 export const MEANINGS = {
@@ -18,9 +24,10 @@ export const MEANINGS = {
 };
 
 const SLANTED = "M-2,2 l4,-4 M0,8 l8,-8 M6,10 l4,-4";
-const dots = (...places) => places.map((at) => s("circle", { cx: at, cy: at, r: 1.4, class: "ink" }));
+const dots = (...places) =>
+  places.map((at) => s("circle", { cx: at, cy: at, r: 1.4, class: "ink" }));
 
-const OTHERS = 6; // paints of their own for so many
+const OTHERS = 6; // paints for things that are no parts
 const PATTERNS = {
   compute: () => [],
   launch: () => path("M0,2 h8 M0,6 h8", "stroke"),
@@ -41,8 +48,10 @@ const PATTERNS = {
 export function patterns() {
   const square = { width: 8, height: 8, patternUnits: "userSpaceOnUse" };
   const defined = Object.entries(PATTERNS).map(([name, marks]) =>
-    s("pattern", { id: `paint-${name}`, ...square }, s("rect", { width: 8, height: 8, class: `flat ${name}` }), marks()));
-  return s("svg", { width: 0, height: 0, class: "patterns", "aria-hidden": "true" }, s("defs", {}, defined));
+    s("pattern", { id: `paint-${name}`, ...square },
+      s("rect", { width: 8, height: 8, class: `flat ${name}` }), marks()));
+  return s("svg", { width: 0, height: 0, class: "patterns", "aria-hidden": "true" },
+    s("defs", {}, defined));
 }
 
 export function paint(name) {
@@ -69,7 +78,8 @@ export function stroke(kind) {
 
 // A legend of [sample, name] pairs.
 export function keys(pairs, ...more) {
-  return h("span", { class: "keys" }, pairs.map(([mark, name]) => h("span", {}, mark, name)), ...more);
+  return h("span", { class: "keys" }, pairs.map(([mark, name]) => h("span", {}, mark, name)),
+    ...more);
 }
 
 export function partKeys(parts = PARTS) {

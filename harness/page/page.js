@@ -6,24 +6,30 @@ import { newest, sweepView } from "./sweep.js";
 
 let opened = null; // the run that is looked at, also after a reload
 
-// Fills the document. `load(name)` gives the whole of one of `runs`; `reload`, where there is one, gets everything anew.
+// Fills the document. `load(name)` gives the whole of one of `runs`; `reload`, where there is one,
+// reads everything again.
 export function start({ runs, notes = [], declared, load, reload }) {
   const main = h("main", { id: "main", tabindex: "-1" });
-  const again = reload && h("p", { class: "reload" }, h("button", { type: "button", click: reload }, "Reload"));
+  const again = reload && h("p", { class: "reload" },
+    h("button", { type: "button", click: reload }, "Reload"));
   const link = h("a", { class: "skip", href: "#main", click: skip }, "Skip to the run");
   document.querySelector(".page")?.remove();
   document.body.append(h("div", { class: "page" }, patterns(), link, main));
-  main.append(...[again, notes.length > 0 && h("ul", { class: "notes" }, notes.map((note) => h("li", {}, note)))].filter(Boolean));
+  main.append(...[again, notes.length > 0
+    && h("ul", { class: "notes" }, notes.map((note) => h("li", {}, note)))].filter(Boolean));
   if (!runs.length) {
-    main.append(h("h1", {}, "No run yet"), h("p", {}, "A run is shown as soon as its folder holds metrics.jsonl or report.json."));
+    main.append(h("h1", {}, "No run yet"),
+      h("p", {}, "A run is shown as soon as its folder holds metrics.jsonl or report.json."));
     return;
   }
   const first = runs.some((run) => run.name === opened) ? opened : newest(runs)[0].name;
   const detail = h("div", { class: "detail", tabindex: "-1" });
   const show = async (name) => {
     opened = name;
-    const view = await load(name).then((run) => runView(run, declared, runs.length > 1 ? "h2" : "h1"))
-      .catch((error) => h("ul", { class: "notes", role: "alert" }, h("li", {}, `run ${name}: ${error.message}`)));
+    const view = await load(name)
+      .then((run) => runView(run, declared, runs.length > 1 ? "h2" : "h1"))
+      .catch((error) => h("ul", { class: "notes", role: "alert" },
+        h("li", {}, `run ${name}: ${error.message}`)));
     if (opened !== name) return; // another one was asked for since
     detail.replaceChildren(view);
   };
@@ -33,7 +39,8 @@ export function start({ runs, notes = [], declared, load, reload }) {
       await show(name);
       if (opened !== name) return;
       detail.focus({ preventScroll: true });
-      detail.scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+      detail.scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches
+        ? "auto" : "smooth" });
     };
     const { view, mark } = sweepView(runs, open);
     main.append(view);
@@ -43,7 +50,8 @@ export function start({ runs, notes = [], declared, load, reload }) {
   show(first);
 }
 
-// The address of the tab belongs to TensorBoard, so that a link to a place in the page must not change it.
+// The address of the tab belongs to TensorBoard, so that a link to a place in the page must not
+// change it.
 function skip(event) {
   event.preventDefault();
   document.querySelector(".detail")?.focus();

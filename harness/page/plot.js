@@ -17,7 +17,8 @@ export function axis(course, width, { left = LEFT, right = RIGHT, top = TOP } = 
     const found = course.steps.findIndex((step) => x(step) >= px);
     return found < 0 ? course.steps.length - 1 : found;
   };
-  return { x, from, to, nearest, middle: (index) => (from(index) + to(index)) / 2, left, right: left + inner, top, last };
+  return { x, from, to, nearest, middle: (index) => (from(index) + to(index)) / 2, left,
+    right: left + inner, top, last };
 }
 
 // The vertical axis from 0 to `end`; what is beyond lies on the upper edge.
@@ -27,7 +28,8 @@ export function heightOf(ax, height, end) {
 
 export function grid(ax, y, end, show) {
   return ticks(end, 4).map((tick) => [
-    path(`M${ax.left},${y(tick)}H${ax.right}`, tick ? "grid" : "axis"), label(ax.left - 8, y(tick) + 4, show(tick), "end"),
+    path(`M${ax.left},${y(tick)}H${ax.right}`, tick ? "grid" : "axis"),
+      label(ax.left - 8, y(tick) + 4, show(tick), "end"),
   ]);
 }
 
@@ -36,7 +38,8 @@ const isKnown = (value) => value !== null && value !== undefined;
 
 // A line that is flat within each group, and straight over groups that have no figure.
 export function linePath(values, ax, y) {
-  const flat = (value, index) => (isKnown(value) ? [`${px(ax.from(index))},${px(y(value))}H${px(ax.to(index))}`] : []);
+  const flat = (value, index) =>
+    (isKnown(value) ? [`${px(ax.from(index))},${px(y(value))}H${px(ax.to(index))}`] : []);
   return `M${values.flatMap(flat).join("L")}`;
 }
 
@@ -44,12 +47,15 @@ export function linePath(values, ax, y) {
 export function areaPath(lower, upper, ax, y) {
   const block = (top, index) => {
     const [from, to] = [px(ax.from(index)), px(ax.to(index))];
-    return isKnown(top) ? [`M${from},${px(y(lower[index]))}V${px(y(top))}H${to}V${px(y(lower[index]))}Z`] : [];
+    return isKnown(top)
+      ? [`M${from},${px(y(lower[index]))}V${px(y(top))}H${to}V${px(y(lower[index]))}Z`] : [];
   };
   return upper.flatMap(block).join("");
 }
 
 export function epochLines(course, ax, height) {
-  const starts = course.epochs.flatMap((epoch, index) => (index && epoch !== course.epochs[index - 1] ? [ax.from(index)] : []));
-  return starts.length < 60 && path(starts.map((x) => `M${px(x)},${ax.top}V${height}`).join(""), "epoch");
+  const starts = course.epochs.flatMap((epoch, index) =>
+    (index && epoch !== course.epochs[index - 1] ? [ax.from(index)] : []));
+  return starts.length < 60
+    && path(starts.map((x) => `M${px(x)},${ax.top}V${height}`).join(""), "epoch");
 }

@@ -1,4 +1,4 @@
-"""The page as a file: ``report.html`` of a run or of a sweep, which needs nothing but itself."""
+"""The page as a file: ``report.html`` of a run or a sweep, complete in itself."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def listed(runs: Sequence[str], notes: Sequence[str]) -> str:
 
 
 def bundle() -> str:
-    """Returns all scripts as one, each in a function of its own that gives its exports.
+    """Returns all scripts as one, each in a function that gives its exports.
 
     In TensorBoard they are served as the modules that they are.
     """

@@ -1,31 +1,47 @@
-// One run: what bound it, its step, its wall time, its course, its workers, its tuner, its settings.
+// One run: what bound it, its step, its wall time, its course, its workers, its tuner, its
+// settings.
 import { wholeBar, stageBars } from "./bars.js";
 import { courseSection } from "./course.js";
 import { absent, h, note, scrolled, table, tableOf } from "./dom.js";
-import { bytes, known, many, ms, perSecond, quoted, seconds, share, times, together, unitOf, words } from "./format.js";
+import { bytes, known, many, ms, perSecond, quoted, seconds } from "./format.js";
+import { share, times, together, unitOf, words } from "./format.js";
 import { LABELS, MEANINGS, other, PARTS, SELDOM } from "./marks.js";
 import { supplySection } from "./supply.js";
 
 const BASIS = {
-  device: { clock: "device events", says: "What the device did, from events on its own time line.", by: "by device events" },
-  host: { clock: "host clock", says: "What the host's clock can say: here nothing runs beside the wait.", by: "by the host's clock" },
+  device: {
+    clock: "device events",
+    says: "What the device did, from events on its own time line.",
+    by: "by device events",
+  },
+  host: {
+    clock: "host clock",
+    says: "What the host's clock can say: here nothing runs beside the wait.",
+    by: "by the host's clock",
+  },
 };
 const LAST = {
   clock: "last window", by: "in the last window",
   says: "Medians of the last window, as shares of their sum; exact shares come with the report.",
 };
 const WAITS = {
-  make: "no batch was made yet", transport: "on its way from a worker", pin: "copied to page-locked memory",
+  make: "no batch was made yet",
+  transport: "on its way from a worker",
+  pin: "copied to page-locked memory",
   move: "handed over, copy issued",
 };
 const REST = {
-  ...MEANINGS, start: "from the command to the first step", tuning: "the loader's settings were searched",
-  evaluate: "the validation set", first_steps: "workers start, kernels are chosen, networks compiled",
+  ...MEANINGS,
+  start: "from the command to the first step",
+  tuning: "the loader's settings were searched",
+  evaluate: "the validation set",
+  first_steps: "workers start, kernels are chosen, networks compiled",
   checkpoint: "state saved", other: "what nothing else accounts for",
 };
 const WELL = ["balanced", "compute"];
 
-// The whole of one run, with figures and charts as the harness has `declared` them; `heading` is the level of its title.
+// The whole of one run, with figures and charts as the harness has `declared` them; `heading` is
+// the level of its title.
 export function runView(run, declared, heading) {
   const { report } = run;
   const ended = !run.latest;
@@ -39,7 +55,8 @@ export function runView(run, declared, heading) {
     ["Settings and environment", settingsSection(run)],
   ];
   return h("article", { class: "run" },
-    h("header", {}, h(heading, {}, "Run ", h("span", { class: "name" }, run.name)), note(facts(report, ended))),
+    h("header", {}, h(heading, {}, "Run ", h("span", { class: "name" }, run.name)),
+      note(facts(report, ended))),
     run.notes.length > 0 && h("ul", { class: "notes" }, run.notes.map((text) => h("li", {}, text))),
     verdictCard(report, ended),
     figures(report, ended),
@@ -79,22 +96,27 @@ function copyButton(text) {
       await navigator.clipboard.writeText(text);
       said.textContent = "copied";
     } catch {
-      getSelection().selectAllChildren(code); // without the right to the clipboard: ready to be copied by hand
+      // without the right to the clipboard: ready to be copied by hand
+      getSelection().selectAllChildren(code);
       said.textContent = "selected, copy it with Ctrl+C";
     }
   };
-  return h("span", { class: "copy" }, code, h("button", { type: "button", click, "aria-label": `Copy ${text}` }, "Copy"), said);
+  return h("span", { class: "copy" }, code,
+    h("button", { type: "button", click, "aria-label": `Copy ${text}` }, "Copy"), said);
 }
 
 function verdictCard({ verdict }, ended) {
-  const why = ended ? "this run's report has no verdict" : "the verdict comes with the report, at the end of the run";
+  const why = ended ? "this run's report has no verdict"
+    : "the verdict comes with the report, at the end of the run";
   if (!verdict) return h("div", { class: "verdict" }, absent(why));
   const { bottleneck, ceiling, sentence, next_step: next, evidence = [] } = verdict;
-  const bound = { balanced: "balanced", unknown: "not known" }[bottleneck] ?? `bound by ${words(bottleneck)}`;
+  const bound = { balanced: "balanced", unknown: "not known" }[bottleneck]
+    ?? `bound by ${words(bottleneck)}`;
   const mood = WELL.includes(bottleneck) ? "good" : bottleneck === "unknown" ? "" : "bad";
   return h("div", { class: `verdict ${mood}` },
     h("p", { class: "bound" }, h("span", { class: "chip" }, bound),
-      ceiling !== undefined && h("span", {}, h("strong", {}, times(ceiling)), " at most, if loading were free")),
+      ceiling !== undefined
+        && h("span", {}, h("strong", {}, times(ceiling)), " at most, if loading were free")),
     h("p", { class: "sentence" }, sentence),
     next && h("p", { class: "next" }, "Next: ", copyButton(next)),
     evidence.length > 0 && h("ul", {}, evidence.map((fact) => h("li", {}, fact))));
@@ -104,16 +126,23 @@ function figures(report, ended) {
   const { step_ms: step, gpu_memory: memory } = report;
   const { by } = BASIS[report.stall_basis] ?? LAST;
   const cards = [
-    ["Throughput", report.images_per_s, perSecond, ended ? "while training" : "in the last window", "no step was timed"],
-    ["Step", step?.median, ms, step && `95 of 100 below ${ms(step.p95)}, longest ${ms(step.max)}`, "no step was timed"],
+    ["Throughput", report.images_per_s, perSecond, ended ? "while training" : "in the last window",
+      "no step was timed"],
+    ["Step", step?.median, ms, step && `95 of 100 below ${ms(step.p95)}, longest ${ms(step.max)}`,
+      "no step was timed"],
     ["Stalled", report.stall_fraction, share, `of the time, ${by}`, "no step was timed"],
-    ["Goodput", report.goodput?.fraction, share, "of the wall time the device was busy", "the device's own time is not known"],
-    ["Top-1", report.top1, share, report.val_images && `on ${many(report.val_images, "image")}`, "no evaluation has ended"],
-    ["GPU utilisation", report.gpu_utilization, share, "some kernel ran, whole device", "no NVIDIA GPU gave it"],
-    ["GPU memory", memory && Math.max(memory.training_bytes, memory.evaluation_bytes), bytes, memoryHint(memory),
+    ["Goodput", report.goodput?.fraction, share, "of the wall time the device was busy",
+      "the device's own time is not known"],
+    ["Top-1", report.top1, share, report.val_images && `on ${many(report.val_images, "image")}`,
+      "no evaluation has ended"],
+    ["GPU utilisation", report.gpu_utilization, share, "some kernel ran, whole device",
+      "no NVIDIA GPU gave it"],
+    ["GPU memory", memory && Math.max(memory.training_bytes, memory.evaluation_bytes), bytes,
+      memoryHint(memory),
       "no NVIDIA GPU gave it"],
   ];
-  return h("dl", { class: "figures" }, cards.map(([name, value, show, hint, reason]) => (value === undefined
+  return h("dl", { class: "figures" },
+    cards.map(([name, value, show, hint, reason]) => (value === undefined
     ? figure(name, "absent", "not available", ended ? reason : "there is no report")
     : figure(name, "", withUnit(show(value)), hint))));
 }
@@ -124,7 +153,8 @@ function memoryHint(memory) {
 }
 
 function figure(name, kind, value, hint) {
-  return h("div", {}, h("dt", {}, name), h("dd", { class: kind }, value), h("dd", { class: "note" }, hint));
+  return h("div", {}, h("dt", {}, name), h("dd", { class: kind }, value),
+    h("dd", { class: "note" }, hint));
 }
 
 function withUnit(text) {
@@ -146,8 +176,10 @@ function stepSection(report, declared, ended) {
     name: LABELS[part], value: shares[part], fill: part, meaning: MEANINGS[part],
     cells: [share(shares[part]), median(part), longest(part)],
   }));
-  const missing = PARTS.filter((part) => !(part in shares) && !SELDOM.includes(part)).map((part) => LABELS[part]);
-  const reason = basis === "host" ? "it needs device events, which a CUDA device has" : "this device gave no figure for it";
+  const missing = PARTS.filter((part) => !(part in shares) && !SELDOM.includes(part))
+    .map((part) => LABELS[part]);
+  const reason = basis === "host" ? "it needs device events, which a CUDA device has"
+    : "this device gave no figure for it";
   const why = ended ? reason : "the last window has no figure for it";
   return [
     note(h("span", { class: "badge" }, clock), says),
@@ -155,7 +187,9 @@ function stepSection(report, declared, ended) {
     missing.length > 0 && note(`Not available: ${missing.join(", ")} (${why}).`),
     waitBar(Object.entries(report.wait_parts ?? {})),
     hostParts(Object.entries(report.host_parts_s ?? {})),
-    tableOf("All figures of the steps", ["figure", "median", "95 of 100 below", "longest", "what it says"], () => allFigures(report, declared)),
+    tableOf("All figures of the steps",
+      ["figure", "median", "95 of 100 below", "longest", "what it says"], () =>
+        allFigures(report, declared)),
   ];
 }
 
@@ -164,7 +198,8 @@ function allFigures(report, declared) {
   return declared.filter(({ name }) => report[name] !== undefined).map(({ name, unit, text }) => {
     const value = report[name];
     const { show } = unitOf(unit);
-    const cells = typeof value === "number" ? [show(value), "", ""] : [value.median, value.p95, value.max].map(show);
+    const cells = typeof value === "number" ? [show(value), "", ""]
+      : [value.median, value.p95, value.max].map(show);
     return [words(name), ...cells, text];
   });
 }
@@ -173,7 +208,8 @@ function waitBar(parts) {
   const segments = parts.map(([name, value], index) => (
     { name: words(name), value, fill: other(index), cells: [share(value)], meaning: WAITS[name] }));
   return segments.length > 0
-    && [h("h3", {}, "What the wait was spent on"), wholeBar({ title: "Wait for data", columns: ["share of the wait"], segments })];
+    && [h("h3", {}, "What the wait was spent on"),
+      wholeBar({ title: "Wait for data", columns: ["share of the wait"], segments })];
 }
 
 function hostParts(parts) {
@@ -182,25 +218,29 @@ function hostParts(parts) {
 }
 
 function goodputSection({ goodput, turns_ms: turns = [] }, ended) {
-  if (!goodput || goodput.wall_s <= 0) return absent(ended ? "the device's own time is not known" : "it is known when the run ends");
+  if (!goodput || goodput.wall_s <= 0) return absent(ended ? "the device's own time is not known"
+    : "it is known when the run ends");
   const { fraction, busy_s: busy, wall_s: wall } = goodput;
   const rest = goodput.rest.filter((part) => part.s > 0);
   const others = rest.map((part) => part.name).filter((name) => !PARTS.includes(name));
   const fill = (name) => (PARTS.includes(name) ? name : other(others.indexOf(name)));
-  const segments = [{ name: "device busy", s: busy, fill: "compute", meaning: MEANINGS.compute }, ...rest.map((part) => (
+  const segments = [{ name: "device busy", s: busy, fill: "compute", meaning: MEANINGS.compute },
+    ...rest.map((part) => (
     { name: words(part.name), s: part.s, fill: fill(part.name), meaning: REST[part.name] }))];
   return [
-    note(`${share(fraction)} of ${seconds(wall)}, from the command to the exit, went into steps on the device.`),
+    note(`${share(fraction)} of ${seconds(wall)}, from the command to the exit, went into steps.`),
     wholeBar({ title: "Wall time", columns: ["share", "time"], segments: segments.map((part) => (
       { ...part, value: part.s, cells: [share(part.s / wall), seconds(part.s)] })) }),
     turns.length > 0 && note(turnsTold(turns)),
   ];
 }
 
-// The pause around an evaluation: the waits for its first batch and for the first one of the epoch after it.
+// The pause around an evaluation: the waits for its first batch and for the first one of the epoch
+// after it.
 function turnsTold(turns) {
   const [val, train] = ["val", "train"].map((name) => Math.max(...turns.map((turn) => turn[name])));
-  return `Around ${many(turns.length, "evaluation")} the loop waited at most ${ms(val)} for the first validation batch `
+  return `Around ${many(turns.length, "evaluation")} the loop waited at most `
+    + `${ms(val)} for the first validation batch `
     + `and ${ms(train)} for the next epoch's first batch.`;
 }
 
@@ -209,31 +249,41 @@ function stagesSection({ stages, workers, loader }) {
   const alone = loader?.num_workers === 0;
   const who = alone ? "The training process was" : "Workers were";
   const busy = workers?.busy_fraction;
-  const told = busy !== undefined && `${who} making batches in ${share(busy)} of the training time. `;
-  const caption = alone ? "per sample, in the training process" : "per sample, mean over all workers";
-  return [note(told, workers && `${many(workers.samples, "sample")} in all.`), stageBars(stages, caption)];
+  const told = busy !== undefined
+    && `${who} making batches in ${share(busy)} of the training time. `;
+  const caption = alone ? "per sample, in the training process"
+    : "per sample, mean over all workers";
+  return [note(told, workers && `${many(workers.samples, "sample")} in all.`),
+    stageBars(stages, caption)];
 }
 
 function ranksSection(ranks) {
   const slowest = Math.max(...ranks.map((rank) => rank.step_ms));
   const rows = ranks.map((rank) => [
-    [`rank ${rank.rank}`, rank.step_ms === slowest && h("span", { class: "note" }, " longest step")],
+    [`rank ${rank.rank}`, rank.step_ms === slowest
+      && h("span", { class: "note" }, " longest step")],
     ...["step_ms", "stalled_ms", "host_ms", "forward_ms"].map((name) => known(rank[name], ms)),
   ]);
-  return scrolled("Ranks", table({ columns: ["rank", "step", "stalled for data", "host", "forward"], rows }));
+  return scrolled("Ranks",
+    table({ columns: ["rank", "step", "stalled for data", "host", "forward"], rows }));
 }
 
 function settingsSection({ report, config }) {
   const typed = report.run?.overrides ?? [];
   return [
-    h("p", {}, typed.length ? ["Typed: ", copyButton(typed.map(quoted).join(" "))] : "No setting was typed, or the report does not say."),
-    h("div", { class: "columns" }, pairs("Loader as used", report.loader), pairs("Environment", report.environment)),
-    config && h("details", {}, h("summary", {}, "The whole configuration"), h("pre", { tabindex: "0" }, config)),
+    h("p", {}, typed.length ? ["Typed: ", copyButton(typed.map(quoted).join(" "))]
+      : "No setting was typed, or the report does not say."),
+    h("div", { class: "columns" }, pairs("Loader as used", report.loader),
+      pairs("Environment", report.environment)),
+    config && h("details", {}, h("summary", {}, "The whole configuration"),
+      h("pre", { tabindex: "0" }, config)),
   ];
 }
 
 function pairs(title, values = {}) {
-  const shown = ([name, value]) => [name, name.endsWith("_bytes") && typeof value === "number" ? bytes(value) : String(value)];
+  const shown = ([name, value]) =>
+    [name, name.endsWith("_bytes") && typeof value === "number" ? bytes(value) : String(value)];
   const rows = Object.entries(values).map(shown);
-  return h("div", {}, h("h3", {}, title), rows.length ? table({ kind: "pairs", columns: [], rows }) : absent("the report does not say"));
+  return h("div", {}, h("h3", {}, title), rows.length ? table({ kind: "pairs", columns: [], rows })
+    : absent("the report does not say"));
 }

@@ -1,4 +1,4 @@
-"""Run folders, and what the page shows of one: its files, with what is missing said in words."""
+"""Run folders, and what the page shows of one, with what is missing said in words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ _MOST_FOLDERS = 50_000
 
 
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
-    """Returns the run folders at and below ``root`` by their path from there, in natural order.
+    """Returns the run folders at and below ``root``, by path from there, in natural order.
 
     Of more than 1,000 they are the last by name, which dates are, and ``notes`` say so.
     """
@@ -41,7 +42,7 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
 
 
 def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:
-    """Yields every run folder as it is found, the last by name first; follows no links.
+    """Yields every run folder as it is found, the last by name first, without links.
 
     It ends after ``most`` folders, and ``notes`` say so.
     """
@@ -52,32 +53,25 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
                 "into: name one below it"
             )
             return
-        passed: tuple[str, ...] = ()
         if REPORT_JSON in files or METRICS_JSONL in files:
             name = os.path.relpath(path, root)
             if name == ".":
                 name = root.resolve().name
             yield name, Path(path)
-            passed = ("checkpoints", "trace")
-        looked_into = [name for name in folders if not name.startswith(".") and name not in passed]
+            # a run holds no other
+            folders.clear()
+        looked_into = [name for name in folders if not name.startswith(".")]
         folders[:] = sorted(looked_into, key=_natural, reverse=True)
 
 
-def stamp(path: Path) -> tuple[int, int]:
-    """Returns what changes when a file does: nanoseconds of the wall clock, and bytes.
-
-    Both are 0 if it cannot be looked at.
-    """
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
-
-
-def changed_s(folder: Path) -> float:
-    """Returns when a run last wrote, in seconds of the wall clock; 0: never."""
-    return max(stamp(folder / name)[0] for name in (REPORT_JSON, METRICS_JSONL)) / 1e9
+def stamps(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Returns what changes when a run's files do: nanoseconds of the wall clock, and bytes."""
+    found = []
+    for name in FILES:
+        with suppress(OSError):
+            status = (folder / name).stat()
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
 
 
 def told(runs: Mapping[str, Path], make: Callable[[Path, str], str], notes: list[str]) -> list[str]:
@@ -103,7 +97,7 @@ def run_json(folder: Path, name: str, *, buckets: int = BUCKETS) -> str:
 
 
 def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, Any]:
-    """Returns one run as the page takes it: its files' contents, and ``notes`` on what is missing.
+    """Returns one run as the page takes it, with ``notes`` on what is missing.
 
     Without a report yet, ``report`` has the figures of the ``latest`` window.
     """
@@ -139,7 +133,7 @@ def read_run(folder: Path, name: str, *, buckets: int = BUCKETS) -> dict[str, An
     config = ".hydra/config.yaml"
     return {
         "name": name,
-        "changed_s": changed_s(folder),
+        "changed_s": max(stamps(folder), default=(0, 0))[0] / 1e9,
         "report": fitted(latest(windows), REPORT) if report is None else report,
         "latest": report is None,
         "tuning": read("tuning.json", lambda path: _fitting(path, TUNING)),

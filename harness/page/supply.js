@@ -1,17 +1,20 @@
-// What the tuner measured: what the loader supplies with so many workers, against what the step can take.
+// What the tuner measured: what the loader supplies by num_workers, and what the step can take.
 import { absent, fitted, h, label, path, s, steered, tableOf } from "./dom.js";
 import { known, perSecond, rounded, seconds, ticks } from "./format.js";
 import { keys, sample } from "./marks.js";
 
 const LEFT = 64, RIGHT = 16, TOP = 24, BOTTOM = 220, HEIGHT = 260;
-const NEAR = 3; // a demand beyond so many times the fastest rate is told and not drawn, so that the rates stay apart
+// a demand beyond this many times the fastest rate is told and not drawn: the rates stay apart
+const NEAR = 3;
 const KINDS = { supply: "loader alone", steps: "delivered to training steps" };
 const IDENTITY = ["num_workers", "prefetch_factor", "pin_memory", "backend"];
 
-const BACKENDS = { processes: "filled: processes", threads: "hollow: threads", arrays: "pale: arrays" };
+const BACKENDS = { processes: "filled: processes", threads: "hollow: threads",
+  arrays: "pale: arrays" };
 
 const setting = (of) =>
-  `${of.num_workers} workers${of.backend ? ` (${of.backend})` : ""}, prefetch ${of.prefetch_factor ?? "none"}, `
+  `${of.num_workers} workers${of.backend ? ` (${of.backend})` : ""}, `
+  + `prefetch ${of.prefetch_factor ?? "none"}, `
   + `${of.pin_memory ? "pinned" : "not pinned"}`;
 const interval = ({ images_per_s: rate, low, high }) =>
   `${perSecond(rate)} (${rounded(low)} to ${high === undefined ? "any" : rounded(high)})`;
@@ -24,8 +27,10 @@ function dot(x, y, kind, backend = "processes") {
 }
 
 function backendsOf(trials) {
-  const seen = Object.keys(BACKENDS).filter((backend) => trials.some(({ settings }) => settings.backend === backend));
-  return seen.length > 1 ? seen.map((backend) => [sample(dot(7, 7, "supply", backend)), BACKENDS[backend]]) : [];
+  const seen = Object.keys(BACKENDS)
+    .filter((backend) => trials.some(({ settings }) => settings.backend === backend));
+  return seen.length > 1
+    ? seen.map((backend) => [sample(dot(7, 7, "supply", backend)), BACKENDS[backend]]) : [];
 }
 
 function cross(x, y) {
@@ -37,30 +42,40 @@ function ring(x, y, r, kind) {
 }
 
 export function supplySection(tuning) {
-  if (!tuning) return absent("this run has no tuning.json: its loader was not tuned (loader.autotune=false)");
+  if (!tuning) return absent("this run has no tuning.json: loader.autotune=false");
   const trials = tuning.trials.filter((trial) => typeof trial.settings.num_workers === "number");
-  trials.sort((a, b) => a.settings.num_workers - b.settings.num_workers || a.kind.localeCompare(b.kind));
-  const cost = tuning.reused ? "remembered from an earlier run" : `measured in ${known(tuning.seconds, seconds)}`;
+  trials.sort((a, b) => a.settings.num_workers - b.settings.num_workers
+    || a.kind.localeCompare(b.kind));
+  const cost = tuning.reused ? "remembered from an earlier run"
+    : `measured in ${known(tuning.seconds, seconds)}`;
   const legend = [
-    [sample(dot(7, 7, "supply")), "loader alone"], [sample(dot(7, 7, "steps")), "delivered to steps"], [sample(cross(7, 7)), "refused"],
-    [sample(path("M0,7h14", "demand")), "the step can take"], [sample(ring(7, 7, 5.5, "ring")), "chosen"],
+    [sample(dot(7, 7, "supply")), "loader alone"],
+    [sample(dot(7, 7, "steps")), "delivered to steps"],
+    [sample(cross(7, 7)), "refused"],
+    [sample(path("M0,7h14", "demand")), "the step can take"],
+    [sample(ring(7, 7, 5.5, "ring")), "chosen"],
     ...backendsOf(trials),
   ];
-  const rows = () => trials.map((trial) => [setting(trial.settings), measured(trial), known(trial.rate, interval), trial.refused]);
+  const rows = () => trials.map((trial) =>
+    [setting(trial.settings), measured(trial), known(trial.rate, interval), trial.refused]);
   return h("div", { class: "supply" },
     h("p", {}, tuning.sentence, h("span", { class: "note" }, ` (${tuning.search}, ${cost})`)),
-    trials.length ? [keys(legend), fitted((width) => drawn(tuning, trials, width))] : absent("nothing was measured"),
-    tableOf("Measurements of the tuner", ["setting", "measured", "images/s (95% interval)", "refused"], rows));
+    trials.length ? [keys(legend), fitted((width) => drawn(tuning, trials, width))]
+      : absent("nothing was measured"),
+    tableOf("Measurements of the tuner",
+      ["setting", "measured", "images/s (95% interval)", "refused"], rows));
 }
 
 function scaleOf({ demand, settings }, trials, width) {
   const fastest = Math.max(0, ...trials.map((trial) => trial.rate?.images_per_s ?? 0));
   const near = demand && (!fastest || demand.images_per_s <= NEAR * fastest);
   const end = 1.15 * Math.max(fastest, near ? demand.images_per_s : 0) || 1;
-  const last = Math.max(1, Number(settings.num_workers) || 0, ...trials.map((trial) => trial.settings.num_workers));
+  const last = Math.max(1, Number(settings.num_workers) || 0,
+    ...trials.map((trial) => trial.settings.num_workers));
   const x = (workers) => LEFT + ((workers + 0.5) / (last + 1)) * (width - LEFT - RIGHT);
   const y = (rate) => BOTTOM - (Math.max(0, Math.min(rate, end)) / end) * (BOTTOM - TOP);
-  const beside = Math.min(7, 0.3 * (x(1) - x(0))); // a delivered rate stands beside the supply of the same setting
+  // a delivered rate stands beside the supply of the same setting
+  const beside = Math.min(7, 0.3 * (x(1) - x(0)));
   const at = ({ settings: { num_workers: workers }, kind, rate }) =>
     [x(workers) + (kind === "steps" ? beside : 0), rate ? y(rate.images_per_s) : BOTTOM - 6];
   return { x, y, at, end, last, near };
@@ -71,9 +86,11 @@ function backdrop(scale, width) {
   const every = Math.ceil((last + 1) / Math.max(2, Math.floor(width / 48)));
   const workers = Array.from({ length: Math.floor(last / every) + 1 }, (_, n) => n * every);
   const lines = ticks(end, 4).map((tick) => [
-    path(`M${LEFT},${y(tick)}H${width - RIGHT}`, tick ? "grid" : "axis"), label(LEFT - 8, y(tick) + 4, rounded(tick), "end"),
+    path(`M${LEFT},${y(tick)}H${width - RIGHT}`, tick ? "grid" : "axis"),
+      label(LEFT - 8, y(tick) + 4, rounded(tick), "end"),
   ]);
-  const names = [label((LEFT + width - RIGHT) / 2, HEIGHT - 4, "num_workers"), label(LEFT - 8, 12, "images/s", "end")];
+  const names = [label((LEFT + width - RIGHT) / 2, HEIGHT - 4, "num_workers"),
+    label(LEFT - 8, 12, "images/s", "end")];
   return [lines, workers.map((n) => label(x(n), BOTTOM + 18, String(n))), names];
 }
 
@@ -81,31 +98,41 @@ function demandLine({ y, near }, demand, width) {
   const said = `the step can take ${perSecond(demand.images_per_s)}`;
   if (!near) return label(LEFT + 6, 12, `${said}, far above this chart`, "start");
   const height = y(demand.images_per_s);
-  return [path(`M${LEFT},${height}H${width - RIGHT}`, "demand"), label(LEFT + 6, height - 7, said, "start")];
+  return [path(`M${LEFT},${height}H${width - RIGHT}`, "demand"),
+    label(LEFT + 6, height - 7, said, "start")];
 }
 
 function trialMark({ y, at, end }, trial) {
   const [x, height] = at(trial);
   if (!trial.rate) return cross(x, height);
-  return [path(`M${x},${y(trial.rate.low)}V${y(trial.rate.high ?? end)}`, "interval"), dot(x, height, trial.kind, trial.settings.backend)];
+  return [path(`M${x},${y(trial.rate.low)}V${y(trial.rate.high ?? end)}`, "interval"),
+    dot(x, height, trial.kind, trial.settings.backend)];
 }
 
 function drawn(tuning, trials, width) {
   const scale = scaleOf(tuning, trials, width);
-  const isChoice = (trial) => trial.rate && IDENTITY.every((name) => trial.settings[name] === tuning.settings[name]);
+  const isChoice = (trial) => trial.rate
+    && IDENTITY.every((name) => trial.settings[name] === tuning.settings[name]);
   const choice = trials.findLast(isChoice);
   const cursor = s("circle", { r: 9, class: "chosen-trial", hidden: true });
-  const svg = s("svg", { width, height: HEIGHT }, backdrop(scale, width), tuning.demand && demandLine(scale, tuning.demand, width),
-    trials.map((trial) => trialMark(scale, trial)), choice && ring(...scale.at(choice), 9, "ring"), cursor);
+  const svg = s("svg", { width, height: HEIGHT },
+    backdrop(scale, width),
+    tuning.demand && demandLine(scale, tuning.demand, width),
+    trials.map((trial) => trialMark(scale, trial)),
+    choice && ring(...scale.at(choice), 9, "ring"),
+    cursor);
   const distance = (trial, px) => Math.abs(scale.at(trial)[0] - px);
   return steered(svg, {
-    name: `Supply by num_workers, ${trials.length} measurements; chosen: ${setting(tuning.settings)}`,
+    name: `Supply by num_workers, ${trials.length} measurements; `
+      + `chosen: ${setting(tuning.settings)}`,
     count: trials.length,
-    nearest: (px) => trials.reduce((best, trial, index) => (distance(trial, px) < distance(trials[best], px) ? index : best), 0),
+    nearest: (px) => trials.reduce((best, trial, index) =>
+      (distance(trial, px) < distance(trials[best], px) ? index : best), 0),
     place: (index) => scale.at(trials[index])[0],
     lines: (index) => {
       const { settings, rate, refused } = trials[index];
-      return [setting(settings), [measured(trials[index]), known(rate, interval)], ...(refused ? [["refused", refused]] : [])];
+      return [setting(settings), [measured(trials[index]), known(rate, interval)],
+        ...(refused ? [["refused", refused]] : [])];
     },
     choose: (index) => {
       cursor.toggleAttribute("hidden", index === null);

@@ -1,4 +1,5 @@
-// The tab in TensorBoard: the page, with the runs from TensorBoard's own server and its choice of light or dark.
+// The tab in TensorBoard: the page, with the runs from TensorBoard's own server and its choice of
+// light or dark.
 import { start } from "./page.js";
 
 const at = (path) => new URL(path, import.meta.url);
@@ -13,7 +14,8 @@ async function answer(path) {
 async function show() {
   try {
     const { runs, notes, declared } = await answer("./runs");
-    start({ runs, notes, declared, load: (name) => answer(`./run?name=${encodeURIComponent(name)}`), reload: show });
+    start({ runs, notes, declared, load: (name) => answer(`./run?name=${encodeURIComponent(name)}`),
+      reload: show });
   } catch (error) {
     start({ runs: [], notes: [`the runs cannot be read: ${error.message}`], reload: show });
   }
@@ -21,14 +23,17 @@ async function show() {
 
 function followTheme() {
   const outer = window.parent.document.body;
-  const follow = () => (document.documentElement.dataset.theme = outer.classList.contains("dark-mode") ? "dark" : "light");
+  const follow = () =>
+    (document.documentElement.dataset.theme = outer.classList.contains("dark-mode") ? "dark"
+      : "light");
   new MutationObserver(follow).observe(outer, { attributeFilter: ["class"] });
   follow();
 }
 
 // What TensorBoard calls once it has loaded this module into its frame.
 export async function render() {
-  const style = Object.assign(document.createElement("link"), { rel: "stylesheet", href: at("./page.css") });
+  const style = Object.assign(document.createElement("link"),
+    { rel: "stylesheet", href: at("./page.css") });
   document.head.append(style);
   document.documentElement.lang = "en";
   followTheme();

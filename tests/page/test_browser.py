@@ -73,9 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def show(browser: webdriver.Chrome, folder: Path) -> Iterator[Callable[..., webdriver.Chrome]]:
-    """Opens a page of a width in light or dark, drawn to its end; the console must have stayed
-    silent.
-    """
+    """Opens a page of a width in light or dark, drawn to its end, with a silent console."""
 
     def opened(page: str, width: int = 1280, scheme: str = "light") -> webdriver.Chrome:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -126,9 +124,7 @@ MIDDLE_OF_SPIKE = """
 def test_every_spike_of_a_long_run_is_drawn(
     show: Callable[..., webdriver.Chrome], scheme: str
 ) -> None:
-    """All four marks of 20,000 steps are on the screen in the spikes' colour, within the chart, and
-    named below it.
-    """
+    """All four marks are on the screen in the spikes' colour, and named below the chart."""
     page = show("long_run", scheme=scheme)
     marks = page.find_elements(By.CSS_SELECTOR, ".spike")
     assert {int(mark.get_attribute("data-step") or 0) for mark in marks} == set(runs.SPIKES)
@@ -141,9 +137,7 @@ def test_every_spike_of_a_long_run_is_drawn(
 
 
 def test_no_label_lies_across_a_longer_spike(show: Callable[..., webdriver.Chrome]) -> None:
-    """The spike of 400 ms beside the one of 2.60 s is told below the chart; the others have their
-    labels.
-    """
+    """The spike of 400 ms beside the one of 2.60 s is told below the chart."""
     page = show("long_run")
     assert set(texts(page, ".run .spike-text")) == {"2.60 s", "900 ms", "650 ms"}
 
@@ -187,9 +181,7 @@ def test_without_workers_none_is_spoken_of(browser: webdriver.Chrome, tmp_path: 
 
 
 def test_windows_that_hold_spikes_are_counted(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """Two in each group of ten windows: both are counted, one is marked, and the twelve longest of
-    those are told.
-    """
+    """All are counted, one of each group is marked, and the twelve longest are told."""
     lines = [
         runs.window(step, {"compute": 5.0}, 90.0 if step % 50 == 0 else None)
         for step in range(10, 40_001, 10)
@@ -222,9 +214,7 @@ def test_what_was_typed_can_be_pasted(browser: webdriver.Chrome, tmp_path: Path)
 
 
 def test_the_newest_runs_are_looked_at_first(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """Of thirteen runs the one that was written to last is open, and all but the oldest have a
-    chart.
-    """
+    """Of thirteen runs the newest is open, and all but the oldest have a chart."""
     for job in range(13):
         runs.cpu_run(tmp_path / str(job), steps=50)
         for file in ("report.json", "metrics.jsonl"):
@@ -238,9 +228,7 @@ def test_the_newest_runs_are_looked_at_first(browser: webdriver.Chrome, tmp_path
 
 
 def test_the_slowest_rank_is_named(show: Callable[..., webdriver.Chrome]) -> None:
-    """A run on several ranks has a row for each, and a figure that a rank has not is said to be
-    absent.
-    """
+    """A run on several ranks has a row for each, with absent figures said."""
     page = show("long_run")
     assert texts(page, "[aria-label=Ranks] tbody th") == ["rank 0", "rank 1 longest step"]
     assert texts(page, "[aria-label=Ranks] tbody tr:last-child td") == [
@@ -252,9 +240,7 @@ def test_the_slowest_rank_is_named(show: Callable[..., webdriver.Chrome]) -> Non
 
 
 def test_spikes_can_be_drawn_at_full_height(show: Callable[..., webdriver.Chrome]) -> None:
-    """On request the axis reaches to the longest step, and the marks differ in height as the steps
-    do.
-    """
+    """On request the axis reaches to the longest step, and marks differ as the steps do."""
     page = show("long_run")
     one(page, ".spikes button").click()
     heights = page.execute_script(
@@ -281,17 +267,13 @@ def test_spikes_can_be_drawn_at_full_height(show: Callable[..., webdriver.Chrome
 def test_the_peak_of_the_gpus_memory_is_shown(
     show: Callable[..., webdriver.Chrome], page: str, said: str
 ) -> None:
-    """The larger one of training and evaluation, beside what torch
-    has reserved and what there is.
-    """
+    """The larger of training's and evaluation's, beside what torch has reserved."""
     assert said in texts(show(page), ".figures > div")
 
 
 @pytest.mark.parametrize("page", ["cpu_run", "interrupted", "damaged"])
 def test_pages_of_all_kinds_are_drawn(show: Callable[..., webdriver.Chrome], page: str) -> None:
-    """What is there is drawn, what is not is said with its reason, and no text of a file became an
-    element.
-    """
+    """What is not there is said with its reason, and no text became an element."""
     browser = show(page)
     said = one(browser, "main").text
     assert "not available" in said and "undefined" not in said and "NaN" not in said
@@ -302,9 +284,7 @@ def test_pages_of_all_kinds_are_drawn(show: Callable[..., webdriver.Chrome], pag
 
 
 def test_a_sweep_is_compared(show: Callable[..., webdriver.Chrome]) -> None:
-    """Six rows with what differs, sorted on request, absent figures last; a click shows a run, a
-    tick takes its chart out.
-    """
+    """Six rows that sort, absent figures last; a click shows a run, a tick hides its chart."""
     page = show("sweep")
     assert texts(page, ".sweep thead th")[-2:] == ["loader.num_workers", "loader.batch_size"]
     until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, ".multiples svg")) == 6)
@@ -323,9 +303,7 @@ def test_a_sweep_is_compared(show: Callable[..., webdriver.Chrome]) -> None:
 
 
 def test_what_was_swept_is_shown_as_typed(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    """A setting that was swept has a column and names the rows, also where the loader used another
-    value.
-    """
+    """A setting that was swept has a column, also where the loader used another value."""
     for job, asked in enumerate(("true", "false")):
         runs.cpu_run(
             tmp_path / str(job),
@@ -365,9 +343,7 @@ def test_a_chart_is_steered_by_keyboard(show: Callable[..., webdriver.Chrome]) -
 def test_the_machines_processors_lie_beside_the_runs_own(
     show: Callable[..., webdriver.Chrome],
 ) -> None:
-    """One chart has a line for each, named in its legend and in its words; where one is not known,
-    the other stays.
-    """
+    """One chart has a line for each, named in its legend and in its words."""
     charts = {}
     for page in ("cpu_run", "long_run"):
         chart = show(page).find_element(
@@ -399,9 +375,7 @@ def test_the_numbers_behind_a_chart_are_a_table(show: Callable[..., webdriver.Ch
 
 
 def test_the_next_step_is_copied(show: Callable[..., webdriver.Chrome]) -> None:
-    """The button puts it on the clipboard, or selects it where that
-    is not allowed, and says which.
-    """
+    """The button puts it on the clipboard, or selects it."""
     page = show("cpu_run")
     one(page, ".next button").click()
     said = until(page, lambda: one(page, ".next [role=status]").text)
@@ -487,9 +461,7 @@ def no_error(browser: webdriver.Chrome) -> bool:
 
 
 def test_the_tab_shows_the_runs(browser: webdriver.Chrome, address: str) -> None:
-    """In a real TensorBoard the tab lists the runs, shows the spikes of one, follows its theme, and
-    causes no error.
-    """
+    """In a real TensorBoard the tab lists the runs, shows one, follows the theme, reloads."""
     look_at_the_tab(browser, address)
     assert len(texts(browser, "tbody tr[data-run]")) == 10
     shade = "return getComputedStyle(document.body).backgroundColor"

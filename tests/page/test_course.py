@@ -24,9 +24,7 @@ def windows_of(longest_ms: list[float], usual_ms: float = 10.0) -> Windows:
 
 
 def test_a_long_run_keeps_every_spike(tmp_path: Path) -> None:
-    """Of 2,000 windows in 400 groups all four steps that stand out are there, the longest first,
-    with their cause.
-    """
+    """All four steps that stand out are there, the longest first, with their cause."""
     found = course(read_windows(long_run(tmp_path) / "metrics.jsonl"), 400)
     assert found is not None
     told = [(spike["step"], spike["ms"], spike["cause"]) for spike in found["spikes"]]
@@ -41,9 +39,7 @@ def test_a_long_run_keeps_every_spike(tmp_path: Path) -> None:
 
 
 def test_each_group_marks_its_longest_spike() -> None:
-    """However many windows stand out, all are counted, and of equal ones the earliest of each group
-    is told.
-    """
+    """All windows that stand out are counted; of equal ones the earliest is told."""
     longest_ms = [10.0 if index % 4 else 90.0 + (index == 80) for index in range(400)]
     found = course(windows_of(longest_ms), 50)
     assert found is not None and (found["spike_count"], len(found["spikes"])) == (100, 50)
@@ -56,9 +52,7 @@ def test_each_group_marks_its_longest_spike() -> None:
 
 @pytest.mark.parametrize("buckets", [1, 3, 7, 40])
 def test_groups_keep_lowest_and_highest(buckets: int) -> None:
-    """Whatever the number of groups, the extremes of all windows are extremes of some group, and
-    steps end at the last.
-    """
+    """Whatever the number of groups, all extremes stay, and steps end at the last."""
     windows = windows_of([float(10 + index % 13) for index in range(40)])
     found = course(windows, buckets)
     assert found is not None and len(found["steps"]) == buckets and found["steps"][-1] == 400
@@ -67,9 +61,7 @@ def test_groups_keep_lowest_and_highest(buckets: int) -> None:
 
 
 def test_every_line_of_a_chart_is_read() -> None:
-    """What the page draws is among the tags that are read for it; the machine's cores lie beside
-    the run's own.
-    """
+    """What the page draws is among the tags that are read for it."""
     charts = {
         chart["title"]: [line["tag"] for line in chart["series"]] for chart in declared()["charts"]
     }
@@ -103,9 +95,7 @@ def test_a_figure_that_no_window_has_is_no_column() -> None:
     ],
 )
 def test_a_spike_stands_out_of_its_run(longest_ms: list[float], expected: list[int]) -> None:
-    """A spike is far longer than a typical step and than the longest step that windows usually
-    have.
-    """
+    """A spike is far longer than a typical step and than the usual longest one."""
     assert spikes(windows_of(longest_ms)) == expected
 
 

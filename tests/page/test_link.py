@@ -10,9 +10,7 @@ from harness.watch.figures import FIGURES
 
 
 def test_the_link_names_the_cards() -> None:
-    """Its query is TensorBoard's own: JSON of plugin and tag, nothing smoothed, on the time series
-    page.
-    """
+    """Its query is TensorBoard's own: JSON of plugin and tag, nothing smoothed."""
     address = urlsplit(pinned_link(6007))
     query = parse_qs(address.query)
     assert (address.netloc, address.fragment, query["smoothing"]) == (

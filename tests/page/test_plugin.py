@@ -13,7 +13,7 @@ import pytest
 import runs
 from tensorboard.plugins.base_plugin import TBContext
 
-from harness.page import serve
+from harness.page import plugin as tab
 from harness.page.plugin import StallsPlugin
 
 
@@ -104,10 +104,8 @@ def test_the_tab_sleeps_where_there_is_no_run(tmp_path: Path) -> None:
 
 
 def test_a_glance_at_many_folders_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few of them are looked into; that there may be a run further on is shown, and not looked
-    for while others wait.
-    """
-    monkeypatch.setattr("harness.page.serve._GLANCED_AT", 3)
+    """A few folders are looked into; that there may be a run further on is shown."""
+    monkeypatch.setattr("harness.page.plugin._GLANCED_AT", 3)
     for name in ("c", "d"):
         (tmp_path / name).mkdir()
     assert not plugin(tmp_path).is_active()
@@ -119,18 +117,16 @@ def test_a_glance_at_many_folders_is_short(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Infinity among the settings is left out; whatever else cannot be told is a note beside the
-    others.
-    """
+    """Infinity among the settings is left out; what cannot be told is a note."""
     runs.write(tmp_path / "a", report={"loader": {"timeout_s": float("inf"), "num_workers": 2}})
     runs.write(tmp_path / "b", report={})
     assert [run["report"] for run in json.loads(ask(plugin(tmp_path), "/runs")[2])["runs"]] == [
         {"loader": {"num_workers": 2}},
         {},
     ]
-    read = serve.run_json
+    read = tab.run_json
     monkeypatch.setattr(
-        serve,
+        tab,
         "run_json",
         lambda folder, name, **more: read(folder if name == "b" else 1 / 0, name, **more),
     )
@@ -164,8 +160,8 @@ def test_an_error_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def fail(*_: object) -> None:
         raise RuntimeError("never thought of")
 
-    monkeypatch.setattr("harness.page.serve.find_runs", fail)
-    monkeypatch.setattr("harness.page.serve.each_run", fail)
+    monkeypatch.setattr("harness.page.plugin.find_runs", fail)
+    monkeypatch.setattr("harness.page.plugin.each_run", fail)
     here = plugin(tmp_path)
     status, _, body = ask(here, "/runs")
     assert (status, json.loads(body)) == (

@@ -47,9 +47,7 @@ def test_a_sweep_fits_in_a_megabyte(tmp_path: Path) -> None:
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
-    """No address but SVG's name is in it, and its policy forbids to load or run anything that it
-    does not hold.
-    """
+    """No address but SVG's name is in it, and its policy forbids all else."""
     write_report(runs.cpu_run(tmp_path))
     html = (tmp_path / "report.html").read_text()
     assert set(re.findall(r"https?://[^\"'\s]+", html)) == {"http://www.w3.org/2000/svg"}
@@ -75,9 +73,7 @@ def test_no_script_makes_markup_of_text() -> None:
 
 
 def test_every_script_is_served_and_bundled() -> None:
-    """Each script imports only what one before it exports, in the form that the bundle knows, and
-    no import is left there.
-    """
+    """Each script imports only what one before it exports, as the bundle knows imports."""
     exported: dict[str, set[str]] = {}
     for name in SCRIPTS:
         text = (ASSETS / name).read_text()
@@ -145,9 +141,7 @@ def test_a_run_that_cannot_be_told_ends_no_other(
 def test_the_command_names_a_folder_without_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message names the folder and what is looked for; the exit
-    code is the one for settings.
-    """
+    """The message names the folder and what is looked for, with exit code 2."""
     assert main([str(tmp_path)]) == 2
     assert re.fullmatch(
         rf"error: {re.escape(str(tmp_path))}: no run below it \(a folder with report.json .*\n",

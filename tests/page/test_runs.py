@@ -82,9 +82,7 @@ def test_a_pipe_in_place_of_a_report_does_not_hang(tmp_path: Path) -> None:
 
 
 def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:
-    """Job 10 comes after job 9; checkpoints and hidden folders are not looked into, links not
-    followed.
-    """
+    """Job 10 comes after job 9; checkpoints, hidden folders and links are passed over."""
     for name in ("10", "9", "b/c", ".hidden", "9/checkpoints/x"):
         runs.write(tmp_path / "root" / name, report={})
     runs.write(tmp_path / "elsewhere", report={})
@@ -93,9 +91,7 @@ def test_runs_are_found_in_natural_order(tmp_path: Path) -> None:
 
 
 def test_a_run_may_have_any_name(tmp_path: Path) -> None:
-    """A run that is called trace, or lies below a folder called
-    checkpoints, is one all the same.
-    """
+    """A run may be called trace, or lie below a folder called checkpoints."""
     for name in ("trace", "checkpoints/1", "trace/checkpoints/x"):
         runs.write(tmp_path / name, report={})
     assert list(find_runs(tmp_path, [])) == ["checkpoints/1", "trace"]
@@ -159,9 +155,7 @@ def test_all_that_is_read_can_be_sent(tmp_path: Path) -> None:
 )
 @oddities.every
 def test_an_odd_file_is_a_note_at_most(tmp_path: Path, name: str, plant: Plant) -> None:
-    """No file of a run folder that came from elsewhere is waited for, and no link out of the folder
-    is shown.
-    """
+    """No odd file is waited for, and no link out of the folder is shown."""
     runs.damaged(tmp_path / "run")
     oddities.put(plant, tmp_path / "run" / name)
     shown = json.dumps(read_run(tmp_path / "run", "run"), allow_nan=False)
