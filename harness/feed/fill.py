@@ -1,4 +1,4 @@
-"""What one worker does, be it a process, a thread or the trainer itself: it fills samples."""
+"""What one worker does, a process, a thread or the trainer itself: it fills samples."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -39,13 +40,14 @@ class Ready(NamedTuple):
     there_s: float
 
 
+@dataclass(slots=True)
 class Mover:
     """Moves batches to the device and makes them ready there.
 
     Holds what the loader gave until its copy is done: the loader may use memory again that nothing
     holds.
 
-    Args:
+    Attributes:
         own: the device.
         stream: the side stream; None puts all work on the current stream.
         clock: reads the events, if given.
@@ -53,28 +55,17 @@ class Mover:
         augment, normalise, mix: what is done to each batch.
     """
 
-    def __init__(
-        self,
-        own: Accelerator,
-        stream: Any,
-        clock: StepClock | None,
-        made_there: bool,
-        augment: Augment | None,
-        normalise: Normalise,
-        mix: Mix | None,
-    ) -> None:
-        self.own = own
-        self.stream = stream
-        self._made_there = made_there
-        self._timed = clock is not None and own.has_streams
-        self._now = (clock or own).now
-        self._augment = augment
-        self._normalise = normalise
-        self._mix = mix
-        # the stream that the consumer's work goes to
-        self.outer: Any = None
-        # the event behind each copy, and the batch that is copied
-        self._copying: deque[tuple[Any, Any]] = deque()
+    own: Accelerator
+    stream: Any
+    clock: StepClock | None
+    made_there: bool
+    augment: Augment | None
+    normalise: Normalise
+    mix: Mix | None
+    # the stream that the consumer's work goes to
+    outer: Any = None
+    # the event behind each copy, and the batch that is copied
+    _copying: deque[tuple[Any, Any]] = field(default_factory=deque)
 
     def __call__(self, batches: Iterator[Any], plain: bool) -> Ready | None:
         """Issues the next of ``batches`` to the device; returns None at the end.
@@ -83,53 +74,55 @@ class Mover:
         all of the work is issued.
         """
         own = self.own
+        now = (self.clock or own).now
+        timed = self.clock is not None and own.has_streams
         with own.on(self.stream):
-            start = self._mark(self._timed and self._made_there)
+            start = self._mark(timed and self.made_there, timed)
             batch = next(batches, _END)
             if batch is _END:
                 return None
-            there_s = self._now()
+            there_s = now()
             images, labels = _pair(batch)
-            is_there = self._made_there or own.holds(images)
+            is_there = self.made_there or own.holds(images)
             if self.stream is not None and is_there:
                 own.keep_for(self.stream, images)
-                if not self._made_there:
+                if not self.made_there:
                     # the loader's own GPU work may still write to the images
                     self.stream.wait_stream(self.outer)
             with named("copy"):
-                start = end = start or self._mark(self._timed)
+                start = end = start or self._mark(timed, timed)
                 if not is_there:
                     images = own.copy(images)
-                if not (self._made_there or own.holds(labels)):
+                if not (self.made_there or own.holds(labels)):
                     labels = own.copy(labels)
                 if own.has_streams and not is_there:
-                    end = self._mark(True)
+                    end = self._mark(True, timed)
                     self._copying.append((end, batch))
-                if self._augment is not None:
-                    images = self._augment(images, batch)
-                images = self._normalise(images)
-                if self._mix is not None:
-                    images, labels = self._mix(images, labels, batch)
-                done = self._mark(self._timed or self.stream is not None)
+                if self.augment is not None:
+                    images = self.augment(images, batch)
+                images = self.normalise(images)
+                if self.mix is not None:
+                    images, labels = self.mix(images, labels, batch)
+                done = self._mark(timed or self.stream is not None, timed)
         if not plain:
-            there_s = self._now()
+            there_s = now()
         # without a side stream the device works in between, and the host must not wait for it
         self.let_go(most=1 if self.stream is not None else None)
         stamps = getattr(batch, "stamps", None)
         return Ready(
             images,
             labels,
-            (start, end, done) if self._timed else None,
+            (start, end, done) if timed else None,
             done,
             stamps if isinstance(stamps, Stamps) else None,
             there_s,
         )
 
-    def _mark(self, wanted: bool) -> Any:
+    def _mark(self, wanted: bool, timed: bool) -> Any:
         """Returns an event at this point of the stream, if one is wanted."""
         if not wanted:
             return None
-        event = self.own.event(timed=self._timed)
+        event = self.own.event(timed=timed)
         event.record(self.own.stream())
         return event
 

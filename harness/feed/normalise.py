@@ -16,7 +16,7 @@ _SMALL = 1 << 15
 
 
 class Normalise:
-    """Turns images into ``(value / 255 - mean) / std`` in the network's type and memory format.
+    """Turns images into ``(value / 255 - mean) / std`` in the network's type and format.
 
     Args:
         device: where the images are.

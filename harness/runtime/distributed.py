@@ -239,9 +239,10 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
 
 
 def refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
-    """Stops every rank if two ranks have the same GPU; ``uuid`` is this rank's, None on a CPU.
+    """Stops every rank if two ranks have the same GPU.
 
-    The ranks tell each other by ``store``: NCCL's own refusal names neither rank nor GPU.
+    The ranks tell each other their ``uuid`` (None on a CPU) by ``store``: NCCL's own refusal names
+    neither rank nor GPU.
 
     Raises:
         ConfigError: names the ranks, the GPU and the way out.

@@ -61,7 +61,7 @@ def command(ranks: str | None = None) -> list[str]:
 def run_processes(
     work: Callable[[int, Any], Any], job: Any, count: int, grace_s: float = 25.0
 ) -> None:
-    """Runs ``work(i, job)`` in ``count`` fresh processes, i = 0 .. count - 1, and waits for all.
+    """Runs ``work(i, job)`` in ``count`` fresh processes, i from 0, and waits for all.
 
     A signal to this process is passed on, and all then have ``grace_s`` seconds. When one process
     fails by itself, the others have five, or ``grace_s`` if they may be saving; then they are
@@ -117,7 +117,7 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
 
 
 def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> ProcessError | None:
-    """Waits until all have ended, or one has failed and the grace is over; returns the failure."""
+    """Waits until all have ended, or for the grace after a failure; returns the failure."""
     failure: ProcessError | None = None
     passed_on = False
     deadline_s = math.inf
