@@ -106,12 +106,6 @@ class World:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    @_together()
-    def barrier(self) -> None:
-        """Waits for all ranks."""
-        if self.size > 1:
-            dist.barrier()
-
 
 def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
     """Runs ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for."""
