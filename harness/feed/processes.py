@@ -286,7 +286,7 @@ class _Batches(Dataset[HostBatch]):
             slot = worker.id if worker else 0
             self._filler = Filler(self.dataset, slot, self.meter, self.gauge)
         # what the batch takes besides its samples begins here
-        self._filler.begin(count)
+        timers = self._filler.timer.begin(count)
         size = self.dataset.image_size
         self._filler.timer.share()
         shape = (count, 3, size, size)
@@ -298,7 +298,7 @@ class _Batches(Dataset[HostBatch]):
             storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
             images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
         labels = torch.zeros(count, dtype=torch.int64)
-        errors, stamps = self._filler.fill(epoch, indices, images.numpy(), labels.numpy())
+        errors, stamps = self._filler.fill(timers, epoch, indices, images.numpy(), labels.numpy())
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
 
 

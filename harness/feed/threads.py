@@ -359,8 +359,8 @@ class BatchThreads:
         """Fills the samples of ``pending`` at ``rows``."""
         count = rows.stop - rows.start
         try:
-            filler.begin(count)
             errors, stamps = filler.fill(
+                filler.timer.begin(count),
                 pending.epoch,
                 pending.indices[rows],
                 pending.images[rows],
