@@ -131,10 +131,24 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
         ended = [item for item in running if not item[0].is_alive()]
         running = [item for item in running if item not in ended]
         for process, pipe in ended:
-            if not process.exitcode:
+            code = process.exitcode
+            if not code:
                 continue
-            found = _failure(process, pipe)
+            found = ProcessError(f"{process.name} ended with exit code {code}", code)
+            if code < 0:
+                text = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+                found = ProcessError(f"{process.name} {text}", 128 - code)
+            said = None
+            # a process may die before it can say why
+            with suppress(EOFError):
+                if pipe.poll():
+                    said = pipe.recv()
+                    found = ProcessError(*said)
             if signals.received():
+                if said is None or found.exit_code == 1:
+                    # others fail as well once one is gone
+                    end = signals.interrupted()
+                    found = ProcessError(str(end), end.exit_code)
                 # a failure tells more than the signal
                 if failure is None or failure.exit_code > 128 > found.exit_code:
                     failure = found
@@ -145,23 +159,3 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
                 if found.exit_code in (3, 6):
                     deadline_s = time.monotonic() + max(_GRACE_S, grace_s)
     return failure
-
-
-def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError:
-    said: tuple[str, int] | None = None
-    # a process may die before it can say why; the exit code says how
-    with suppress(EOFError):
-        if pipe.poll():
-            said = pipe.recv()
-    if signals.received() and (said is None or said[1] == 1):
-        # others fail as well once one is gone
-        return ProcessError(str(signals.interrupted()), signals.interrupted().exit_code)
-    if said is not None:
-        return ProcessError(*said)
-    code = process.exitcode or 0
-    if code < 0:
-        return ProcessError(
-            f"{process.name} was killed by signal {-code} ({signal.Signals(-code).name})",
-            128 - code,
-        )
-    return ProcessError(f"{process.name} ended with exit code {code}", code)
