@@ -1,4 +1,4 @@
-"""What normalising a batch costs on a CPU: torch's expression beside ``harness.feed.normalise``, in
+"""What normalising a batch costs on a CPU: torch's expression beside ``harness.feed.mover``, in
 turns.
 
 Both ways are given the same uint8 batches, laid out as the feed lays them out. Each result is
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.feed.normalise import Normalise
+from harness.feed.mover import Normalise
 from scripts.measured import Sample, machine, machine_line, markdown, write
 from scripts.paired import Estimate
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.feed.mover import Augment, Mix, Mover, Ready
-from harness.feed.normalise import Normalise
+from harness.feed.mover import Augment, Mix, Mover, Normalise, Ready
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
