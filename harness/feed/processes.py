@@ -166,6 +166,9 @@ class ProcessFeed(Feed):
                 multiprocessing_context=s.start_method if s.num_workers else None,
                 generator=torch.Generator(),
             )
+        if self._pass is not None:
+            # the pass before may have looked more often than persistent workers can answer
+            self._pass._timeout = self._poll_s
         self._keys.epoch = epoch
         former = signal.getsignal(signal.SIGCHLD)
         try:
