@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,7 @@ class Worker:
         self._filler = Filler(Making(work), 0, meter, None)
         if meter is None:
             self._filler.timer = Untimed()
+        self._timers: Any = None
         self._indices = np.arange(BATCH)
         self._labels = np.zeros(BATCH, np.int64)
         self._pixels = np.zeros((BATCH, 3, Making.image_size, Making.image_size), np.uint8)
@@ -68,12 +70,12 @@ class Worker:
     def make(self, batches: int) -> None:
         """Make so many batches."""
         for _ in range(batches):
-            self._filler.begin(BATCH)
-            self._filler.fill(0, self._indices, self._pixels, self._labels)
+            self._timers = self._filler.timer.begin(BATCH)
+            self._filler.fill(self._timers, 0, self._indices, self._pixels, self._labels)
 
     def clocks(self) -> Hashable:
         """By which clocks samples of the last batch were timed; most batches time none."""
-        return frozenset(map(id, self._filler._timers or ()))
+        return frozenset(map(id, self._timers or ()))
 
 
 def timers_cost(work: int, runs: int) -> Cost:

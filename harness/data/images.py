@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from harness.data.cache import PixelCache
@@ -13,30 +15,29 @@ from harness.runtime.seeding import SampleRng
 from harness.watch.stages import Lap
 
 
+@dataclass(eq=False)
 class ImageDataset:
     """A source, decoded and transformed; a sample depends on (seed, epoch, index) alone."""
 
-    def __init__(
-        self,
-        source: Source,
-        transform: Transform,
-        options: DecodeOptions,
-        image_size: int,
-        seed: int,
-        cache: PixelCache | None = None,
-    ) -> None:
-        self.source = source
-        self.transform = transform
-        self.options = options
-        self.cache = cache
-        self.image_size = image_size
-        self.seed = seed
-        self.classes = source.classes
-        # the names that ``fill`` gives its laps, in order
-        self.stages = ("read", "decode", *transform.stages)
+    source: Source
+    transform: Transform
+    options: DecodeOptions
+    image_size: int
+    seed: int
+    cache: PixelCache | None = None
 
     def __len__(self) -> int:
         return len(self.source)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names that ``fill`` gives its laps, in order."""
+        return ("read", "decode", *self.transform.stages)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of ``source``."""
+        return self.source.classes
 
     @property
     def labels(self) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""What one worker does, be it a process, a thread or the trainer itself: it fills samples."""
+"""What one worker does, a process, a thread or the trainer itself: it fills samples."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from harness.feed.gauge import Gauge
 from harness.feed.interface import FillableDataset, stages_of
 from harness.runtime.errors import BadSample
-from harness.watch.stages import SAMPLE, START, StageMeter, Stamps
+from harness.watch.stages import SAMPLE, START, Laps, StageMeter, Stamps
 
 # place and reason of each sample that could not be read
 Errors = list[tuple[str, str]]
@@ -20,7 +21,8 @@ Errors = list[tuple[str, str]]
 class Filler:
     """Fills the samples of one worker, times them and keeps their errors.
 
-    For each chunk call ``timer.begin``, ``timer.share`` if the memory is shared, then ``fill``.
+    For each chunk call ``timer.begin``, ``timer.share`` if the memory is shared, then ``fill``. Time
+    until ``fill`` is the batch's, not a sample's.
 
     Args:
         dataset: gives the samples.
@@ -42,14 +44,10 @@ class Filler:
             self.timer = StageMeter(stages_of(dataset), 0).timer(0)
         else:
             self.timer = meter.timer(slot)
-        self._timers: Any = None
-
-    def begin(self, samples: int) -> None:
-        """Begins a chunk of ``samples``; time until ``fill`` is the batch's, not a sample's."""
-        self._timers = self.timer.begin(samples)
 
     def fill(
         self,
+        timers: Sequence[Laps | None] | None,
         epoch: int,
         indices: np.ndarray,
         pixels: np.ndarray,
@@ -59,6 +57,7 @@ class Filler:
         """Writes samples into a batch; returns their errors, and when the chunk was made.
 
         Args:
+            timers: what ``timer.begin`` returned for the chunk.
             epoch: of the samples.
             indices: their places in the data set, int64 ``[N]``.
             pixels: where they go, uint8 ``[N, 3, S, S]`` with any strides.
@@ -74,8 +73,8 @@ class Filler:
         errors = Errors()
         self.timer.fill()
         # repeat() has no end
-        timers = zip(indices.tolist(), self._timers or repeat(None), strict=False)
-        for row, (index, laps) in enumerate(timers):
+        timed = zip(indices.tolist(), timers or repeat(None), strict=False)
+        for row, (index, laps) in enumerate(timed):
             if gauge is not None:
                 wall_s = time.perf_counter()
                 cpu_s = time.thread_time()

@@ -1,4 +1,4 @@
-"""What a feed's workers do, counted by the workers: a consumer's queue is full before it looks."""
+"""Counts what a feed's workers do, in the workers: a consumer only sees a queue."""
 
 from __future__ import annotations
 

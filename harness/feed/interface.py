@@ -79,10 +79,10 @@ class FeedSettings:
 
 
 class Feed(ABC):
-    """Iterates over the batches of one epoch at a time; its length is that of the chosen epoch.
+    """Iterates over the batches of one epoch; the length is that of the chosen epoch.
 
-    A new pass ends the pass before. A backend implements ``batches_of``, and ``begin`` and ``end`` if
-    it works ahead; consumers call ``iter`` or ``polled``, ``set_epoch``, ``prime`` and ``close``.
+    A new pass ends the pass before. A backend implements ``batches_of``, and if it works ahead also
+    ``begin`` and ``end``. Consumers call ``iter``, ``polled``, ``set_epoch``, ``prime``, ``close``.
 
     Attributes:
         order: which samples make which batch.

@@ -1,14 +1,18 @@
-"""One batch at a time from the host to the device, made ready there."""
+"""One batch at a time from the host to the device, normalised there."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from harness.feed.normalise import Normalise
+from harness.feed.buffers import BufferPool
+from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
 from harness.watch.spans import named
@@ -17,6 +21,103 @@ from harness.watch.stages import Stamps
 Augment = Callable[[Tensor, Any], Tensor]
 Mix = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 _END: Any = object()
+# torch normalises fewer values in one thread, and sooner than NumPy is called
+_SMALL = 1 << 15
+
+
+class Normalise:
+    """Turns images into ``(value / 255 - mean) / std`` in the network's type and format.
+
+    Args:
+        device: where the images are.
+        mean: each channel's mean as fractions of 255; None leaves values as they are.
+        std: each channel's standard deviation as fractions of 255.
+        dtype: the type of the result.
+        channels_last: lay images out as NHWC.
+        reuse: on a CPU, write into memory of earlier results that nothing holds any more.
+
+    Raises:
+        ValueError: ``mean`` and ``std`` do not fit each other, or, from a call, the images.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        mean: Sequence[float] | None,
+        std: Sequence[float] | None,
+        dtype: torch.dtype,
+        channels_last: bool,
+        *,
+        reuse: bool = False,
+    ) -> None:
+        if (mean is None) != (std is None) or len(mean or ()) != len(std or ()):
+            raise ValueError(
+                f"DataPrefetcher: mean={mean} and std={std}: give both, or none, with one value "
+                "for each channel"
+            )
+        self._plain = mean is None
+        self._dtype = dtype
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._means = np.array([255.0 * value for value in mean or ()], np.float32)
+        self._scales = np.array([1.0 / (255.0 * value) for value in std or ()], np.float32)
+        self._on_host = accelerator.of(device).kind == "cpu"
+        # for other devices
+        shape = (1, len(self._means), 1, 1)
+        self._mean = torch.from_numpy(self._means).to(device).view(shape)
+        self._scale = torch.from_numpy(self._scales).to(device).view(shape)
+        self._pool = BufferPool(0, 0) if reuse else None
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Returns ``images`` normalised; the caller's own memory stays as it is."""
+        if self._plain:
+            return images.contiguous(memory_format=self._format).to(self._dtype)
+        channels = len(self._means)
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
+            raise ValueError(
+                f"DataPrefetcher: images are {images.dtype} {list(images.shape)}; mean and std of "
+                f"{channels} values are for torch.uint8 [N, {channels}, H, W], 0..255: load uint8 "
+                "(torchvision.transforms.v2.PILToTensor), give one value for each channel, or "
+                "leave mean and std out"
+            )
+        images = images.contiguous(memory_format=self._format)
+        if self._on_host and images.numel() >= _SMALL:
+            return self._by_rows(images).to(self._dtype)
+        return torch.sub(images, self._mean).mul_(self._scale).to(self._dtype)
+
+    def _by_rows(self, images: Tensor) -> Tensor:
+        """Returns the values of torch's expression in float32, with the strides of ``images``.
+
+        By NumPy, in this thread alone: torch would wait in each operation for threads whose cores
+        the loader has.
+        """
+        if self._pool is None:
+            result = torch.empty_like(images, dtype=torch.float32)
+        else:
+            size = 4 * images.numel()
+            if size > self._pool.slot_bytes:
+                # the step's batch, one that waits for the step, and one in the making
+                self._pool = BufferPool(3, size)
+            memory = self._pool.acquire(size).view(torch.float32)
+            result = memory.as_strided(images.shape, images.stride())
+
+        # in rows that are long enough for vector instructions
+        count, channels, height, width = images.shape
+        given = images.numpy()
+        target = result.numpy()
+        if images.is_contiguous():
+            shape = count, channels, height * width
+            mean = self._means[:, None]
+            scale = self._scales[:, None]
+        else:
+            given = given.transpose(0, 2, 3, 1)
+            target = target.transpose(0, 2, 3, 1)
+            shape = count, height, width * channels
+            mean = np.tile(self._means, width)
+            scale = np.tile(self._scales, width)
+        target = target.reshape(shape)
+        np.subtract(given.reshape(shape), mean, out=target)
+        np.multiply(target, scale, out=target)
+        return result
 
 
 class Ready(NamedTuple):
@@ -39,13 +140,14 @@ class Ready(NamedTuple):
     there_s: float
 
 
+@dataclass(slots=True)
 class Mover:
     """Moves batches to the device and makes them ready there.
 
     Holds what the loader gave until its copy is done: the loader may use memory again that nothing
     holds.
 
-    Args:
+    Attributes:
         own: the device.
         stream: the side stream; None puts all work on the current stream.
         clock: reads the events, if given.
@@ -53,28 +155,17 @@ class Mover:
         augment, normalise, mix: what is done to each batch.
     """
 
-    def __init__(
-        self,
-        own: Accelerator,
-        stream: Any,
-        clock: StepClock | None,
-        made_there: bool,
-        augment: Augment | None,
-        normalise: Normalise,
-        mix: Mix | None,
-    ) -> None:
-        self.own = own
-        self.stream = stream
-        self._made_there = made_there
-        self._timed = clock is not None and own.has_streams
-        self._now = (clock or own).now
-        self._augment = augment
-        self._normalise = normalise
-        self._mix = mix
-        # the stream that the consumer's work goes to
-        self.outer: Any = None
-        # the event behind each copy, and the batch that is copied
-        self._copying: deque[tuple[Any, Any]] = deque()
+    own: Accelerator
+    stream: Any
+    clock: StepClock | None
+    made_there: bool
+    augment: Augment | None
+    normalise: Normalise
+    mix: Mix | None
+    # the stream that the consumer's work goes to
+    outer: Any = None
+    # the event behind each copy, and the batch that is copied
+    _copying: deque[tuple[Any, Any]] = field(default_factory=deque)
 
     def __call__(self, batches: Iterator[Any], plain: bool) -> Ready | None:
         """Issues the next of ``batches`` to the device; returns None at the end.
@@ -83,53 +174,55 @@ class Mover:
         all of the work is issued.
         """
         own = self.own
+        now = (self.clock or own).now
+        timed = self.clock is not None and own.has_streams
         with own.on(self.stream):
-            start = self._mark(self._timed and self._made_there)
+            start = self._mark(timed and self.made_there, timed)
             batch = next(batches, _END)
             if batch is _END:
                 return None
-            there_s = self._now()
+            there_s = now()
             images, labels = _pair(batch)
-            is_there = self._made_there or own.holds(images)
+            is_there = self.made_there or own.holds(images)
             if self.stream is not None and is_there:
                 own.keep_for(self.stream, images)
-                if not self._made_there:
+                if not self.made_there:
                     # the loader's own GPU work may still write to the images
                     self.stream.wait_stream(self.outer)
             with named("copy"):
-                start = end = start or self._mark(self._timed)
+                start = end = start or self._mark(timed, timed)
                 if not is_there:
                     images = own.copy(images)
-                if not (self._made_there or own.holds(labels)):
+                if not (self.made_there or own.holds(labels)):
                     labels = own.copy(labels)
                 if own.has_streams and not is_there:
-                    end = self._mark(True)
+                    end = self._mark(True, timed)
                     self._copying.append((end, batch))
-                if self._augment is not None:
-                    images = self._augment(images, batch)
-                images = self._normalise(images)
-                if self._mix is not None:
-                    images, labels = self._mix(images, labels, batch)
-                done = self._mark(self._timed or self.stream is not None)
+                if self.augment is not None:
+                    images = self.augment(images, batch)
+                images = self.normalise(images)
+                if self.mix is not None:
+                    images, labels = self.mix(images, labels, batch)
+                done = self._mark(timed or self.stream is not None, timed)
         if not plain:
-            there_s = self._now()
+            there_s = now()
         # without a side stream the device works in between, and the host must not wait for it
         self.let_go(most=1 if self.stream is not None else None)
         stamps = getattr(batch, "stamps", None)
         return Ready(
             images,
             labels,
-            (start, end, done) if self._timed else None,
+            (start, end, done) if timed else None,
             done,
             stamps if isinstance(stamps, Stamps) else None,
             there_s,
         )
 
-    def _mark(self, wanted: bool) -> Any:
+    def _mark(self, wanted: bool, timed: bool) -> Any:
         """Returns an event at this point of the stream, if one is wanted."""
         if not wanted:
             return None
-        event = self.own.event(timed=self._timed)
+        event = self.own.event(timed=timed)
         event.record(self.own.stream())
         return event
 

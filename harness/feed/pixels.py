@@ -1,8 +1,7 @@
-"""The images of a data set in one array, as they are before crop and mirror: a crop is a window
-into it.
+"""The images of a data set in one array, as they are before crop and mirror.
 
-That one form of each image is made once: of arrays at once, of files by the first batch that asks
-for them. On a GPU the array and the work on it lie there, by the same integers.
+A crop is a window into the array. Each image is made once: by the first batch that asks for it. On
+a GPU the array lies there and the work is done there, by the same integers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _log = logging.getLogger(LOGGER)
 def why_not_in_memory(dataset: object) -> str | None:
     """Returns why the images have no one form before crop and mirror; None if they have."""
     if not isinstance(dataset, ImageDataset):
-        return f"{type(dataset).__name__} makes each sample anew"
+        return f"{type(dataset).__name__} is no data set of images"
     transform = dataset.transform
     if isinstance(transform, EvalTransform) or (
         isinstance(transform, TrainTransform) and transform.crop in ("pad", "center")
@@ -52,7 +51,7 @@ def pixel_bytes(dataset: ImageDataset) -> int:
 
 
 def _padding(dataset: ImageDataset) -> int | None:
-    """Returns the zeros around an image of which a crop may take part; None without a crop."""
+    """Returns the width of the zeros around an image; None without a pad crop."""
     transform = dataset.transform
     if isinstance(transform, TrainTransform) and transform.crop == "pad":
         return transform.pad

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.feed.mover import Augment, Mix, Mover, Ready
-from harness.feed.normalise import Normalise
+from harness.feed.mover import Augment, Mix, Mover, Normalise, Ready
 from harness.runtime import accelerator
 from harness.runtime.accelerator import Accelerator
 from harness.watch.clock import StepClock
@@ -163,7 +162,7 @@ class Lead:
 
 
 def _batches(loader: Iterable[Any], move: Mover, clock: StepClock | None, ahead: bool) -> Batches:
-    """One pass; ``ahead`` of the consumer by a thread, or each batch as it is asked for."""
+    """Iterates over one pass; with a thread if ``ahead``, else batch by batch as asked for."""
     own = move.own
     side = move.stream
     if side is not None:
@@ -209,22 +208,20 @@ class _Pull:
         self._loader = loader
         self._move = move
         self._ready = move.own.queue()
+        self._errors: list[BaseException] = []
         self._permit = move.own.queue()
         self._permit.put(True)
         self._thread = move.own.start(self._work, "prefetch")
 
     def take(self) -> Ready | None:
         """Returns the next batch, or None at the end; raises what the loader raised."""
-        item: Ready | BaseException | None = self._ready.get()
-        if isinstance(item, BaseException):
-            try:
-                raise item
-            finally:
-                # or the error's traceback would keep this frame, the frame the error, and both the
-                # loader's iterator
-                del item
+        ready: Ready | None = self._ready.get()
+        if ready is None and self._errors:
+            # without a name for the error: its traceback keeps this frame, and with the frame the
+            # loader's iterator
+            raise self._errors.pop()
         self._permit.put(True)
-        return item
+        return ready
 
     def stop(self) -> None:
         """Ends the thread; waits for the loader's current ``next()`` to come back."""
@@ -247,4 +244,5 @@ class _Pull:
                     batches.close()
         except BaseException as error:
             # handed to the consumer, who raises it
-            self._ready.put(error)
+            self._errors.append(error)
+            self._ready.put(None)

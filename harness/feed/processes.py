@@ -166,6 +166,9 @@ class ProcessFeed(Feed):
                 multiprocessing_context=s.start_method if s.num_workers else None,
                 generator=torch.Generator(),
             )
+        if self._pass is not None:
+            # the pass before may have looked more often than persistent workers can answer
+            self._pass._timeout = self._poll_s
         self._keys.epoch = epoch
         former = signal.getsignal(signal.SIGCHLD)
         try:
@@ -286,7 +289,7 @@ class _Batches(Dataset[HostBatch]):
             slot = worker.id if worker else 0
             self._filler = Filler(self.dataset, slot, self.meter, self.gauge)
         # what the batch takes besides its samples begins here
-        self._filler.begin(count)
+        timers = self._filler.timer.begin(count)
         size = self.dataset.image_size
         self._filler.timer.share()
         shape = (count, 3, size, size)
@@ -298,7 +301,7 @@ class _Batches(Dataset[HostBatch]):
             storage = torch.UntypedStorage._new_shared(count * 3 * size * size)
             images = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, strides)
         labels = torch.zeros(count, dtype=torch.int64)
-        errors, stamps = self._filler.fill(epoch, indices, images.numpy(), labels.numpy())
+        errors, stamps = self._filler.fill(timers, epoch, indices, images.numpy(), labels.numpy())
         return HostBatch(images, labels, torch.from_numpy(indices), tuple(errors), epoch, stamps)
 
 

@@ -115,7 +115,7 @@ class _PendingBatch:
         handed: samples that threads have taken on.
         made: samples that are there.
         chunks: the first row of each chunk, its errors and its times.
-        failure: what ended a chunk.
+        failures: what ended chunks.
     """
 
     epoch: int
@@ -125,12 +125,12 @@ class _PendingBatch:
     handed: int = 0
     made: int = 0
     chunks: list[tuple[int, Errors, Stamps]] = field(default_factory=list)
-    failure: BaseException | None = None
+    failures: list[BaseException] = field(default_factory=list)
 
     @property
     def due(self) -> bool:
         """Whether nothing more will come of the batch."""
-        return self.made == len(self.indices) or self.failure is not None
+        return self.made == len(self.indices) or bool(self.failures)
 
 
 class BatchThreads:
@@ -172,7 +172,7 @@ class BatchThreads:
         self._requests: Iterator[np.ndarray] | None = None
         self._pending: deque[_PendingBatch] = deque()
         # of no batch: raised after the pending ones
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []
         self._closed = False
         self._wanted = settings.num_workers
         self._threads: dict[int, threading.Thread] = {}
@@ -227,7 +227,7 @@ class BatchThreads:
                     del chunk
                 settled = self._done.wait_for(self._settled, wait_s)
                 if settled:
-                    if not self._pending and self._failure is None:
+                    if not self._pending and not self._failures:
                         return
                     batch = self._take()
             if not settled:
@@ -243,21 +243,12 @@ class BatchThreads:
 
     def _take(self) -> HostBatch:
         """Returns the oldest batch, or raises what failed in its place."""
-        first: _PendingBatch | None = None
-        error = self._failure
-        if self._pending:
-            first = self._pending.popleft()
-            error = first.failure
-        if error is not None or first is None:
-            assert error is not None
-            try:
-                raise error
-            finally:
-                # or the error's traceback would keep this frame with the batch and the error
-                self._failure = None
-                if first is not None:
-                    first.failure = None
-                del error, first
+        # without a name for the error or its batch: the traceback keeps this frame and its names
+        if not self._pending:
+            raise self._failures.pop(0)
+        if self._pending[0].failures:
+            raise self._pending.popleft().failures.pop(0)
+        first = self._pending.popleft()
         # there is room for another batch
         self._work.notify_all()
         first.chunks.sort(key=lambda chunk: chunk[0])
@@ -276,7 +267,7 @@ class BatchThreads:
         """Whether a batch is there, or none will come."""
         if self._pending:
             return self._pending[0].due
-        return self._failure is not None or self._closed or self._requests is None
+        return bool(self._failures) or self._closed or self._requests is None
 
     def _start(self, threads: int) -> None:
         """Sets the number of threads; if one cannot be started, those before it stay."""
@@ -293,7 +284,7 @@ class BatchThreads:
 
     def _fail(self, error: BaseException) -> None:
         """Begins no further batch, and has ``error`` raised after those that were begun."""
-        self._failure = self._failure or error
+        self._failures.append(error)
         self._requests = None
         self._done.notify_all()
 
@@ -368,8 +359,8 @@ class BatchThreads:
         """Fills the samples of ``pending`` at ``rows``."""
         count = rows.stop - rows.start
         try:
-            filler.begin(count)
             errors, stamps = filler.fill(
+                filler.timer.begin(count),
                 pending.epoch,
                 pending.indices[rows],
                 pending.images[rows],
@@ -378,9 +369,9 @@ class BatchThreads:
             )
         except BaseException as error:
             # raised by the consumer, when the batch is due
-            pending.failure = pending.failure or error
+            pending.failures.append(error)
         with self._lock:
-            if pending.failure is None:
+            if not pending.failures:
                 pending.chunks.append((rows.start, errors, stamps))
                 pending.made += count
             if pending.due:

@@ -106,12 +106,6 @@ class World:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    @_together()
-    def barrier(self) -> None:
-        """Waits for all ranks."""
-        if self.size > 1:
-            dist.barrier()
-
 
 def launch(worker: Callable[[int, Any], Any], job: Any, config: Config) -> None:
     """Runs ``worker(local_rank, job)`` in every process of this node that ``dist=`` asks for."""
@@ -239,9 +233,10 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
 
 
 def refuse_shared_gpu(store: Store, rank: int, size: int, uuid: str | None) -> None:
-    """Stops every rank if two ranks have the same GPU; ``uuid`` is this rank's, None on a CPU.
+    """Stops every rank if two ranks have the same GPU.
 
-    The ranks tell each other by ``store``: NCCL's own refusal names neither rank nor GPU.
+    The ranks tell each other their ``uuid`` (None on a CPU) by ``store``: NCCL's own refusal names
+    neither rank nor GPU.
 
     Raises:
         ConfigError: names the ranks, the GPU and the way out.

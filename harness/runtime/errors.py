@@ -1,4 +1,4 @@
-"""The ways a run may end badly, each with its exit code; ``described`` gives the line and code."""
+"""The ways a run may end badly, each with its exit code and one line for the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.config import ConfigError, explain
 
 
 class RunError(Exception):
-    """An end of the run with a known cause; the text is one line with the way out."""
+    """An end of the run with a known cause; one line says the way out."""
 
     exit_code = 1
 

@@ -136,7 +136,7 @@ def typed(kind: Any, value: Any) -> Any:
 
 
 def make_way(path: Path) -> None:
-    """Sets aside what is no regular file at ``path``, and logs it: a file will be made there."""
+    """Sets aside what is no regular file at ``path``, with a line in the log."""
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             _log.warning("%s: not a regular file: made again", path)
@@ -189,7 +189,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts the names in ``folder`` on the disk, if the file system can do that for a folder.
+    """Puts the names in ``folder`` on the disk, if the file system can.
 
     Raises:
         OSError: the disk has failed.

@@ -61,7 +61,7 @@ def command(ranks: str | None = None) -> list[str]:
 def run_processes(
     work: Callable[[int, Any], Any], job: Any, count: int, grace_s: float = 25.0
 ) -> None:
-    """Runs ``work(i, job)`` in ``count`` fresh processes, i = 0 .. count - 1, and waits for all.
+    """Runs ``work(i, job)`` in ``count`` fresh processes, i from 0, and waits for all.
 
     A signal to this process is passed on, and all then have ``grace_s`` seconds. When one process
     fails by itself, the others have five, or ``grace_s`` if they may be saving; then they are
@@ -117,7 +117,7 @@ def _enter(work: Callable[[int, Any], Any], i: int, job: Any, errors: Connection
 
 
 def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> ProcessError | None:
-    """Waits until all have ended, or one has failed and the grace is over; returns the failure."""
+    """Waits until all have ended, or for the grace after a failure; returns the failure."""
     failure: ProcessError | None = None
     passed_on = False
     deadline_s = math.inf
@@ -131,10 +131,24 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
         ended = [item for item in running if not item[0].is_alive()]
         running = [item for item in running if item not in ended]
         for process, pipe in ended:
-            if not process.exitcode:
+            code = process.exitcode
+            if not code:
                 continue
-            found = _failure(process, pipe)
+            found = ProcessError(f"{process.name} ended with exit code {code}", code)
+            if code < 0:
+                text = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+                found = ProcessError(f"{process.name} {text}", 128 - code)
+            said = None
+            # a process may die before it can say why
+            with suppress(EOFError):
+                if pipe.poll():
+                    said = pipe.recv()
+                    found = ProcessError(*said)
             if signals.received():
+                if said is None or found.exit_code == 1:
+                    # others fail as well once one is gone
+                    end = signals.interrupted()
+                    found = ProcessError(str(end), end.exit_code)
                 # a failure tells more than the signal
                 if failure is None or failure.exit_code > 128 > found.exit_code:
                     failure = found
@@ -145,23 +159,3 @@ def _watch(started: list[tuple[SpawnProcess, Connection]], grace_s: float) -> Pr
                 if found.exit_code in (3, 6):
                     deadline_s = time.monotonic() + max(_GRACE_S, grace_s)
     return failure
-
-
-def _failure(process: SpawnProcess, pipe: Connection) -> ProcessError:
-    said: tuple[str, int] | None = None
-    # a process may die before it can say why; the exit code says how
-    with suppress(EOFError):
-        if pipe.poll():
-            said = pipe.recv()
-    if signals.received() and (said is None or said[1] == 1):
-        # others fail as well once one is gone
-        return ProcessError(str(signals.interrupted()), signals.interrupted().exit_code)
-    if said is not None:
-        return ProcessError(*said)
-    code = process.exitcode or 0
-    if code < 0:
-        return ProcessError(
-            f"{process.name} was killed by signal {-code} ({signal.Signals(-code).name})",
-            128 - code,
-        )
-    return ProcessError(f"{process.name} ended with exit code {code}", code)

@@ -58,7 +58,7 @@ def digest(name: str) -> str:
 
 
 def told(error: Exception) -> str:
-    """Returns ``error`` in one line, with the last line of the user's own code in its traceback."""
+    """Returns ``error`` in one line, with the last place in the user's own code."""
     libraries = (_PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
     called = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in called if not frame.filename.startswith(libraries)]

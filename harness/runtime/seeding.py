@@ -25,13 +25,12 @@ SAMPLE = 2
 BATCH = 3
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
 
 
 class SampleRng:
-    """The random numbers of one sample in one epoch: SplitMix64 (Steele, Lea and Flood, OOPSLA
-    2014) from a keyed start.
+    """The random numbers of one sample in one epoch.
+
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) from a keyed start.
 
     A draw is a few operations on integers, so that ``uniforms`` gives the same numbers for a whole
     batch at once; seeding ``random.Random`` takes longer than moving a small image.
@@ -41,12 +40,12 @@ class SampleRng:
 
     def __init__(self, seed: int, epoch: int, index: int, stream: int = SAMPLE) -> None:
         assert 0 <= index < 2**48
-        self._state = _mixed((_start(seed, epoch, stream) + index) & _MASK)
+        self._state: int = _mixed((_start(seed, epoch, stream) + index) & _MASK)
 
     def random(self) -> float:
         """Returns a number in [0, 1)."""
         self._state = (self._state + _GAMMA) & _MASK
-        return (_mixed(self._state) >> 11) * 2.0**-53
+        return float((_mixed(self._state) >> 11) * 2.0**-53)
 
     def uniform(self, low: float, high: float) -> float:
         """Returns a number between ``low`` and ``high``."""
@@ -64,29 +63,24 @@ def uniforms(
 
     They are float64 ``[len(indices), draws]``.
     """
-    with np.errstate(over="ignore"):
-        states = _mixed_array(np.uint64(_start(seed, epoch, stream)) + indices.astype(np.uint64))
-        steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GAMMA)
-        return (_mixed_array(states[:, None] + steps) >> np.uint64(11)) * 2.0**-53
+    states = _mixed(indices.astype(np.uint64) + np.uint64(_start(seed, epoch, stream)))
+    steps = np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+    drawn: np.ndarray = (_mixed(states[:, None] + steps) >> 11) * 2.0**-53
+    return drawn
 
 
 @lru_cache(maxsize=64)
 def _start(seed: int, epoch: int, stream: int) -> int:
     assert 0 <= seed < 2**32 and 0 <= epoch < 2**32
-    return _mixed((_mixed(stream) + (seed << 32 | epoch)) & _MASK)
+    start: int = _mixed((_mixed(stream) + (seed << 32 | epoch)) & _MASK)
+    return start
 
 
-def _mixed(z: int) -> int:
-    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
-    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
+def _mixed(z: Any) -> Any:
+    """Mixes the bits of an int or of each of a uint64 array."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-def _mixed_array(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
-    mixed: np.ndarray = z ^ (z >> np.uint64(31))
-    return mixed
 
 
 def order_rng(seed: int, epoch: int) -> np.random.Generator:

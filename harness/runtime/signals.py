@@ -1,4 +1,4 @@
-"""A signal asks the run to end: every long loop looks at a flag, and the training is saved.
+"""A signal asks the run to end: long loops look at a flag, and the training is saved.
 
 A second signal ends the process at once, and so does the end of the first one's grace. A signal to
 a process group often arrives twice, directly and by a parent: repeats within a second are ignored.
@@ -94,7 +94,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def caught(grace_s: float = 25.0) -> Iterator[None]:
-    """Opens a block in which signals set a flag; the former handlers come back at its end.
+    """Opens a block in which signals set a flag; the former handlers come back.
 
     A handler that is there already, such as a launcher's, stays. ``grace_s`` is as in
     ``set_grace``. Call ``leave`` inside the block: after it, a repeated signal would cut short what
@@ -133,7 +133,9 @@ def unheard(*but: signal.Signals) -> Iterator[None]:
 
 
 def ignored_in_worker() -> None:
-    """Makes a worker deaf to the signals that end a run: the trainer decides when workers end.
+    """Makes a worker deaf to the signals that end a run.
+
+    The trainer decides when workers end.
 
     A scheduler sends SIGTERM to the whole process group; workers that died of it would take the
     last batches with them.

@@ -80,7 +80,7 @@ def leave_with_parent() -> None:
 
 
 class Watchdog:
-    """Calls ``free`` once a wait for workers lasts too long: the wait then ends with an error.
+    """Calls ``free`` once a wait for workers lasts too long, which ends the wait.
 
     Too long is over ``limit_s`` seconds, or after half of a signal's grace.
 

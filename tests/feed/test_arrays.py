@@ -417,7 +417,7 @@ def test_neighbours_share_the_zeros_between_them() -> None:
 def test_what_is_cut_from_whole_images_cannot_be_served() -> None:
     """The reason is told; so it is of what is no data set of images."""
     assert "no common size" in (why_not_in_memory(dataset(arrays(), TrainTransform(SIDE))) or "")
-    assert "Noise makes each sample anew" in (why_not_in_memory(samples.Noise(4)) or "")
+    assert "Noise is no data set of images" in (why_not_in_memory(samples.Noise(4)) or "")
 
 
 def test_settings_of_arrays_have_no_workers() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.feed import normalise
-from harness.feed.normalise import Normalise
+from harness.feed import mover
+from harness.feed.mover import Normalise
 from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
 
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.fixture(autouse=True)
 def _no_batch_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     # but one image of one pixel, whose strides are for torch to choose
-    monkeypatch.setattr(normalise, "_SMALL", 5)
+    monkeypatch.setattr(mover, "_SMALL", 5)
 
 
 def uint8(*shape: int, seed: int = 0) -> Tensor:
@@ -101,7 +101,7 @@ def test_an_empty_batch_stays_empty() -> None:
 
 def test_a_small_batch_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the calls would cost more than they save there are none of them."""
-    monkeypatch.setattr(normalise, "_SMALL", 1000)
+    monkeypatch.setattr(mover, "_SMALL", 1000)
     one = Normalise(CPU, MEAN, STD, torch.float32, True)
     monkeypatch.setattr(one, "_by_rows", None)
     images = uint8(4, 3, 8, 8)
@@ -269,5 +269,5 @@ def test_a_training_loop_uses_the_same_memory_again(batches: Batches) -> None:
 
 def test_a_callers_loop_gets_memory_of_its_own_unless_it_asks(batches: Batches) -> None:
     """Reuse is off by default."""
-    assert DataPrefetcher([], "cpu", mean=MEAN, std=STD)._mover._normalise._pool is None
-    assert batches(True)._mover._normalise._pool is not None
+    assert DataPrefetcher([], "cpu", mean=MEAN, std=STD)._mover.normalise._pool is None
+    assert batches(True)._mover.normalise._pool is not None

@@ -133,7 +133,6 @@ def join_and_agree(local_rank: int, job: tuple[Config, Path]) -> None:
     with joined(local_rank, config) as world:
         values = torch.tensor([1.0, 10.0]) * (world.rank + 1)
         copied = torch.full((2,), float(world.rank))
-        world.barrier()
         world.copy_from_first([copied])
         found = {
             "world": [
