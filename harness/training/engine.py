@@ -106,8 +106,6 @@ class Engine:
         self._starting = True
         self._logged_step = self.state.step
         self._epoch = Shown()
-        # of the last window, beside the bar
-        self._told = ""
         steps = config.profile.steps if world.is_main else None
         self._trace = Trace(steps, place.folder, watch.clock.pause)
 
@@ -122,8 +120,10 @@ class Engine:
                 evaluation = self.evaluate(state.epoch - (state.samples == 0))
                 self._save(evaluation)
             elif self._is_done():
-                done = f"{state.epoch} epochs and {state.step} steps are done"
-                say(f"nothing left to train: {done}; raise trainer.epochs")
+                say(
+                    f"nothing left to train: {state.epoch} epochs and {state.step} steps are done; "
+                    "raise trainer.epochs"
+                )
                 result.status = "idle"
                 return
             while not self._is_done():
@@ -195,11 +195,11 @@ class Engine:
             **self.memory.evaluated(),
         }
         self._write(epoch, figures)
-        accuracy = f"top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f}"
-        text = f"{name}: {accuracy} on {result.images} validation images"
-        if self._epoch.steps:
-            text += f"; training: {self._epoch}"
-        say(text)
+        trained = f"; training: {self._epoch}" if self._epoch.steps else ""
+        say(
+            f"{name}: top-1 {result.top1:.4f}, top-5 {result.top5:.4f}, loss {result.loss:.4f} on "
+            f"{result.images} validation images{trained}"
+        )
         return result
 
     def close(self) -> None:
@@ -248,7 +248,12 @@ class Engine:
                 self.close()
 
     def _train_epoch(self, epoch: int) -> bool:
-        """Trains to the end of the epoch or run; returns whether a checkpoint is due."""
+        """Trains to the end of the epoch or run; returns whether a checkpoint is due.
+
+        Raises:
+            Interrupted: any rank heard a signal.
+            DiskError: the last checkpoint could not be written.
+        """
         state = self.state
         config = self.config.trainer
         self.feed.set_epoch(epoch)
@@ -266,8 +271,10 @@ class Engine:
         due = False
         if self._starting:
             images = self.feed.settings.batch_size * self.world.size * config.accumulate_steps
-            told = f"training: {steps} steps in epoch {epoch + 1}, {images} images each"
-            say(f"{told}; first step ...")
+            say(
+                f"training: {steps} steps in epoch {epoch + 1}, {images} images each; "
+                "first step ..."
+            )
         with progress(f"epoch {epoch + 1}/{config.epochs}", steps, "steps") as bar:
             for steps_left in range(steps, 0, -1):
                 if warm_up is not None and warm_up.due(steps_left):
@@ -280,31 +287,21 @@ class Engine:
                 if left == 0:
                     state.epoch = epoch + 1
                     state.samples = 0
-                state.pending = evaluated and steps_left == 1
+                last = steps_left == 1
+                state.pending = evaluated and last
                 bar.advance(1)
-                due = self._between_steps(epoch, last=steps_left == 1)
-                bar.note(self._told)
-        return due
 
-    def _between_steps(self, epoch: int, last: bool) -> bool:
-        """Logs and saves what is due after a step; returns whether a checkpoint was due.
-
-        After the ``last`` step of an epoch, its evaluation comes before the checkpoint.
-
-        Raises:
-            Interrupted: any rank heard a signal.
-            DiskError: the last checkpoint could not be written.
-        """
-        step = self.state.step
-        self.saves.check()
-        signum, due = self._boundary.ask(step)
-        if last or due or signum or step % self.config.watch.window_steps == 0:
-            with named("close window"):
-                self._close_window(epoch)
-        if signum:
-            raise Interrupted(signum)
-        if due and not last:
-            self._save(None)
+                # between two steps: log and save what is due, and hear signals
+                self.saves.check()
+                signum, due = self._boundary.ask(state.step)
+                if last or due or signum or state.step % self.config.watch.window_steps == 0:
+                    with named("close window"):
+                        bar.note(str(self._close_window(epoch)))
+                if signum:
+                    raise Interrupted(signum)
+                # the evaluation comes before the checkpoint of an epoch's end
+                if due and not last:
+                    self._save(None)
         return due
 
     def _one_step(self, batches: DataPrefetcher, parts: int) -> None:
@@ -326,8 +323,8 @@ class Engine:
             self.watch.sampler.restart()
         self._starting = False
 
-    def _close_window(self, epoch: int) -> None:
-        """Logs the window.
+    def _close_window(self, epoch: int) -> Shown:
+        """Logs the window; returns what it showed.
 
         Here, and where a checkpoint is made, a training step waits for the device.
 
@@ -346,7 +343,6 @@ class Engine:
         latest = Shown()
         for shown in (latest, self._epoch):
             shown.add(steps, figures.loss, lr, window, self.world.size)
-        self._told = str(latest)
         values: dict[str, Value] = {Tag.LOSS: figures.loss, Tag.LR: lr}
         if window is not None:
             values |= by_tag(window.of_ranks(self.world.size))
@@ -375,6 +371,7 @@ class Engine:
                 f"gradient (trainer.max_nonfinite_steps={most}); lower optim.lr, set "
                 "optim.clip_norm=1 or use trainer.precision=fp32"
             )
+        return latest
 
     def _write(self, epoch: int, figures: Mapping[str, Value]) -> None:
         if self.watch.board is not None:

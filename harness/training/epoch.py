@@ -42,7 +42,7 @@ class Shown:
         loss: the sum of the losses of these steps.
         images: of all ranks.
         elapsed_s: seconds in which they were trained on.
-        stalled_s: seconds thereof without data.
+        stalled_s: seconds of that time without data.
         lr: the last learning rate.
     """
 

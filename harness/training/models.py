@@ -27,13 +27,11 @@ def build(
     they stay random. No weights are read where the caller fills the network (``filled``).
 
     Raises:
-        ConfigError: the name is unknown, the published weights cannot be had, or the network cannot
-            take the image size.
+        ConfigError: unknown name, unpublished weights, or an image size that does not fit.
         CheckpointError: the file is missing, damaged or of another network.
     """
     check(config, image_size)
     name = config.name
-    from_torchvision = config.weights == "DEFAULT"
     network: nn.Module
     if parts.is_own(name):
         network = _own(name, num_classes, image_size)
@@ -46,11 +44,12 @@ def build(
         elif name in ("googlenet", "inception_v3"):
             # no auxiliary heads, for a classifier here gives one tensor; the published weights come
             # from TensorFlow, where images were normalised in another way
-            extra = {"aux_logits": False, "init_weights": True, "transform_input": from_torchvision}
+            extra = {"aux_logits": False, "init_weights": True}
+            extra["transform_input"] = config.weights == "DEFAULT"
         network = zoo.get_model(name, weights=None, num_classes=num_classes, **extra)
     if config.weights is None or filled:
         return network
-    if from_torchvision:
+    if config.weights == "DEFAULT":
         weights = published(name)
     else:
         weights = checkpoint.read_weights(Path(config.weights))
@@ -76,18 +75,18 @@ def check(config: ModelConfig, image_size: int) -> None:
     check_model(config, names())
     if not name.startswith("vit_"):
         return
-    where = f"data.image_size={image_size}"
     patch = int(name.rpartition("_")[2])
     if image_size % patch:
         raise ConfigError(
-            f"{where}: {name} cuts images into squares of {patch}; use a multiple of that"
+            f"data.image_size={image_size}: {name} cuts images into squares of {patch}; use a "
+            "multiple of that"
         )
     if config.weights == "DEFAULT":
         size = zoo.get_model_weights(name).DEFAULT.meta["min_size"][0]
         if image_size != size:
             raise ConfigError(
-                f"{where}: the published weights of {name} are for {size}; use that, or "
-                "model.weights=null"
+                f"data.image_size={image_size}: the published weights of {name} are for {size}; "
+                "use that, or model.weights=null"
             )
 
 

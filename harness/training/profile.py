@@ -87,8 +87,10 @@ class Trace:
         profiler = self._profiler
         if profiler is None:
             if self._first <= self._last and not self._began:
-                asked = f"profile.steps={self._first}-{self._last}"
-                _log.warning("%s: none of these steps was trained, there is no trace", asked)
+                _log.warning(
+                    "profile.steps=%d-%d: none of these steps was trained, there is no trace",
+                    *(self._first, self._last),
+                )
             self._last = 0
             return
         self._profiler = None
@@ -107,5 +109,7 @@ class Trace:
         except Exception as error:
             _log.warning("profile.steps: no trace in %s: %s", shown, error)
         else:
-            steps = f"trace of steps {self._began} to {self._ended}"
-            say(f"{steps}: open {shown} in https://ui.perfetto.dev")
+            say(
+                f"trace of steps {self._began} to {self._ended}: open {shown} in "
+                "https://ui.perfetto.dev"
+            )

@@ -178,13 +178,17 @@ class Reporter:
             say(f"top-1          {report['top1']:.4f} on {report['val_images']} validation images")
         if "step_ms" in report:
             step = report["step_ms"]
-            times = f"{step.median:.1f} ms (p95 {step.p95:.1f}, max {step.max:.1f}) a step"
-            say(f"speed          {report['images_per_s']:.0f} images/s while training, {times}")
+            say(
+                f"speed          {report['images_per_s']:.0f} images/s while training, "
+                f"{step.median:.1f} ms (p95 {step.p95:.1f}, max {step.max:.1f}) a step"
+            )
             say(f"data wait      {report['data_wait_fraction']:.1%} of the training time")
         if goodput := report.get("goodput"):
             rest = [f"{part.name.replace('_', ' ')} {part.s:.1f} s" for part in goodput.rest[:3]]
-            share = f"{goodput.fraction:.0%} of {goodput.wall_s:.1f} s in training steps"
-            say(f"goodput        {share}; {', '.join(rest)}")
+            say(
+                f"goodput        {goodput.fraction:.0%} of {goodput.wall_s:.1f} s in training "
+                f"steps; {', '.join(rest)}"
+            )
         if "gpu_memory" in report:
             say(f"memory         {report['gpu_memory']}")
         if self.config.mode is Mode.train:
@@ -211,11 +215,12 @@ class Reporter:
         world = engine.world
         config = self.config
         folder = os.path.relpath(engine.place.folder)
-        done = f"{state.epoch} of {config.trainer.epochs} epochs"
+        within = ""
         if state.samples:
             images = engine.order.stop(state.epoch)
-            done += f" and {state.samples} of {images} images of the next"
-        say(f"stopped after step {state.step}: {done}")
+            within = f" and {state.samples} of {images} images of the next"
+        epochs = config.trainer.epochs
+        say(f"stopped after step {state.step}: {state.epoch} of {epochs} epochs{within}")
         if not saved:
             why = "no step was made since the start, one was under way, or the disk refused"
             if not config.checkpoint.enabled:

@@ -72,8 +72,9 @@ def find(config: Config, folder: Path) -> Saved | None:
                 _log.warning("%s; falling back to %s", text, record.path.name)
             return Saved(printable(str(record.path)), state)
         if evaluating:
-            where = printable(str(folder))
-            raise CheckpointError(f"{where}: holds no checkpoint; name one with resume=PATH")
+            raise CheckpointError(
+                f"{printable(str(folder))}: holds no checkpoint; name one with resume=PATH"
+            )
         say("resume=auto: no checkpoint yet, starting at epoch 1")
         return None
     weights = config.model.weights
@@ -102,8 +103,10 @@ def settings(config: Config, saved: Saved | None, typed: tuple[str, ...]) -> Con
     where = saved.where
     if "settings" not in saved.state:
         if evaluating:
-            known = "data.*, model.name and trainer.precision are those of this command"
-            say(f"{where}: holds no settings; {known}")
+            say(
+                f"{where}: holds no settings; data.*, model.name and trainer.precision are those "
+                "of this command"
+            )
         return config
     try:
         trained = _trained(saved.state)
@@ -211,7 +214,6 @@ def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Conf
     before = (trained.loader.batch_size, trained.trainer.accumulate_steps)
     if ranks == size or (batch, parts) != before:
         return config
-    told = f"checkpoint: {ranks} ranks, now {size}"
     images = batch * parts * ranks
     same = copy.deepcopy(config)
     if images % (batch * size) == 0:
@@ -219,22 +221,24 @@ def _same_update(config: Config, trained: Config, ranks: int, size: int) -> Conf
     elif images % (parts * size) == 0:
         batch = images // (parts * size)
     else:
-        now = batch * parts * size
-        say(f"{told}: they cannot share {images} images; an update has {now}")
+        say(
+            f"checkpoint: {ranks} ranks, now {size}: they cannot share {images} images; an update "
+            f"has {batch * parts * size}"
+        )
         return config
     same.loader.batch_size = batch
     same.trainer.accumulate_steps = parts
-    used = f"loader.batch_size={batch} trainer.accumulate_steps={parts}"
-    say(f"{told}: {used}, so that an update still has {images} images")
+    say(
+        f"checkpoint: {ranks} ranks, now {size}: loader.batch_size={batch} "
+        f"trainer.accumulate_steps={parts}, so that an update still has {images} images"
+    )
     return same
 
 
 def take_over(
     state: TrainState, saved: Saved | None, config: Config, world: World, classes: tuple[str, ...]
 ) -> int | None:
-    """Puts what ``saved`` holds into ``state``; returns the step to go on from.
-
-    None: the run begins.
+    """Puts what ``saved`` holds into ``state``; returns the step to go on from, if any.
 
     Raises:
         CheckpointError: it does not fit, or the ranks do not see the same checkpoint. Training
@@ -260,13 +264,11 @@ def take_over(
             say(f"evaluating {where}")
         else:
             state.load_dict(held, where, config.trainer.precision)
-            then = held.get("num_threads")
-            now = torch.get_num_threads()
-            if then != now:
-                _log.warning("saved with %s torch threads, now %d: not bitwise the same", then, now)
+            threads = (held.get("num_threads"), torch.get_num_threads())
+            if threads[0] != threads[1]:
+                _log.warning("saved with %s torch threads, now %d: not bitwise the same", *threads)
             within = f", {state.samples} images of the next" if state.samples else ""
-            done = f"{state.epoch} epochs{within} and {state.step} steps are done"
-            say(f"resumed {where}: {done}")
+            say(f"resumed {where}: {state.epoch} epochs{within} and {state.step} steps are done")
     if world.smallest(state.step) != world.largest(state.step)[0]:
         raise CheckpointError(
             "the ranks see different checkpoints; the run folder must be shared by all nodes"

@@ -159,8 +159,7 @@ def save(
 ) -> Record:
     """Commits ``state`` under a free name in ``folder``, moves the pointers and drops old ones.
 
-    ``last.pt`` leads to the newest, ``best.pt`` to the highest finite top-1; ties keep the earlier.
-    ``rest`` is called with the seconds for which the thread should leave its processor to training.
+    Of equal top-1 ``best.pt`` has the earlier. ``rest`` gets the seconds to leave to training.
 
     Raises:
         DiskError: a file could not be written; what was there before stays whole.
@@ -169,8 +168,7 @@ def save(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clear(folder)
-        taken = [number for of, number in map(order, folder.glob("step-*")) if of == step]
-        if taken:
+        if taken := [number for of, number in map(order, folder.glob("step-*")) if of == step]:
             path = folder / f"step-{step}.{1 + max(taken)}.pt"
         # the digest of the whole file makes torch's checksums needless, and they take longer
         with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]

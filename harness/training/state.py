@@ -82,8 +82,9 @@ class TrainState:
         """
         needed = {"model", "optimizer", "schedule", "scaler", "epoch", "step", "random", "settings"}
         if missing := needed - saved.keys():
-            names = ", ".join(sorted(missing))
-            raise CheckpointError(f"{where}: cannot be resumed: holds no {names}")
+            raise CheckpointError(
+                f"{where}: cannot be resumed: holds no {', '.join(sorted(missing))}"
+            )
         contents.check(saved, where, self)
         problems = models.differences(self.network.state_dict(), saved["model"])
         ours = self.optimizer.state_dict()["param_groups"]

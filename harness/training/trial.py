@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import time
@@ -141,12 +140,11 @@ class StepTrials:
         failed: list[Exception] = []
         with contextlib.closing(self._step.batches(feed, clock)) as batches:
             source = self._endless(batches, feed, failed)
-            stretch = functools.partial(self._stretch, source, failed, clock)
-            stretch(1, 1, 0.0)
-            stretch(0, skip, limit_s / 3)
+            self._stretch(source, failed, clock, 1, 1, 0.0)
+            self._stretch(source, failed, clock, 0, skip, limit_s / 3)
             clock.close_window()
             cpu = time.process_time()
-            done = stretch(2, math.inf, limit_s)
+            done = self._stretch(source, failed, clock, 2, math.inf, limit_s)
             cpu_s = time.process_time() - cpu
             clock.settle()
         if failed:

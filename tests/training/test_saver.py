@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import re
 import shutil
 import stat
@@ -376,36 +375,3 @@ def test_other_threads_and_savers_keep_torchs_checksums(tmp_path: Path) -> None:
     """What is switched off for a save is on again after it."""
     save(tmp_path, 1)
     assert torch.serialization.get_crc32_options()
-
-
-@pytest.mark.slow
-def test_kill_at_random_times_never_loses_the_newest(tmp_path: Path) -> None:
-    """Killed at random moments while saving, a folder always has a whole newest checkpoint."""
-    script = f"""
-import torch, itertools
-from pathlib import Path
-from harness.training import checkpoint, saver
-for step in itertools.count(1):
-    state = {{"w": torch.full((200_000,), float(step))}}
-    saver.save(Path({str(tmp_path)!r}), state, step=step, epoch=step, top1=None, keep_last=2)
-    print(step, flush=True)
-"""
-    rng = random.Random(0)
-    for _ in range(20):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            process.wait(rng.uniform(0.0, 0.1))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        process.wait()
-        process.stdout.close()
-        found = checkpoint.newest(tmp_path)
-        assert found is not None
-        assert found[1]["w"][0] == found[0].step
-        assert not found[2]
-    saver.save(tmp_path, state(), step=10**6, epoch=1, top1=None, keep_last=2)
-    assert not list(tmp_path.glob(".*.tmp"))

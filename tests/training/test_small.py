@@ -59,7 +59,7 @@ def test_it_compiles_to_one_graph() -> None:
     torch.testing.assert_close(compiled(images), network(images))
 
 
-def test_it_learns_by_heart() -> None:
+def test_it_fits_one_batch() -> None:
     """Thirty updates on one batch bring the loss near zero."""
     network = small(10).train()
     images = torch.randn(16, 3, 32, 32)
