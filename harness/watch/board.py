@@ -58,6 +58,9 @@ class Board:
         # minutes of figures in memory
         self._events: _Records | None = None
         if tensorboard:
+            from torch.utils.tensorboard import summary
+
+            self._summary: Any = summary
             name = f"events.out.tfevents.{time.time():.6f}.{os.getpid()}"
             self._events = _Records(folder / name, self._failed)
             self._events.head = _event(file_version="brain.Event:2")
@@ -102,11 +105,9 @@ class Board:
     def text(self, tag: str, lines: Sequence[str]) -> None:
         """Put lines on TensorBoard's text page, as they are."""
         if self._events:
-            from torch.utils.tensorboard import summary
-
             # Markdown shows what is indented as code
             text = "\n".join(f"    {printable(line)}" for line in lines)
-            self._events.append(_event(summary=summary.text(tag, text)))
+            self._events.append(_event(summary=self._summary.text(tag, text)))
 
     def hparams(self, settings: Mapping[str, Any], metrics: Mapping[str, float | None]) -> None:
         """Make the run a row of TensorBoard's HParams page.
@@ -114,15 +115,13 @@ class Board:
         Every run of a sweep must give the same names.
         """
         if self._events:
-            from torch.utils.tensorboard import summary
-
             cells = plain(settings)
             for name, value in cells.items():
                 # torch would write true as 1.0, and leave a null out together with its column
                 if type(value) not in (int, float, str):
                     cells[name] = json.dumps(value)
             # of the experiment, the session's start and its end
-            for part in summary.hparams(cells, dict(metrics)):
+            for part in self._summary.hparams(cells, dict(metrics)):
                 self._events.append(_event(summary=part))
             known = {tag: value for tag, value in metrics.items() if value is not None}
             self._events.append(_scalars(self._step, known))

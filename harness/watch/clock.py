@@ -34,13 +34,12 @@ class StepClock:
     some steps later, once they have come; where none are free the block goes unmeasured. On the
     device's time line, over the ``computing()`` blocks i::
 
-        gap_i          = end of compute i-1 to start of compute i  (after a pause not known, and
-        left out) exposed_copy_i = the part of gap_i in which a batch was copied that the host had
-        asked the feed for prepare_i      = the part of gap_i in which the device augmented and
-        normalised that batch starved_i      = the part of the rest in which the host waited for a
-        batch that was not there yet host_i         = what is left of gap_i: launches, garbage
-        collection, logging, whatever the loop does stall_fraction = sum(starved_i + exposed_copy_i)
-        / sum(gap_i + compute_i)
+        gap_i          = end of compute i-1 to start of compute i, but for a gap with a pause
+        exposed_copy_i = the part of gap_i in which a batch was copied that the host had asked for
+        prepare_i      = the part of gap_i in which the device augmented and normalised that batch
+        starved_i      = the part of the rest in which the host waited for a batch
+        host_i         = what is left of gap_i: launches, garbage collection, logging, the loop
+        stall_fraction = sum(starved_i + exposed_copy_i) / sum(gap_i + compute_i)
 
     A wait while the device has queued work is no stall, and work between two steps is no stall.
     Without device events the stall is ``data_wait_fraction``; on a CPU prepare is the rest of

@@ -57,7 +57,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class LiveTable:
-    """A table whose rows come one by one, above a line that says what is done now.
+    """A table whose rows come one by one, above a line for what is done now.
 
     On a terminal ``live`` draws the table again for each row; elsewhere a row is a line, padded to
     ``widths``.
@@ -168,7 +168,7 @@ class Bar:
 def progress(
     description: str, total: int | None, unit: str, *, now: Callable[[], float] = time.monotonic
 ) -> Iterator[Bar]:
-    """Show how far the block's long work is: a bar on a terminal, else a few lines.
+    """Show how far the block's work is: a bar on a terminal, else a few lines.
 
     The lines: one after 5 s, then at most every tenth of the work and every 5 s, and one at the
     end; none for work under a second. Inside another ``progress`` nothing is shown. ``total`` is

@@ -83,10 +83,10 @@ class Source:
 class GpuSource(Source):
     """Utilisation, memory and power of one GPU or MIG instance.
 
-    ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any kernel
-    ran, of any program, however little it filled; a MIG instance has none. ``gpu/sm_utilization`` is how
-    much it filled, since the sample before: the mean share of multiprocessors at work, which Hopper
-    and later count, for a MIG instance its own.
+    ``gpu/utilization`` is the share of NVML's last sample period (1/6 to 1 s) in which any
+    kernel ran, of any program, however little it filled; a MIG instance has none.
+    ``gpu/sm_utilization`` is how much it filled, since the sample before: the mean share of
+    multiprocessors at work, which Hopper and later count, for a MIG instance its own.
     """
 
     _level = logging.WARNING

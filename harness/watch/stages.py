@@ -194,7 +194,7 @@ class StageMeter:
 
 
 class StageTimer:
-    """Times the batches of one worker, and some of their samples, at 0.025 % of the work.
+    """Times a worker's batches, and some of their samples at 0.025 % of the work.
 
     For each batch call ``begin``, ``share`` where the memory is shared, ``fill`` and ``end``.
 
@@ -223,20 +223,18 @@ class StageTimer:
             mark((stage, now(), cpu_now()))
 
         self.lap: Lap = lap
-        # what it costs to time a sample, and what of that lies within each of its stages: the
-        # quickest of three batches of nothing tells
-        self._own_s = 0.0
+        # the quickest of three batches of nothing tells what a lap costs
         trials = []
         for _ in range(3):
             begin_s = now()
             for _ in range(_FEW):
                 for stage in (START, *stages):
                     lap(stage)
-            wall_s = self._take()[1]
-            trials.append(((now() - begin_s) / _FEW, sum(wall_s) / (_FEW * len(wall_s))))
-        cost_s, self._own_s = min(trials)
-        # beside work that fills the caches a lap costs 1 to 5 times what it does here
-        self._cost_s = 3.0 * cost_s
+            trials.append(now() - begin_s)
+            self._marks.clear()
+        self._lap_s = min(trials) / (_FEW * (1 + len(stages)))
+        # a sample's; beside work that fills the caches a lap costs 1 to 5 times what it does here
+        self._cost_s = 3.0 * self._lap_s * (1 + len(stages))
         self._spent_s = 0.0  # on laps
         self._due_s = 0.0  # of work, after which samples are timed again
         self._offset = 0.0
@@ -361,9 +359,9 @@ class StageTimer:
             wall_s[stage] += wall - wall_then
             cpu_s[stage] += cpu - cpu_then
         self._marks.clear()
-        own_s = timed * self._own_s
+        laps_s = timed * self._lap_s
         return (
             timed,
-            [max(0.0, s - own_s) for s in wall_s.values()],
-            [max(0.0, s - own_s) for s in cpu_s.values()],
+            [max(0.0, s - laps_s) for s in wall_s.values()],
+            [max(0.0, s - laps_s) for s in cpu_s.values()],
         )

@@ -30,9 +30,10 @@ class Tree:
         self._queued_s = 0.0
 
     def processor(self) -> tuple[float, int] | None:
-        """Returns seconds of processor time, and major page faults; None as in ``_read_all``.
+        """Returns seconds of processor time, and major page faults.
 
-        Major faults waited for storage, as those of files mapped into memory.
+        Major faults waited for storage, as those of files mapped into memory. None where processes
+        end faster than they can be read.
         """
         stats = self._read_all("stat")
         if stats is None:
@@ -50,7 +51,8 @@ class Tree:
         The first are of files in the page cache or not, and of pipes and sockets; not of files
         mapped into memory. The second are what this process had block devices and NFS read,
         read-ahead included; what another process reads for it, as the daemon of a FUSE file system
-        does, the kernel counts as the other's. None as in ``_read_all``.
+        does, the kernel counts as the other's. None where processes end faster than they can be
+        read.
         """
         read = self._read_all("io")
         if read is None:

@@ -109,7 +109,7 @@ def test_augmenting_between_two_steps_has_a_name() -> None:
     ("loader_s", "full"), [(1e-3, 0.61), (140e-3, 0.26)], ids=["a fast loader", "a slow loader"]
 )
 def test_the_host_sleeps_while_the_device_is_full(loader_s: float, full: float) -> None:
-    """The wait for a device that has a step in store has a name of its own."""
+    """The wait for a device with a step in store has a name of its own."""
     result = Loop(loader_s=loader_s).run()
     assert result.window.device_full_fraction == pytest.approx(full, abs=0.03)
     assert result.device.spun_s == 0
@@ -124,7 +124,7 @@ def test_no_wait_while_the_device_is_not_full() -> None:
 
 
 def test_the_device_is_held_back_three_times() -> None:
-    """Where launching may be the limit, three steps of a run are held back, and no more."""
+    """Where launching may be the limit, three steps are held back, and no more."""
     slow = {"device_s": 9e-3, "launch_s": 25e-3, "loader_s": 1e-3, **LAUNCH}
     walls = [Loop(**slow, steps=steps).run().wall_s for steps in (200, 400)]
     assert walls[1] - walls[0] == pytest.approx(200 * 25.15e-3, rel=0.01)

@@ -328,7 +328,7 @@ def test_closing_twice_is_fine(tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_refused(tmp_path: Path) -> None:
-    """A tensor among the figures would be a hidden wait for the device: it is an error of ours."""
+    """A tensor among the figures would be a hidden wait for the device."""
     import torch
 
     with Board(tmp_path, tensorboard=False) as board, pytest.raises(TypeError, match="Tensor"):

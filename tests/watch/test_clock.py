@@ -1,4 +1,4 @@
-"""The step clock by host time alone: what is counted, what is kept apart, and that it adds up."""
+"""The step clock by host time alone: what is counted and what is kept apart."""
 
 import contextlib
 import random
@@ -146,7 +146,7 @@ def test_a_pause_ends_with_its_exception(clock: StepClock, hand: Hand) -> None:
 def test_an_exception_in_a_wait_leaves_the_clock_whole(
     clock: StepClock, hand: Hand, error: type[BaseException]
 ) -> None:
-    """The wait that failed is counted once and the next one starts anew."""
+    """The wait that failed is counted once and the next one starts afresh."""
     one_step(clock, hand, 0.0, 1.0)
     with contextlib.suppress(error), clock.waiting():
         hand.pass_(0.2)

@@ -157,7 +157,7 @@ def test_short_work_in_a_pipe_says_nothing(capsys: pytest.CaptureFixture[str]) -
 def test_long_work_in_a_pipe_says_a_few_lines(
     capsys: pytest.CaptureFixture[str], unit_s: float, expected: list[str]
 ) -> None:
-    """A line after 5 s, then at most ten, at least 5 s apart; the last tells the end."""
+    """A line after 5 s, then at most ten, 5 s apart; the last tells the end."""
     hand = Hand()
     with console.progress("unpacking", 100, "files", now=hand) as bar:
         for _ in range(100):

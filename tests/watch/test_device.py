@@ -251,7 +251,7 @@ def test_others_on_the_gpu_are_those_that_are_not_ours(
 def test_without_counters_no_warning_is_due(
     install: Callable[[Nvml | None], None], caplog: pytest.LogCaptureFixture, nvml: Nvml
 ) -> None:
-    """Most GPUs have no such counters: the figure is absent, and the other three are there."""
+    """Most GPUs have no counters: the figure is absent, and the other three are there."""
     install(nvml)
     source = GpuSource(UUID)
     assert [set(source.sample()) for _ in range(2)] == [

@@ -44,7 +44,7 @@ for order in sys.stdin:
 
 
 class Family:
-    """A process that forks a child, lets it work and takes note of its end when it is told to."""
+    """A process that forks a child, lets it work and reaps it when told to."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self.pid = process, process.pid
