@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_all_start_methods, get_start_method
 from typing import Any
@@ -32,9 +33,6 @@ from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun, steps_of_group
 
 Step = Callable[[Any], object]
-_WARM_UP_STEPS = 3
-_GROUPS = 20
-_COPIES = 16
 _NO_ROOM = (
     "No space left",
     "Too many open files",
@@ -96,7 +94,7 @@ def tune(
         pin_memory=False,
         prefetch_factor=2 if num_workers else None,
         persistent_workers=num_workers > 0,
-        timeout_s=0.0,
+        timeout_s=300.0,
         start_method=start_method
         or get_start_method(allow_none=True)
         or get_all_start_methods()[0],
@@ -107,25 +105,19 @@ def tune(
     return tune_probes(probes, trainee, own, config or TunerConfig(), limits.measure(), ranks)
 
 
+@dataclass
 class _Probes:
     """Feeds over a data set of the caller's.
 
     ``last`` is the batch that came last, as ``collate_fn`` made it.
     """
 
-    forms = ("processes",)
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any],
-        worker_init_fn: Callable[[int], None] | None,
-    ) -> None:
-        self.dataset = dataset
-        self.collate_fn = collate_fn
-        self.worker_init_fn = worker_init_fn
-        self.last: Any = None
-        self._cursor = Cursor()
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any]
+    worker_init_fn: Callable[[int], None] | None
+    last: Any = None
+    forms: tuple[str, ...] = ("processes",)
+    _cursor: Cursor = field(default_factory=Cursor)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return sum(tensor.nbytes for tensor in _tensors(self.last)) or None
@@ -142,7 +134,11 @@ class _Probes:
         order = Order(len(self.dataset), settings.batch_size, drop_last=True)
         if not again:
             self._cursor.begin = self._cursor.asked
-        return _Feed(self, ProbeOrder(order, self._cursor, again), settings, gauge)
+        feed = _Feed(self.dataset, ProbeOrder(order, self._cursor, again), settings)
+        feed.probes = self
+        feed.gauge = gauge
+        feed.meter = None
+        return feed
 
     def saw(self, batches: int) -> None:
         self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
@@ -154,20 +150,15 @@ class _Feed(ProcessFeed):
     It gives the first tensor of each batch as images.
     """
 
-    def __init__(
-        self, probes: _Probes, order: ProbeOrder, settings: FeedSettings, gauge: Gauge | None
-    ) -> None:
-        super().__init__(probes.dataset, order, settings)
-        self._probes = probes
-        self._gauge = gauge
-        self.meter = None
+    probes: _Probes
+    gauge: Gauge | None
 
     def _polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
         none = torch.zeros(self.settings.batch_size, dtype=torch.int64)
         try:
             for batch in super()._polls(batches):
                 if batch is not None:
-                    self._probes.last = batch
+                    self.probes.last = batch
                     batch = HostBatch(next(iter(_tensors(batch)), none), none, none)
                 yield batch
         except Exception as error:
@@ -184,9 +175,9 @@ class _Feed(ProcessFeed):
             raise BadSample("the data set", text) from error
 
     def _parts(self) -> dict[str, Any]:
-        probes = self._probes
+        probes = self.probes
         return {
-            "dataset": gauged(probes.dataset, self._gauge) if self._gauge else probes.dataset,
+            "dataset": gauged(probes.dataset, self.gauge) if self.gauge else probes.dataset,
             "batch_sampler": (indices.tolist() for indices in self.order.batches(0)),
             "collate_fn": probes.collate_fn,
             "worker_init_fn": partial(_enter, probes.worker_init_fn),
@@ -223,12 +214,13 @@ class _Trainee:
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         first_s, _ = self._group(1)
         begin = self._now()
-        for _ in range(_WARM_UP_STEPS - 1):
+        for _ in range(2):
             step_s, _ = self._group(1)
-        steps = min(_COPIES, steps_of_group(step_s, limit_s, self.overlaps))
+        # each has a copy of the batch in memory
+        steps = min(16, steps_of_group(step_s, limit_s, self.overlaps))
         cpu_s = time.process_time()
         groups = list[tuple[float, float]]()
-        while len(groups) < 2 or (len(groups) < _GROUPS and self._now() - begin < limit_s):
+        while len(groups) < 2 or (len(groups) < 20 and self._now() - begin < limit_s):
             groups.append(self._group(steps))
         size = len(batch.labels)
         return StepRun(
