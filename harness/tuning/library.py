@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,17 +29,14 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.report import TuningReport
+from harness.tuning.search import with_workers
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun, steps_of_group
 
 Step = Callable[[Any], object]
 _NO_ROOM = (
-    "No space left",
-    "Too many open files",
-    "Cannot allocate memory",
-    "unable to open shared memory",
-    "MemoryError",
+    "No space left|Too many open files|Cannot allocate memory|unable to open shared|MemoryError"
 )
 
 
@@ -57,15 +55,15 @@ def tune(
 ) -> TuningReport:
     """Chooses the fewest workers that feed ``step``: ``DataLoader(**report.loader_arguments)``.
 
-    Takes some five seconds besides the first step, before training. Whatever ``state`` names is put
-    back, and so are the global random states. Learning rates are 0 meanwhile.
+    Takes some five seconds before training. Whatever ``state`` names is put back, and so are the
+    random states. Learning rates are 0 meanwhile.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__`` or ``__getitems__``.
         step: takes one batch as the loader gives it, and trains on it.
         batch_size: samples in a batch.
         state: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
-        device: where the step computes; None: where the first network of ``state`` is, or the CPU.
+        device: where the step computes; None: where the first network of ``state`` is.
         collate_fn: as the loader's.
         worker_init_fn: as the loader's.
         num_workers: what the loop uses now: the choice is not slower than that.
@@ -88,17 +86,8 @@ def tune(
     if device is None:
         weights = (w for part in state if isinstance(part, nn.Module) for w in part.parameters())
         device = next((weight.device for weight in weights), "cpu")
-    own = FeedSettings(
-        batch_size=batch_size,
-        num_workers=num_workers,
-        pin_memory=False,
-        prefetch_factor=2 if num_workers else None,
-        persistent_workers=num_workers > 0,
-        timeout_s=300.0,
-        start_method=start_method
-        or get_start_method(allow_none=True)
-        or get_all_start_methods()[0],
-    )
+    method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
+    own = with_workers(FeedSettings(batch_size, 0, False, None, False, 300.0, method), num_workers)
     probes = _Probes(dataset, collate_fn, worker_init_fn)
     trainee = _Trainee(probes, step, state, torch.device(device))
     ranks = World(0, 1, 0, 1, trainee.device)
@@ -170,7 +159,7 @@ class _Feed(ProcessFeed):
                 raise
             # the data set's comes behind its traceback
             text = text.splitlines()[-1]
-            if any(symptom in text for symptom in _NO_ROOM):
+            if re.search(_NO_ROOM, text):
                 raise LoaderError(text) from error
             raise BadSample("the data set", text) from error
 

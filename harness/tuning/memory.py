@@ -46,8 +46,7 @@ class Memory:
     """
 
     def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
-        # as it comes back from a file
-        self.fingerprint = json.loads(json.dumps(fingerprint))
+        self.fingerprint = fingerprint
         self.path = (folder or cache_root() / "tuning") / f"{_digest(fingerprint)}.json"
         self._warned = False
 
@@ -59,9 +58,7 @@ class Memory:
         """
         try:
             entry = read_json(self.path)
-            if entry["fingerprint"] != self.fingerprint:
-                raise ValueError("of another run")
-            if entry["digest"] != _digest(entry["answer"]):
+            if entry["digest"] != _digest([self.fingerprint, entry["answer"]]):
                 raise ValueError("not as it was kept")
             # from the future too: a clock was wrong
             if abs(time.time() - typed(float, entry["saved_at"])) > _MAX_AGE_S:
@@ -79,7 +76,7 @@ class Memory:
         entry = {
             "saved_at": time.time(),
             "fingerprint": self.fingerprint,
-            "digest": _digest(answer),
+            "digest": _digest([self.fingerprint, answer]),
             "answer": answer,
         }
         try:
@@ -133,9 +130,7 @@ def fingerprint(
 
     plain = to_plain(config)
     settings = {
-        f"{group}.{name}": plain[group][name]
-        for group, names in _SETTINGS.items()
-        for name in names
+        group: {name: plain[group][name] for name in names} for group, names in _SETTINGS.items()
     }
     for name in ("fresh", "live"):
         del plain["tuner"][name]

@@ -262,7 +262,8 @@ class Lab:
         trials, met = zip(*self.ranks.gathered((trial, bad)), strict=True)
         for where in filter(None, met):
             raise BadSample(*where)
-        return min(trials, key=lambda trial: trial.images_per_s)
+        slowest: Trial = min(trials, key=lambda trial: trial.images_per_s)
+        return slowest
 
     def demand(
         self,

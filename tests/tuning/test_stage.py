@@ -234,7 +234,7 @@ def test_more_workers_than_are_tried_may_be_the_users_own(
     (file,) = cache.glob("*.json")
     entry = json.loads(file.read_text())
     entry["answer"]["settings"]["num_workers"] = 40
-    entry["digest"] = memory._digest(entry["answer"])
+    entry["digest"] = memory._digest([entry["fingerprint"], entry["answer"]])
     file.write_text(json.dumps(entry))
     assert run(composed, "loader.num_workers=40").report.reused
     assert not run(composed).report.reused
