@@ -22,7 +22,7 @@ from harness.data import datasets
 from harness.training import engine, models
 from harness.training.evaluate import Evaluation
 from harness.training.evaluate import evaluate as engine_evaluate
-from harness.tuning.follow import Follow
+from harness.tuning.stage import Follow
 from harness.watch import verdict
 from harness.watch.figures import Tag
 from harness.watch.host import HostSource

@@ -12,7 +12,7 @@ import numpy as np
 from harness.feed.gauge import Gauge
 from harness.feed.interface import FillableDataset, stages_of
 from harness.runtime.errors import BadSample
-from harness.watch.stages import SAMPLE, START, Laps, StageMeter, Stamps
+from harness.watch.stages import SAMPLE, START, StageMeter, StageTimer, Stamps
 
 # place and reason of each sample that could not be read
 Errors = list[tuple[str, str]]
@@ -47,7 +47,7 @@ class Filler:
 
     def fill(
         self,
-        timers: Sequence[Laps | None] | None,
+        timers: Sequence[StageTimer | None] | None,
         epoch: int,
         indices: np.ndarray,
         pixels: np.ndarray,

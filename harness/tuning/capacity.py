@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from harness.feed.interface import THREADS, FeedSettings
 from harness.runtime.limits import Limits
-from harness.tuning.search import with_workers
 
 # of what is free: the rest is for what the reckoning leaves out
 _SHARE = 0.8
-# batches beside those that the workers have in hand: one handed over, one in use
-_WAITING = 2
-# batches of threads beside those that are ready: one in the making, one handed over, one in use
-_LENT = 3
-# page-locked batches beside those in flight or ready: one on its way to the device, one in use or
-# about to follow it there, and one whose memory torch lends again when the copy after its own is
-# done
-_PINNED = 3
 # for logs, checkpoints and libraries
 _FILES_KEPT = 64
 
@@ -93,33 +84,6 @@ def refusal(
     return None
 
 
-def beside(
-    train: FeedSettings,
-    val: FeedSettings,
-    train_bytes: int | None,
-    val_bytes: int | None,
-    worker_bytes: int,
-    limits: Limits,
-) -> FeedSettings:
-    """Returns ``val`` with fewer batches in flight, then workers, until it fits beside ``train``.
-
-    Args:
-        train: the training feed's settings; its workers stay while the other feed runs.
-        val: the validation feed's.
-        train_bytes: of one training batch's tensors; None where that is not known.
-        val_bytes: of one validation batch's.
-        worker_bytes: private memory of one worker, without its batches.
-        limits: what this rank may use.
-    """
-    taken = needs(train, train_bytes, worker_bytes)
-    while val.num_workers and refusal(val, val_bytes, worker_bytes, limits, taken):
-        if val.prefetch_factor and val.prefetch_factor > 1:
-            val = replace(val, prefetch_factor=val.prefetch_factor - 1)
-        else:
-            val = with_workers(val, val.num_workers - 1)
-    return val
-
-
 def shown(count: int) -> str:
     """Returns ``count`` bytes in MB, from a thousand of them on in GB."""
     if count >= 1e9:
@@ -152,11 +116,15 @@ def _terms(
         labels = 8 * settings.batch_size
         images = max(1, size - 2 * labels)
         pinned_bytes = sum(1 << (tensor - 1).bit_length() for tensor in (images, labels))
-    pinned = batches(_PINNED, pinned_bytes, " page-locked")
+    # beside those in flight or ready: one on its way to the device, one in use or about to follow
+    # it there, and one whose memory torch lends again when the copy after its own is done
+    pinned = batches(3, pinned_bytes, " page-locked")
     if settings.backend == THREADS:
-        return [], [pinned if pinned_bytes else batches(_LENT, size)], []
+        # beside those that are ready: one in the making, one handed over, one in use
+        return [], [pinned if pinned_bytes else batches(3, size)], []
 
-    in_flight = batches(_WAITING, size)
+    # beside those that the workers have in hand: one handed over, one in use
+    in_flight = batches(2, size)
     memory = [
         (f"num_workers={workers} x {shown(worker_bytes)}", workers * worker_bytes),
         in_flight,

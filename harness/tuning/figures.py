@@ -136,16 +136,12 @@ class Trial:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The cells of a table, from the backend to why the setting was refused."""
-        settings = self.settings
+        """The cells of a table, from the setting to why it was refused."""
         waiting = ""
         if self.wait_fraction is not None:
             waiting = f"{self.wait_fraction:.0%}"
         return (
-            settings.backend,
-            str(settings.num_workers),
-            str(settings.prefetch_factor or ""),
-            "yes" if settings.pin_memory else "no",
+            str(self.settings),
             {"supply": "loader alone", "steps": "real steps"}[self.kind],
             str(self.rate or "refused"),
             waiting,

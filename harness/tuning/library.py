@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_all_start_methods, get_start_method
 from typing import Any
@@ -27,20 +29,14 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
 from harness.tuning.report import TuningReport
+from harness.tuning.search import with_workers
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock
 from harness.watch.figures import StepRun, steps_of_group
 
 Step = Callable[[Any], object]
-_WARM_UP_STEPS = 3
-_GROUPS = 20
-_COPIES = 16
 _NO_ROOM = (
-    "No space left",
-    "Too many open files",
-    "Cannot allocate memory",
-    "unable to open shared memory",
-    "MemoryError",
+    "No space left|Too many open files|Cannot allocate memory|unable to open shared|MemoryError"
 )
 
 
@@ -59,15 +55,15 @@ def tune(
 ) -> TuningReport:
     """Chooses the fewest workers that feed ``step``: ``DataLoader(**report.loader_arguments)``.
 
-    Takes some five seconds besides the first step, before training. Whatever ``state`` names is put
-    back, and so are the global random states. Learning rates are 0 meanwhile.
+    Takes some five seconds before training. Whatever ``state`` names is put back, and so are the
+    random states. Learning rates are 0 meanwhile.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__`` or ``__getitems__``.
         step: takes one batch as the loader gives it, and trains on it.
         batch_size: samples in a batch.
         state: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
-        device: where the step computes; None: where the first network of ``state`` is, or the CPU.
+        device: where the step computes; None: where the first network of ``state`` is.
         collate_fn: as the loader's.
         worker_init_fn: as the loader's.
         num_workers: what the loop uses now: the choice is not slower than that.
@@ -90,42 +86,27 @@ def tune(
     if device is None:
         weights = (w for part in state if isinstance(part, nn.Module) for w in part.parameters())
         device = next((weight.device for weight in weights), "cpu")
-    own = FeedSettings(
-        batch_size=batch_size,
-        num_workers=num_workers,
-        pin_memory=False,
-        prefetch_factor=2 if num_workers else None,
-        persistent_workers=num_workers > 0,
-        timeout_s=0.0,
-        start_method=start_method
-        or get_start_method(allow_none=True)
-        or get_all_start_methods()[0],
-    )
+    method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
+    own = with_workers(FeedSettings(batch_size, 0, False, None, False, 300.0, method), num_workers)
     probes = _Probes(dataset, collate_fn, worker_init_fn)
     trainee = _Trainee(probes, step, state, torch.device(device))
     ranks = World(0, 1, 0, 1, trainee.device)
     return tune_probes(probes, trainee, own, config or TunerConfig(), limits.measure(), ranks)
 
 
+@dataclass
 class _Probes:
     """Feeds over a data set of the caller's.
 
     ``last`` is the batch that came last, as ``collate_fn`` made it.
     """
 
-    forms = ("processes",)
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any],
-        worker_init_fn: Callable[[int], None] | None,
-    ) -> None:
-        self.dataset = dataset
-        self.collate_fn = collate_fn
-        self.worker_init_fn = worker_init_fn
-        self.last: Any = None
-        self._cursor = Cursor()
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any]
+    worker_init_fn: Callable[[int], None] | None
+    last: Any = None
+    forms: tuple[str, ...] = ("processes",)
+    _cursor: Cursor = field(default_factory=Cursor)
 
     def batch_bytes(self, settings: FeedSettings) -> int | None:
         return sum(tensor.nbytes for tensor in _tensors(self.last)) or None
@@ -142,7 +123,11 @@ class _Probes:
         order = Order(len(self.dataset), settings.batch_size, drop_last=True)
         if not again:
             self._cursor.begin = self._cursor.asked
-        return _Feed(self, ProbeOrder(order, self._cursor, again), settings, gauge)
+        feed = _Feed(self.dataset, ProbeOrder(order, self._cursor, again), settings)
+        feed.probes = self
+        feed.gauge = gauge
+        feed.meter = None
+        return feed
 
     def saw(self, batches: int) -> None:
         self._cursor.seen = range(self._cursor.begin, self._cursor.begin + batches)
@@ -154,20 +139,15 @@ class _Feed(ProcessFeed):
     It gives the first tensor of each batch as images.
     """
 
-    def __init__(
-        self, probes: _Probes, order: ProbeOrder, settings: FeedSettings, gauge: Gauge | None
-    ) -> None:
-        super().__init__(probes.dataset, order, settings)
-        self._probes = probes
-        self.gauge = gauge
-        self.meter = None
+    probes: _Probes
+    gauge: Gauge | None
 
     def polls(self, batches: Iterator[Any]) -> Iterator[HostBatch | None]:
         none = torch.zeros(self.settings.batch_size, dtype=torch.int64)
         try:
             for batch in super().polls(batches):
                 if batch is not None:
-                    self._probes.last = batch
+                    self.probes.last = batch
                     batch = HostBatch(next(iter(_tensors(batch)), none), none, none)
                 yield batch
         except Exception as error:
@@ -179,12 +159,12 @@ class _Feed(ProcessFeed):
                 raise
             # the data set's comes behind its traceback
             text = text.splitlines()[-1]
-            if any(symptom in text for symptom in _NO_ROOM):
+            if re.search(_NO_ROOM, text):
                 raise LoaderError(text) from error
             raise BadSample("the data set", text) from error
 
     def parts(self) -> dict[str, Any]:
-        probes = self._probes
+        probes = self.probes
         dataset = probes.dataset
         if self.gauge is not None:
             dataset = Gauged(dataset, self.gauge)
@@ -226,12 +206,13 @@ class _Trainee:
     def demand(self, batch: HostBatch, limit_s: float) -> StepRun:
         first_s, _ = self._group(1)
         begin = self._now()
-        for _ in range(_WARM_UP_STEPS - 1):
+        for _ in range(2):
             step_s, _ = self._group(1)
-        steps = min(_COPIES, steps_of_group(step_s, limit_s, self.overlaps))
+        # each has a copy of the batch in memory
+        steps = min(16, steps_of_group(step_s, limit_s, self.overlaps))
         cpu_s = time.process_time()
         groups = list[tuple[float, float]]()
-        while len(groups) < 2 or (len(groups) < _GROUPS and self._now() - begin < limit_s):
+        while len(groups) < 2 or (len(groups) < 20 and self._now() - begin < limit_s):
             groups.append(self._group(steps))
         size = len(batch.labels)
         return StepRun(

@@ -29,16 +29,8 @@ from harness.watch.console import say
 from harness.watch.figures import Window
 from harness.watch.host import machine_times
 
-# that windows must have together to be judged
-_PERIOD_S = 1.0
-_PERIOD_STEPS = 8
-# what more threads must deliver of what there was, and what fewer may
-_GAIN = 1.05
-_LOSS = 0.97
 # times as long, or as short: another kind of sample
 _OTHER = 2.0
-# periods without a try after the first that gained nothing; four times as many after the next
-_REST = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +80,8 @@ class Policy:
         # a sample's time at the last try in vain, and periods to go
         self._vain_s = 0.0
         self._rest = 0
-        self._next_rest = _REST
+        # of the next such try; after each, four times as many
+        self._next_rest = 30
 
     @property
     def settled(self) -> int:
@@ -104,7 +97,8 @@ class Policy:
         if self._tried:
             threads, before = self._tried
             self._tried = None
-            least = _GAIN if threads < self.threads else _LOSS
+            # more threads must deliver 5 % more, and fewer at most 3 % less
+            least = 1.05 if threads < self.threads else 0.97
             if period.images_per_s < least * before.images_per_s:
                 self._vain_s = before.wall_s
                 self._rest = self._next_rest
@@ -180,6 +174,7 @@ class Live:
         machine_now: those of the machine, of all its cores and used.
 
     Attributes:
+        policy: asks for a number.
         changes: what was changed, in order.
         gained_s: seconds that training took less than it would have at ``before`` images/s, or at
             those before the first change, as long as samples cost what they did then.
@@ -208,7 +203,7 @@ class Live:
         self._machine_now = machine_now
         # samples in the making at once
         room = settings.batch_size * (1 + (settings.prefetch_factor or 0))
-        self._policy = Policy(settings.num_workers, cores, min(most, room))
+        self.policy = Policy(settings.num_workers, cores, min(most, room))
         self._step = step
         self._step_cpu_s = 0.0
         self._begin()
@@ -222,11 +217,6 @@ class Live:
         self._began_cpu_s = self._cpu_now()
         self._machine_s = self._machine_now()
 
-    @property
-    def settled(self) -> int:
-        """The number of threads that is known to be good."""
-        return self._policy.settled
-
     def look(self, clock: StepClock, window: Window) -> None:
         """Takes in a window of steps, and judges once there are enough."""
         self._step += window.steps + window.first_steps
@@ -235,7 +225,8 @@ class Live:
         self._seconds += window.elapsed_s
         self._stalled_s += window.elapsed_s * (window.stall_fraction or 0.0)
         self._pure = self._pure and not (window.first_steps or window.pauses_s)
-        if self._seconds < _PERIOD_S or self._steps < _PERIOD_STEPS:
+        # a shorter period tells nothing
+        if self._seconds < 1.0 or self._steps < 8:
             return
         worked = self._meter.read().since(self._worked)
         if worked.samples and self._images:
@@ -248,24 +239,23 @@ class Live:
                 total_s, busy_s = self._machine_now()
                 total_s -= self._machine_s[0]
                 busy = (busy_s - self._machine_s[1]) / max(total_s, 1e-9)
-            self._judge(
-                Period(
-                    images_per_s=self._images / self._seconds,
-                    stall=self._stalled_s / self._seconds,
-                    wall_s=worked.busy_s / worked.samples,
-                    cpu_s=cpu_s / worked.samples,
-                    step_cpu_s=self._step_cpu_s,
-                    busy=busy,
-                )
+            period = Period(
+                images_per_s=self._images / self._seconds,
+                stall=self._stalled_s / self._seconds,
+                wall_s=worked.busy_s / worked.samples,
+                cpu_s=cpu_s / worked.samples,
+                step_cpu_s=self._step_cpu_s,
+                busy=busy,
             )
+            self._before_sample_s = self._before_sample_s or period.wall_s
+            if self._before is not None and period.wall_s * _OTHER > self._before_sample_s:
+                self.gained_s += self._images / self._before - self._seconds
+            self._follow(period)
         self._begin()
 
-    def _judge(self, period: Period) -> None:
-        """Counts what the period gained, and changes the threads of all feeds."""
-        self._before_sample_s = self._before_sample_s or period.wall_s
-        if self._before is not None and period.wall_s * _OTHER > self._before_sample_s:
-            self.gained_s += self._images / self._before - self._seconds
-        policy = self._policy
+    def _follow(self, period: Period) -> None:
+        """Changes the threads of all feeds where the policy says so."""
+        policy = self.policy
         before = policy.threads
         if (threads := policy.after(period)) == before:
             return

@@ -7,9 +7,9 @@ model of throughput asks for, then another backend. The rules have their numbers
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Literal
 
 from harness.feed.arrays import in_form
@@ -22,13 +22,7 @@ from harness.tuning.search import DEEP, Ask, Choice, Problem, Search, cost_of, w
 MET = 1.05
 # delivered over demand with which there is nothing to gain
 FED = 0.95
-# what a costlier setting must deliver more than the user's, and a cheaper one less than the best
-_GAIN = 0.05
-_LESS = 0.03
-# beside a step that takes longer, what threads share with it is nothing
-_LONG_STEP_S = 0.25
-# seconds of a measurement, and with the feed's start and what is left out
-_LIMIT_S = {"supply": 0.5, "steps": 0.8}
+# seconds of a measurement, of which half are the feed's start and what is left out
 _TAKES_S = {"supply": 1.0, "steps": 1.5}
 
 Kind = Literal["supply", "steps"]
@@ -40,6 +34,7 @@ class Look:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.own = problem.own
         self.demand = problem.demand.images_per_s
         self.trials: list[Trial] = []
         # by backend, of those that were probed
@@ -49,20 +44,24 @@ class Look:
             self._note(trial)
         probed = problem.calibration[-1].settings
         self.form = probed.backend
-        # the setting to beat: the user's, else the one that was probed, else what fits of it
-        fitting = with_workers(
-            self._base(self.form), min(probed.num_workers, self._most(self.form))
-        )
-        usable = (s for s in (problem.own, probed) if not self._refused(s))
-        self.have = next(usable, fitting)
+        # the setting to beat: the user's, else what fits of the one that was probed
+        self.have = self.own
+        if self._refused(self.own):
+            workers = min(probed.num_workers, self._most(self.form))
+            self.have = with_workers(self._base(self.form), workers)
 
     def run(self) -> Search:
         """Asks for what has to be measured, and returns the choice."""
         if not self._has_time(_TAKES_S["supply"]):
             return self._choice(self.have)
         if self._is_uneven():
-            # rule 6: no short run can judge a few slow samples
-            deep = self._deep()
+            # rule 6: no short run can judge a few slow samples; the queue must outlast them
+            base = self._base(self.form)
+            enough = self.model.workers_for(1.15 * self.model.reachable)
+            workers = min(max(enough, self.have.num_workers), self._most(self.form))
+            depth = max(DEEP.get(self.form, 2), self.have.prefetch_factor or 0)
+            depth = self._largest(depth, lambda k: with_workers(base, workers, k))
+            deep = with_workers(base, workers, depth)
             yield from self._measure("supply", deep)
             return self._choice(self.have if self._refused(deep) else deep)
         # the loader alone may suffice, and the processors still be too few for both
@@ -95,7 +94,7 @@ class Look:
     def _search(self) -> Asking:
         """Asks for more workers (rule 3), then for the other backends (rule 4)."""
         base = self._base(self.form)
-        cost = self.models[self.form].cost
+        cost = self.model.cost
         # where a sample waits, for storage or for the interpreter, one worker alone may take less
         if cost.cpu_s < 0.8 * cost.wall_s and self.problem.calibration[-1].settings.num_workers > 1:
             yield from self._measure("supply", with_workers(base, 1))
@@ -109,7 +108,7 @@ class Look:
             if self._is_fed(best) or not self.complete:
                 return
             # processes hand batches over besides
-            full = self._got(best) >= BUSY * self.models[self.form].roofline
+            full = self._got(best) >= BUSY * self.model.roofline
             if form != self.form and not (form == PROCESSES and full):
                 other = with_workers(self._base(form), self._wanted(form))
                 yield from self._try(other, beside=form != PROCESSES)
@@ -130,7 +129,7 @@ class Look:
         if is_known or self._refused(settings) or (kind == "steps" and self._steps_are_long()):
             return
         if self._has_time(_TAKES_S[kind]):
-            self._note((yield Ask(settings, kind, _LIMIT_S[kind])))
+            self._note((yield Ask(settings, kind, _TAKES_S[kind] / 2)))
 
     def _has_time(self, seconds: float) -> bool:
         """Returns whether that much of the budget is left; without it the look is incomplete."""
@@ -157,6 +156,11 @@ class Look:
 
     # What follows from it
 
+    @property
+    def model(self) -> Model:
+        """The model of the user's backend, or of the one that was probed in its place."""
+        return self.models[self.form]
+
     def _of(self, kind: Kind, settings: FeedSettings | None = None) -> list[Trial]:
         """Returns the trials of a kind that gave a rate, of one setting or of all."""
         return [
@@ -178,13 +182,12 @@ class Look:
 
         As many batches are in flight as fit with one worker.
         """
-        own = self.problem.own
-        base = dataclasses.replace(in_form(own, form), pin_memory=self.problem.pin_memory)
-        depth = own.prefetch_factor or 2
-        if self._refused(own):
-            depth = 2
+        base = replace(in_form(self.own, form), pin_memory=self.problem.pin_memory)
+        depth = 2
+        if not self._refused(self.own):
+            depth = self.own.prefetch_factor or 2
         depth = self._largest(depth, lambda k: with_workers(base, 1, k))
-        return dataclasses.replace(base, prefetch_factor=depth)
+        return replace(base, prefetch_factor=depth)
 
     def _most(self, form: str) -> int:
         """Returns the most workers that may be tried and that fit; at least 1."""
@@ -199,25 +202,15 @@ class Look:
 
     def _wanted(self, form: str) -> int:
         """Returns the workers that demand asks for by the model, or that fill the processors."""
-        model = self.models[self.form]
-        return min(model.workers_for(min(MET * self.demand, model.roofline)), self._most(form))
+        goal = min(MET * self.demand, self.model.roofline)
+        return min(self.model.workers_for(goal), self._most(form))
 
     def _is_uneven(self) -> bool:
         """Returns whether a few samples take so long that whole batches differ much."""
-        cost = self.models[self.form].cost
-        size = self.problem.own.batch_size
+        cost = self.model.cost
+        size = self.own.batch_size
         deviation_s = math.sqrt(size) * cost.variation * cost.wall_s
         return deviation_s > max(0.3 * size * cost.wall_s, 0.01)
-
-    def _deep(self) -> FeedSettings:
-        """Returns workers with 15 % to spare, and a queue that outlasts a slow sample."""
-        model = self.models[self.form]
-        base = self._base(self.form)
-        wanted = max(model.workers_for(1.15 * model.reachable), self.have.num_workers)
-        workers = min(wanted, self._most(self.form))
-        depth = max(DEEP.get(self.form, 2), self.have.prefetch_factor or 0)
-        depth = self._largest(depth, lambda k: with_workers(base, workers, k))
-        return with_workers(base, workers, depth)
 
     def _rate(self, settings: FeedSettings) -> Rate:
         """Returns what real steps get: as measured, else by the model and the loader alone."""
@@ -246,7 +239,8 @@ class Look:
         return self._got(settings) >= FED * self.demand
 
     def _steps_are_long(self) -> bool:
-        return self.problem.own.batch_size > _LONG_STEP_S * self.demand
+        """Returns whether a step takes so long that what threads share with it is nothing."""
+        return self.own.batch_size > 0.25 * self.demand
 
     def _best(self, *, unseen: bool = False) -> FeedSettings:
         """Returns the cheapest measured setting that delivers as much as the best (rule 1).
@@ -261,15 +255,15 @@ class Look:
             if not (counts or self._steps_are_long() or self._of("steps", settings)):
                 continue
             rate = min(self.demand, self._got(settings))
-            pays = cost_of(settings) <= cost_of(have) or rate >= (1 + _GAIN) * rates[have]
+            pays = cost_of(settings) <= cost_of(have) or rate >= 1.05 * rates[have]
             if pays and not self._refused(settings):
                 rates[settings] = rate
-        return min((s for s in rates if rates[s] >= (1 - _LESS) * max(rates.values())), key=cost_of)
+        return min((s for s in rates if rates[s] >= 0.97 * max(rates.values())), key=cost_of)
 
     # The choice
 
     def _choice(self, chosen: FeedSettings) -> Choice:
-        before = self._rate(self.problem.own)
+        before = self._rate(self.own)
         after = self._rate(chosen)
         return Choice(
             settings=chosen,
@@ -277,7 +271,7 @@ class Look:
             after=after,
             # a loader may have delivered more than the steps on one batch took
             demand=max(self.problem.demand, after, key=lambda rate: rate.images_per_s),
-            waits=(self._waits(self.problem.own), self._waits(chosen)),
+            waits=(self._waits(self.own), self._waits(chosen)),
             reason=self._reason(chosen),
             complete=self.complete,
         )
@@ -288,7 +282,7 @@ class Look:
         return min(runs, default=max(0.0, 1 - self._got(settings) / self.demand))
 
     def _reason(self, chosen: FeedSettings) -> str:
-        cost = self.models.get(chosen.backend, self.models[self.form]).cost
+        cost = self.models.get(chosen.backend, self.model).cost
         who = "the trainer" if chosen.backend == ARRAYS else "a worker"
         each = (
             f"A sample takes {who} {cost.wall_s * 1e3:.2g} ms, "
@@ -300,9 +294,7 @@ class Look:
             )
         if self._is_uneven():
             return f"{each}, and a few take far longer: more batches are kept ahead"
-        if len(self.trials) == len(self.problem.calibration):
-            return f"{each}. Nothing else was worth a try"
-        if chosen == self.problem.own:
+        if chosen == self.own or len(self.trials) == len(self.problem.calibration):
             return f"{each}. Nothing cheaper does as well, and nothing is faster"
         if not self._is_fed(chosen) and chosen.num_workers == self._most(chosen.backend):
             return f"{each}. More workers are not tried, or do not fit (tuner.max_workers)"

@@ -46,14 +46,11 @@ class Memory:
     """
 
     def __init__(self, fingerprint: Mapping[str, Any], folder: Path | None = None) -> None:
-        text = json.dumps(fingerprint, sort_keys=True, separators=(",", ":"))
-        # as it comes back from a file
-        self.fingerprint = json.loads(text)
-        name = f"{hashlib.sha256(text.encode()).hexdigest()}.json"
-        self.path = (folder or cache_root() / "tuning") / name
+        self.fingerprint = fingerprint
+        self.path = (folder or cache_root() / "tuning") / f"{_digest(fingerprint)}.json"
         self._warned = False
 
-    def recall(self, read: Callable[[Any], Any], now: Callable[[], float] = time.time) -> Any:
+    def recall(self, read: Callable[[Any], Any]) -> Any:
         """Returns what ``read`` makes of what was kept last; None for nothing, or over 30 days old.
 
         What is damaged goes, and so does what ``read`` answers with a KeyError, TypeError or
@@ -61,10 +58,10 @@ class Memory:
         """
         try:
             entry = read_json(self.path)
-            if entry["fingerprint"] != self.fingerprint:
-                raise ValueError("of another run")
+            if entry["digest"] != _digest([self.fingerprint, entry["answer"]]):
+                raise ValueError("not as it was kept")
             # from the future too: a clock was wrong
-            if abs(now() - typed(float, entry["saved_at"])) > _MAX_AGE_S:
+            if abs(time.time() - typed(float, entry["saved_at"])) > _MAX_AGE_S:
                 return None
             return read(entry["answer"])
         except FileNotFoundError:
@@ -76,7 +73,12 @@ class Memory:
 
     def keep(self, answer: Mapping[str, Any]) -> None:
         """Remembers ``answer``, which holds what JSON can, in place of any before it."""
-        entry = {"saved_at": time.time(), "fingerprint": self.fingerprint, "answer": answer}
+        entry = {
+            "saved_at": time.time(),
+            "fingerprint": self.fingerprint,
+            "digest": _digest([self.fingerprint, answer]),
+            "answer": answer,
+        }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(entry, indent=1).encode())
@@ -97,6 +99,10 @@ class Memory:
             text = "%s: %s; tuning is not remembered; set WELLFED_CACHE"
             _log.warning(text, self.path.parent, error.strerror or error)
         self._warned = True
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint(
@@ -124,9 +130,7 @@ def fingerprint(
 
     plain = to_plain(config)
     settings = {
-        f"{group}.{name}": plain[group][name]
-        for group, names in _SETTINGS.items()
-        for name in names
+        group: {name: plain[group][name] for name in names} for group, names in _SETTINGS.items()
     }
     for name in ("fresh", "live"):
         del plain["tuner"][name]

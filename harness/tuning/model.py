@@ -7,9 +7,8 @@ image takes r and the step s of them.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.tuning.figures import SampleCost
 
@@ -72,4 +71,4 @@ def undisturbed(cost: SampleCost, workers: int, cores: float) -> SampleCost:
     """
     if workers <= cores or workers * cost.cpu_s / cost.wall_s <= BUSY * cores:
         return cost
-    return dataclasses.replace(cost, wall_s=max(cost.cpu_s, cost.wall_s * cores / workers))
+    return replace(cost, wall_s=max(cost.cpu_s, cost.wall_s * cores / workers))

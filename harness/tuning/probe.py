@@ -5,14 +5,13 @@ All ranks measure together. Whatever goes wrong becomes a refusal with its sympt
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import psutil
@@ -26,7 +25,7 @@ from harness.runtime.errors import BadSample, LoaderError, printable
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
 from harness.tuning.figures import Probes, Rate, SampleCost, Trainee, Trial
-from harness.tuning.search import Ask, in_flight
+from harness.tuning.search import Ask, in_flight, with_workers
 
 POLL_S = 0.05
 # without a single sample for so long, the workers hang
@@ -42,27 +41,23 @@ class Supply:
 
     Attributes:
         ask: the measurement.
-        opened: when the feed was opened.
+        grew: when the number of samples that are done grew last.
         batches: how many have come.
         batch: the last of them in memory of its own, if ``ask`` needs one.
         worker_bytes: private memory of one worker; 0 without workers.
-        first_s: seconds until the first sample was seen to be done: what the workers took to
-            start, and that sample.
         points: the window: when, this process's processor seconds, and the workers' work so far.
     """
 
     ask: Ask
-    opened: float
+    grew: float
     batches: int = 0
     batch: HostBatch | None = None
     worker_bytes: int = 0
-    first_s: float = 0.0
     points: list[tuple[float, float, Work]] = field(default_factory=list)
     # when every worker had moved, or all were seen to be at work
     _began: float | None = None
-    # samples that were done at the last look, and when their number grew last
+    # samples that were done at the last look
     _done: int = 0
-    _grew: float = 0.0
 
     def look(self, at: float, cpu_s: float, work: Work) -> bool:
         """Notes how far the workers are. Returns whether enough is known.
@@ -73,12 +68,12 @@ class Supply:
         ask = self.ask
         allowed_s = STUCK_S
         if not work.samples:
-            allowed_s += ask.start_s
+            # what workers may take to start on a busy machine
+            allowed_s += 3 * ask.settings.num_workers
         if work.samples > self._done:
-            self.first_s = self.first_s or at - self.opened
             self._done = work.samples
-            self._grew = at
-        elif at - max(self._grew, self.opened) > allowed_s:
+            self.grew = at
+        elif at - self.grew > allowed_s:
             raise LoaderError(
                 f"no sample for {allowed_s:g} s: the workers hang, or the storage does"
             )
@@ -103,17 +98,11 @@ class Supply:
 
     @property
     def rate(self) -> Rate:
-        """Images/s over the window, with the interval that ten blocks give.
-
-        The interval is no less than the samples that the window's ends cut in two.
-        """
+        """Images/s over the window, with the interval that ten blocks give."""
         times = [at for at, _, _ in self.points]
         samples = [work.samples for _, _, work in self.points]
         edges = np.linspace(times[0], times[-1], 1 + min(_BLOCKS, len(times) - 1))
-        rate = Rate.of(np.diff(np.interp(edges, times, samples)), np.diff(edges))
-        cut = math.sqrt(max(1, self.ask.settings.num_workers)) / (times[-1] - times[0])
-        mean = rate.images_per_s
-        return Rate(mean, max(0.0, min(rate.low, mean - cut)), max(rate.high, mean + cut))
+        return Rate.of(np.diff(np.interp(edges, times, samples)), np.diff(edges))
 
     @property
     def cost(self) -> SampleCost:
@@ -229,9 +218,6 @@ class Lab:
     batch: HostBatch | None = None
     first_s: float = 0.0
     launch_s: float = 0.0
-    # a sample's longest mean of a probe, and the longest until a first sample
-    _sample_s: float = 0.0
-    _start_s: float = 0.0
     # batches of the last probe on samples of its own
     _seen: int = 0
 
@@ -243,17 +229,22 @@ class Lab:
         """
         trial = Trial(ask.settings, "steps" if ask.kind == "steps" else "supply")
         if refused := self.unfit(ask.settings):
-            return dataclasses.replace(trial, refused=refused)
+            return replace(trial, refused=refused)
         begin = self.now()
         bad = None
         try:
             if ask.kind == "steps":
                 trial = self._steps(ask)
             elif ask.kind == "passes":
-                # as the tutorial times a loader: each pass with its start-up
-                images = sum(self._pass(ask.settings) for _ in range(4))
+                # as the tutorial times a loader: four passes, each with its start-up
+                images = 0
+                for _ in range(4):
+                    with closing(self.probes.probe(ask.settings)) as feed:
+                        for batch in itertools.islice(feed, 15):
+                            images += len(batch.labels)
+                            signals.check()
                 rate = Rate.of([images], [self.now() - begin])
-                trial = dataclasses.replace(trial, rate=rate, images=images)
+                trial = replace(trial, rate=rate, images=images)
             else:
                 trial = self._supply(ask)
         except BadSample as error:
@@ -262,20 +253,17 @@ class Lab:
             refused = "out of memory"
         except LoaderError as error:
             refused = printable(str(error))
-            if "loader.timeout_s" in refused:
-                # advice on a setting that is the probe's own
-                refused = "no batch came: the workers hang, or the storage does"
-        trial = dataclasses.replace(
+        trial = replace(
             trial,
             refused=refused,
             seconds=self.now() - begin,
             memory_bytes=self.memory_bytes(ask.settings),
         )
-        outcomes: list[tuple[Trial, tuple[str, str] | None]] = self.ranks.gathered((trial, bad))
-        for _, met in outcomes:
-            if met:
-                raise BadSample(*met)
-        return min((trial for trial, _ in outcomes), key=lambda trial: trial.images_per_s)
+        trials, met = zip(*self.ranks.gathered((trial, bad)), strict=True)
+        for where in filter(None, met):
+            raise BadSample(*where)
+        slowest: Trial = min(trials, key=lambda trial: trial.images_per_s)
+        return slowest
 
     def demand(
         self,
@@ -290,10 +278,12 @@ class Lab:
         assert self.batch is not None, "a supply probe comes first"
         run = self.trainee.demand(self.batch, limit_s)
         own = rate(run.images, run.seconds), run.cpu_s / sum(run.images)
-        found: list[tuple[Rate, float]] = self.ranks.gathered(own)
-        self.first_s -= self.ranks.smallest(-run.first_s)
+        self.first_s += run.first_s
         self.launch_s = -self.ranks.smallest(-run.launch_s)
-        return min(found, key=lambda rank: rank[0].images_per_s)
+        slowest: tuple[Rate, float] = min(
+            self.ranks.gathered(own), key=lambda rank: rank[0].images_per_s
+        )
+        return slowest
 
     @property
     def now(self) -> Clock:
@@ -301,17 +291,9 @@ class Lab:
         return accelerator.of(self.trainee.device).now
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
-        """Returns whether page-locked batches reach the device sooner; never without CUDA."""
-        device = self.trainee.device
-        if not accelerator.of(device).has_streams or self.batch is None:
-            return False
-        pays = False
-        # raised where there is no room for page-locked memory
-        with suppress(RuntimeError):
-            if self.refusal(dataclasses.replace(own, pin_memory=True)) is None:
-                pageable_s, pinned_s = measure_copies(self.batch.images, device)
-                pays = pinned_s < 0.95 * pageable_s
-        return self.ranks.smallest(float(pays)) > 0
+        """Returns whether batches are to be page-locked: on CUDA, where they fit."""
+        has_streams = accelerator.of(self.trainee.device).has_streams
+        return has_streams and self.unfit(replace(own, pin_memory=True)) is None
 
     def refusal(self, settings: FeedSettings) -> str | None:
         """Returns why ``settings`` cannot fit on this rank, with the arithmetic, or None."""
@@ -323,6 +305,23 @@ class Lab:
         """Returns why ``settings`` cannot fit on all ranks, or None."""
         return next(filter(None, self.ranks.gathered(self.refusal(settings))), None)
 
+    def val_beside(self, train: FeedSettings) -> FeedSettings:
+        """Returns the validation feed's settings, with less until they fit beside ``train``.
+
+        That is fewer batches in flight, then fewer workers.
+        """
+        val = self.probes.val_settings(train)
+        size = self.probes.batch_bytes(val)
+        taken = capacity.needs(train, self.probes.batch_bytes(train), self.worker_bytes)
+        while val.num_workers and capacity.refusal(
+            val, size, self.worker_bytes, self.limits, taken
+        ):
+            if val.prefetch_factor and val.prefetch_factor > 1:
+                val = replace(val, prefetch_factor=val.prefetch_factor - 1)
+            else:
+                val = with_workers(val, val.num_workers - 1)
+        return val
+
     def memory_bytes(self, settings: FeedSettings) -> int:
         """Returns what a feed takes: private memory, batches in flight, images that it holds."""
         size = self.probes.batch_bytes(settings)
@@ -333,35 +332,27 @@ class Lab:
         settings = ask.settings
         # samples that have loaded before: none of them can hang this process, nor is decoded in it
         again = settings.num_workers == 0 and self._seen > 0
-        ask = dataclasses.replace(
-            ask,
-            needs_batch=self.batch is None,
-            skip=again * self._seen,
-            start_s=self._starting_s(settings),
-        )
+        skip = again * self._seen
+        ask = replace(ask, needs_batch=self.batch is None, skip=skip)
         try:
             gauge = Gauge(settings.num_workers)
         except (OSError, RuntimeError) as error:
             raise LoaderError(f"no shared memory for counting: {error}") from error
-        feed = self.probes.probe(self._patient(settings), gauge, again=again)
+        feed = self.probes.probe(settings, gauge, again=again)
         found = measure_supply(feed, gauge, self.ranks, ask, self.now)
         # what the probe teaches those that follow
-        cost = found.cost
-        self.worker_bytes = int(-self.ranks.smallest(-found.worker_bytes)) or self.worker_bytes
-        self._sample_s = max(self._sample_s, cost.wall_s)
+        self.worker_bytes = found.worker_bytes or self.worker_bytes
         self.batch = self.batch or found.batch
-        if settings.num_workers:
-            self._start_s = max(self._start_s, found.first_s)
         if found.batches and not again:
             self._seen = found.batches
             self.probes.saw(found.batches)
-        return Trial(settings, "supply", found.rate, found.images, cost=cost)
+        return Trial(settings, "supply", found.rate, found.images, cost=found.cost)
 
     def _steps(self, ask: Ask) -> Trial:
         settings = ask.settings
         # without workers on samples that have come from one: none of them can hang this process
         again = settings.num_workers == 0
-        with closing(self.probes.probe(self._patient(settings), again=again)) as feed:
+        with closing(self.probes.probe(settings, again=again)) as feed:
             run = self.trainee.deliver(feed, in_flight(settings), ask.limit_s)
         count = len(run.images)
         if count == 0:
@@ -375,26 +366,3 @@ class Lab:
         rate = Rate.of(np.add.reduceat(run.images, blocks), np.add.reduceat(run.seconds, blocks))
         images = sum(run.images)
         return Trial(settings, "steps", rate, images, wait_fraction=run.stall_fraction)
-
-    def _pass(self, settings: FeedSettings) -> int:
-        """Returns the images of the tutorial's 15 batches."""
-        images = 0
-        with closing(self.probes.probe(self._patient(settings))) as feed:
-            for batch in itertools.islice(feed, 15):
-                images += len(batch.labels)
-                signals.check()
-        return images
-
-    def _patient(self, settings: FeedSettings) -> FeedSettings:
-        """Returns ``settings`` that wait as long as a slow start and three slow batches."""
-        wait_s = 3 * settings.batch_size * self._sample_s or 2 * STUCK_S
-        timeout_s = self._starting_s(settings) + wait_s + STUCK_S
-        return dataclasses.replace(settings, timeout_s=timeout_s)
-
-    def _starting_s(self, settings: FeedSettings) -> float:
-        """Returns the seconds that workers may take to start, at least half a second for each.
-
-        As long as was seen, for each time that the cores have to start some.
-        """
-        turns = math.ceil(settings.num_workers / max(1.0, self.limits.cores))
-        return max(0.5 * max(1, settings.num_workers), self._start_s * turns)

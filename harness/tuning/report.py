@@ -84,30 +84,20 @@ class TuningReport:
     def override(self) -> str:
         """What to type to get this choice without tuning."""
         own = self.settings
-        forms = {own.backend, *(trial.settings.backend for trial in self.trials)}
-        words: dict[str, object] = {
-            "backend": own.backend,
-            "num_workers": own.num_workers,
-            "prefetch_factor": own.prefetch_factor,
-            "pin_memory": own.pin_memory,
-            "persistent_workers": own.persistent_workers,
-        }
-        if forms == {PROCESSES}:
-            del words["backend"]
+        names = ["backend", "num_workers", "prefetch_factor", "pin_memory", "persistent_workers"]
         if own.backend == ARRAYS:
-            del words["num_workers"]
+            names.remove("num_workers")
         if not own.num_workers:
-            del words["persistent_workers"]
+            names.remove("prefetch_factor")
+            names.remove("persistent_workers")
+        words = {name: getattr(own, name) for name in names}
         # the validation feed's follow from these, unless they had to be less
         derived = val_settings(LoaderConfig(), own)
         for name in ("batch_size", "num_workers", "prefetch_factor"):
-            if getattr(self.val, name) != getattr(derived, name):
-                words[f"val.{name}"] = getattr(self.val, name)
-        return " ".join(
-            f"loader.{name}={str(value).lower()}"
-            for name, value in words.items()
-            if value is not None
-        )
+            value = getattr(self.val, name)
+            if value not in (None, getattr(derived, name)):
+                words[f"val.{name}"] = value
+        return " ".join(f"loader.{name}={str(value).lower()}" for name, value in words.items())
 
     @property
     def loader_arguments(self) -> dict[str, Any]:

@@ -7,9 +7,8 @@ can be tested on made-up machines.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
@@ -53,7 +52,7 @@ class Problem:
 class Ask:
     """One measurement that a search asks for.
 
-    The last three are the lab's to fill in, for probes of supply.
+    The last two are the lab's to fill in, for probes of supply.
 
     Attributes:
         kind: "supply", "steps" (see ``Trial``) or "passes": as the tutorial times its loader,
@@ -61,7 +60,6 @@ class Ask:
         limit_s: how long to measure.
         needs_batch: go on until a whole batch has come.
         skip: batches that are left out, besides those that fill the queue.
-        start_s: seconds more that workers may take until their first sample.
     """
 
     settings: FeedSettings
@@ -69,7 +67,6 @@ class Ask:
     limit_s: float = 1.5
     needs_batch: bool = False
     skip: int = 0
-    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +108,17 @@ DEEP = {THREADS: 16, PROCESSES: 4}
 _CHEAPEST = (ARRAYS, THREADS, PROCESSES)
 
 
+def follow(search: Search, attempt: Callable[[Ask], Trial]) -> Choice:
+    """Runs a search to its choice; ``attempt`` measures what is asked."""
+    try:
+        ask = next(search)
+        while True:
+            ask = search.send(attempt(ask))
+    except StopIteration as end:
+        choice: Choice = end.value
+        return choice
+
+
 def with_workers(
     settings: FeedSettings, num_workers: int, prefetch_factor: int | None = None
 ) -> FeedSettings:
@@ -119,10 +127,8 @@ def with_workers(
     Workers that come are kept between epochs. Arrays never have any.
     """
     if settings.backend == ARRAYS or not num_workers:
-        return dataclasses.replace(
-            settings, num_workers=0, prefetch_factor=None, persistent_workers=False
-        )
-    return dataclasses.replace(
+        return replace(settings, num_workers=0, prefetch_factor=None, persistent_workers=False)
+    return replace(
         settings,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor or settings.prefetch_factor or 2,
@@ -173,7 +179,7 @@ def grid(own: FeedSettings, cores: int, pin_choices: Sequence[bool], budget_s: f
 
     yield from attempt(own)
     for pin in pin_choices:
-        base = dataclasses.replace(own, pin_memory=pin)
+        base = replace(own, pin_memory=pin)
         best = 0
         best_rate = 0.0
         for workers in range(0, 2 * cores + 1, 4):

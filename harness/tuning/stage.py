@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,70 @@ from harness.feed.threads import ThreadFeed
 from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.files import typed
+from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning import capacity
 from harness.tuning.figures import Trainee
-from harness.tuning.follow import Follow
 from harness.tuning.live import Live
 from harness.tuning.memory import Memory, fingerprint
+from harness.tuning.probe import Lab
 from harness.tuning.report import TuningReport
-from harness.tuning.search import DEEP, with_workers
 from harness.tuning.tuner import most_workers, tune
 from harness.watch.clock import StepClock
+from harness.watch.console import say
 from harness.watch.figures import Window
 from harness.watch.station import Watch
+
+STEPS = 100
+
+_log = logging.getLogger(LOGGER)
+
+
+@dataclass(slots=True)
+class Follow:
+    """Tells once, after a hundred steps, whether training waits no more than tuning said.
+
+    Attributes:
+        report: holds the prediction.
+        on_miss: forgets the answer; called when it did not hold.
+    """
+
+    report: TuningReport
+    on_miss: Callable[[], object] = lambda: None
+    done: bool = False
+
+    def look(self, clock: StepClock, window: Window) -> None:
+        """Looks at the steps so far; to be called whenever a window of steps ends."""
+        predicted = self.report.after.wait_fraction
+        if self.done or predicted is None:
+            return
+        total = clock.total()
+        if total.steps + total.first_steps < STEPS:
+            return
+        self.done = True
+        stall = total.stall_fraction or 0.0
+        # five points over the prediction
+        if stall <= predicted + 0.05:
+            return
+        # a step that became faster, or else a slower loader
+        why = (
+            f"The feed delivers {total.images_per_s or 0.0:.0f} images/s a rank and not "
+            f"{self.report.after.images_per_s}. Other programs, slower storage or costlier samples "
+            "may be why: see host/cpu_fraction and host/disk_read_bytes_per_s"
+        )
+        if self.report.demand and total.compute_ms:
+            was_ms = self.report.settings.batch_size / self.report.demand.images_per_s * 1e3
+            is_ms = total.compute_ms.median
+            if total.prepare_ms:
+                # both are what a step takes
+                is_ms += total.prepare_ms.median
+            if is_ms < 0.9 * was_ms:
+                why = f"A step takes {is_ms:.1f} ms and not {was_ms:.1f}. Try: tuner.fresh=true"
+        _log.warning(
+            f"Over the first {total.steps} steps, training waited for data {stall:.0%} of the "
+            f"time. Tuning said {predicted:.0%}. {why}."
+        )
+        self.on_miss()
+        say("The remembered answer is forgotten. The next run tunes again.")
 
 
 @dataclass(slots=True)
@@ -88,13 +140,13 @@ class Tuned:
         if live.changes:
             found["changes"] = live.changes
         report = self.report
-        if live.settled != report.settings.num_workers:
+        if live.policy.settled != report.settings.num_workers:
             # how to begin with the last number
-            settings = dataclasses.replace(report.settings, num_workers=live.settled)
+            settings = replace(report.settings, num_workers=live.policy.settled)
             val = report.val
             if self.val_follows:
-                val = dataclasses.replace(val, num_workers=live.settled)
-            found["settled"] = dataclasses.replace(report, settings=settings, val=val).override
+                val = replace(val, num_workers=live.policy.settled)
+            found["settled"] = replace(report, settings=settings, val=val).override
         return found
 
     def _before(self) -> float | None:
@@ -135,10 +187,10 @@ def tuned(
     if world.is_main and config.tuner.fresh:
         memory.forget()
     if world.is_main:
-        report = memory.recall(lambda answer: _recalled(answer, own, feeds, limits))
+        report = memory.recall(lambda answer: _recalled(answer, own, feeds, trainee, limits))
     report = world.agreed(report)
     if report is not None:
-        report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
+        report = replace(report, seconds=time.perf_counter() - begin)
     else:
         # no update is left where a resumed run is done
         steps = config.trainer.epochs * feeds.steps_per_epoch()
@@ -152,7 +204,7 @@ def tuned(
             when = (
                 f"found by a run of {time.strftime('%Y-%m-%d %H:%M')}; tuner.fresh=true tunes again"
             )
-            memory.keep(dataclasses.replace(report, notes=(when, *report.notes)).to_plain())
+            memory.keep(replace(report, notes=(when, *report.notes)).to_plain())
     follows = config.tuner.live
     if follows is None:
         follows = not device.has_streams
@@ -167,48 +219,32 @@ def tuned(
     )
 
 
-def _recalled(answer: Any, own: FeedSettings, feeds: Feeds, limits: Limits) -> TuningReport | None:
+def _recalled(
+    answer: Any, own: FeedSettings, feeds: Feeds, trainee: Trainee, limits: Limits
+) -> TuningReport | None:
     """Returns the remembered report as it holds for this run; None if it does not fit today.
 
     What is never tuned comes from this run's settings, and so does all about the validation feed.
 
     Raises:
-        TypeError, ValueError: it is no report, or no search of this run could have come to its
-            choice.
+        TypeError, ValueError: it is no report.
     """
     report: TuningReport = typed(TuningReport, answer)
-    settings = dataclasses.replace(report.settings, timeout_s=own.timeout_s)
-    # a search takes the rest from ``own``, and stays within its numbers
-    made = with_workers(
-        dataclasses.replace(own, backend=settings.backend, pin_memory=settings.pin_memory),
-        settings.num_workers,
-        settings.prefetch_factor,
-    )
-    made = dataclasses.replace(
-        made, persistent_workers=settings.persistent_workers and settings.num_workers > 0
-    )
-    if (
-        settings != made
-        or settings.backend not in feeds.forms
-        or settings.num_workers > max(own.num_workers, most_workers(feeds.config.tuner, limits))
-        or (settings.prefetch_factor or 1) > max(*DEEP.values(), own.prefetch_factor or 0)
-        or (settings.pin_memory and not accelerator.of(feeds.world.device).has_streams)
-        or (report.demand and not report.demand.images_per_s)
-    ):
-        raise ValueError(f"no choice for this run: {settings}")
-    size = feeds.batch_bytes(settings)
-    held = feeds.held_bytes(settings)
-    # private memory of one worker, as it was measured
-    batches = capacity.needs(report.settings, size, 0, held).memory_bytes
-    worker_bytes = max(0, (report.after.memory_bytes or 0) - batches) // max(1, made.num_workers)
-    if capacity.refusal(settings, size, worker_bytes, limits, held_bytes=held) is not None:
+    settings = replace(report.settings, timeout_s=own.timeout_s)
+    if settings.num_workers > max(own.num_workers, most_workers(feeds.config.tuner, limits)):
+        # of a run whose own setting it was
         return None
-    val = feeds.val_settings(settings)
-    val = capacity.beside(settings, val, size, feeds.batch_bytes(val), worker_bytes, limits)
+    # private memory of one worker, as it was measured
+    lab = Lab(feeds, trainee, limits, feeds.world, worker_bytes=0)
+    others = (report.after.memory_bytes or 0) - lab.memory_bytes(settings)
+    lab.worker_bytes = max(0, others) // max(1, settings.num_workers)
+    if lab.refusal(settings):
+        return None
+    val = lab.val_beside(settings)
     notes = report.notes
-    before = dataclasses.replace(report.before.settings, timeout_s=own.timeout_s)
-    if own != before:
+    before = report.before.settings
+    if str(own) != str(before):
         notes += (
             f"before and the ceiling are that run's, which came with {before}; yours is {own}",
         )
-    return dataclasses.replace(report, settings=settings, val=val, notes=notes, reused=True)
+    return replace(report, settings=settings, val=val, notes=notes, reused=True)

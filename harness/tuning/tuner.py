@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from typing import Any
+from dataclasses import replace
 
 from harness.config import TunerConfig, TunerName
 from harness.feed.arrays import in_form
@@ -14,21 +13,13 @@ from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning import capacity
 from harness.tuning.figures import Probes, Trainee, Trial
 from harness.tuning.look import FED, Look
 from harness.tuning.probe import Lab
 from harness.tuning.report import Side, TuningReport
-from harness.tuning.search import Ask, Choice, Problem, Search, grid, with_workers
+from harness.tuning.search import Ask, Choice, Problem, Search, follow, grid, with_workers
 from harness.watch.console import LiveTable, live_table
 from harness.watch.neighbours import Neighbours
-
-# what a look may take: the longer of the two, of which demand makes four steps, and never more
-# than a share of what is left of the run
-_LOOK_S = 5.0
-_LOOK_STEPS = 7
-_SHARE = 0.1
-_DEMAND_S = 0.5
 
 _log = logging.getLogger(LOGGER)
 
@@ -44,15 +35,14 @@ def tune(
 ) -> TuningReport:
     """Chooses the setting with the fewest workers of those that deliver most training images/s.
 
-    Every rank tries the same settings at the same time, and one decision holds for all. No trace
-    stays: what steps change is put back, random states are as before, no worker, file or shared
-    memory is left. A setting that does not fit is refused before it runs, one that crashes or hangs
-    is refused with its symptom.
+    All ranks try the same settings at once, and one decision holds for all. No trace stays: what
+    steps change is put back, random states are as before. A setting that does not fit is refused
+    before it runs, one that crashes or hangs is refused with its symptom.
 
     Args:
         probes: makes the feeds to be measured.
         trainee: the training step.
-        own: the user's settings: always a candidate, and what the choice may not be slower than.
+        own: the user's settings, which the choice may not be slower than.
         config: which search, its budget, the most workers.
         limits: what this rank may use.
         ranks: this rank among the others.
@@ -65,39 +55,32 @@ def tune(
     begin = device.now()
     own = ranks.agreed(own)
     # all ranks must come to the same numbers
-    limits = dataclasses.replace(limits, cores=ranks.smallest(limits.cores))
+    limits = replace(limits, cores=ranks.smallest(limits.cores))
     lab = Lab(probes, trainee, limits, ranks)
     title = f"tuning the loader (tuner={config.name.name})"
-    columns = ("backend", "num_workers", "prefetch", "pinned", "measured", "images/s", "waiting")
+    columns = ("setting", "measured", "images/s", "waiting", "seconds", "")
     trials: list[Trial] = []
-    with trainee.kept(), live_table(title, (*columns, "seconds", "")) as rows:
+    with trainee.kept(), live_table(title, columns) as rows:
+
+        def attempt(ask: Ask) -> Trial:
+            rows.status(f"measuring {ask.settings} ({ask.kind})")
+            trials.append(lab.attempt(ask))
+            rows.add(trials[-1].row)
+            return trials[-1]
+
         # other ranks would count as other programs
         neighbours = Neighbours(limits.cores if ranks.size == 1 else None)
         search = automatic(lab, own, config, rows, begin, images_left)
         if config.name is TunerName.grid:
             pins = (False, True)[: 1 + device.has_streams]
             search = grid(own, max(1, int(limits.cores)), pins, config.budget_s or math.inf)
-        try:
-            ask = next(search)
-            while True:
-                rows.status(f"measuring {ask.settings} ({ask.kind})")
-                trials.append(lab.attempt(ask))
-                rows.add(trials[-1].row)
-                ask = search.send(trials[-1])
-        except StopIteration as end:
-            choice: Choice = end.value
+        choice = follow(search, attempt)
         others = neighbours.look()
         if others is not None:
-            # how fast the step is by now
-            text = neighbours.told(others)
-            if choice.demand:
-                last, _ = lab.demand(_DEMAND_S)
-                text += f"; the step took {choice.demand} images/s at first and {last} at last"
-            _log.warning("%s; tune again when they have ended", text)
+            _log.warning("%s; tune again when they have ended", neighbours.told(others))
     device.release()
-    seconds = device.now() - begin
-    facts = {"search": config.name.name, "seconds": seconds, "others_cores": others}
-    return _report(lab, own, choice, trials, **facts)
+    report = _report(lab, own, choice, config.name.name, trials)
+    return replace(report, seconds=device.now() - begin, others_cores=others)
 
 
 def most_workers(config: TunerConfig, limits: Limits) -> int:
@@ -126,24 +109,20 @@ def automatic(
         trials.append((yield Ask(settings, "supply", limit_s=0.5)))
         if trials[-1].rate:
             break
-    symptom = trials[-1].refused
-    if symptom and any(trial.seconds for trial in trials):
-        _log.warning(
-            "tuning could not measure any setting, the loader stays as it was: %s", symptom
-        )
-        return Choice(own, None, None, reason="No setting could be measured", complete=False)
-    if symptom:
-        _log.warning("not even one worker fits, the trainer itself will load: %s", symptom)
+    if symptom := trials[-1].refused:
+        _log.warning("the loader could not be tuned: %s", symptom)
+        if any(trial.seconds for trial in trials):
+            return Choice(own, None, None, reason="No setting could be measured", complete=False)
         return Choice(with_workers(own, 0), None, None, reason="Not even one worker fits")
 
-    demand, step_cpu_s = lab.demand(_DEMAND_S)
-    row = ("demand", str(demand), "", "", "steps on one batch that is at hand")
-    rows.add(("", "", "", "", *row))
+    demand, step_cpu_s = lab.demand(0.5)
+    rows.add(("", "demand", str(demand), "", "", "steps on one batch that is at hand"))
     takes = demand.images_per_s
     budget_s = config.budget_s
     if budget_s is None:
+        # five seconds or seven steps, of which demand makes four; at most a tenth of the rest
         rest_s = images_left / min(takes, trials[-1].images_per_s)
-        budget_s = min(max(_LOOK_S, _LOOK_STEPS * own.batch_size / takes), _SHARE * rest_s)
+        budget_s = min(max(5.0, 7 * own.batch_size / takes), 0.1 * rest_s)
     # what the first step takes longer comes on top, for training pays that anyway
     budget_s += lab.first_s - (lab.now() - begin)
     problem = Problem(
@@ -163,15 +142,12 @@ def automatic(
 
 
 def _report(
-    lab: Lab, own: FeedSettings, choice: Choice, trials: list[Trial], **facts: Any
+    lab: Lab, own: FeedSettings, choice: Choice, search: str, trials: list[Trial]
 ) -> TuningReport:
-    """Returns everything that was found, with what is known besides."""
+    """Returns everything that was found, with the validation feed's settings."""
     chosen = choice.settings
     wanted = lab.probes.val_settings(chosen)
-    sizes = lab.probes.batch_bytes(chosen), lab.probes.batch_bytes(wanted)
-    val: FeedSettings = lab.ranks.agreed(
-        capacity.beside(chosen, wanted, *sizes, lab.worker_bytes, lab.limits)
-    )
+    val: FeedSettings = lab.ranks.agreed(lab.val_beside(chosen))
     notes = []
     if lab.ranks.size > 1:
         notes.append(f"images/s are those of one rank, the slowest of {lab.ranks.size}")
@@ -180,6 +156,7 @@ def _report(
             f"the validation feed gets {val} instead of {wanted}, to fit beside the training feed"
         )
     return TuningReport(
+        search=search,
         settings=chosen,
         val=val,
         before=Side(own, choice.before, choice.waits[0], lab.memory_bytes(own)),
@@ -190,9 +167,9 @@ def _report(
         trials=tuple(trials),
         limits=lab.limits,
         notes=tuple(notes),
+        seconds=0.0,
         complete=choice.complete,
         reused=False,
-        **facts,
     )
 
 
@@ -200,13 +177,9 @@ def sentence(own: FeedSettings, choice: Choice) -> str:
     """Returns what the step takes, what settings deliver, and why one was chosen."""
     if not (choice.demand and choice.before and choice.after):
         return f"Chosen: {choice.settings}. {choice.reason}."
-    takes, gets, got = (
-        str(rate) if rate.is_uneven else f"{rate.images_per_s:.0f}"
-        for rate in (choice.demand, choice.before, choice.after)
-    )
-    rates = f"The model takes {takes} images/s. {own} delivers {gets}"
+    rates = f"The model takes {choice.demand} images/s. {own} delivers {choice.before}"
     if choice.settings != own:
-        return f"{rates}, {choice.settings} {got}. {choice.reason}."
+        return f"{rates}, {choice.settings} {choice.after}. {choice.reason}."
     if choice.before.images_per_s >= FED * choice.demand.images_per_s:
         return f"Nothing to gain (ceiling {choice.ceiling:.1f}x). {rates}. {choice.reason}."
     return f"{rates}, and stays. {choice.reason}."

@@ -13,7 +13,7 @@ import samples
 from harness.feed.interface import FeedSettings
 from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.look import Look
-from harness.tuning.search import Ask, Choice, Problem, with_workers
+from harness.tuning.search import Ask, Choice, Problem, follow, with_workers
 
 
 def own(num_workers: int) -> FeedSettings:
@@ -128,15 +128,9 @@ def search(
     budget_s: float = 30.0,
 ) -> Choice:
     """What tuner=auto chooses on ``machine``, before which the user had ``own``."""
-    policy = Look(problem(machine, own, most, fits, budget_s)).run()
-    try:
-        ask = next(policy)
-        for _ in range(60):
-            refused = fits and fits(ask.settings)
-            ask = policy.send(
-                Trial(ask.settings, "supply", refused=refused) if refused else machine.answer(ask)
-            )
-    except StopIteration as end:
-        choice: Choice = end.value
-        return choice
-    raise AssertionError("the search does not end")
+
+    def attempt(ask: Ask) -> Trial:
+        refused = fits and fits(ask.settings)
+        return Trial(ask.settings, "supply", refused=refused) if refused else machine.answer(ask)
+
+    return follow(Look(problem(machine, own, most, fits, budget_s)).run(), attempt)

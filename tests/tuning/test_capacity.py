@@ -9,7 +9,7 @@ import pytest
 from harness.feed.interface import FeedSettings
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
-from harness.tuning.capacity import Needs, beside, needs, refusal
+from harness.tuning.capacity import Needs, needs, refusal
 
 MB = 10**6
 ROOMY = Limits(cores=8.0, memory_bytes=100_000 * MB, shm_bytes=100_000 * MB, open_files=100_000)
@@ -190,23 +190,3 @@ def test_loading_in_the_trainer_needs_no_workers_means() -> None:
 def test_without_shared_memory_there_is_no_bound_on_it() -> None:
     """Where there is no /dev/shm to look at, memory alone is reckoned with."""
     assert refusal(settings(8, 8), MB, MB, replace(ROOMY, shm_bytes=None)) is None
-
-
-@pytest.mark.parametrize(
-    ("shm", "expected"),
-    [
-        pytest.param(1000, (4, 3), id="both fit as they are"),
-        pytest.param(300, (4, 2), id="fewer batches in flight"),
-        pytest.param(200, (3, 1), id="one in flight each, and fewer workers"),
-        pytest.param(50, (0, None), id="no workers"),
-    ],
-)
-def test_validation_makes_way_for_training(shm: int, expected: tuple[int, int | None]) -> None:
-    """The validation feed gives up batches in flight first, then workers, until both feeds fit."""
-    train, val = settings(4, 2), settings(4, 3)
-    limits = replace(ROOMY, shm_bytes=shm)
-    found = beside(train, val, 10, 12, 100, limits)
-    assert (found.num_workers, found.prefetch_factor) == expected
-    assert found.persistent_workers == (expected[0] > 0)
-    assert (found == val) == (shm == 1000)
-    assert refusal(found, 12, 100, limits, needs(train, 10, 100)) is None

@@ -19,7 +19,7 @@ from harness.feed.gauge import Gauge
 from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
-from harness.tuning import probe
+from harness.tuning import capacity, probe
 from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask
@@ -118,7 +118,7 @@ def fail(error: Exception) -> Callable[[], StepRun]:
     return run
 
 
-def found(first_s: float = 0.0) -> SimpleNamespace:
+def found() -> SimpleNamespace:
     """What a supply probe finds: 200 images/s and workers of 50 MB."""
     return SimpleNamespace(
         rate=Rate(200.0, 190.0, 210.0),
@@ -127,7 +127,6 @@ def found(first_s: float = 0.0) -> SimpleNamespace:
         worker_bytes=50 * 10**6,
         batches=7,
         batch=batch(),
-        first_s=first_s,
     )
 
 
@@ -162,23 +161,30 @@ def test_a_supply_probe_teaches_what_a_worker_takes() -> None:
     assert trial.memory_bytes == 2 * 50 * 10**6 + (2 * 2 + 2) * 10**6
 
 
-def test_a_supply_probe_teaches_how_slowly_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later ones are given as much, once for each time that the cores have to; until their first
-    sample and first batch.
-    """
-    allowed = []
-    monkeypatch.setattr(
-        probe,
-        "measure_supply",
-        lambda feed, gauge, ranks, ask, now: (allowed.append(ask.start_s), found(16.0))[1],
-    )
-    own = lab(limits=dataclasses.replace(PLENTY, cores=4.0))
-    for workers in (6, 3, 9):
-        own.attempt(Ask(dataclasses.replace(OWN, num_workers=workers), "supply"))
-    assert allowed == [3.0, 16.0, 48.0]
-    made_s = 3 * OWN.batch_size * 0.01
-    waits_s = [settings.timeout_s for settings, _ in asked(own)]
-    assert waits_s == pytest.approx([3.0 + 30.0, 16.0 + made_s + 10.0, 48.0 + made_s + 10.0])
+@pytest.mark.parametrize(
+    ("shm", "expected"),
+    [
+        pytest.param(1000, (4, 3), id="both fit as they are"),
+        pytest.param(300, (4, 2), id="fewer batches in flight"),
+        pytest.param(200, (3, 1), id="one in flight each, and fewer workers"),
+        pytest.param(50, (0, None), id="no workers"),
+    ],
+)
+def test_validation_makes_way_for_training(
+    shm: int, expected: tuple[int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The validation feed gives up batches in flight first, then workers, until both feeds fit."""
+    train = samples.settings(4, persistent_workers=True)
+    wanted = dataclasses.replace(train, batch_size=5, prefetch_factor=3)
+    monkeypatch.setattr(Feeds, "val_settings", lambda _, settings: wanted)
+    monkeypatch.setattr(Feeds, "batch_bytes", lambda _, s: 10 if s == train else 12)
+    limits = dataclasses.replace(PLENTY, shm_bytes=shm)
+    val = lab(limits=limits).val_beside(train)
+    assert (val.num_workers, val.prefetch_factor) == expected
+    assert val.persistent_workers == (expected[0] > 0)
+    assert (val == wanted) == (shm == 1000)
+    taken = capacity.needs(train, 10, 100)
+    assert capacity.refusal(val, 12, 100, limits, taken) is None
 
 
 def test_real_steps_tell_the_wait() -> None:
@@ -278,11 +284,11 @@ def test_nothing_is_pinned_without_a_cuda_device() -> None:
     assert not own.pays_to_pin(OWN)
 
 
-@pytest.mark.parametrize(("pinned_s", "pays"), [(0.5, True), (0.97, False), (1.5, False)])
-def test_pinning_must_pay(pinned_s: float, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy from page-locked memory must be clearly faster."""
-    own = lab(ranks=Ranks())
-    own.batch = batch()
+@pytest.mark.parametrize(("memory_bytes", "pays"), [(10**10, True), (10**6, False)])
+def test_batches_are_pinned_on_cuda_where_they_fit(
+    memory_bytes: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies from page-locked memory are faster."""
     monkeypatch.setattr(Step, "device", torch.device("cuda"))
-    monkeypatch.setattr(probe, "measure_copies", lambda *_: (1.0, pinned_s))
-    assert own.pays_to_pin(OWN) is pays
+    limits = dataclasses.replace(PLENTY, memory_bytes=memory_bytes)
+    assert lab(limits=limits).pays_to_pin(OWN) is pays

@@ -312,7 +312,7 @@ def test_where_no_thread_can_be_started_there_are_those_that_are(run: Run) -> No
     run.feeds[0].limit = run.feeds[1].limit = 5
     run.windows(LATE, 100)
     assert [(change.before, change.threads) for change in run.live.changes] == [(2, 5)]
-    assert run.live.settled == 5
+    assert run.live.policy.settled == 5
 
 
 def test_threads_are_no_more_than_samples_in_the_making(run: Run) -> None:

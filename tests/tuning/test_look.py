@@ -15,7 +15,7 @@ from harness.feed.arrays import in_form
 from harness.feed.interface import FeedSettings
 from harness.tuning.figures import Rate, Trial
 from harness.tuning.look import Look
-from harness.tuning.search import Ask, Choice, with_workers
+from harness.tuning.search import Ask, follow, with_workers
 
 SLEEPS = {"cores": 8.0, "cpu_s": 0.0001}
 FORMS = {"processes": 1.0, "threads": 1.15}
@@ -350,16 +350,9 @@ def test_what_no_longer_fits_into_the_time_is_left_out() -> None:
 def test_with_nothing_else_measured_the_users_setting_stays() -> None:
     """Everything after the first probe is refused."""
     machine = Machine(0.01, demand=2000, **SLEEPS)
-    policy = Look(problem(machine, own(2))).run()
+    look = Look(problem(machine, own(2)))
     machine.broken = lambda _: True
-    choice: Choice | None = None
-    ask = next(policy)
-    while choice is None:
-        try:
-            ask = policy.send(machine.answer(ask))
-        except StopIteration as end:
-            choice = end.value
-    assert choice.settings == own(2)
+    assert follow(look.run(), machine.answer).settings == own(2)
 
 
 def without(least: int) -> Callable[[FeedSettings], str | None]:

@@ -49,6 +49,13 @@ def test_what_was_kept_is_recalled_by_runs_alike(one: Memory, tmp_path: Path) ->
     assert Memory({"ranks": [1, 1], "cores": 8}, tmp_path / "tuning").recall(dict) is None
 
 
+def test_an_answer_that_was_changed_is_none(one: Memory) -> None:
+    """Although it reads well."""
+    one.keep({"num_workers": 3})
+    one.path.write_text(one.path.read_text().replace("3", "4"))
+    assert one.recall(dict) is None
+
+
 def test_a_later_answer_takes_the_place_of_an_earlier_one(one: Memory) -> None:
     """There is one answer, in one file, and nothing half-written beside it."""
     one.keep({"num_workers": 3})
@@ -66,10 +73,14 @@ def test_an_answer_can_be_forgotten(one: Memory) -> None:
 
 
 @pytest.mark.parametrize(("days", "there"), [(29.9, True), (30.1, False), (-30.1, False)])
-def test_an_answer_is_good_for_thirty_days(one: Memory, days: float, there: bool) -> None:
+def test_an_answer_is_good_for_thirty_days(
+    one: Memory, days: float, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An older one is not taken, nor one from a future that only a wrong clock can have seen."""
     one.keep({"num_workers": 3})
-    assert (one.recall(dict, lambda: time.time() + days * DAY_S) is not None) == there
+    later = time.time() + days * DAY_S
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert (one.recall(dict) is not None) == there
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import samples
 import torch
-from reports import OPEN, rate, report, trial, workers
+from reports import OPEN, rate, report, workers
 from torch.utils.data import DataLoader
 
 from harness.config import Config, LoaderConfig
@@ -51,19 +51,18 @@ class Pages:
     [
         pytest.param(
             workers(3), samples.settings(3, batch_size=64),
-            "loader.num_workers=3 loader.prefetch_factor=2 loader.pin_memory=false "
-            "loader.persistent_workers=true",
+            "loader.backend=processes loader.num_workers=3 loader.prefetch_factor=2 "
+            "loader.pin_memory=false loader.persistent_workers=true",
             id="workers",
         ),
         pytest.param(
             samples.settings(0), samples.settings(0),
-            "loader.num_workers=0 loader.pin_memory=false", id="no workers"
+            "loader.backend=processes loader.num_workers=0 loader.pin_memory=false", id="no workers"
         ),
         pytest.param(
-            samples.settings(2, prefetch_factor=5),
-            samples.settings(1, batch_size=9, prefetch_factor=7),
-            "loader.num_workers=2 loader.prefetch_factor=5 loader.pin_memory=false "
-            "loader.persistent_workers=false "
+            samples.settings(2, prefetch_factor=5), samples.settings(1, batch_size=9, prefetch_factor=7),
+            "loader.backend=processes loader.num_workers=2 loader.prefetch_factor=5 "
+            "loader.pin_memory=false loader.persistent_workers=false "
             "loader.val.batch_size=9 loader.val.num_workers=1 "
             "loader.val.prefetch_factor=7", id="validation of its own",
         ),
@@ -87,11 +86,10 @@ def test_the_override_gives_the_choice(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "tried", "expected"),
+    ("chosen", "expected"),
     [
         pytest.param(
             in_form(workers(3), "threads"),
-            ("processes", "threads"),
             "loader.backend=threads loader.num_workers=3 loader.prefetch_factor=2 "
             "loader.pin_memory=false "
             "loader.persistent_workers=true",
@@ -99,33 +97,22 @@ def test_the_override_gives_the_choice(
         ),
         pytest.param(
             in_form(workers(3), "arrays"),
-            ("processes", "arrays"),
             "loader.backend=arrays loader.pin_memory=false",
             id="arrays, which have no workers",
         ),
         pytest.param(
             workers(0),
-            ("processes", "threads"),
             "loader.backend=processes loader.num_workers=0 loader.pin_memory=false",
-            id="processes among others",
-        ),
-        pytest.param(
-            workers(0),
-            ("processes",),
-            "loader.num_workers=0 loader.pin_memory=false",
-            id="processes alone",
+            id="processes",
         ),
     ],
 )
 def test_the_override_names_the_form(
-    composed: Callable[..., Config], chosen: FeedSettings, tried: tuple[str, ...], expected: str
+    composed: Callable[..., Config], chosen: FeedSettings, expected: str
 ) -> None:
-    """It is left out where no other was looked at, and typed it is a setting that a run takes."""
-    trials = tuple(
-        dataclasses.replace(trial(1, OPEN), settings=in_form(workers(1), form)) for form in tried
-    )
+    """Typed it is a setting that a run takes."""
     val = val_settings(LoaderConfig(), chosen)
-    assert report(settings=chosen, val=val, trials=trials).override == expected
+    assert report(settings=chosen, val=val).override == expected
     loader = composed(*expected.split()).loader
     assert (loader.backend.name if loader.backend else "processes") == chosen.backend
 

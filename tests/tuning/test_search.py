@@ -11,7 +11,7 @@ import samples
 from harness.feed.arrays import in_form
 from harness.feed.interface import FeedSettings
 from harness.tuning.figures import Rate, Trial
-from harness.tuning.search import Choice, cost_of, grid, in_flight, with_workers
+from harness.tuning.search import Ask, Choice, cost_of, follow, grid, in_flight, with_workers
 
 Curve = Callable[[int], float]
 OWN = samples.settings(1)
@@ -19,19 +19,16 @@ OWN = samples.settings(1)
 
 def run(curve: Curve, cores: int, pins: tuple[bool, ...] = (False,), budget_s: float = 1e9,
         own: FeedSettings = OWN) -> tuple[list[FeedSettings], Choice]:  # fmt: skip
-    search, seen = grid(own, cores, pins, budget_s), []
-    try:
-        ask = next(search)
-        while True:
-            assert ask.kind == "passes"
-            seen.append(ask.settings)
-            rate = curve(ask.settings.num_workers)
-            found = Rate(rate, rate, rate) if rate > 0 else None
-            ask = search.send(
-                Trial(ask.settings, "supply", found, 100, 1.0, refused=None if found else "died")
-            )
-    except StopIteration as end:
-        return seen, end.value
+    seen: list[FeedSettings] = []
+
+    def attempt(ask: Ask) -> Trial:
+        assert ask.kind == "passes"
+        seen.append(ask.settings)
+        rate = curve(ask.settings.num_workers)
+        found = Rate(rate, rate, rate) if rate > 0 else None
+        return Trial(ask.settings, "supply", found, 100, 1.0, refused=None if found else "died")
+
+    return seen, follow(grid(own, cores, pins, budget_s), attempt)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
 from harness.training.step import Step
 from harness.training.trial import StepTrials
-from harness.tuning import stage
+from harness.tuning import memory, stage
 from harness.tuning.figures import Trainee
 from harness.tuning.live import Change
 from harness.tuning.report import TuningReport
@@ -234,6 +234,7 @@ def test_more_workers_than_are_tried_may_be_the_users_own(
     (file,) = cache.glob("*.json")
     entry = json.loads(file.read_text())
     entry["answer"]["settings"]["num_workers"] = 40
+    entry["digest"] = memory._digest([entry["fingerprint"], entry["answer"]])
     file.write_text(json.dumps(entry))
     assert run(composed, "loader.num_workers=40").report.reused
     assert not run(composed).report.reused
@@ -312,7 +313,7 @@ def test_the_report_tells_what_was_saved_and_how_to_begin_with_the_last_number(
     found.live.changes.append(Change(20, 8, 3, 400.0, "late files"))
     summary = found.summary(Ledger().window())
     assert summary["changes"] == found.live.changes and "settled" not in summary
-    found.live._policy.threads = 8
+    found.live.policy.threads = 8
     settled = found.summary(Ledger().window())["settled"]
     assert "loader.num_workers=8 " in settled and "val" not in settled
 
