@@ -21,6 +21,31 @@ STAGES = (
     ("crop", "augment", 0.4, 0.4),
     ("collate", "collate", 0.2, 0.2),
 )
+GOODPUT = {
+    "fraction": 0.46,
+    "busy_s": 46.0,
+    "wall_s": 100.0,
+    "rest": [
+        {"name": "start", "s": 9.0},
+        {"name": "tuning", "s": 7.5},
+        {"name": "starved", "s": 28.0},
+        {"name": "host", "s": 1.5},
+        {"name": "evaluate", "s": 5.5},
+        {"name": "checkpoint", "s": 2.5},
+    ],
+}
+VERDICT = {
+    "bottleneck": "decode",
+    "ceiling": 1.64,
+    "next_step": "loader.num_workers=8",
+    "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of "
+    "processor time a sample, and 4 workers cannot make 4,100 images/s with it.",
+    "evidence": [
+        "workers were busy in 97% of the time",
+        "decode is 78% of a sample's 6.9 ms",
+        ("next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)"),
+    ],
+}
 
 
 def spread(
@@ -97,19 +122,7 @@ def report(
             for name, group, wall, cpu in STAGES
         ],
         "workers": {"samples": 256 * steps, "busy_fraction": 0.97},
-        "goodput": {
-            "fraction": 0.46,
-            "busy_s": 46.0,
-            "wall_s": 100.0,
-            "rest": [
-                {"name": "start", "s": 9.0},
-                {"name": "tuning", "s": 7.5},
-                {"name": "starved", "s": 28.0},
-                {"name": "host", "s": 1.5},
-                {"name": "evaluate", "s": 5.5},
-                {"name": "checkpoint", "s": 2.5},
-            ],
-        },
+        "goodput": GOODPUT,
         "loader": {
             "batch_size": 256,
             "num_workers": 4,
@@ -117,19 +130,7 @@ def report(
             "prefetch_factor": 2,
             "backend": "processes",
         },
-        "verdict": {
-            "bottleneck": "decode",
-            "ceiling": 1.64,
-            "next_step": "loader.num_workers=8",
-            "sentence": "The GPU waited for data in 38% of the time: decoding takes 5.4 ms of "
-            "processor time a sample, and "
-            "4 workers cannot make 4,100 images/s with it.",
-            "evidence": [
-                "workers were busy in 97% of the time",
-                ("decode is 78% of a sample's 6.9 ms"),
-                ("next suspects: storage (0.8 ms of waiting a sample), transport (8% of the wait)"),
-            ],
-        },
+        "verdict": VERDICT,
         "environment": {
             "python": "3.11.7",
             "torch": "2.15.0",
