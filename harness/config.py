@@ -487,6 +487,31 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
+# settings that cannot go together, as they are typed; the first one is named
+_CONTRADICTIONS = {
+    "loader.drop_last=false dist=spawn": (
+        "ranks would have batches of different sizes; set it to true or use dist=single"
+    ),
+    "loader.drop_last=false dist=torchrun": (
+        "ranks would have batches of different sizes; set it to true or use dist=single"
+    ),
+    "loader.backend=auto tuner=grid": "tuner=grid tries processes alone; use tuner=auto",
+    "loader.backend=auto loader.autotune=false mode=train": (
+        "is what the tuner finds; add loader.autotune=true, or choose processes, threads or arrays"
+    ),
+    "optim.nesterov=true optim=adamw": (
+        "has an effect with sgd alone; write optim=adamw, which brings its own values"
+    ),
+    "optim.nesterov=true optim.momentum=0.0": "needs a momentum; set optim.momentum=0.9",
+    "data=own": "name the function that opens your data: data.name=my_module:open_splits",
+    "mode=diagnose data=fake": "data=fake loads nothing; name a data set with data=NAME",
+    "mode=evaluate model.weights=null resume=null": (
+        "nothing to evaluate; write model.weights=PATH or resume=PATH"
+    ),
+    "resume=": "empty; use null, auto or a path",
+}
+
+
 def load(composed: DictConfig) -> Config:
     """Returns the checked settings of what Hydra composed.
 
@@ -532,31 +557,6 @@ def load(composed: DictConfig) -> Config:
             raise ConfigError(f"{typed.split()[0]}: {reason}")
     _check_values(config)
     return config
-
-
-# settings that cannot go together, as they are typed; the first one is named
-_CONTRADICTIONS = {
-    "loader.drop_last=false dist=spawn": (
-        "ranks would have batches of different sizes; set it to true or use dist=single"
-    ),
-    "loader.drop_last=false dist=torchrun": (
-        "ranks would have batches of different sizes; set it to true or use dist=single"
-    ),
-    "loader.backend=auto tuner=grid": "tuner=grid tries processes alone; use tuner=auto",
-    "loader.backend=auto loader.autotune=false mode=train": (
-        "is what the tuner finds; add loader.autotune=true, or choose processes, threads or arrays"
-    ),
-    "optim.nesterov=true optim=adamw": (
-        "has an effect with sgd alone; write optim=adamw, which brings its own values"
-    ),
-    "optim.nesterov=true optim.momentum=0.0": "needs a momentum; set optim.momentum=0.9",
-    "data=own": "name the function that opens your data: data.name=my_module:open_splits",
-    "mode=diagnose data=fake": "data=fake loads nothing; name a data set with data=NAME",
-    "mode=evaluate model.weights=null resume=null": (
-        "nothing to evaluate; write model.weights=PATH or resume=PATH"
-    ),
-    "resume=": "empty; use null, auto or a path",
-}
 
 
 def _check_values(c: Config) -> None:

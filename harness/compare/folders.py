@@ -124,7 +124,7 @@ def find(folders: Sequence[Path]) -> list[Run]:
             )
         found += [Path(os.path.abspath(place)) for place in places]
     base = os.path.commonpath([place.parent for place in found])
-    return [read(place, os.path.relpath(place, base)) for place in found]
+    return [_read(place, os.path.relpath(place, base)) for place in found]
 
 
 def _is_run(folder: Path) -> bool:
@@ -134,7 +134,7 @@ def _is_run(folder: Path) -> bool:
     return has_begun or (folder / "report.json").is_file()
 
 
-def read(folder: Path, name: str) -> Run:
+def _read(folder: Path, name: str) -> Run:
     """Returns the run in ``folder``; one that cannot be read says why."""
     path = folder / "report.json"
     settings: dict[str, Any] = {}
