@@ -51,10 +51,9 @@ class Tag(StrEnum):
 
     def __new__(cls, *declared: str) -> Self:
         """Makes a member; the arguments are those of ``Figure``."""
-        figure = Figure(*declared)
-        member = str.__new__(cls, figure.tag)
-        member._value_ = figure.tag
-        member.figure = figure
+        member = str.__new__(cls, declared[0])
+        member._value_ = declared[0]
+        member.figure = Figure(*declared)
         return member
 
     LOSS = "train/loss", "", "mean training loss of the window"
