@@ -31,8 +31,8 @@ class MappedFile:
         self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # the inode and its device tell the file
         path = f"/proc/{os.getpid()}/fd/{self.fd}"
+        # with the inode and its device, by which the other process knows the file
         return _opened, (path, self.writable, os.fstat(self.fd)[1:3])
 
 
