@@ -49,11 +49,11 @@ class Tag(StrEnum):
 
     figure: Figure
 
-    def __new__(cls, *declared: str) -> Self:
+    def __new__(cls, tag: str, *declared: str) -> Self:
         """Makes a member; the arguments are those of ``Figure``."""
-        member = str.__new__(cls, declared[0])
-        member._value_ = declared[0]
-        member.figure = Figure(*declared)
+        member = str.__new__(cls, tag)
+        member._value_ = tag
+        member.figure = Figure(tag, *declared)
         return member
 
     LOSS = "train/loss", "", "mean training loss of the window"
