@@ -101,19 +101,37 @@ class Machine:
         return Trial(ask.settings, "supply", interval, 1000, 1.5, cost=cost)
 
 
-def problem(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
-            budget_s: float = 30.0) -> Problem:  # fmt: skip
+def problem(
+    machine: Machine,
+    own: FeedSettings,
+    most: int = 16,
+    fits: Callable[[FeedSettings], str | None] | None = None,
+    budget_s: float = 30.0,
+) -> Problem:
     """What is known of ``machine`` before a search, with a probe of ``own``, or of one worker."""
     first = machine.answer(Ask(own if own.num_workers else with_workers(own, 1), "supply"))
     return Problem(
-        own=own, calibration=(first,), forms=tuple(machine.form_speed),
-        demand=Rate(machine.demand, machine.demand, machine.demand), step_cpu_s=machine.step_cpu_s, cores=machine.cores,
-        most=most, pin_memory=False, alone_s=1 / machine.demand, fits=fits or (lambda _: None), budget_s=budget_s,
-    )  # fmt: skip
+        own=own,
+        calibration=(first,),
+        forms=tuple(machine.form_speed),
+        demand=Rate(machine.demand, machine.demand, machine.demand),
+        step_cpu_s=machine.step_cpu_s,
+        cores=machine.cores,
+        most=most,
+        pin_memory=False,
+        alone_s=1 / machine.demand,
+        fits=fits or (lambda _: None),
+        budget_s=budget_s,
+    )
 
 
-def search(machine: Machine, own: FeedSettings, most: int = 16, fits: Callable[[FeedSettings], str | None] | None = None,
-           budget_s: float = 30.0) -> Choice:  # fmt: skip
+def search(
+    machine: Machine,
+    own: FeedSettings,
+    most: int = 16,
+    fits: Callable[[FeedSettings], str | None] | None = None,
+    budget_s: float = 30.0,
+) -> Choice:
     """What tuner=auto chooses on ``machine``, before which the user had ``own``."""
 
     def attempt(ask: Ask) -> Trial:

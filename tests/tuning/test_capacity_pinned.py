@@ -30,24 +30,50 @@ in_settings = pytest.mark.parametrize(
     ("what", "side"),
     [
         *(
-            pytest.param(samples.settings(workers, prefetch_factor=prefetch, batch_size=size, pin_memory=True), side,
-                         id=f"processes {workers} x {prefetch} of {size} at {side}")
-            for workers, prefetch, size, side in ((1, 1, 4, 8), (2, 2, 7, 16), (2, 3, 16, 9), (1, 5, 5, 32), (0, 1, 6, 11))
+            pytest.param(
+                samples.settings(
+                    workers, prefetch_factor=prefetch, batch_size=size, pin_memory=True
+                ),
+                side,
+                id=f"processes {workers} x {prefetch} of {size} at {side}",
+            )
+            for workers, prefetch, size, side in (
+                (1, 1, 4, 8),
+                (2, 2, 7, 16),
+                (2, 3, 16, 9),
+                (1, 5, 5, 32),
+                (0, 1, 6, 11),
+            )
         ),
         *(
-            pytest.param(samples.settings(workers, prefetch_factor=prefetch, batch_size=size, pin_memory=True,
-                                          backend="threads"), side, id=f"threads {workers} x "
-                                                                       f"{prefetch} of {size} at "
-                                                                       f"{side}")
-            for workers, prefetch, size, side in ((1, 1, 4, 8), (3, 2, 7, 16), (2, 4, 16, 9), (0, 1, 5, 32))
+            pytest.param(
+                samples.settings(
+                    workers,
+                    prefetch_factor=prefetch,
+                    batch_size=size,
+                    pin_memory=True,
+                    backend="threads",
+                ),
+                side,
+                id=f"threads {workers} x {prefetch} of {size} at {side}",
+            )
+            for workers, prefetch, size, side in (
+                (1, 1, 4, 8),
+                (3, 2, 7, 16),
+                (2, 4, 16, 9),
+                (0, 1, 5, 32),
+            )
         ),
         *(
-            pytest.param(samples.settings(0, batch_size=size, pin_memory=True, backend="arrays"), side,
-                         id=f"arrays of {size} at {side}")
+            pytest.param(
+                samples.settings(0, batch_size=size, pin_memory=True, backend="arrays"),
+                side,
+                id=f"arrays of {size} at {side}",
+            )
             for size, side in ((4, 8), (7, 16), (33, 9))
         ),
     ],
-)  # fmt: skip
+)
 
 
 class Moved(WallClock):

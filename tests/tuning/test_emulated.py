@@ -97,9 +97,21 @@ def own_step(device: EmulatedDevice, network: Launching) -> Any:
 @pytest.mark.parametrize("host", ["eager", "compiled"])
 @pytest.mark.parametrize(
     ("worker", "cap"),
-    [(0.1, math.inf), (0.15, math.inf), (0.3, math.inf), (0.45, math.inf), (0.7, math.inf), (1.3, math.inf),
-     (2.0, math.inf), (3.0, math.inf), (0.12, 0.9), (0.3, 0.6), (0.5, 0.4), (2.0, 0.8)],
-)  # fmt: skip
+    [
+        (0.1, math.inf),
+        (0.15, math.inf),
+        (0.3, math.inf),
+        (0.45, math.inf),
+        (0.7, math.inf),
+        (1.3, math.inf),
+        (2.0, math.inf),
+        (3.0, math.inf),
+        (0.12, 0.9),
+        (0.3, 0.6),
+        (0.5, 0.4),
+        (2.0, 0.8),
+    ],
+)
 def test_the_fewest_workers_that_leave_no_gap(
     worker: float, cap: float, host: str, plain: bool
 ) -> None:
@@ -149,7 +161,8 @@ def demanded(
         batch = next(iter(machine.probe(own())))
         if plain:
             step, state = own_step(device, network), [network, SGD(network.parameters(), 0.1)]
-            trainee: Any = library._Trainee(machine, step, state, device.device)  # type: ignore[arg-type]
+            probes: Any = machine
+            trainee: Any = library._Trainee(probes, step, state, device.device)
         else:
             _, trainee = trials(device, network, parts=parts, ahead=ahead)
         with trainee.kept():

@@ -38,10 +38,19 @@ def test_a_small_shared_memory_is_respected(batch_size: int, most: int, tmp_path
     is in the report with the arithmetic.
     """
     command = [
-        sys.executable, str(ROOT / "train.py"), "data=digits", "data.image_size=128", "data.eval_resize=null",
-        f"loader.batch_size={batch_size}", "loader.val.batch_size=32", "loader.num_workers=6", "loader.autotune=true",
-        "tuner.budget_s=15", "trainer.max_steps=2", "run.name=small",
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "train.py"),
+        "data=digits",
+        "data.image_size=128",
+        "data.eval_resize=null",
+        f"loader.batch_size={batch_size}",
+        "loader.val.batch_size=32",
+        "loader.num_workers=6",
+        "loader.autotune=true",
+        "tuner.budget_s=15",
+        "trainer.max_steps=2",
+        "run.name=small",
+    ]
     env = {**os.environ, "WELLFED_CACHE": str(tmp_path)}
     done = subprocess.run(
         apart(*command),

@@ -97,9 +97,14 @@ def test_batches_are_those_of_the_callers_collate(workers: int, tmp_path: Path) 
     """The step gets what its own loader would give it."""
     kinds: set[type] = set()
     tune(
-        Pairs(), lambda batch: kinds.add(type(batch)), batch_size=8, collate_fn=as_tuple, num_workers=workers,
-        start_method="forkserver", config=QUICK,
-    )  # fmt: skip
+        Pairs(),
+        lambda batch: kinds.add(type(batch)),
+        batch_size=8,
+        collate_fn=as_tuple,
+        num_workers=workers,
+        start_method="forkserver",
+        config=QUICK,
+    )
     assert kinds == {tuple}
 
 

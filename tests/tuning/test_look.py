@@ -192,23 +192,58 @@ def test_a_setting_that_fails_is_not_chosen() -> None:
 @pytest.mark.parametrize(
     ("machine", "before", "expected"),
     [
-        pytest.param(Machine(267e-6, 267e-6, demand=16_000, form_speed=DECODED), "threads", {"arrays"}, id="small arrays"),
         pytest.param(
-            Machine(0.0004, 0.0004, demand=1600, step_cpu_s=2 / 1600, form_speed=DECODED), "threads", {"arrays"},
+            Machine(267e-6, 267e-6, demand=16_000, form_speed=DECODED),
+            "threads",
+            {"arrays"},
+            id="small arrays",
+        ),
+        pytest.param(
+            Machine(0.0004, 0.0004, demand=1600, step_cpu_s=2 / 1600, form_speed=DECODED),
+            "threads",
+            {"arrays"},
             id="small arrays beside a step on the same cores",
         ),
-        pytest.param(Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS), "processes", {"threads"}, id="handing over costs"),
         pytest.param(
-            Machine(0.0014, 0.0004, demand=9000, cores=16.0, form_speed=FORMS, form_ceiling={"threads": 2500.0}), "threads",
-            {"processes"}, id="the interpreter lock binds",
+            Machine(0.0014, 0.0014, demand=2000, form_speed=FORMS),
+            "processes",
+            {"threads"},
+            id="handing over costs",
         ),
         pytest.param(
-            Machine(0.0014, 0.0014, demand=2500, cores=16.0, form_speed=FORMS, form_slows={"threads": 0.8}), "threads",
-            {"processes"}, id="threads slow the step",
+            Machine(
+                0.0014,
+                0.0004,
+                demand=9000,
+                cores=16.0,
+                form_speed=FORMS,
+                form_ceiling={"threads": 2500.0},
+            ),
+            "threads",
+            {"processes"},
+            id="the interpreter lock binds",
         ),
-        pytest.param(Machine(0.002, 0.0019, demand=200, form_speed=DECODED), "processes", {"processes"}, id="nothing to gain"),
+        pytest.param(
+            Machine(
+                0.0014,
+                0.0014,
+                demand=2500,
+                cores=16.0,
+                form_speed=FORMS,
+                form_slows={"threads": 0.8},
+            ),
+            "threads",
+            {"processes"},
+            id="threads slow the step",
+        ),
+        pytest.param(
+            Machine(0.002, 0.0019, demand=200, form_speed=DECODED),
+            "processes",
+            {"processes"},
+            id="nothing to gain",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_form_that_delivers_is_chosen(
     machine: Machine, before: str, expected: set[str], noise: float
 ) -> None:

@@ -10,8 +10,14 @@ from harness.tuning.figures import SampleCost
 from harness.tuning.model import Model, undisturbed
 
 
-def model(demand: float = 1000.0, cores: float = 4.0, cpu_s: float = 0.004, receive_s: float = 0.0, step_cpu_s: float = 0.0,
-          alone_s: float = 0.001) -> Model:  # fmt: skip
+def model(
+    demand: float = 1000.0,
+    cores: float = 4.0,
+    cpu_s: float = 0.004,
+    receive_s: float = 0.0,
+    step_cpu_s: float = 0.0,
+    alone_s: float = 0.001,
+) -> Model:
     cost = SampleCost(0.004, cpu_s, 0.0, receive_s)
     return Model(demand=demand, cost=cost, cores=cores, step_cpu_s=step_cpu_s, alone_s=alone_s)
 

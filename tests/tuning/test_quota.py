@@ -25,10 +25,18 @@ from harness.runtime import limits
 ROOT = Path(__file__).parents[2]
 BUDGET_S = 15
 OVERRIDES = (  # to decode these images takes several times as long as a step on them
-    "data=shapes", "data.generate.train_images=256", "data.generate.val_images=32", "data.generate.width=400",
-    "data.generate.height=300", "data.image_size=32", "loader.batch_size=16", "loader.autotune=true",
-    f"tuner.budget_s={BUDGET_S}", "trainer.max_steps=5", "device=cpu",
-)  # fmt: skip
+    "data=shapes",
+    "data.generate.train_images=256",
+    "data.generate.val_images=32",
+    "data.generate.width=400",
+    "data.generate.height=300",
+    "data.image_size=32",
+    "loader.batch_size=16",
+    "loader.autotune=true",
+    f"tuner.budget_s={BUDGET_S}",
+    "trainer.max_steps=5",
+    "device=cpu",
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
