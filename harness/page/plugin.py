@@ -1,7 +1,7 @@
 """The tab "Data stalls" in TensorBoard: the page's files, the list of runs, one run.
 
-TensorBoard imports this file when it starts and would not start if that failed. So it needs the
-standard library alone, and whatever goes wrong later is told in the tab.
+TensorBoard imports this file when it starts and would not start if that failed. So it imports the
+rest of the page only when asked, and whatever goes wrong is told in the tab.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from urllib.parse import parse_qs
 
 from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 
-from harness.page.report import SCRIPTS, STYLE, asset, listed
-from harness.page.runs import BUCKETS, each_run, find_runs, run_json, stamps, told
-
 # folders, to see whether there is a run at all
 _GLANCED_AT = 2000
 
@@ -34,8 +31,8 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     plugin_name = "data_stalls"
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        # --logdir_spec has none, and nothing is found
-        self._root = Path(context.logdir or os.devnull).expanduser()
+        self._logdir = context.logdir
+        self._spec = getattr(context.flags, "logdir_spec", None)
         self._has_run = False
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
@@ -46,8 +43,13 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         """Says whether there is, or may be, a run to show, or an error."""
         unseen: list[str] = []
         try:
+            from harness.page.runs import each_run
+
             # TensorBoard asks again and again: a run that was seen is not looked for
-            self._has_run = self._has_run or any(each_run(self._root, unseen, _GLANCED_AT))
+            self._has_run = self._has_run or any(
+                any(each_run(Path(path), unseen, _GLANCED_AT))
+                for path in logdirs(self._logdir, self._spec).values()
+            )
         except Exception:
             return True
         # more folders than a glance can tell of
@@ -59,37 +61,67 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         It is the page's files, ``/runs`` with few points of each run, and ``/run?name=`` with as
         many as fit.
         """
+        try:
+            from harness.page import report, runs
+        except Exception as error:
+            text = json.dumps(f"The page cannot be served: {type(error).__name__}: {error}")
+            script = f"export async function render() {{ document.body.textContent = {text}; }}"
+            return {"/tab.js": _app("text/javascript", lambda query: script)}
+
+        @lru_cache(maxsize=1024)
+        def one_run(folder: Path, name: str, buckets: int, files: object) -> str:
+            # made again if one of its files has changed
+            return runs.run_json(folder, name, buckets=buckets)
+
+        def found(notes: list[str]) -> dict[str, Path]:
+            folders: dict[str, Path] = {}
+            for label, path in logdirs(self._logdir, self._spec).items():
+                if re.match(r"\w+://", path):
+                    notes.append(
+                        f"{path} is not on this machine: the page reads folders on a disk only"
+                    )
+                    continue
+                for name, folder in runs.find_runs(Path(path), notes).items():
+                    folders[os.path.join(label, name)] = folder
+            return folders
 
         def every(query: str) -> str:
             notes: list[str] = []
-            if re.match(r"\w+:/", str(self._root)):
-                notes.append(
-                    f"{self._root} is not on this machine: the page reads folders on a disk only"
-                )
-            runs = find_runs(self._root, notes)
-            shown = told(runs, lambda folder, name: _run(folder, name, 60, stamps(folder)), notes)
-            return listed(shown, notes)
+            shown = runs.told(
+                found(notes),
+                lambda folder, name: one_run(folder, name, 60, runs.stamps(folder)),
+                notes,
+            )
+            return report.listed(shown, notes)
 
         def one(query: str) -> str:
             name = parse_qs(query).get("name", [""])[0]
             # a name is looked up and never made into a path
-            folder = find_runs(self._root, [])[name]
-            return _run(folder, name, BUCKETS, stamps(folder))
-
-        def file(name: str) -> Callable[[str], str]:
-            return lambda query: asset(name)
+            folder = found([])[name]
+            return one_run(folder, name, runs.BUCKETS, runs.stamps(folder))
 
         served = {"/runs": _app("application/json", every), "/run": _app("application/json", one)}
-        for name in ("tab.js", STYLE, *SCRIPTS):
-            kind = "text/css" if name == STYLE else "text/javascript"
-            served[f"/{name}"] = _app(kind, file(name))
+        for name in ("tab.js", report.STYLE, *report.SCRIPTS):
+            kind = "text/css" if name == report.STYLE else "text/javascript"
+            served[f"/{name}"] = _app(kind, lambda query, name=name: report.asset(name))
         return served
 
 
-@lru_cache(maxsize=1024)
-def _run(folder: Path, name: str, buckets: int, files: object) -> str:
-    """Returns one run as JSON, made again if one of its ``files`` has changed."""
-    return run_json(folder, name, buckets=buckets)
+def logdirs(logdir: str | None, spec: str | None) -> dict[str, str]:
+    """Returns folders by label, from ``--logdir`` or from ``--logdir_spec=label:path,label:path``.
+
+    The label of ``--logdir`` is empty. A tilde is the home folder, as TensorBoard has it.
+    """
+    found = {}
+    if logdir:
+        found[""] = str(logdir)
+    else:
+        for item in filter(None, (spec or "").split(",")):
+            label, colon, path = item.partition(":")
+            if not colon or "/" in label or path.startswith("//"):
+                label = path = item
+            found[label] = path
+    return {label: os.path.expanduser(path) for label, path in found.items()}
 
 
 def _app(kind: str, make: Callable[[str], str]) -> Any:

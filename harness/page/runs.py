@@ -32,13 +32,15 @@ _MOST_FOLDERS = 50_000
 def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
     """Returns the run folders at and below ``root``, by path from there, in natural order.
 
-    Of more than 1,000 they are the last by name, which dates are, and ``notes`` say so.
+    Of more than 1,000 they are those written last, and ``notes`` say so.
     """
-    found = dict(islice(each_run(root, notes), _MOST_RUNS + 1))
+    found = list(each_run(root, notes))
     if len(found) > _MOST_RUNS:
-        notes.append(f"{root}: shown are the last {_MOST_RUNS:,} runs by name")
-        found.popitem()
-    return {name: found[name] for name in sorted(found, key=_natural)}
+        notes.append(
+            f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
+        )
+        found.sort(key=lambda run: max(stamps(run[1]))[0])
+    return dict(sorted(found[-_MOST_RUNS:], key=lambda run: _natural(run[0])))
 
 
 def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterator[tuple[str, Path]]:
@@ -58,8 +60,7 @@ def each_run(root: Path, notes: list[str], most: int = _MOST_FOLDERS) -> Iterato
             if name == ".":
                 name = root.resolve().name
             yield name, Path(path)
-            # a run holds no other
-            folders.clear()
+            folders[:] = [name for name in folders if name not in ("checkpoints", "trace")]
         looked_into = [name for name in folders if not name.startswith(".")]
         folders[:] = sorted(looked_into, key=_natural, reverse=True)
 

@@ -137,9 +137,7 @@ class Trial:
     @property
     def row(self) -> tuple[str, ...]:
         """The cells of a table, from the setting to why it was refused."""
-        waiting = ""
-        if self.wait_fraction is not None:
-            waiting = f"{self.wait_fraction:.0%}"
+        waiting = "" if self.wait_fraction is None else f"{self.wait_fraction:.0%}"
         return (
             str(self.settings),
             {"supply": "loader alone", "steps": "real steps"}[self.kind],

@@ -149,12 +149,8 @@ class TuningReport:
             title += ", the time was over"
         rows = []
         for name, side in (("before", self.before), ("after", self.after)):
-            waiting = "-"
-            if side.wait_fraction is not None:
-                waiting = f"{side.wait_fraction:.0%}"
-            memory = "-"
-            if side.memory_bytes is not None:
-                memory = shown(side.memory_bytes)
+            waiting = "-" if side.wait_fraction is None else f"{side.wait_fraction:.0%}"
+            memory = "-" if side.memory_bytes is None else shown(side.memory_bytes)
             rows.append((name, str(side.images_per_s or "-"), waiting, memory, str(side.settings)))
         what = "images/s" if self.demand else "images/s (loader alone)"
         how = "with torch alone" if self.settings.backend == PROCESSES else "in a loop of your own"

@@ -187,9 +187,10 @@ def test_what_is_skipped_is_not_measured_however_long_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "workers"), [("processes", 2), ("processes", 0), ("threads", 2), ("arrays", 0)],
+    ("backend", "workers"),
+    [("processes", 2), ("processes", 0), ("threads", 2), ("arrays", 0)],
     ids=["processes", "the trainer", "threads", "arrays"],
-)  # fmt: skip
+)
 def test_making_a_sample_here_is_not_receiving_it(backend: str, workers: int) -> None:
     """Processor time counts once, wherever it was spent."""
     cost = measure(TimedFeed(rate=100.0, workers=workers, backend=backend, receive_s=0.002)).cost

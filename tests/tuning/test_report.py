@@ -50,24 +50,29 @@ class Pages:
     ("settings", "val", "expected"),
     [
         pytest.param(
-            workers(3), samples.settings(3, batch_size=64),
+            workers(3),
+            samples.settings(3, batch_size=64),
             "loader.backend=processes loader.num_workers=3 loader.prefetch_factor=2 "
             "loader.pin_memory=false loader.persistent_workers=true",
             id="workers",
         ),
         pytest.param(
-            samples.settings(0), samples.settings(0),
-            "loader.backend=processes loader.num_workers=0 loader.pin_memory=false", id="no workers"
+            samples.settings(0),
+            samples.settings(0),
+            "loader.backend=processes loader.num_workers=0 loader.pin_memory=false",
+            id="no workers",
         ),
         pytest.param(
-            samples.settings(2, prefetch_factor=5), samples.settings(1, batch_size=9, prefetch_factor=7),
+            samples.settings(2, prefetch_factor=5),
+            samples.settings(1, batch_size=9, prefetch_factor=7),
             "loader.backend=processes loader.num_workers=2 loader.prefetch_factor=5 "
             "loader.pin_memory=false loader.persistent_workers=false "
             "loader.val.batch_size=9 loader.val.num_workers=1 "
-            "loader.val.prefetch_factor=7", id="validation of its own",
+            "loader.val.prefetch_factor=7",
+            id="validation of its own",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_override_gives_the_choice(
     composed: Callable[..., Config], settings: FeedSettings, val: FeedSettings, expected: str
 ) -> None:

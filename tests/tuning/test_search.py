@@ -17,8 +17,13 @@ Curve = Callable[[int], float]
 OWN = samples.settings(1)
 
 
-def run(curve: Curve, cores: int, pins: tuple[bool, ...] = (False,), budget_s: float = 1e9,
-        own: FeedSettings = OWN) -> tuple[list[FeedSettings], Choice]:  # fmt: skip
+def run(
+    curve: Curve,
+    cores: int,
+    pins: tuple[bool, ...] = (False,),
+    budget_s: float = 1e9,
+    own: FeedSettings = OWN,
+) -> tuple[list[FeedSettings], Choice]:
     seen: list[FeedSettings] = []
 
     def attempt(ask: Ask) -> Trial:

@@ -223,10 +223,14 @@ def test_other_programs_are_warned_of(
     monkeypatch.setattr(Neighbours, "look", lambda self: others)
     report = on(Machine(0.002, 0.0019, demand=700), 1)
     assert report.others_cores == others
-    assert warned(caplog) == ([] if others is None else [
-        f"other programs took {others} of the 2 cores meanwhile, so that the figures are theirs "
-        "too; tune again when they have ended"
-    ])  # fmt: skip
+    assert warned(caplog) == (
+        []
+        if others is None
+        else [
+            f"other programs took {others} of the 2 cores meanwhile, so that the figures are "
+            "theirs too; tune again when they have ended"
+        ]
+    )
 
 
 def test_the_grid_warns_as_well(
@@ -313,8 +317,10 @@ def test_where_no_process_fits_threads_are_measured(monkeypatch: pytest.MonkeyPa
     report = real(samples.Noise(40), 1, forms=FORMS_HERE)
     assert report.settings.backend == "threads"
     assert [(trial.settings.backend, trial.rate is None) for trial in report.trials][:3] == [
-        ("processes", True), ("processes", True), ("threads", False),
-    ]  # fmt: skip
+        ("processes", True),
+        ("processes", True),
+        ("threads", False),
+    ]
 
 
 def test_threads_are_not_tried_after_workers_that_died(on: On) -> None:
