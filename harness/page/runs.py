@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import runs
 from tensorboard.plugins.base_plugin import TBContext
 
-from harness.page import plugin as tab
-from harness.page.plugin import StallsPlugin
+from harness.page import runs as page_runs
+from harness.page.plugin import StallsPlugin, logdirs
 
 
-def plugin(logdir: object = None) -> StallsPlugin:
-    return StallsPlugin(TBContext(logdir=logdir and str(logdir)))
+def plugin(logdir: object = None, spec: str | None = None) -> StallsPlugin:
+    flags = SimpleNamespace(logdir_spec=spec)
+    return StallsPlugin(TBContext(logdir=logdir and str(logdir), flags=flags))
 
 
 def ask(of: StallsPlugin, route: str, query: str = "") -> tuple[str, dict[str, str], bytes]:
@@ -124,9 +127,9 @@ def test_an_odd_report_hides_no_other_run(tmp_path: Path, monkeypatch: pytest.Mo
         {"loader": {"num_workers": 2}},
         {},
     ]
-    read = tab.run_json
+    read = page_runs.run_json
     monkeypatch.setattr(
-        tab,
+        page_runs,
         "run_json",
         lambda folder, name, **more: read(folder if name == "b" else 1 / 0, name, **more),
     )
@@ -142,7 +145,7 @@ def test_runs_that_are_left_out_are_noted(tmp_path: Path, monkeypatch: pytest.Mo
     for name in "ab":
         runs.write(tmp_path / name, report={})
     (note,) = json.loads(ask(plugin(tmp_path), "/runs")[2])["notes"]
-    assert note == f"{tmp_path}: shown are the last 1 runs by name"
+    assert note.endswith("2 runs; shown are the 1 that were written to last")
 
 
 @pytest.mark.parametrize("logdir", [None, "", "/nowhere/at/all", "gs://bucket/runs", "s3://bucket"])
@@ -160,8 +163,8 @@ def test_an_error_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def fail(*_: object) -> None:
         raise RuntimeError("never thought of")
 
-    monkeypatch.setattr("harness.page.plugin.find_runs", fail)
-    monkeypatch.setattr("harness.page.plugin.each_run", fail)
+    monkeypatch.setattr("harness.page.runs.find_runs", fail)
+    monkeypatch.setattr("harness.page.runs.each_run", fail)
     here = plugin(tmp_path)
     status, _, body = ask(here, "/runs")
     assert (status, json.loads(body)) == (
@@ -176,3 +179,46 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     runs.write(tmp_path / "a,b" / "0", report={})
     assert [run["name"] for run in json.loads(ask(plugin("~/a,b"), "/runs")[2])["runs"]] == ["0"]
+
+
+def test_a_broken_room_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the page's modules cannot be imported TensorBoard starts, and the tab says why."""
+    for name in ("runs", "report"):
+        monkeypatch.setitem(sys.modules, f"harness.page.{name}", None)
+        monkeypatch.delattr(f"harness.page.{name}", raising=False)
+    here = plugin(tmp_path)
+    assert here.is_active()
+    assert list(here.get_plugin_apps()) == ["/tab.js"]
+    status, headers, body = ask(here, "/tab.js")
+    assert (status, headers["Content-Type"]) == ("200 OK", "text/javascript; charset=utf-8")
+    assert b"export async function render()" in body
+    assert b"The page cannot be served: " in body
+
+
+@pytest.mark.parametrize(
+    ("logdir", "spec", "expected"),
+    [
+        pytest.param("/a,b", None, {"": "/a,b"}, id="logdir"),
+        pytest.param("~/a", None, {"": "/home/me/a"}, id="logdir-at-home"),
+        pytest.param("gs://~/a", None, {"": "gs://~/a"}, id="logdir-elsewhere"),
+        pytest.param("", "x:~/a", {"x": "/home/me/a"}, id="label-at-home"),
+        pytest.param("", "x:/a,y:/b", {"x": "/a", "y": "/b"}, id="labels"),
+        pytest.param("", "/a,gs://c/d", {"/a": "/a", "gs://c/d": "gs://c/d"}, id="no-labels"),
+        pytest.param("", "/a:b", {"/a:b": "/a:b"}, id="a-colon-in-a-path"),
+        pytest.param(None, None, {}, id="nothing"),
+    ],
+)
+def test_logdirs_are_read_as_tensorboard_reads_them(
+    logdir: str | None, spec: str | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A label stands before a colon, a path stays whole, and a tilde is the home folder."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert logdirs(logdir, spec) == expected
+
+
+def test_labels_tell_runs_apart(tmp_path: Path) -> None:
+    """With several folders a run is named after its own."""
+    for label in ("one", "two"):
+        runs.write(tmp_path / label / "0", report={})
+    listed = json.loads(ask(plugin("", f"a:{tmp_path}/one,b:{tmp_path}/two"), "/runs")[2])
+    assert [run["name"] for run in listed["runs"]] == ["a/0", "b/0"]

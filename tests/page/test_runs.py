@@ -97,17 +97,25 @@ def test_a_run_may_have_any_name(tmp_path: Path) -> None:
     assert list(find_runs(tmp_path, [])) == ["checkpoints/1", "trace"]
 
 
-def test_of_too_many_runs_the_last_by_name_are_kept(
+def test_of_too_many_runs_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In natural order, and a note says so; each has the time that it was written to last."""
+    """Those written last, in natural order; a note says how many there are."""
     monkeypatch.setattr("harness.page.runs._MOST_RUNS", 3)
     for job in range(12):
         runs.write(tmp_path / str(job), report={})
         os.utime(tmp_path / str(job) / "report.json", (job, job))
-    assert list(find_runs(tmp_path, notes := [])) == ["9", "10", "11"]
-    assert notes == [f"{tmp_path}: shown are the last 3 runs by name"]
+    runs.write(tmp_path / "0", lines=[runs.window(10, {"compute": 5.0})])
+    assert list(find_runs(tmp_path, notes := [])) == ["0", "10", "11"]
+    assert notes == [f"{tmp_path}: 12 runs; shown are the 3 that were written to last"]
     assert [read_run(tmp_path / job, job)["changed_s"] for job in ("10", "11")] == [10, 11]
+
+
+def test_a_run_inside_a_run_is_found(tmp_path: Path) -> None:
+    """``run.name=a`` and ``run.name=a/b`` are two runs; checkpoints are not looked into."""
+    for name in ("a", "a/b", "a/checkpoints/c"):
+        runs.write(tmp_path / name, report={})
+    assert list(find_runs(tmp_path, [])) == ["a", "a/b"]
 
 
 def test_of_too_many_folders_the_last_by_name_are_looked_into(
