@@ -19,11 +19,12 @@ from harness.runtime.errors import described
 from harness.runtime.folder import LOGGER
 from harness.training.engine import Engine
 from harness.watch.console import say
+from harness.watch.evidence import Evidence
 from harness.watch.figures import Spread, Tag, Window, by_name
 from harness.watch.goodput import Goodput
 from harness.watch.host import environment
 from harness.watch.stages import GROUPS, StageTotals
-from harness.watch.verdict import Evidence, Verdict, judge
+from harness.watch.verdict import Verdict, judge
 
 _log = logging.getLogger(LOGGER)
 _HPARAMS = (

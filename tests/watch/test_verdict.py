@@ -146,9 +146,8 @@ CASES = [
         "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
-        "waiting. Hardly a byte came from a disk: opening files is slow, or a network's file "
-        "system. Faster loading "
-        "gives at most 1.67x. Try: put the files on a faster disk, or keep them in memory.",
+        "waiting. Hardly a byte came from a disk: opening files, or a network's files, are slow. "
+        "Faster loading gives at most 1.67x. Try: put the files on a faster disk, or keep them in memory.",
         id="a network's files, tuned",
     ),
     pytest.param(
@@ -222,9 +221,7 @@ CASES = [
         evidence(0.4, stages=WRITING, window={"wait_parts": {"make": 0.2, "transport": 0.6, "pin": 0.2, "move": 0.0}}),
         "transport",
         "Transport-bound. The device waited for data 40% of the time. For 80% of that, batches "
-        "were made but not here "
-        "yet: 60% on the way from a worker, 20% into page-locked memory. Faster loading gives at "
-        "most 1.67x. Try: "
+        "were made but not here yet. Faster loading gives at most 1.67x. Try: "
         "loader.autotune=true, or make images or batches smaller.",
         id="batches on their way",
     ),
@@ -299,8 +296,8 @@ CASES = [
     ),
     pytest.param(
         on_cpu(0.4, stages=DECODING, sampled={Tag.THROTTLED_FRACTION: 0.8}, cores=0.5), "quota",
-        "Held back by the processor quota. The quota stopped this run in 80% of its periods. 0.5 "
-        "cores are too few. "
+        "Held back by the processor quota. 0.5 cores are too few. The quota stopped this run in "
+        "80% of its periods. "
         "Faster loading gives at most 1.67x, and less where it takes processors from the step. "
         "Try: raise the quota "
         "(cpu.max, docker --cpus, Kubernetes limits.cpu).",
@@ -317,8 +314,7 @@ CASES = [
         on_cpu(0.04, sampled=CROWDED), "neighbours",
         "Held back by other programs. Other programs take 1.6 of the 2 cores. On average, 1.2 "
         "threads of this run waited "
-        "for a core. Faster loading gives at most 1.04x, and less where it takes processors from "
-        "the step. Try: wait "
+        "for a core. Try: wait "
         "until these programs end, or train on cores of your own.",
         id="other programs",
     ),
@@ -505,7 +501,7 @@ def test_the_evidence_has_the_figures_and_the_two_next_suspects() -> None:
     """
     given = evidence(0.4, 0.05, 0.1, stages=READING, window={"host_parts_s": {"gc": 0.5}})
     assert judge(given).evidence == (
-        "time on the device's clock: compute 45%, starved 40%, exposed copy 5%, host 10%",
+        "time on the device's clock: starved 40%, exposed copy 5%, host 10%, compute 45%",
         "waiting for a batch: make 90%, transport 5%, pin 3%, move 2%",
         (
             "a sample takes 12.8 ms, 4 ms of them on a processor: storage 70%, decode 23%, augment "
@@ -530,8 +526,7 @@ def test_the_evidence_has_the_figures_and_the_two_next_suspects() -> None:
             {Tag.CPU_CORES: 1.0, Tag.CPU_FRACTION: 0.95}, 2, "decode", id="the machine full"
         ),
         pytest.param({Tag.CPU_CORES: 1.0, Tag.THROTTLED_FRACTION: 0.3}, 2, "quota", id="throttled"),
-        pytest.param({}, 1, "storage", id="unknown, one worker"),
-        pytest.param({}, 7, "decode", id="unknown, many workers"),
+        pytest.param({}, 1, "storage", id="unknown"),
     ],
 )
 def test_a_data_set_without_stages_waits_unless_processors_were_scarce(
