@@ -36,10 +36,17 @@ def diagnosis(fetch: Fetch | None = None) -> Diagnosis:
         fetch=fetch,
     )
     return Diagnosis(
-        bottleneck="decode", ceiling=5.0, measured=True, sentence="Decode-bound.", command="python train.py",
-        settings=OWN, runs=runs, what_ifs=(WhatIf("1 more core", 300.0, 1.5),), notes=("P was not measured: why",),
+        bottleneck="decode",
+        ceiling=5.0,
+        measured=True,
+        sentence="Decode-bound.",
+        command="python train.py",
+        settings=OWN,
+        runs=runs,
+        what_ifs=(WhatIf("1 more core", 300.0, 1.5),),
+        notes=("P was not measured: why",),
         seconds=20.0,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -52,33 +59,49 @@ def without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
     ("overridden", "bottleneck", "device", "line"),
     [
         pytest.param(
-            ("mode=diagnose", "data=imagefolder", "data.root=/my images/é"), "decode", "cpu",
-            "python train.py data=imagefolder 'data.root=/my images/é' "
-            "loader.autotune=true", id="the user's own stay, quoted",
+            ("mode=diagnose", "data=imagefolder", "data.root=/my images/é"),
+            "decode",
+            "cpu",
+            "python train.py data=imagefolder 'data.root=/my images/é' loader.autotune=true",
+            id="the user's own stay, quoted",
         ),
         pytest.param(
-            ("loader.autotune=false", "mode=diagnose"), "workers", "cuda",
-            "python train.py loader.autotune=true", id="what is changed is not said twice",
+            ("loader.autotune=false", "mode=diagnose"),
+            "workers",
+            "cuda",
+            "python train.py loader.autotune=true",
+            id="what is changed is not said twice",
         ),
         pytest.param(
-            (), "compute", "cuda", "python train.py trainer.precision=bf16 "
-                                   "trainer.channels_last=true", id="compute on a GPU",
+            (),
+            "compute",
+            "cuda",
+            "python train.py trainer.precision=bf16 trainer.channels_last=true",
+            id="compute on a GPU",
         ),
         pytest.param((), "compute", "cpu", "python train.py", id="compute on a CPU"),
         pytest.param(
-            ("--config-name=mine", "++mode=diagnose", "+loader.autotune=false", "~data.root"), "decode", "cpu",
-            "python train.py --config-name=mine '~data.root' "
-            "loader.autotune=true", id="flags and signs of Hydra",
+            ("--config-name=mine", "++mode=diagnose", "+loader.autotune=false", "~data.root"),
+            "decode",
+            "cpu",
+            "python train.py --config-name=mine '~data.root' loader.autotune=true",
+            id="flags and signs of Hydra",
         ),
         pytest.param(
-            ("mode=diagnose", "optim.lr=0.2"), "unknown", "cpu", "python train.py optim.lr=0.2 "
-                                                                 "mode=diagnose", id="once more",
+            ("mode=diagnose", "optim.lr=0.2"),
+            "unknown",
+            "cpu",
+            "python train.py optim.lr=0.2 mode=diagnose",
+            id="once more",
         ),
-        pytest.param((), "neighbours", "cuda", "python train.py mode=diagnose", id="once more, without them"),
-        pytest.param(("optim.lr=0.2",), "balanced", "cpu", "python train.py "
-                                                           "optim.lr=0.2", id="balanced"),
+        pytest.param(
+            (), "neighbours", "cuda", "python train.py mode=diagnose", id="once more, without them"
+        ),
+        pytest.param(
+            ("optim.lr=0.2",), "balanced", "cpu", "python train.py optim.lr=0.2", id="balanced"
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_line_to_paste(
     composed: Callable[..., Config],
     overridden: tuple[str, ...],

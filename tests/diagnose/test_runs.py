@@ -173,8 +173,9 @@ def test_without_workers_nothing_unread_is_read_in_this_process() -> None:
     found = (rig := Rig(whole_batches=0)).run(0)
     assert rig.did == ["loading", "G", "F"]
     assert [note.partition(": ")[::2] for note in found.notes] == [
-        ("A was not measured", "no whole batch was read before"), ("P was not measured", "no whole batch was read before"),
-    ]  # fmt: skip
+        ("A was not measured", "no whole batch was read before"),
+        ("P was not measured", "no whole batch was read before"),
+    ]
 
 
 def test_warm_probes_go_round_what_was_read(

@@ -77,9 +77,14 @@ def test_a_folder_of_images(
     stay.
     """
     config = composed(
-        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2", "data.image_size=32",
-        "loader.batch_size=4", f"loader.num_workers={workers}",
-    )  # fmt: skip
+        "mode=diagnose",
+        "data=imagefolder",
+        f"data.root={photos}",
+        "data.split_fraction=0.2",
+        "data.image_size=32",
+        "loader.batch_size=4",
+        f"loader.num_workers={workers}",
+    )
     found, state, before = diagnosed(config, tmp_path)
     assert found.runs.delivered is not None and (found.ceiling or 1) >= 1
     assert found.runs.warm is not None and found.runs.stages is not None
@@ -104,9 +109,14 @@ def test_a_folder_of_images(
 @pytest.mark.parametrize("others", [1.5, None])
 @pytest.mark.usefixtures("brief", "kept_globals")
 def test_other_programs_are_warned_of(
-    others: float | None, photos: Path, tmp_path: Path, composed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    others: float | None,
+    photos: Path,
+    tmp_path: Path,
+    composed: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Before the answer, where they took processors that the runs wanted; the answer is then that,
     and no ceiling.
     """
@@ -115,9 +125,13 @@ def test_other_programs_are_warned_of(
         Neighbours, "look", lambda self: said.append(len(capsys.readouterr().out)) or others
     )
     config = composed(
-        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2", "data.image_size=32",
+        "mode=diagnose",
+        "data=imagefolder",
+        f"data.root={photos}",
+        "data.split_fraction=0.2",
+        "data.image_size=32",
         "loader.batch_size=4",
-    )  # fmt: skip
+    )
     found, *_ = diagnosed(config, tmp_path)
     warning = "other programs took 1.5 of the 2 cores meanwhile, so that the figures are theirs too"
     warnings = [

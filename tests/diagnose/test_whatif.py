@@ -40,9 +40,12 @@ def facts(
 ) -> Facts:
     """A machine on which stages take so many (wall, processor) ms a sample."""
     stages = {"read": read, "decode": decode, "crop": crop, "collate": collate, "share": share}
-    totals = StageTotals(100, 1, 0.1 * sum(wall for wall, _ in stages.values()), {
-        name: StageCost(wall * 0.1, cpu * 0.1) for name, (wall, cpu) in stages.items()
-    })  # fmt: skip
+    totals = StageTotals(
+        100,
+        1,
+        0.1 * sum(wall for wall, _ in stages.values()),
+        {name: StageCost(wall * 0.1, cpu * 0.1) for name, (wall, cpu) in stages.items()},
+    )
     wall_s, cpu_s = (sum(each) / 1e3 for each in zip(*stages.values(), strict=True))
     settings = samples.settings(workers, batch_size=10)
     runs = Runs(
@@ -128,18 +131,20 @@ def test_every_change_is_reckoned_exactly() -> None:
         short_sides=(230, 230),
     )
     rates = given(found)
-    assert rates == pytest.approx({
-        "loading were free (the ceiling)": 1000.0,
-        "loader.num_workers=5": 0.9 * 1000.0,
-        "1 more core, and a worker for each": 0.9 * 400.0,
-        "2 more cores, and a worker for each": 0.9 * 600.0,
-        "4 more cores, and a worker for each": 0.9 * 1000.0,
-        "a disk twice as fast": 0.9 * 250.0,
-        "decoded images at hand (no reading, no decoding)": 0.9 * 1000.0,
-        "files with a short side of 115 pixels": 0.9 * 500.0,
-        "files with a short side of 200 pixels": 0.9 / (1 + 4 * (200 / 230) ** 2) * 1e3,
-        "every file came cold from storage": 50.0,
-    })  # fmt: skip
+    assert rates == pytest.approx(
+        {
+            "loading were free (the ceiling)": 1000.0,
+            "loader.num_workers=5": 0.9 * 1000.0,
+            "1 more core, and a worker for each": 0.9 * 400.0,
+            "2 more cores, and a worker for each": 0.9 * 600.0,
+            "4 more cores, and a worker for each": 0.9 * 1000.0,
+            "a disk twice as fast": 0.9 * 250.0,
+            "decoded images at hand (no reading, no decoding)": 0.9 * 1000.0,
+            "files with a short side of 115 pixels": 0.9 * 500.0,
+            "files with a short side of 200 pixels": 0.9 / (1 + 4 * (200 / 230) ** 2) * 1e3,
+            "every file came cold from storage": 50.0,
+        }
+    )
 
 
 def test_waiting_for_a_processor_is_not_the_disks() -> None:
@@ -200,9 +205,10 @@ def test_workers_that_do_not_fit_are_not_proposed() -> None:
     assert most_workers(found) == 3
     assert given(found)["loader.num_workers=3"] == pytest.approx(0.95 * 600.0)
     assert {change for change in given(found) if "worker" in change} == {
-        "loader.num_workers=3", "1 more core, and a worker for each", ("2 more cores, and a worker "
-                                                                       "for each"),
-    }  # fmt: skip
+        "loader.num_workers=3",
+        "1 more core, and a worker for each",
+        ("2 more cores, and a worker for each"),
+    }
     assert judged(found).next_step == "loader.num_workers=3"
 
 
@@ -359,28 +365,42 @@ def test_the_bound_is_named(found: Facts, bottleneck: str) -> None:
 @pytest.mark.parametrize(
     ("found", "bottleneck"),
     [
-        pytest.param(facts(1, delivered=990.0, on_cpu=True), "neighbours", id="compute on the same "
-                                                                              "processors"),
-        pytest.param(facts(1, delivered=950.0, on_cpu=True), "neighbours", id="balanced on the "
-                                                                              "same processors"),
+        pytest.param(
+            facts(1, delivered=990.0, on_cpu=True),
+            "neighbours",
+            id="compute on the same processors",
+        ),
+        pytest.param(
+            facts(1, delivered=950.0, on_cpu=True),
+            "neighbours",
+            id="balanced on the same processors",
+        ),
         pytest.param(facts(1, delivered=990.0), "compute", id="a busy device"),
         pytest.param(facts(1, delivered=950.0), "balanced", id="a device that is hardly held up"),
         pytest.param(facts(1), "neighbours", id="one worker for five"),
         pytest.param(facts(8, cores=2, delivered=400.0), "neighbours", id="decoding"),
         pytest.param(
-            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)), "neighbours", id="augmentation"
+            facts(8, cores=2, delivered=400.0, decode=(0.5, 0.5), crop=(3.5, 3.5)),
+            "neighbours",
+            id="augmentation",
         ),
-        pytest.param(facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"), "neighbours", id="a quota"),
+        pytest.param(
+            facts(8, cores=2, delivered=400.0, cores_from="quota in /x/cpu.max"),
+            "neighbours",
+            id="a quota",
+        ),
         pytest.param(facts(5, delivered=500.0), "neighbours", id="handing over"),
-        pytest.param(facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the "
-                                                                             "time"),
+        pytest.param(
+            facts(5, delivered=500.0, copy_per_s=550.0), "copy", id="copies fill the time"
+        ),
         pytest.param(facts(2, delivered=80.0, read=(20.0, 0.5)), "storage", id="reading waits"),
         pytest.param(
-            facts(8, cores=2, delivered=400.0, read=(3.0, 0.5), decode=(0.5, 0.4), crop=(0.5, 0.4)), "neighbours",
+            facts(8, cores=2, delivered=400.0, read=(3.0, 0.5), decode=(0.5, 0.4), crop=(0.5, 0.4)),
+            "neighbours",
             id="reading that waits for a processor each time",
         ),
     ],
-)  # fmt: skip
+)
 def test_other_programs_bound_what_lacks_processors(found: Facts, bottleneck: str) -> None:
     """They are named with what they took, and no change is reckoned; what no processor would help
     keeps its own name.
