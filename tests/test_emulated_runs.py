@@ -14,6 +14,7 @@ import planted_data
 import pytest
 import samples
 from emulator import EmulatedDevice, emulated
+from harness.tuning.follow import Follow
 from torch import Tensor, nn
 
 from harness import job
@@ -22,8 +23,7 @@ from harness.data import datasets
 from harness.training import engine, models
 from harness.training.evaluate import Evaluation
 from harness.training.evaluate import evaluate as engine_evaluate
-from harness.tuning.stage import Follow
-from harness.watch import verdict
+from harness.watch import evidence
 from harness.watch.figures import Tag
 from harness.watch.host import HostSource
 
@@ -80,7 +80,7 @@ def run(composed: Composed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(engine, "evaluate", evaluate)
         if not seen:  # this machine's other programs
-            monkeypatch.setattr(verdict, "taken", lambda sampled: None)
+            monkeypatch.setattr(evidence, "taken", lambda sampled: None)
         monkeypatch.setattr(models, "build", build)
         config = composed("data=digits", *SMALL, *overrides)
         folder = tmp_path / "run"

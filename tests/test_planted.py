@@ -70,7 +70,7 @@ def test_tuning_and_diagnosis_warn_of_a_neighbour(
         r"^warning: other programs took [\d.]+ of the \S+ cores meanwhile", said, re.MULTILINE
     )
     assert len(warnings) == 1, said
-    assert ("Held back by other programs. Other programs took " in said) is (
+    assert ("Held back by other programs. Other programs take " in said) is (
         override == "mode=diagnose"
     ), said
     assert not kept

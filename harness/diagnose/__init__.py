@@ -1,3 +1,1 @@
-"""What bounds training, found by running its parts one without the other: nothing is trained, a
-minute at most.
-"""
+"""Tells what bounds training without training: runs, verdict, and what changes would give."""

@@ -1,39 +1,106 @@
-"""``mode=diagnose``: what bounds training, found on the user's own settings in a minute, without
-training.
-"""
+"""``mode=diagnose``: what bounds training, found in a minute on the user's own settings."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import logging
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from harness.config import ConfigError
+from harness.config import Config, ConfigError, DistName
 from harness.data.images import ImageDataset
-from harness.diagnose.fetch import image_sizes
-from harness.diagnose.report import Diagnosis, command, sentence
-from harness.diagnose.runs import BUDGET_S, COLUMNS, WIDTHS, FirstReads, Runs, Session
-from harness.diagnose.whatif import NO_CEILING, Facts, bound, what_ifs
+from harness.diagnose.fetch import short_sides
+from harness.diagnose.runs import FirstReads, Runs, Session
+from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
-from harness.runtime import accelerator
+from harness.runtime import accelerator, launch
+from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning.figures import Trainee
-from harness.tuning.model import undisturbed
+from harness.tuning.figures import Rate, Trainee
+from harness.tuning.model import Model, undisturbed
 from harness.tuning.probe import Lab
-from harness.watch.board import Board
-from harness.watch.console import live_table
+from harness.watch.board import Board, plain
+from harness.watch.bottleneck import Bottleneck
+from harness.watch.console import aligned, live_table, say
+from harness.watch.evidence import total
 from harness.watch.neighbours import Neighbours
-from harness.watch.stages import SAMPLE, StageCost, StageTotals
-
-_FEW = 2  # images whose step is tried first: batch normalisation needs more than one
-_REST_S = 5.0  # for what surrounds the runs, and for what is begun in time and ends late
-_LONGEST_STEP_S = 2.0  # of steps that take longer a diagnosis would see too few
+from harness.watch.stages import AUGMENT, GROUPS, SAMPLE, StageCost, StageTotals
+from harness.watch.verdict import Verdict
 
 _log = logging.getLogger(LOGGER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What bounds training, and what would change it.
+
+    Attributes:
+        bottleneck: the class, as in a run's verdict.
+        ceiling: speed-up if loading were free; None: the rates are too uneven, or other programs'.
+        measured: whether the ceiling rests on real steps; else what they get is estimated.
+        sentence: the verdict in words.
+        command: what to type next.
+        settings: the loader's.
+        runs: what was measured.
+        what_ifs: what changes would give, by arithmetic.
+        notes: what was not measured, and why.
+        seconds: what the diagnosis took.
+    """
+
+    bottleneck: Bottleneck
+    ceiling: float | None
+    measured: bool
+    sentence: str
+    command: str
+    settings: FeedSettings
+    runs: Runs
+    what_ifs: tuple[WhatIf, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def publish(self, folder: Path | None, board: Board | None) -> None:
+        """Prints the diagnosis; writes it into ``folder`` and a text to ``board``, if any."""
+        lines = self.lines()
+        for line in lines:
+            say(line)
+        if folder is not None:
+            path = folder / "diagnosis.json"
+            known = plain(self)
+            if self.runs.stages:
+                known["stages"] = stage_rows(self.runs.stages)
+            text = json.dumps(known, indent=1, allow_nan=False) + "\n"
+            try:
+                write_whole(path, text.encode())
+            except OSError as error:
+                _log.warning("%s: %s; it is printed above", path, error.strerror or error)
+        if board is not None:
+            board.text("diagnosis", lines)
+
+    def lines(self) -> list[str]:
+        """Returns stages, changes, notes, the sentence, and what to type next."""
+        found: list[str] = []
+        if self.runs.stages is not None:
+            rows = [
+                (s["name"], s["group"], f"{s['wall_ms']:.3g}", f"{s['cpu_ms']:.3g}")
+                for s in stage_rows(self.runs.stages)
+            ]
+            found.append("a sample in a worker, files as they are")
+            found += aligned(("stage", "kind", "ms", "of it on a processor"), rows)
+        if self.what_ifs:
+            changes = [
+                (w.change, str(Rate.exactly(w.images_per_s)), f"{w.speedup:.2f}x")
+                for w in self.what_ifs
+            ]
+            found.append("what if (arithmetic from the figures above)")
+            found += aligned(("", "images/s", "speed-up"), changes)
+        notes = [f"note: {note}" for note in self.notes]
+        return [*found, *notes, self.sentence, "next:", self.command]
 
 
 def diagnose(
@@ -44,11 +111,10 @@ def diagnose(
     folder: Path,
     board: Board | None,
 ) -> Diagnosis:
-    """What bounds training, measured in a minute at most; printed and written into ``folder`` by
-    the first rank.
+    """Returns what bounds training; the first rank prints it and writes it into ``folder``.
 
-    No trace stays: what steps change is put back, random states are as before. What torch.compile
-    takes comes on top.
+    Takes a minute at most, besides torch.compile. No trace stays: what steps change is put back,
+    random states are as before.
 
     Args:
         feeds: makes the feeds to be measured.
@@ -65,116 +131,140 @@ def diagnose(
     """
     begin = time.perf_counter()
     config = feeds.config
-    world = feeds.world
     train = feeds.splits.train
     if not isinstance(train, ImageDataset):
         raise ConfigError(
             "mode=diagnose: cannot look into a Dataset of your own; open sources, or train with "
             "mode=train"
         )
-    neighbours = Neighbours(limits.cores if world.size == 1 else None)
-    with (
-        trainee.kept(),
-        live_table(
-            f"diagnosing (at most {BUDGET_S:g} s, nothing is trained)", COLUMNS, WIDTHS
-        ) as rows,
-    ):
-        size, notes = _batch_size(feeds, trainee)
-        feeds = _with_batches_of(size, feeds)
-        own = world.agreed(feeds.settings(limits))
-        lab = Lab(probes := FirstReads(feeds), trainee, limits, world, batch=feeds.noise(size))
-        session = Session(lab, probes, train, rows, begin + BUDGET_S - _REST_S, notes=notes)
-        runs = session.run(own)
-    if (others := neighbours.look()) is not None:
-        _log.warning("%s", neighbours.told(others))
-
-    def fits(settings: FeedSettings) -> str | None:
-        return lab.refusal(dataclasses.replace(settings, batch_size=config.loader.batch_size))
-
-    facts = dataclasses.replace(_facts(runs, own, lab, train, fits), others=others)
-    found = bound(facts)
+    facts = measure(feeds, trainee, limits, train, begin + 60.0)
+    trainer = config.trainer
+    verdict = judged(
+        facts,
+        precision=trainer.precision.name,
+        compiled=trainer.compile,
+        channels_last=trainer.channels_last,
+    )
     diagnosis = Diagnosis(
-        bottleneck=found.bottleneck,
-        ceiling=None if found.bottleneck in NO_CEILING else facts.ceiling,
-        measured=facts.is_measured,
-        sentence=sentence(facts, found),
-        command=command(
-            config,
-            overridden,
-            found.bottleneck,
-            accelerator.of(world.device).kind,
-            world.local_size,
-        ),
-        settings=own,
-        runs=runs,
-        what_ifs=tuple(what_ifs(facts)),
-        notes=runs.notes,
+        bottleneck=verdict.bottleneck,
+        ceiling=None if verdict.bottleneck in NO_CEILING else facts.ceiling,
+        measured=facts.measured is not None,
+        sentence=verdict.sentence,
+        command=command(config, overridden, verdict, feeds.world.local_size),
+        settings=facts.settings,
+        runs=facts.runs,
+        what_ifs=tuple(what_ifs(facts, verdict.bottleneck)),
+        notes=facts.runs.notes,
         seconds=time.perf_counter() - begin,
     )
-    diagnosis.publish(folder if world.is_main else None, board)
+    diagnosis.publish(folder if feeds.world.is_main else None, board)
     return diagnosis
 
 
-def _batch_size(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
-    """Images in a batch: the user's, or fewer where a step would take long, as on a CPU, and then a
-    note that says so.
+def measure(
+    feeds: Feeds, trainee: Trainee, limits: Limits, train: ImageDataset, ends: float
+) -> Facts:
+    """Returns what runs until about ``ends`` found; warns of other programs."""
+    config = feeds.config
+    world = feeds.world
+    neighbours = Neighbours(limits.cores if world.size == 1 else None)
+    title = "diagnosing (at most a minute, nothing is trained)"
+    columns = ("", "run", "images/s", "")
+    with trainee.kept(), live_table(title, columns, (1, 34, 12, 0)) as rows:
+        size, notes = fitting_batch(feeds, trainee)
+        loader = replace(config.loader, batch_size=size)
+        probes = FirstReads(feeds.splits, replace(config, loader=loader), world)
+        settings = world.agreed(probes.settings(limits))
+        lab = Lab(probes, trainee, limits, world, batch=feeds.noise(size))
+        # what surrounds the runs takes time, and what is begun in time and ends late
+        runs = Session(lab, probes, train, rows, ends - 5.0, notes=notes).run(settings)
+    others = neighbours.look()
+    if others is not None:
+        _log.warning("%s", neighbours.told(others))
+
+    cost = runs.loading.cost
+    assert cost is not None
+    # where no whole batch came, only what single samples took is known
+    sample = StageCost(cost.wall_s, cost.cpu_s)
+    stages = runs.stages or StageTotals(1, 0, cost.wall_s, {SAMPLE: sample})
+    # with what a batch takes besides its samples
+    wall_s, cpu_s = total(stages.stages.values())
+    cost = replace(cost, wall_s=wall_s / stages.samples, cpu_s=cpu_s / stages.samples)
+    demand = runs.demand.images_per_s
+    model = Model(
+        demand=demand,
+        cost=undisturbed(cost, runs.loading.settings.num_workers, limits.cores),
+        cores=limits.cores,
+        step_cpu_s=runs.step_cpu_s,
+        alone_s=lab.launch_s if trainee.overlaps else 1 / demand,
+    )
+
+    def fits(settings: FeedSettings) -> str | None:
+        return lab.refusal(replace(settings, batch_size=config.loader.batch_size))
+
+    return Facts(
+        runs=runs,
+        settings=settings,
+        model=model,
+        stages=stages,
+        device=accelerator.of(trainee.device).kind,
+        cores_from=limits.sources.get("cores", ""),
+        image_size=train.image_size,
+        short_sides=short_sides(train.source),
+        fits=fits,
+        others=others,
+    )
+
+
+def fitting_batch(feeds: Feeds, trainee: Trainee) -> tuple[int, list[str]]:
+    """Returns the user's batch size, or one whose step takes 2 s, with a note.
+
+    Of longer steps, as on a CPU, a diagnosis would see too few.
     """
     size = feeds.config.loader.batch_size
-    if accelerator.of(trainee.device).kind == "cuda" or size <= _FEW:
+    if accelerator.of(trainee.device).kind == "cuda":
         return size, []
-    run = trainee.demand(feeds.noise(_FEW), 0.0)
-    image_s = -feeds.world.smallest(
-        -min(s / n for s, n in zip(run.seconds, run.images, strict=True))
-    )
-    fitting = max(_FEW, int(_LONGEST_STEP_S / image_s))
+    # batch normalisation needs more than one image
+    run = trainee.demand(feeds.noise(2), 0.0)
+    # of the slowest rank
+    fastest_s = min(s / n for s, n in zip(run.seconds, run.images, strict=True))
+    image_s = -feeds.world.smallest(-fastest_s)
+    fitting = max(2, int(2.0 / image_s))
     if fitting >= size:
         return size, []
     whole_s = f"a step on loader.batch_size={size} would take about {size * image_s:.0f} s"
     return fitting, [f"measured with batches of {fitting} images: {whole_s}"]
 
 
-def _with_batches_of(size: int, feeds: Feeds) -> Feeds:
-    loader = dataclasses.replace(feeds.config.loader, batch_size=size)
-    return Feeds(feeds.splits, dataclasses.replace(feeds.config, loader=loader), feeds.world)
+def command(config: Config, overridden: Sequence[str], verdict: Verdict, ranks: int) -> str:
+    """Returns what to type next: the user's own overrides, and what would help most.
+
+    Flags such as ``--config-name=x`` are among the overrides.
+    """
+    more = ["loader.autotune=true"]
+    if verdict.bottleneck in NO_CEILING:
+        more = ["mode=diagnose"]
+    elif verdict.bottleneck in ("compute", "balanced"):
+        more = (verdict.next_step or "").split()
+
+    def setting(override: str) -> str:
+        # without Hydra's signs for adding and deleting
+        return override.partition("=")[0].lstrip("+~")
+
+    replaced = {"mode", *map(setting, more)}
+    kept = [word for word in overridden if setting(word) not in replaced]
+    by_torchrun = f"--nproc-per-node={ranks}" if config.dist.name is DistName.torchrun else None
+    return shlex.join([*launch.command(by_torchrun), *kept, *more])
 
 
-def _facts(
-    runs: Runs,
-    own: FeedSettings,
-    lab: Lab,
-    train: ImageDataset,
-    fits: Callable[[FeedSettings], str | None],
-) -> Facts:
-    loading = runs.loading
-    limits = lab.limits
-    trainee = lab.trainee
-    assert loading.cost is not None
-    stages = runs.stages
-    cost = loading.cost
-    if stages is None:  # no whole batch came: only what single samples took is known
-        whole = StageCost(cost.wall_s * loading.images, cost.cpu_s * loading.images)
-        stages = StageTotals(loading.images, 0, whole.wall_s, {SAMPLE: whole})
-    else:  # with what a batch takes besides its samples
-        wall_s, cpu_s = (
-            sum(each) / stages.samples for each in zip(*stages.stages.values(), strict=True)
-        )
-        cost = dataclasses.replace(cost, wall_s=wall_s, cpu_s=cpu_s)
-    return Facts(
-        settings=own,
-        cores=limits.cores,
-        cores_from=limits.sources.get("cores", ""),
-        on_cpu=accelerator.of(trainee.device).kind == "cpu",
-        overlaps=trainee.overlaps,
-        launch_s=lab.launch_s,
-        demand=runs.demand,
-        step_cpu_s=runs.step_cpu_s,
-        cost=undisturbed(cost, loading.settings.num_workers, limits.cores),
-        stages=stages,
-        delivered=runs.delivered,
-        wait_fraction=runs.wait_fraction,
-        fetch_per_s=runs.fetch.images_per_s if runs.fetch else None,
-        copy_per_s=runs.copy_per_s,
-        image_size=train.image_size,
-        sizes=image_sizes(train.source),
-        fits=fits,
-    )
+def stage_rows(totals: StageTotals) -> list[dict[str, Any]]:
+    """Returns name, group, and milliseconds a sample of each stage, as ``report.json`` has them."""
+    return [
+        {
+            "name": name,
+            "group": GROUPS.get(name, AUGMENT),
+            "wall_ms": cost.wall_s / totals.samples * 1e3,
+            "cpu_ms": cost.cpu_s / totals.samples * 1e3,
+        }
+        for name, cost in totals.stages.items()
+    ]

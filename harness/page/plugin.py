@@ -100,10 +100,13 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             folder = found([])[name]
             return one_run(folder, name, runs.BUCKETS, runs.stamps(folder))
 
+        def file(name: str) -> Callable[[str], str]:
+            return lambda query: report.asset(name)
+
         served = {"/runs": _app("application/json", every), "/run": _app("application/json", one)}
         for name in ("tab.js", report.STYLE, *report.SCRIPTS):
             kind = "text/css" if name == report.STYLE else "text/javascript"
-            served[f"/{name}"] = _app(kind, lambda query, name=name: report.asset(name))
+            served[f"/{name}"] = _app(kind, file(name))
         return served
 
 

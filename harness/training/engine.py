@@ -27,12 +27,12 @@ from harness.training.saving import Boundary, Place, Saves
 from harness.training.step import Step, device_batches
 from harness.watch.board import Value, stages
 from harness.watch.console import progress, say
+from harness.watch.evidence import RankFigures
 from harness.watch.figures import Tag, by_tag
 from harness.watch.peaks import MemoryWatch
 from harness.watch.spans import named
 from harness.watch.stages import StageTotals
 from harness.watch.station import Watch
-from harness.watch.verdict import RankFigures
 
 _log = logging.getLogger(LOGGER)
 

@@ -19,10 +19,11 @@ from harness.runtime.folder import LOGGER
 from harness.training.checkpoint import Record, records
 from harness.training.engine import Engine
 from harness.watch.console import say
+from harness.watch.evidence import Evidence
 from harness.watch.figures import Tag, Window, by_name
 from harness.watch.host import environment
 from harness.watch.stages import GROUPS, StageTotals
-from harness.watch.verdict import Evidence, Verdict, judge
+from harness.watch.verdict import Verdict, judge
 
 _log = logging.getLogger(LOGGER)
 

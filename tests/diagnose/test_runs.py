@@ -17,10 +17,12 @@ import pytest
 import samples
 import torch
 
+from harness.config import Config
+from harness.data import datasets
 from harness.diagnose.fetch import Fetch, UnmeasuredError
 from harness.diagnose.runs import FirstReads, Runs, Session
-from harness.feed.gauge import Gauge
-from harness.feed.interface import FeedSettings, HostBatch
+from harness.feed.forms import Feeds
+from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
 from harness.tuning.figures import Rate, SampleCost, Trial
@@ -107,9 +109,8 @@ class Rig:
         session = Session(
             parts, parts, nothing, parts, 60.0, now=lambda: self.at, fetch=self.fetched
         )
-        return session.run(
-            dataclasses.replace(samples.settings(workers, batch_size=10), pin_memory=pinned)
-        )
+        settings = samples.settings(workers, batch_size=10)
+        return session.run(dataclasses.replace(settings, pin_memory=pinned))
 
 
 def test_the_runs_take_turns() -> None:
@@ -174,36 +175,29 @@ def test_without_workers_nothing_unread_is_read_in_this_process() -> None:
     assert [note.partition(": ")[::2] for note in found.notes] == [
         ("A was not measured", "no whole batch was read before"),
         ("P was not measured", "no whole batch was read before"),
-    ]  # fmt: skip
+    ]
 
 
-class Probed:
-    """Feeds that are never iterated; notes how each was asked for and what was seen."""
+def test_warm_probes_go_round_what_was_read(
+    composed: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While warm, and where the lab asks for it; any other probe reads samples of its own."""
+    asked: list[bool] = []
 
-    forms, batch_bytes, held_bytes, val_settings, probed = (), None, None, None, None
-
-    def __init__(self) -> None:
-        self.did: list[bool | int] = []
-
-    def probe(self, settings: FeedSettings, gauge: Gauge | None, *, again: bool) -> SimpleNamespace:
-        self.did.append(again)
+    def probe(*_: object, again: bool) -> SimpleNamespace:
+        asked.append(again)
         return SimpleNamespace(meter=None)
 
-    def saw(self, batches: int) -> None:
-        self.did.append(batches)
-
-
-def test_what_comes_again_is_not_seen_anew() -> None:
-    """Steps on what was read before, many times over, and warm loading leave alone what they go
-    round.
-    """
-    feeds: Any = Probed()
-    reads, own = FirstReads(feeds), samples.settings(0, batch_size=10)
+    monkeypatch.setattr(Feeds, "probe", probe)
+    config = composed("data=fake", "data.image_size=8")
+    world = World(0, 1, 0, 1, torch.device("cpu"))
+    reads = FirstReads(datasets.load(config.data, config.augment, 0), config, world)
+    assert not reads.has_seen
     for again, warm in ((False, False), (True, False), (False, True)):
         reads.warm = warm
-        reads.probe(own, again=again)
-        reads.saw(7)
-    assert feeds.did == [False, 7, True, True]
+        reads.probe(samples.settings(0, batch_size=10), again=again)
+    reads.saw(7)
+    assert asked == [False, True, True] and reads.has_seen
 
 
 class Meeting:

@@ -15,8 +15,7 @@ from PIL import Image
 from harness.config import Config
 from harness.data import datasets
 from harness.diagnose import runs
-from harness.diagnose.report import Diagnosis
-from harness.diagnose.stage import _batch_size, diagnose
+from harness.diagnose.stage import Diagnosis, diagnose, fitting_batch
 from harness.feed.forms import Feeds
 from harness.feed.interface import HostBatch
 from harness.runtime import seeding
@@ -37,7 +36,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of a fifth of a second, once each; the first of a whole one, in which a batch comes on a
     busy machine too.
     """
-    for name in ("_DEMAND_S", "_STEPS_S", "_WARM_S", "_FETCH_S"):
+    for name in ("_DEMAND_S", "_STEPS_S", "_FETCH_S"):
         monkeypatch.setattr(runs, name, 0.2)
     monkeypatch.setattr(runs, "_LOADING_S", 1.0)
     monkeypatch.setattr(runs, "_ROUNDS", 1)
@@ -78,9 +77,14 @@ def test_a_folder_of_images(
     stay.
     """
     config = composed(
-        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2",
-        "data.image_size=32", "loader.batch_size=4", f"loader.num_workers={workers}",
-    )  # fmt: skip
+        "mode=diagnose",
+        "data=imagefolder",
+        f"data.root={photos}",
+        "data.split_fraction=0.2",
+        "data.image_size=32",
+        "loader.batch_size=4",
+        f"loader.num_workers={workers}",
+    )
     found, state, before = diagnosed(config, tmp_path)
     assert found.runs.delivered is not None and (found.ceiling or 1) >= 1
     assert found.runs.warm is not None and found.runs.stages is not None
@@ -105,10 +109,14 @@ def test_a_folder_of_images(
 @pytest.mark.parametrize("others", [1.5, None])
 @pytest.mark.usefixtures("brief", "kept_globals")
 def test_other_programs_are_warned_of(
-    others: float | None, photos: Path, tmp_path: Path, composed: Callable[..., Config],
+    others: float | None,
+    photos: Path,
+    tmp_path: Path,
+    composed: Callable[..., Config],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Before the answer, where they took processors that the runs wanted; the answer is then that,
     and no ceiling.
     """
@@ -117,9 +125,13 @@ def test_other_programs_are_warned_of(
         Neighbours, "look", lambda self: said.append(len(capsys.readouterr().out)) or others
     )
     config = composed(
-        "mode=diagnose", "data=imagefolder", f"data.root={photos}", "data.split_fraction=0.2",
-        "data.image_size=32", "loader.batch_size=4",
-    )  # fmt: skip
+        "mode=diagnose",
+        "data=imagefolder",
+        f"data.root={photos}",
+        "data.split_fraction=0.2",
+        "data.image_size=32",
+        "loader.batch_size=4",
+    )
     found, *_ = diagnosed(config, tmp_path)
     warning = "other programs took 1.5 of the 2 cores meanwhile, so that the figures are theirs too"
     warnings = [
@@ -128,7 +140,7 @@ def test_other_programs_are_warned_of(
     assert warnings == ([] if others is None else [warning])
     assert found.sentence in capsys.readouterr().out and len(said) == 1
     named = found.sentence.startswith(
-        "Held back by other programs. Other programs took 1.5 of the 2 cores. The step could take "
+        "Held back by other programs. Other programs take 1.5 of the 2 cores. "
     )
     untold = (
         found.ceiling is None and not found.what_ifs and found.command.endswith("mode=diagnose")
@@ -164,7 +176,7 @@ def test_slow_steps_are_measured_on_fewer_images(
     config = composed("data=fake", "data.image_size=8")
     feeds = Feeds(datasets.load(config.data, config.augment, 0), config, ALONE)
     trainee: Any = Slow(image_s, device)
-    found, notes = _batch_size(feeds, trainee)
+    found, notes = fitting_batch(feeds, trainee)
     assert found == size
     assert [note.startswith(f"measured with batches of {size} images") for note in notes] == [
         True

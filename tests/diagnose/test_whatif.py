@@ -8,10 +8,13 @@ from collections.abc import Callable
 import pytest
 import samples
 
-from harness.diagnose.whatif import Facts, bound, kept_pixels, reachable, what_ifs
+from harness.diagnose.fetch import Fetch
+from harness.diagnose.runs import Runs
+from harness.diagnose.whatif import Facts, judged, most_workers, what_ifs
 from harness.feed.arrays import ARRAYS, in_form
 from harness.feed.interface import FeedSettings
-from harness.tuning.figures import Rate, SampleCost
+from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.model import Model
 from harness.watch.stages import SAMPLE, StageCost, StageTotals
 
 
@@ -33,36 +36,58 @@ def facts(
     overlaps: bool = False,
     fetch_per_s: float | None = None,
     copy_per_s: float | None = None,
-    sizes: tuple[tuple[int, int], ...] = (),
+    short_sides: tuple[int, ...] = (),
 ) -> Facts:
     """A machine on which stages take so many (wall, processor) ms a sample."""
     stages = {"read": read, "decode": decode, "crop": crop, "collate": collate, "share": share}
-    totals = StageTotals(100, 1, 0.1 * sum(wall for wall, _ in stages.values()), {
-        name: StageCost(wall * 0.1, cpu * 0.1) for name, (wall, cpu) in stages.items()
-    })  # fmt: skip
+    totals = StageTotals(
+        100,
+        1,
+        0.1 * sum(wall for wall, _ in stages.values()),
+        {name: StageCost(wall * 0.1, cpu * 0.1) for name, (wall, cpu) in stages.items()},
+    )
     wall_s, cpu_s = (sum(each) / 1e3 for each in zip(*stages.values(), strict=True))
-    return Facts(
-        settings=samples.settings(workers, batch_size=10),
-        cores=cores,
-        cores_from=cores_from,
-        on_cpu=on_cpu,
-        overlaps=overlaps,
+    settings = samples.settings(workers, batch_size=10)
+    runs = Runs(
         demand=Rate.exactly(demand),
         step_cpu_s=step_cpu_ms / 1e3,
-        cost=SampleCost(wall_s, cpu_s, 0.0),
-        stages=totals,
+        loading=Trial(settings, "supply"),
         delivered=None if delivered is None else Rate.exactly(delivered),
         wait_fraction=waits,
-        fetch_per_s=fetch_per_s,
+        fetch=None if fetch_per_s is None else Fetch(100, 10**6, 100 / fetch_per_s, 1),
         copy_per_s=copy_per_s,
-        image_size=100,
-        sizes=sizes,
     )
+    model = Model(
+        demand=demand,
+        cost=SampleCost(wall_s, cpu_s, 0.0),
+        cores=cores,
+        step_cpu_s=step_cpu_ms / 1e3,
+        alone_s=0.0 if overlaps else 1 / demand,
+    )
+    return Facts(
+        runs=runs,
+        settings=settings,
+        model=model,
+        stages=totals,
+        device="cpu" if on_cpu else "cuda",
+        cores_from=cores_from,
+        image_size=100,
+        short_sides=short_sides,
+    )
+
+
+def measured(found: Facts, **rates: Rate | None) -> Facts:
+    """The same with other rates measured."""
+    return dataclasses.replace(found, runs=dataclasses.replace(found.runs, **rates))
+
+
+def kind(found: Facts) -> str:
+    return judged(found).bottleneck
 
 
 def given(found: Facts) -> dict[str, float]:
     """Images/s under each change."""
-    return {row.change: row.images_per_s for row in what_ifs(found)}
+    return {row.change: row.images_per_s for row in what_ifs(found, judged(found).bottleneck)}
 
 
 @pytest.mark.parametrize(
@@ -84,13 +109,13 @@ def given(found: Facts) -> dict[str, float]:
 )
 def test_the_smallest_bound_is_what_steps_get(found: Facts, rate: float) -> None:
     """Workers over wall time, processors over processor time, and G, with samples of 5 ms."""
-    assert found.reckoned == pytest.approx(rate)
+    assert found.estimated == pytest.approx(rate)
 
 
 def test_the_most_that_workers_can_give() -> None:
     """1000 images/s of 5 ms take five workers; with two cores there are no more than 400."""
-    assert reachable(facts(1)) == (pytest.approx(1000.0), 5)
-    assert reachable(facts(1, cores=2)) == (pytest.approx(400.0), 2)
+    assert most_workers(facts(1)) == 5
+    assert most_workers(facts(1, cores=2)) == 2
 
 
 def test_every_change_is_reckoned_exactly() -> None:
@@ -103,21 +128,23 @@ def test_every_change_is_reckoned_exactly() -> None:
         read=(2.0, 0.0),
         decode=(2.0, 2.0),
         fetch_per_s=50.0,
-        sizes=((230, 230), (460, 230)),
+        short_sides=(230, 230),
     )
     rates = given(found)
-    assert rates == pytest.approx({
-        "loading were free (the ceiling)": 1000.0,
-        "loader.num_workers=5": 0.9 * 1000.0,
-        "1 more core, and a worker for each": 0.9 * 400.0,
-        "2 more cores, and a worker for each": 0.9 * 600.0,
-        "4 more cores, and a worker for each": 0.9 * 1000.0,
-        "a disk twice as fast": 0.9 * 250.0,
-        "decoded images at hand (no reading, no decoding)": 0.9 * 1000.0,
-        "files with a short side of 115 pixels": 0.9 * 500.0,
-        "files with a short side of 200 pixels": 0.9 / (1 + 4 * (200 / 230) ** 2) * 1e3,
-        "every file came cold from storage": 50.0,
-    })  # fmt: skip
+    assert rates == pytest.approx(
+        {
+            "loading were free (the ceiling)": 1000.0,
+            "loader.num_workers=5": 0.9 * 1000.0,
+            "1 more core, and a worker for each": 0.9 * 400.0,
+            "2 more cores, and a worker for each": 0.9 * 600.0,
+            "4 more cores, and a worker for each": 0.9 * 1000.0,
+            "a disk twice as fast": 0.9 * 250.0,
+            "decoded images at hand (no reading, no decoding)": 0.9 * 1000.0,
+            "files with a short side of 115 pixels": 0.9 * 500.0,
+            "files with a short side of 200 pixels": 0.9 / (1 + 4 * (200 / 230) ** 2) * 1e3,
+            "every file came cold from storage": 50.0,
+        }
+    )
 
 
 def test_waiting_for_a_processor_is_not_the_disks() -> None:
@@ -130,7 +157,7 @@ def test_waiting_for_a_processor_is_not_the_disks() -> None:
 
 def test_speedups_are_over_what_steps_get() -> None:
     """Each row's factor is its rate over the delivered one."""
-    rows = what_ifs(facts(1, delivered=180.0))
+    rows = what_ifs(facts(1, delivered=180.0), "workers")
     assert len(rows) > 3
     assert all(row.speedup == pytest.approx(row.images_per_s / 180.0) for row in rows)
 
@@ -146,15 +173,14 @@ def test_no_change_is_promised_to_help_a_hand_over_that_it_leaves_alone(
         5,
         delivered=450.0,
         copy_per_s=copy_per_s,
-        demand=2000.0,
         read=(2.0, 0.0),
         fetch_per_s=90.0,
-        sizes=((500, 500),),
+        short_sides=(500,),
     )
-    assert bound(found).bottleneck == ("transport" if copy_per_s is None else "copy")
+    assert kind(found) == ("transport" if copy_per_s is None else "copy")
     assert given(found) == {
-        "loading were free (the ceiling)": 2000.0,
-        "every file came cold from storage": 90.0,
+        "loading were free (the ceiling)": 1000.0,
+        "every file came cold from storage": pytest.approx(90.0),
     }
 
 
@@ -172,16 +198,18 @@ def fits_up_to(most: int) -> Callable[[FeedSettings], str | None]:
 
 
 def test_workers_that_do_not_fit_are_not_proposed() -> None:
-    """Of the five that would feed the step three fit; neither a
-    row nor the sentence asks for more.
+    """Of the five that would feed the step three fit; neither a row nor the verdict asks for
+    more.
     """
     found = dataclasses.replace(facts(1, delivered=190.0), fits=fits_up_to(3))
-    assert reachable(found) == (pytest.approx(600.0), 3)
+    assert most_workers(found) == 3
+    assert given(found)["loader.num_workers=3"] == pytest.approx(0.95 * 600.0)
     assert {change for change in given(found) if "worker" in change} == {
-        "loader.num_workers=3", "1 more core, and a worker for each",
-        "2 more cores, and a worker for each",
-    }  # fmt: skip
-    assert "num_workers=3 600" in bound(found).words
+        "loader.num_workers=3",
+        "1 more core, and a worker for each",
+        ("2 more cores, and a worker for each"),
+    }
+    assert judged(found).next_step == "loader.num_workers=3"
 
 
 def test_why_no_more_workers_fit_is_said() -> None:
@@ -189,8 +217,8 @@ def test_why_no_more_workers_fit_is_said() -> None:
     of one more stands beside it.
     """
     found = dataclasses.replace(facts(3, delivered=590.0), fits=fits_up_to(3))
-    assert bound(found).bottleneck == "decode"
-    assert bound(found).words.endswith(". No more workers fit: 4 workers = 9 GB")
+    assert kind(found) == "decode"
+    assert judged(found).sentence.endswith(" No more workers fit: 4 workers = 9 GB.")
 
 
 def test_a_sane_number_of_workers_is_proposed() -> None:
@@ -198,7 +226,7 @@ def test_a_sane_number_of_workers_is_proposed() -> None:
     a core are worth a try.
     """
     found = facts(1, delivered=1.0, cores=16, read=(1000.0, 1.0))
-    assert reachable(found)[1] == 64
+    assert most_workers(found) == 64
     assert "loader.num_workers=64" in given(found)
 
 
@@ -206,7 +234,7 @@ def test_a_form_without_workers_is_offered_none() -> None:
     """Arrays in memory have none to add, whatever is left to gain."""
     own = in_form(samples.settings(0, batch_size=10), ARRAYS)
     found = dataclasses.replace(facts(0, delivered=160.0), settings=own)
-    assert bound(found).bottleneck == "decode"
+    assert kind(found) == "decode"
     assert not any("worker" in change for change in given(found))
 
 
@@ -215,9 +243,9 @@ def test_without_workers_the_model_speaks_for_reading_that_waits() -> None:
     of them.
     """
     found = facts(0, delivered=200.0, waits=0.01, read=(20.0, 1.0))
-    assert found.got == pytest.approx(1 / (1 / 1000 + 0.024)) and not found.is_measured
-    assert bound(found).bottleneck == "storage"
-    assert facts(0, delivered=160.0).is_measured
+    assert found.got == pytest.approx(1 / (1 / 1000 + 0.024)) and not found.measured
+    assert kind(found) == "storage"
+    assert facts(0, delivered=160.0).measured
 
 
 def test_more_cores_hasten_a_step_that_runs_on_them() -> None:
@@ -235,8 +263,9 @@ def test_more_cores_hasten_a_step_that_runs_on_them() -> None:
         crop=(0.1, 0.1),
     )
     change = "2 more cores, and a worker for each"
-    assert given(crowded)[change] == pytest.approx(2 * crowded.reckoned)
-    device = dataclasses.replace(crowded, on_cpu=False, step_cpu_s=0.0)
+    assert given(crowded)[change] == pytest.approx(2 * crowded.estimated)
+    model = dataclasses.replace(crowded.model, step_cpu_s=0.0)
+    device = dataclasses.replace(crowded, device="cuda", model=model)
     assert given(device)[change] == pytest.approx(200.0)
 
 
@@ -258,9 +287,9 @@ def test_uneven_rates_tell_no_bottleneck(
     known = facts(1, delivered=190.0, cores=1)
     about = lambda rate, off: Rate(rate, rate * (1 - off), rate * (1 + off))
     steps = None if delivered is None else about(190.0, delivered)
-    found = dataclasses.replace(known, demand=about(1000.0, demand), delivered=steps)
-    assert bound(found).bottleneck == class_
-    assert bool(what_ifs(found)) is (class_ != "unknown")
+    found = measured(known, demand=about(1000.0, demand), delivered=steps)
+    assert kind(found) == class_
+    assert bool(given(found)) is (class_ != "unknown")
 
 
 def test_without_real_steps_the_model_stands_in() -> None:
@@ -280,7 +309,9 @@ def test_no_change_makes_it_slower() -> None:
     nothing is lost.
     """
     slower = [
-        row.change for row in what_ifs(facts(4, demand=300.0, delivered=330.0)) if row.speedup < 1
+        row.change
+        for row in what_ifs(facts(4, demand=300.0, delivered=330.0), "balanced")
+        if row.speedup < 1
     ]
     assert not slower
 
@@ -328,7 +359,7 @@ def test_no_change_makes_it_slower() -> None:
 )
 def test_the_bound_is_named(found: Facts, bottleneck: str) -> None:
     """Each class by the figures that make it."""
-    assert bound(found).bottleneck == bottleneck
+    assert kind(found) == bottleneck
 
 
 @pytest.mark.parametrize(
@@ -375,21 +406,20 @@ def test_other_programs_bound_what_lacks_processors(found: Facts, bottleneck: st
     keeps its own name.
     """
     disturbed = dataclasses.replace(found, others=1.5)
-    told = bound(disturbed)
+    told = judged(disturbed)
     assert told.bottleneck == bottleneck
-    assert (told.words == f"Other programs took 1.5 of the {found.cores:g} cores") is (
-        bottleneck == "neighbours"
-    )
-    assert bool(what_ifs(disturbed)) is (bottleneck != "neighbours")
-    assert bound(found).bottleneck != "neighbours"
+    said = f"Other programs take 1.5 of the {found.model.cores:g} cores. Try: wait"
+    assert (said in told.sentence) is (bottleneck == "neighbours")
+    assert bool(given(disturbed)) is (bottleneck != "neighbours")
+    assert kind(found) != "neighbours"
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_other_programs_bound_what_is_uneven(on_cpu: bool) -> None:
     """Rates that are too uneven to tell a bottleneck are theirs."""
-    uneven = dataclasses.replace(facts(1, on_cpu=on_cpu), demand=Rate(1000.0, 100.0, 1900.0))
-    assert bound(uneven).bottleneck == "unknown"
-    assert bound(dataclasses.replace(uneven, others=1.5)).bottleneck == "neighbours"
+    uneven = measured(facts(1, on_cpu=on_cpu), demand=Rate(1000.0, 100.0, 1900.0))
+    assert kind(uneven) == "unknown"
+    assert kind(dataclasses.replace(uneven, others=1.5)) == "neighbours"
 
 
 @pytest.mark.parametrize(("cpu_ms", "bottleneck"), [(5.0, "decode"), (0.5, "storage")])
@@ -397,24 +427,17 @@ def test_a_data_set_that_names_no_stages(cpu_ms: float, bottleneck: str) -> None
     """What works is decoding, what waits is storage."""
     totals = StageTotals(100, 10, 0.5, {SAMPLE: StageCost(0.5, cpu_ms / 10)})
     cost = SampleCost(5e-3, cpu_ms / 1e3, 0.0)
-    found = dataclasses.replace(facts(8, cores=2, delivered=400.0), stages=totals, cost=cost)
-    slow = (
-        dataclasses.replace(found, cores=8.0, settings=samples.settings(2, batch_size=10))
-        if bottleneck == "storage"
-        else found
-    )
-    assert bound(slow).bottleneck == bottleneck
-    assert not any("decoded" in row.change or "disk" in row.change for row in what_ifs(found))
+    workers, cores = (2, 8.0) if bottleneck == "storage" else (8, 2.0)
+    known = facts(workers, cores=cores, delivered=400.0)
+    model = dataclasses.replace(known.model, cost=cost)
+    found = dataclasses.replace(known, stages=totals, model=model)
+    assert kind(found) == bottleneck
+    assert not any("decoded" in change or "disk" in change for change in given(found))
 
 
 def test_shared_cores_are_said() -> None:
-    """On a CPU the sentence's second half tells that the step takes its part of the cores."""
+    """On a CPU the sentence tells that the cores are full, and that the step needs them too."""
     shared = facts(8, cores=2, delivered=190.0, demand=400.0, step_cpu_ms=5.0, on_cpu=True)
-    assert bound(shared).bottleneck == "decode"
-    assert "The step shares the 2 cores" in bound(shared).words
-
-
-def test_pixels_that_smaller_files_keep() -> None:
-    """By area, and only of images that are larger; nothing is known of none."""
-    assert kept_pixels([(400, 200), (50, 50)], 100) == pytest.approx((80_000 / 4 + 2500) / 82_500)
-    assert kept_pixels([], 100) == 1.0
+    assert kind(shared) == "decode"
+    assert "The 2 cores have no room for more workers" in judged(shared).sentence
+    assert "and less where it takes processors from the step" in judged(shared).sentence

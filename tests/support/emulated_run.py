@@ -14,9 +14,10 @@ from torch import Tensor
 from harness.feed.interface import PROCESSES, FeedSettings
 from harness.feed.prefetcher import DataPrefetcher
 from harness.watch.clock import StepClock
+from harness.watch.evidence import Evidence
 from harness.watch.figures import Window
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.verdict import Evidence, Verdict, judge
+from harness.watch.verdict import Verdict, judge
 
 # images in a batch
 SIZE = 256

@@ -79,13 +79,20 @@ def evidence(
     shares = {"starved": starved, "exposed_copy": copy, "host": host or 0.0}
     shares["compute"] = 1 - sum(shares.values())
     figures = {
-        "steps": 200, "images": 5000, "elapsed_s": 10.0, "images_per_s": 500.0,
+        "steps": 200,
+        "images": 5000,
+        "elapsed_s": 10.0,
+        "images_per_s": 500.0,
         "stall_basis": "device",
-        "stall_fraction": starved + copy, "shares": shares, "compute_fraction": shares["compute"],
+        "stall_fraction": starved + copy,
+        "shares": shares,
+        "compute_fraction": shares["compute"],
         "wait_parts": {"make": 0.9, "transport": 0.05, "pin": 0.03, "move": 0.02} if stages else {},
-        "step_ms": spread(50.0), "compute_ms": spread(45.0), "launch_ms": spread(5.0),
+        "step_ms": spread(50.0),
+        "compute_ms": spread(45.0),
+        "launch_ms": spread(5.0),
         "gap_ms": spread(0.01),
-    }  # fmt: skip
+    }
     fields: dict[str, Any] = {
         "window": dataclasses.replace(Ledger().window(), **(figures | dict(window or {}))),
         "stages": totals(stages) if stages else None,
@@ -114,8 +121,10 @@ def rank(
 
 CASES = [
     pytest.param(
-        evidence(0.4, stages=READING,
-            sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 5e7}), "storage",
+        evidence(
+            0.4, stages=READING, sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 5e7}
+        ),
+        "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
         "waiting. Of 60 MB/s, 50 came from a disk or NFS: the files were not in the page cache. "
@@ -125,8 +134,12 @@ CASES = [
         id="cold files",
     ),
     pytest.param(
-        evidence(0.4, stages=READING, autotuned=True,
-            sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e7}),
+        evidence(
+            0.4,
+            stages=READING,
+            autotuned=True,
+            sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e7},
+        ),
         "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
@@ -136,8 +149,12 @@ CASES = [
         id="some cold files",
     ),
     pytest.param(
-        evidence(0.4, stages=READING, autotuned=True,
-            sampled={Tag.READ_BYTES_PER_S: 2e4, Tag.STORAGE_BYTES_PER_S: 3e5}),
+        evidence(
+            0.4,
+            stages=READING,
+            autotuned=True,
+            sampled={Tag.READ_BYTES_PER_S: 2e4, Tag.STORAGE_BYTES_PER_S: 3e5},
+        ),
         "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
@@ -147,18 +164,23 @@ CASES = [
         id="mapped files",
     ),
     pytest.param(
-        evidence(0.4, stages=READING, autotuned=True,
-            sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e5}),
+        evidence(
+            0.4,
+            stages=READING,
+            autotuned=True,
+            sampled={Tag.READ_BYTES_PER_S: 6e7, Tag.STORAGE_BYTES_PER_S: 1e5},
+        ),
         "storage",
         "Storage-bound. The device waited for data 40% of the time. Reading takes 9 of the 12.8 ms "
         "of a sample, mostly "
-        "waiting. Hardly a byte came from a disk: opening files is slow, or a network's file "
-        "system. Faster loading "
-        "gives at most 1.67x. Try: put the files on a faster disk, or keep them in memory.",
+        "waiting. Hardly a byte came from a disk: opening files, or a network's files, are slow. "
+        "Faster loading gives at most 1.67x. Try: put the files on a faster disk, or keep them in "
+        "memory.",
         id="a network's files, tuned",
     ),
     pytest.param(
-        evidence(0.4, stages=DECODING, cores=2.0), "decode",
+        evidence(0.4, stages=DECODING, cores=2.0),
+        "decode",
         "Decode-bound. The device waited for data 40% of the time. Decoding takes 3 of the 4 ms of "
         "a sample. The 2 cores "
         "have no room for more workers. Faster loading gives at most 1.67x. Try: store smaller "
@@ -167,7 +189,8 @@ CASES = [
         id="decoding fills the cores",
     ),
     pytest.param(
-        evidence(0.4, stages=CROPPING, autotuned=True), "augment",
+        evidence(0.4, stages=CROPPING, autotuned=True),
+        "augment",
         "Augmentation-bound. The device waited for data 40% of the time. Augmentation takes 6.5 of "
         "the 8 ms of a sample, "
         "most of them in resize. Faster loading gives at most 1.67x. Try: make the augmentation "
@@ -175,7 +198,8 @@ CASES = [
         id="one slow transform",
     ),
     pytest.param(
-        evidence(0.4, stages=COLLATING, cores=2.0), "collate",
+        evidence(0.4, stages=COLLATING, cores=2.0),
+        "collate",
         "Collate-bound. The device waited for data 40% of the time. Putting batches together takes "
         "5 of the 6.7 ms of a "
         "sample. The 2 cores have no room for more workers. Faster loading gives at most 1.67x. "
@@ -184,7 +208,8 @@ CASES = [
         id="slow collate",
     ),
     pytest.param(
-        evidence(0.4, stages=SHARING, cores=2.0), "transport",
+        evidence(0.4, stages=SHARING, cores=2.0),
+        "transport",
         "Transport-bound. The device waited for data 40% of the time. Getting memory that "
         "processes share takes 4.8 of "
         "the 6.7 ms of a sample. The 2 cores have no room for more workers. Faster loading gives "
@@ -193,32 +218,43 @@ CASES = [
         id="huge batches of processes",
     ),
     pytest.param(
-        evidence(0.4, stages=DECODING), "workers",
+        evidence(0.4, stages=DECODING),
+        "workers",
         "Too few workers. The device waited for data 40% of the time. A sample takes one of the 2 "
         "workers 4 ms. The 8 "
         "cores have room for more. Faster loading gives at most 1.67x. Try: loader.num_workers=4.",
         id="too few workers",
     ),
     pytest.param(
-        evidence(0.4, stages=DECODING, window={"images_per_s": 100.0}), "workers",
+        evidence(0.4, stages=DECODING, window={"images_per_s": 100.0}),
+        "workers",
         "Too few workers. The device waited for data 40% of the time. 2 workers are enough on "
         "average, but their batches "
         "come unevenly. Faster loading gives at most 1.67x. Try: loader.prefetch_factor=4.",
         id="uneven batches",
     ),
     pytest.param(
-        evidence(0.4, stages=DECODING, window={"images_per_s": 100.0},
-                 settings=samples.settings(2, batch_size=64, prefetch_factor=8, backend="threads")),
-                 "workers",
+        evidence(
+            0.4,
+            stages=DECODING,
+            window={"images_per_s": 100.0},
+            settings=samples.settings(2, batch_size=64, prefetch_factor=8, backend="threads"),
+        ),
+        "workers",
         "Too few workers. The device waited for data 40% of the time. 2 workers are enough on "
         "average, but their batches "
         "come unevenly. Faster loading gives at most 1.67x. Try: loader.prefetch_factor=16.",
         id="uneven batches of threads, which are in flight for all of them",
     ),
     pytest.param(
-        on_cpu(0.4, stages=DECODING, settings=samples.settings(0, batch_size=64),
+        on_cpu(
+            0.4,
+            stages=DECODING,
+            settings=samples.settings(0, batch_size=64),
             window={"images_per_s": 150.0},
-               sampled={Tag.CPU_CORES: 0.9}), "workers",
+            sampled={Tag.CPU_CORES: 0.9},
+        ),
+        "workers",
         "Too few workers. Training waited for data 40% of the time. Loading has no workers. The 2 "
         "cores have room for "
         "more. Faster loading gives at most 1.67x, and less where it takes processors from the "
@@ -227,18 +263,20 @@ CASES = [
         id="no workers",
     ),
     pytest.param(
-        evidence(0.4, stages=WRITING,
-            window={"wait_parts": {"make": 0.2, "transport": 0.6, "pin": 0.2, "move": 0.0}}),
+        evidence(
+            0.4,
+            stages=WRITING,
+            window={"wait_parts": {"make": 0.2, "transport": 0.6, "pin": 0.2, "move": 0.0}},
+        ),
         "transport",
         "Transport-bound. The device waited for data 40% of the time. For 80% of that, batches "
-        "were made but not here "
-        "yet: 60% on the way from a worker, 20% into page-locked memory. Faster loading gives at "
-        "most 1.67x. Try: "
+        "were made but not here yet. Faster loading gives at most 1.67x. Try: "
         "loader.autotune=true, or make images or batches smaller.",
         id="batches on their way",
     ),
     pytest.param(
-        evidence(0.1, 0.3, stages=DECODING, settings=samples.settings(2)), "copy",
+        evidence(0.1, 0.3, stages=DECODING, settings=samples.settings(2)),
+        "copy",
         "Copy-bound. The device waited for data 40% of the time. Copies took 30% of the time while "
         "nothing ran, from "
         "pageable memory. Faster loading gives at most 1.67x. Try: loader.pin_memory=true, or make "
@@ -247,9 +285,12 @@ CASES = [
         id="pageable copies",
     ),
     pytest.param(
-        on_cpu(0.4, stages=WRITING,
-            window={"wait_parts": {"make": 0.1, "transport": 0.1, "pin": 0.0, "move": 0.8}}),
-            "copy",
+        on_cpu(
+            0.4,
+            stages=WRITING,
+            window={"wait_parts": {"make": 0.1, "transport": 0.1, "pin": 0.0, "move": 0.8}},
+        ),
+        "copy",
         "Copy-bound. Training waited for data 40% of the time. Moving and normalising batches took "
         "80% of that. Faster "
         "loading gives at most 1.67x, and less where it takes processors from the step. Try: make "
@@ -258,36 +299,49 @@ CASES = [
         id="normalising on a CPU",
     ),
     pytest.param(
-        evidence(0.01, host=0.3, window={"host_parts_s": {"logging": 2.5, "gc": 0.3}}), "host",
+        evidence(0.01, host=0.3, window={"host_parts_s": {"logging": 2.5, "gc": 0.3}}),
+        "host",
         "Held up by Python. Python held the steps up 30% of the time: logging 25%, garbage "
         "collection 3%, unnamed work "
         "2%. Try: watch.window_steps=100.",
         id="logging",
     ),
     pytest.param(
-        on_cpu(0.01, host=0.3, window={"host_parts_s": {"gc": 3.0}}), "host",
+        on_cpu(0.01, host=0.3, window={"host_parts_s": {"gc": 3.0}}),
+        "host",
         "Held up by Python. Python held the steps up 30% of the time: garbage collection 30%. Try: "
         "keep fewer objects "
         "alive, or call gc.freeze() before training.",
         id="collections",
     ),
     pytest.param(
-        evidence(0.0, precision="bf16", channels_last=True, compiled=True,
-            window={"host_parts_s": {"gc": 3.0}}), "compute",
+        evidence(
+            0.0,
+            precision="bf16",
+            channels_last=True,
+            compiled=True,
+            window={"host_parts_s": {"gc": 3.0}},
+        ),
+        "compute",
         "Compute-bound. The network takes 100% of the time. Try: a smaller network or image.",
         id="collections behind queued work",
     ),
     pytest.param(
-        evidence(0.01, host=0.3), "host",
+        evidence(0.01, host=0.3),
+        "host",
         "Held up by Python. Python held the steps up 30% of the time: unnamed work 30%. Try: "
         "loader.batch_size=128, or "
         "do less between two steps.",
         id="callbacks",
     ),
     pytest.param(
-        evidence(0.01,
-            window={"launch_ms": spread(44.0),
-                "shares": {"compute": 0.36, "launch": 0.63, "starved": 0.01}}),
+        evidence(
+            0.01,
+            window={
+                "launch_ms": spread(44.0),
+                "shares": {"compute": 0.36, "launch": 0.63, "starved": 0.01},
+            },
+        ),
         "launch",
         "Launch-bound. The device waited for Python within the step 63% of the time. Launching a "
         "step takes 44.0 ms. "
@@ -295,56 +349,63 @@ CASES = [
         id="launches",
     ),
     pytest.param(
-        evidence(0.01, window={"launch_ms": spread(44.0)}, precision="bf16"), "compute",
+        evidence(0.01, window={"launch_ms": spread(44.0)}, precision="bf16"),
+        "compute",
         "Compute-bound. The network takes 99% of the time. Try: trainer.channels_last=true.",
         id="launching waits for a full queue",
     ),
     pytest.param(
-        on_cpu(0.01), "compute",
+        on_cpu(0.01),
+        "compute",
         "Compute-bound. The network takes 99% of the time. Try: a smaller network or image, or a "
         "GPU.",
         id="slow steps on a CPU",
     ),
     pytest.param(
-        evidence(0.06, host=0.01), "balanced",
+        evidence(0.06, host=0.01),
+        "balanced",
         "Balanced. The device waited for data 6% of the time, and for Python 1%. Faster loading "
         "gives at most 1.06x.",
         id="balanced",
     ),
     pytest.param(
-        on_cpu(0.4, stages=DECODING, sampled={Tag.THROTTLED_FRACTION: 0.8}, cores=0.5), "quota",
-        "Held back by the processor quota. The quota stopped this run in 80% of its periods. 0.5 "
-        "cores are too few. "
+        on_cpu(0.4, stages=DECODING, sampled={Tag.THROTTLED_FRACTION: 0.8}, cores=0.5),
+        "quota",
+        "Held back by the processor quota. 0.5 cores are too few. The quota stopped this run in "
+        "80% of its periods. "
         "Faster loading gives at most 1.67x, and less where it takes processors from the step. "
         "Try: raise the quota "
         "(cpu.max, docker --cpus, Kubernetes limits.cpu).",
         id="quota",
     ),
     pytest.param(
-        evidence(0.4, stages=READING, sampled={Tag.MEMORY_STALL_FRACTION: 0.3}), "memory",
+        evidence(0.4, stages=READING, sampled={Tag.MEMORY_STALL_FRACTION: 0.3}),
+        "memory",
         "Short of memory. Work stood still for memory 30% of the time. Faster loading gives at "
         "most 1.67x. Try: "
         "loader.num_workers=1, or give the run more memory.",
         id="memory",
     ),
     pytest.param(
-        on_cpu(0.04, sampled=CROWDED), "neighbours",
+        on_cpu(0.04, sampled=CROWDED),
+        "neighbours",
         "Held back by other programs. Other programs take 1.6 of the 2 cores. On average, 1.2 "
         "threads of this run waited "
-        "for a core. Faster loading gives at most 1.04x, and less where it takes processors from "
-        "the step. Try: wait "
+        "for a core. Try: wait "
         "until these programs end, or train on cores of your own.",
         id="other programs",
     ),
     pytest.param(
-        evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.4}), "neighbours",
+        evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.4}),
+        "neighbours",
         "Held back by other programs. Other programs keep the GPU busy 40% of the time. Try: wait "
         "until these programs "
         "end, or train on another GPU.",
         id="other programs on the GPU",
     ),
     pytest.param(
-        on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 1.0), rank(2, 9.0), rank(3, 1.2))), "rank",
+        on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 1.0), rank(2, 9.0), rank(3, 1.2))),
+        "rank",
         "One rank is slow. Rank 2 holds the others up by 8.0 ms a step. Most of that is waiting "
         "for data. Faster loading "
         "gives at most 1.25x, and less where it takes processors from the step. Try: "
@@ -353,20 +414,25 @@ CASES = [
         id="a rank that waits",
     ),
     pytest.param(
-        evidence(0.5, window={"steps": 9}), "unknown",
+        evidence(0.5, window={"steps": 9}),
+        "unknown",
         "Unknown. 9 steps are too few for a verdict. Try: let the run go on for longer.",
         id="too short",
     ),
     pytest.param(
-        evidence(0.4), "unknown",
+        evidence(0.4),
+        "unknown",
         "Unknown. The device waited for data 40% of the time. The feed does not say for what. "
         "Faster loading gives at "
         "most 1.67x. Try: loader.autotune=true.",
         id="a feed that does not tell",
     ),
     pytest.param(
-        evidence(0.01, device="mps",
-            window={"stall_basis": "host", "shares": {"starved": 0.01}, "compute_fraction": None}),
+        evidence(
+            0.01,
+            device="mps",
+            window={"stall_basis": "host", "shares": {"starved": 0.01}, "compute_fraction": None},
+        ),
         "unknown",
         "Unknown. Loading does not hold the steps up. The loop waited for data 1% of the time, the "
         "device at most as "
@@ -374,7 +440,8 @@ CASES = [
         id="mps",
     ),
     pytest.param(
-        evidence(0.2, stages=DECODING, cores=2.0), "decode",
+        evidence(0.2, stages=DECODING, cores=2.0),
+        "decode",
         "Mostly compute (80%), then decoding. The device waited for data 20% of the time. Decoding "
         "takes 3 of the 4 ms "
         "of a sample. The 2 cores have no room for more workers. Faster loading gives at most "
@@ -382,7 +449,7 @@ CASES = [
         "files (shorter side 1.15 to 2 times the crop), or add cores.",
         id="mostly the network",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "bottleneck", "sentence"), CASES)
@@ -429,59 +496,95 @@ def kind(given: Evidence) -> str:
         pytest.param(evidence(0.0, 0.05, 0.06), "host", id="Python before copies"),
         pytest.param(
             evidence(0.4, stages=DECODING, window={"wait_parts": {"make": 0.3, "transport": 0.7}}),
-            "workers", id="late for want of processors",
+            "workers",
+            id="late for want of processors",
         ),
         pytest.param(on_cpu(0.0, sampled={Tag.THROTTLED_FRACTION: 0.26}), "quota", id="throttled"),
-        pytest.param(on_cpu(0.0, sampled={Tag.THROTTLED_FRACTION: 0.24}), "compute",
-            id="hardly throttled"),
-        pytest.param(evidence(0.0, sampled={Tag.THROTTLED_FRACTION: 0.9}), "compute",
-            id="a throttled host of a busy device"),
-        pytest.param(evidence(0.4, stages=READING, sampled={Tag.THROTTLED_FRACTION: 0.9}),
-            "storage", id="throttled readers"),
+        pytest.param(
+            on_cpu(0.0, sampled={Tag.THROTTLED_FRACTION: 0.24}), "compute", id="hardly throttled"
+        ),
+        pytest.param(
+            evidence(0.0, sampled={Tag.THROTTLED_FRACTION: 0.9}),
+            "compute",
+            id="a throttled host of a busy device",
+        ),
+        pytest.param(
+            evidence(0.4, stages=READING, sampled={Tag.THROTTLED_FRACTION: 0.9}),
+            "storage",
+            id="throttled readers",
+        ),
         pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.11}), "memory", id="memory"),
-        pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.09}), "compute",
-            id="hardly short of memory"),
-        pytest.param(evidence(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.9}), "compute",
-            id="a short host of a busy device"),
+        pytest.param(
+            on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.09}),
+            "compute",
+            id="hardly short of memory",
+        ),
+        pytest.param(
+            evidence(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.9}),
+            "compute",
+            id="a short host of a busy device",
+        ),
         pytest.param(on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 1100.0}), "memory", id="faults"),
-        pytest.param(on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 900.0}), "compute",
-            id="few faults"),
+        pytest.param(
+            on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 900.0}), "compute", id="few faults"
+        ),
         pytest.param(
             on_cpu(0.0, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3, Tag.MEMORY_STALL_FRACTION: 0.0}),
-            "compute", id="faults without pressure",
+            "compute",
+            id="faults without pressure",
         ),
         pytest.param(
-            evidence(0.4, stages=READING, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3}), "storage",
-            id="mapped files fault where read"
+            evidence(0.4, stages=READING, sampled={Tag.MAJOR_FAULTS_PER_S: 9e3}),
+            "storage",
+            id="mapped files fault where read",
         ),
-        pytest.param(evidence(0.0, sampled=CROWDED), "compute",
-            id="a crowded host of a busy device"),
-        pytest.param(evidence(0.4, stages=DECODING, sampled=CROWDED), "neighbours",
-            id="a crowded host of a device that waits"),
-        pytest.param(evidence(0.4, stages=READING, sampled=CROWDED), "storage",
-            id="crowded readers"),
+        pytest.param(
+            evidence(0.0, sampled=CROWDED), "compute", id="a crowded host of a busy device"
+        ),
+        pytest.param(
+            evidence(0.4, stages=DECODING, sampled=CROWDED),
+            "neighbours",
+            id="a crowded host of a device that waits",
+        ),
+        pytest.param(
+            evidence(0.4, stages=READING, sampled=CROWDED), "storage", id="crowded readers"
+        ),
         pytest.param(
             evidence(0.4, stages={"read": (3.0, 0.6), "decode": (0.5, 0.3)}, sampled=CROWDED),
-            "neighbours", id="readers that wait for a processor each time",
+            "neighbours",
+            id="readers that wait for a processor each time",
         ),
-        pytest.param(on_cpu(0.4, stages=DECODING, sampled=CROWDED | {Tag.OTHERS_CPU_CORES: 0.05}),
-            "decode", id="own crowd"),
-        pytest.param(on_cpu(0.0, sampled=CROWDED | {Tag.THROTTLED_FRACTION: 0.9}), "quota",
-            id="crowded, but throttled"),
-        pytest.param(evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.19}), "compute",
-            id="hardly anybody on the GPU"),
         pytest.param(
-            evidence(0.4, stages=READING, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.9}), "storage",
-            id="a shared GPU that waits"
+            on_cpu(0.4, stages=DECODING, sampled=CROWDED | {Tag.OTHERS_CPU_CORES: 0.05}),
+            "decode",
+            id="own crowd",
         ),
-        pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 5.1))), "rank",
-            id="a rank a tenth behind"),
-        pytest.param(on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 4.9))), "compute",
-            id="a rank a little behind"),
-        pytest.param(on_cpu(0.0, ranks=(rank(0, 30.0), rank(1, 30.0))), "compute",
-            id="ranks that wait alike"),
+        pytest.param(
+            on_cpu(0.0, sampled=CROWDED | {Tag.THROTTLED_FRACTION: 0.9}),
+            "quota",
+            id="crowded, but throttled",
+        ),
+        pytest.param(
+            evidence(0.0, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.19}),
+            "compute",
+            id="hardly anybody on the GPU",
+        ),
+        pytest.param(
+            evidence(0.4, stages=READING, sampled={Tag.GPU_OTHERS_UTILIZATION: 0.9}),
+            "storage",
+            id="a shared GPU that waits",
+        ),
+        pytest.param(
+            on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 5.1))), "rank", id="a rank a tenth behind"
+        ),
+        pytest.param(
+            on_cpu(0.0, ranks=(rank(0, 1.0), rank(1, 4.9))), "compute", id="a rank a little behind"
+        ),
+        pytest.param(
+            on_cpu(0.0, ranks=(rank(0, 30.0), rank(1, 30.0))), "compute", id="ranks that wait alike"
+        ),
     ],
-)  # fmt: skip
+)
 def test_thresholds_hold_from_both_sides(given: Evidence, bottleneck: str) -> None:
     """A little less, or a little more, is another verdict."""
     assert kind(given) == bottleneck
@@ -535,7 +638,7 @@ def test_the_evidence_has_the_figures_and_the_two_next_suspects() -> None:
     """
     given = evidence(0.4, 0.05, 0.1, stages=READING, window={"host_parts_s": {"gc": 0.5}})
     assert judge(given).evidence == (
-        "time on the device's clock: compute 45%, starved 40%, exposed copy 5%, host 10%",
+        "time on the device's clock: starved 40%, exposed copy 5%, host 10%, compute 45%",
         "waiting for a batch: make 90%, transport 5%, pin 3%, move 2%",
         (
             "a sample takes 12.8 ms, 4 ms of them on a processor: storage 70%, decode 23%, augment "
@@ -560,8 +663,7 @@ def test_the_evidence_has_the_figures_and_the_two_next_suspects() -> None:
             {Tag.CPU_CORES: 1.0, Tag.CPU_FRACTION: 0.95}, 2, "decode", id="the machine full"
         ),
         pytest.param({Tag.CPU_CORES: 1.0, Tag.THROTTLED_FRACTION: 0.3}, 2, "quota", id="throttled"),
-        pytest.param({}, 1, "storage", id="unknown, one worker"),
-        pytest.param({}, 7, "decode", id="unknown, many workers"),
+        pytest.param({}, 1, "storage", id="unknown"),
     ],
 )
 def test_a_data_set_without_stages_waits_unless_processors_were_scarce(
@@ -611,47 +713,70 @@ def test_a_network_that_sets_the_pace_is_told_what_it_does_not_do_yet(
 @pytest.mark.parametrize(
     ("given", "next_step"),
     [
-        pytest.param(on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}), "loader.num_workers=1",
-            id="fewer workers"),
+        pytest.param(
+            on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}),
+            "loader.num_workers=1",
+            id="fewer workers",
+        ),
         pytest.param(
             on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}, settings=samples.settings(1)),
-            "loader.prefetch_factor=1", id="fewer batches",
+            "loader.prefetch_factor=1",
+            id="fewer batches",
         ),
         pytest.param(
             on_cpu(0.0, sampled={Tag.MEMORY_STALL_FRACTION: 0.5}, settings=samples.settings(0)),
-            None, id="nothing to save"
+            None,
+            id="nothing to save",
         ),
         pytest.param(
-            evidence(0.5, stages=WAITING, window={"images_per_s": 9000.0}), "loader.num_workers=32",
-            id="at most four a core"
+            evidence(0.5, stages=WAITING, window={"images_per_s": 9000.0}),
+            "loader.num_workers=32",
+            id="at most four a core",
         ),
         pytest.param(
-            evidence(0.5, stages=WAITING, window={"images_per_s": 9000.0},
-                settings=samples.settings(32)), None,
+            evidence(
+                0.5, stages=WAITING, window={"images_per_s": 9000.0}, settings=samples.settings(32)
+            ),
+            None,
             id="as many as there may be",
         ),
         pytest.param(
-            on_cpu(0.4, stages={"gather": (0.7, 0.7)},
+            on_cpu(
+                0.4,
+                stages={"gather": (0.7, 0.7)},
                 settings=in_form(samples.settings(0, batch_size=64), "arrays"),
-                   window={"images_per_s": 150.0}, sampled={Tag.CPU_CORES: 0.9}), None,
-                   id="arrays have no workers",
+                window={"images_per_s": 150.0},
+                sampled={Tag.CPU_CORES: 0.9},
+            ),
+            None,
+            id="arrays have no workers",
         ),
         pytest.param(
             evidence(
-                0.4, stages=DECODING, settings=samples.settings(2, prefetch_factor=8),
-                window={"images_per_s": 100.0}
-            ), None, id="as deep as there may be",
+                0.4,
+                stages=DECODING,
+                settings=samples.settings(2, prefetch_factor=8),
+                window={"images_per_s": 100.0},
+            ),
+            None,
+            id="as deep as there may be",
         ),
         pytest.param(
             evidence(
-                0.6, stages={"read": (0.1, 0.1), "collate": (0.5, 0.4)},
-                window={"wait_parts": {"make": 0.0, "transport": 1.0}}
-            ), "loader.num_workers=0", id="making is quicker than fetching",
+                0.6,
+                stages={"read": (0.1, 0.1), "collate": (0.5, 0.4)},
+                window={"wait_parts": {"make": 0.0, "transport": 1.0}},
+            ),
+            "loader.num_workers=0",
+            id="making is quicker than fetching",
         ),
-        pytest.param(evidence(host=0.3, window={"host_parts_s": {"gc": 2.5}}), None,
-            id="collections have no setting"),
+        pytest.param(
+            evidence(host=0.3, window={"host_parts_s": {"gc": 2.5}}),
+            None,
+            id="collections have no setting",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_next_step_fits_the_settings(given: Evidence, next_step: str | None) -> None:
     """It goes from what is set, within what is sensible, and is absent where no setting helps."""
     assert judge(given).next_step == next_step
@@ -677,17 +802,23 @@ def drawn(rng: random.Random) -> Evidence:
     }
     window = dataclasses.replace(
         Ledger().window(),
-        steps=rng.randrange(100), images=rng.randrange(1000),
+        steps=rng.randrange(100),
+        images=rng.randrange(1000),
         elapsed_s=rng.choice([0.0, rng.random() * 100]),
         images_per_s=maybe(rng.choice([0.0, 10 ** rng.uniform(-2, 5)])),
         stall_fraction=maybe(share()),
-        compute_fraction=maybe(share()), stall_basis=rng.choice(["host", "device"]), shares=shares,
+        compute_fraction=maybe(share()),
+        stall_basis=rng.choice(["host", "device"]),
+        shares=shares,
         wait_parts=parts,
-        host_parts_s={name: rng.random() for name in rng.sample(["gc", "logging", "hooks"],
-            rng.randrange(4))},
-        **{f"{name}_ms": maybe(spread(rng.random() * 10)) for name in ("launch", "gap", "compute",
-            "step")},
-    )  # fmt: skip
+        host_parts_s={
+            name: rng.random() for name in rng.sample(["gc", "logging", "hooks"], rng.randrange(4))
+        },
+        **{
+            f"{name}_ms": maybe(spread(rng.random() * 10))
+            for name in ("launch", "gap", "compute", "step")
+        },
+    )
     return Evidence(
         window=window,
         stages=maybe(dataclasses.replace(totals(stages), samples=rng.choice([0, 1000]))),
@@ -697,11 +828,16 @@ def drawn(rng: random.Random) -> Evidence:
         sampled={tag: 10 ** rng.uniform(-3, 9) for tag in Tag if rng.random() < 0.3},
         autotuned=rng.random() < 0.5,
         ranks=tuple(
-            RankFigures(rank=i, step_ms=share(), stalled_ms=share(), host_ms=maybe(share()),
-                forward_ms=maybe(share()))
+            RankFigures(
+                rank=i,
+                step_ms=share(),
+                stalled_ms=share(),
+                host_ms=maybe(share()),
+                forward_ms=maybe(share()),
+            )
             for i in range(rng.randrange(4))
         ),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("seed", range(10))

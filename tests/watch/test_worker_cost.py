@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
 
+from harness.watch.evidence import WorkerCost, worker_cost
 from harness.watch.stages import StageCost, StageTotals
-from harness.watch.supply import Supply, reckon
 
 
-def supply(stages: Mapping[str, tuple[float, float]], lone_crowding: float | None = 1.0) -> Supply:
+def supply(stages: Mapping[str, tuple[float, float]], max_contention: float = 1.0) -> WorkerCost:
     """Of ten samples, whose stages took so many seconds of wall and of processor time in all."""
     costs = {name: StageCost(*seconds) for name, seconds in stages.items()}
-    found = reckon(
-        StageTotals(10, 5, sum(cost.wall_s for cost in costs.values()), costs), lone_crowding
+    found = worker_cost(
+        StageTotals(10, 5, sum(cost.wall_s for cost in costs.values()), costs), max_contention
     )
     assert found is not None
     return found
@@ -35,7 +36,7 @@ def test_a_sample_costs_what_its_stages_do() -> None:
     assert found.parts == pytest.approx(
         {"storage": 0.125, "augment": 0.75, "collate": 0.1, "transport": 0.025}
     )
-    assert (found.kind, found.kind_s, found.stage, found.waits) == ("augment", 0.6, "resize", False)
+    assert (found.kind, found.stage, found.waits) == ("augment", "resize", False)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +77,17 @@ def test_waiting_is_told_from_work_on_crowded_processors(
 
 
 @pytest.mark.parametrize(
-    ("lone_crowding", "waits"),
-    [(1.0, True), (3.0, False), (None, False)],
+    ("max_contention", "waits"),
+    [(1.0, True), (3.0, False), (math.inf, False)],
     ids=["idle", "crowded", "full processors"],
 )
 def test_a_lone_stage_waits_unless_the_processors_can_explain_it(
-    lone_crowding: float | None, waits: bool
+    max_contention: float, waits: bool
 ) -> None:
     """With nothing to compare it with, a stage that lasts four times its processor time may just
     have been crowded out.
     """
-    assert supply({"sample": (8.0, 2.0)}, lone_crowding).waits == waits
+    assert supply({"sample": (8.0, 2.0)}, max_contention).waits == waits
 
 
 def test_full_processors_hide_all_but_long_waits() -> None:
@@ -99,35 +100,21 @@ def test_full_processors_hide_all_but_long_waits() -> None:
     )
     assert (
         supply(crowded, 1.0).waits,
-        supply(crowded, None).waits,
-        supply(waiting, None).waits,
+        supply(crowded, math.inf).waits,
+        supply(waiting, math.inf).waits,
     ) == (True, False, True)
-
-
-@pytest.mark.parametrize(("images_per_s", "workers"), [(0.0, 1), (10.0, 5), (90.0, 40)])
-def test_workers_give_a_tenth_more_than_is_asked_for(images_per_s: float, workers: int) -> None:
-    """Workers have to keep up with samples that are uneven."""
-    assert supply({"decode": (4.0, 4.0)}).workers_for(images_per_s) == workers
-
-
-def test_processors_bound_the_rate() -> None:
-    """Loading and step share the processors; crowded ones give a sample less."""
-    assert supply({"decode": (4.0, 4.0), "crop": (4.0, 4.0)}).rate_of(2.0, 0.2) == pytest.approx(
-        2.0
-    )
-    assert supply({"decode": (8.0, 4.0), "crop": (8.0, 4.0)}).rate_of(2.0, 0.4) == pytest.approx(
-        1.0
-    )
 
 
 def test_full_processors_have_no_room_beside_work() -> None:
     """Where processors are full, all of the work's time is taken for a wish to have one; waiting
     leaves them to others.
     """
-    assert supply({"decode": (8.0, 2.0), "crop": (8.0, 4.0)}, None).rate_of(
-        2.0, 0.4
-    ) == pytest.approx(1.0)
-    assert supply({"read": (15.0, 0.1), "crop": (1.0, 0.9)}, None).rate_of(2.0, 0.0) > 10
+    assert supply({"decode": (4.0, 4.0), "crop": (4.0, 4.0)}).wants_s == pytest.approx(0.8)
+    crowded = {"decode": (8.0, 2.0), "crop": (8.0, 4.0)}
+    assert supply(crowded).wants_s == pytest.approx(1.2)
+    assert supply(crowded, math.inf).wants_s == pytest.approx(1.6)
+    waiting = {"read": (15.0, 0.1), "crop": (1.0, 0.9)}
+    assert supply(waiting, math.inf).wants_s == pytest.approx(0.1, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -140,4 +127,4 @@ def test_full_processors_have_no_room_beside_work() -> None:
 )
 def test_no_figures_give_no_supply(totals: StageTotals | None) -> None:
     """What is not known is absent."""
-    assert reckon(totals, None) is None
+    assert worker_cost(totals, math.inf) is None
