@@ -124,7 +124,7 @@ def test_threads_that_come_and_go_change_nothing(
             feed.resize(luck.randint(1, feed.most_threads))
         return ask(self, step)
 
-    monkeypatch.setattr(ThreadFeed, "_begin", begun)
+    monkeypatch.setattr(ThreadFeed, "begin", begun)
     monkeypatch.setattr(Boundary, "ask", asked)
     for seed in seeds:
         luck.seed(seed)
