@@ -21,8 +21,8 @@ Errors = list[tuple[str, str]]
 class Filler:
     """Fills the samples of one worker, times them and keeps their errors.
 
-    For each chunk call ``timer.begin``, ``timer.share`` if the memory is shared, then ``fill``. Time
-    until ``fill`` is the batch's, not a sample's.
+    For each chunk call ``timer.begin``, ``timer.share`` if the memory is shared, then ``fill``. The
+    time until ``fill`` is the batch's, not a sample's.
 
     Args:
         dataset: gives the samples.
