@@ -291,9 +291,19 @@ class Lab:
         return accelerator.of(self.trainee.device).now
 
     def pays_to_pin(self, own: FeedSettings) -> bool:
-        """Returns whether batches are to be page-locked: on CUDA, where they fit."""
-        has_streams = accelerator.of(self.trainee.device).has_streams
-        return has_streams and self.unfit(replace(own, pin_memory=True)) is None
+        """Returns whether page-locked batches fit and reach the device 5 % sooner on every rank."""
+        device = self.trainee.device
+        if not accelerator.of(device).has_streams or self.batch is None:
+            return False
+        pays = self.refusal(replace(own, pin_memory=True)) is None
+        if pays:
+            try:
+                pageable_s, pinned_s = measure_copies(self.batch.images, device)
+                pays = pinned_s < 0.95 * pageable_s
+            except RuntimeError:
+                # no room for page-locked memory
+                pays = False
+        return all(self.ranks.gathered(pays))
 
     def refusal(self, settings: FeedSettings) -> str | None:
         """Returns why ``settings`` cannot fit on this rank, with the arithmetic, or None."""

@@ -1,7 +1,7 @@
 """What an earlier version showed still works: its run folder, settings, commands and imports.
 
-``943a066.tar.xz`` is a run folder as that commit wrote it, of 96 images and one epoch; its weights
-are rounded so that the archive is small. ``943a066.json`` holds what README and ``--help`` showed,
+``943a066.tar.xz`` holds images that the commit drew, and the run folder that it wrote after one
+epoch on them; weights are rounded so that the archive is small. ``943a066.json`` holds what README and ``--help`` showed,
 and what that commit printed when it evaluated and resumed the checkpoint.
 """
 
@@ -27,10 +27,11 @@ HERE = Path(__file__).parent
 THEN = json.loads((HERE / "943a066.json").read_text())
 Composed = Callable[..., Config]
 SAME = (
-    "data=shapes",
-    "data.generate.train_images=96",
-    "data.generate.val_images=32",
+    "data=imagefolder",
+    "data.root=images",
     "data.image_size=32",
+    "augment=shapes",
+    "model=small",
     "loader.batch_size=16",
     "loader.num_workers=0",
     "device=cpu",
@@ -47,6 +48,12 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(HERE / "943a066.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     return folder / "run"
+
+
+@pytest.fixture
+def beside(earlier: Path, monkeypatch: pytest.MonkeyPatch, kept_globals: None) -> None:
+    """Works in the folder in which the images lie, as the earlier run did."""
+    monkeypatch.chdir(earlier.parent)
 
 
 def reported(config: Config, folder: Path) -> dict[str, Any]:
@@ -70,7 +77,7 @@ def keys(found: dict[str, Any]) -> set[str]:
     return {*found, *inner}
 
 
-@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("name", ["best.pt", "last.pt", ""])
 def test_a_checkpoint_is_evaluated(
     earlier: Path, tmp_path: Path, composed: Composed, name: str
@@ -84,7 +91,7 @@ def test_a_checkpoint_is_evaluated(
     )
 
 
-@pytest.mark.usefixtures("kept_globals")
+@pytest.mark.usefixtures("beside")
 def test_a_run_is_resumed(earlier: Path, tmp_path: Path, composed: Composed) -> None:
     """The second epoch ends as it did then, and report and metrics have every key of then."""
     checkpoint = earlier / "checkpoints/last.pt"

@@ -284,11 +284,21 @@ def test_nothing_is_pinned_without_a_cuda_device() -> None:
     assert not own.pays_to_pin(OWN)
 
 
-@pytest.mark.parametrize(("memory_bytes", "pays"), [(10**10, True), (10**6, False)])
-def test_batches_are_pinned_on_cuda_where_they_fit(
-    memory_bytes: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("memory_bytes", "pinned_s", "pays"),
+    [
+        pytest.param(10**10, 0.9, True, id="sooner"),
+        pytest.param(10**10, 0.97, False, id="hardly sooner"),
+        pytest.param(10**6, 0.9, False, id="no room"),
+    ],
+)
+def test_pinning_must_pay(
+    memory_bytes: int, pinned_s: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies from page-locked memory are faster."""
+    """On CUDA the copy from page-locked memory must fit and be clearly faster."""
     monkeypatch.setattr(Step, "device", torch.device("cuda"))
+    monkeypatch.setattr(probe, "measure_copies", lambda *_: (1.0, pinned_s))
     limits = dataclasses.replace(PLENTY, memory_bytes=memory_bytes)
-    assert lab(limits=limits).pays_to_pin(OWN) is pays
+    own = lab(limits=limits)
+    own.batch = batch()
+    assert own.pays_to_pin(OWN) is pays
