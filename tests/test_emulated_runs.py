@@ -14,7 +14,7 @@ import planted_data
 import pytest
 import samples
 from emulator import EmulatedDevice, emulated
-from harness.tuning.follow import Follow
+from harness.tuning.stage import Follow
 from torch import Tensor, nn
 
 from harness import job

@@ -150,7 +150,7 @@ def _report(
     val: FeedSettings = lab.ranks.agreed(lab.val_beside(chosen))
     notes = []
     if lab.ranks.size > 1:
-        notes.append(f"images/s are those of one rank, the slowest of {lab.ranks.size}")
+        notes.append(f"images/s are those of the slowest of {lab.ranks.size} ranks")
     if val != wanted:
         notes.append(
             f"the validation feed gets {val} instead of {wanted}, to fit beside the training feed"

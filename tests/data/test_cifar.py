@@ -59,7 +59,8 @@ def _at_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
 
 def settings(root: Path, md5: str | None = None, **more: object) -> DataConfig:
-    return DataConfig(name="cifar10", root=str(root), md5=md5, **{"download": False, **more})
+    settings: Any = {"name": "cifar10", "download": False, **more}
+    return DataConfig(root=str(root), md5=md5, **settings)
 
 
 def made(root: Path, archive: str = CIFAR10) -> list[str]:
