@@ -83,18 +83,18 @@ def main_worker(local_rank: int, job: Job) -> None:
 def _wire(world: World, job: Job) -> None:
     """Wires the rooms in the order of the data, from the disk to the report."""
     from harness.data import datasets
-    from harness.diagnose.stage import diagnose
+    from harness.diagnose.diagnosis import diagnose
     from harness.feed.forms import Feeds
-    from harness.page import link, report
+    from harness.page import document, link
     from harness.runtime import limits, seeding
     from harness.training import resume
     from harness.training.engine import Engine
-    from harness.training.report import Page, Reporter
+    from harness.training.reporter import Page, Reporter
     from harness.training.saving import Place
     from harness.training.state import make_state
     from harness.training.step import Step
     from harness.training.trial import StepTrials
-    from harness.tuning.stage import tuned
+    from harness.tuning.session import tuned
     from harness.watch import station
 
     saved = resume.find(job.config, job.folder)
@@ -136,7 +136,7 @@ def _wire(world: World, job: Job) -> None:
             found.follow(feed, val_feed, watch, state.step)
         place = Place(job.folder, splits.classes)
         engine = Engine(config, world, step, feed, val_feed, watch, place)
-        page = Page(link.pinned_link(), report.write_report)
+        page = Page(link.pinned_link(), document.write_report)
         told = Reporter(config, job.overridden, summary, allowed.cores, page, splits.cache)
         with told.reporting(engine):
             engine.fit() if config.mode is Mode.train else engine.evaluate_only()

@@ -96,7 +96,7 @@ def measure(_: int, work: Work) -> None:
     """One measurement, wired as ``train.py`` does it."""
     workers.start_server(["harness.feed.processes", "harness.data.datasets"])
     from harness.data import datasets
-    from harness.diagnose.stage import diagnose
+    from harness.diagnose.diagnosis import diagnose
     from harness.feed.forms import Feeds
     from harness.runtime import distributed, limits, seeding
     from harness.training.state import make_state

@@ -34,7 +34,7 @@ from harness.training import models
 from harness.training.state import make_state
 from harness.training.step import Step, device_batches
 from harness.training.trial import StepTrials
-from harness.tuning.figures import Trainee
+from harness.tuning.measures import Trainee
 from harness.tuning.tuner import tune
 from harness.watch import console
 from harness.watch.figures import StepRun

@@ -14,7 +14,6 @@ import planted_data
 import pytest
 import samples
 from emulator import EmulatedDevice, emulated
-from harness.tuning.stage import Follow
 from torch import Tensor, nn
 
 from harness import job
@@ -23,6 +22,7 @@ from harness.data import datasets
 from harness.training import engine, models
 from harness.training.evaluate import Evaluation
 from harness.training.evaluate import evaluate as engine_evaluate
+from harness.tuning.session import Follow
 from harness.watch import evidence
 from harness.watch.figures import Tag
 from harness.watch.host import HostSource
@@ -176,7 +176,8 @@ def test_a_tuned_run_ends_with_an_answer_that_holds(
     """
     follows: list[Follow] = []
     monkeypatch.setattr(
-        "harness.tuning.stage.Follow", lambda *given: follows.append(Follow(*given)) or follows[-1]
+        "harness.tuning.session.Follow",
+        lambda *given: follows.append(Follow(*given)) or follows[-1],
     )
     if read_s:
         monkeypatch.setattr(

@@ -249,7 +249,7 @@ def test_tuning_that_made_steps_needs_no_other(
     made: list[str] = []
     monkeypatch.setattr(StepTrials, "demand", lambda *_: made.append("steps"))
     monkeypatch.setattr(
-        "harness.tuning.stage.tuned",
+        "harness.tuning.session.tuned",
         lambda *given: SimpleNamespace(
             told=lambda *_: answer(*given),
             follow=lambda *_: None,

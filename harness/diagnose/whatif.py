@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.diagnose.runs import Runs
+from harness.diagnose.phases import Runs
 from harness.feed.interface import FeedSettings
 from harness.tuning.model import Model
 from harness.tuning.search import with_workers

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.page.report import write_sweep
+from harness.page.document import write_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,7 +62,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         many as fit.
         """
         try:
-            from harness.page import report, runs
+            from harness.page import document, runs
         except Exception as error:
             text = json.dumps(f"The page cannot be served: {type(error).__name__}: {error}")
             script = f"export async function render() {{ document.body.textContent = {text}; }}"
@@ -92,7 +92,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
                 lambda folder, name: one_run(folder, name, 60, runs.stamps(folder)),
                 notes,
             )
-            return report.listed(shown, notes)
+            return document.listed(shown, notes)
 
         def one(query: str) -> str:
             name = parse_qs(query).get("name", [""])[0]
@@ -101,11 +101,11 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             return one_run(folder, name, runs.BUCKETS, runs.stamps(folder))
 
         def file(name: str) -> Callable[[str], str]:
-            return lambda query: report.asset(name)
+            return lambda query: document.asset(name)
 
         served = {"/runs": _app("application/json", every), "/run": _app("application/json", one)}
-        for name in ("tab.js", report.STYLE, *report.SCRIPTS):
-            kind = "text/css" if name == report.STYLE else "text/javascript"
+        for name in ("tab.js", document.STYLE, *document.SCRIPTS):
+            kind = "text/css" if name == document.STYLE else "text/javascript"
             served[f"/{name}"] = _app(kind, file(name))
         return served
 

@@ -28,7 +28,7 @@ from harness.runtime import accelerator, limits, signals
 from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.snapshot import Snapshot
-from harness.tuning.report import TuningReport
+from harness.tuning.answer import TuningReport
 from harness.tuning.search import with_workers
 from harness.tuning.tuner import tune as tune_probes
 from harness.watch.clock import StepClock

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.feed.threads import ThreadFeed
-from harness.tuning.figures import SampleCost
 from harness.tuning.look import FED, MET
+from harness.tuning.measures import SampleCost
 from harness.tuning.model import BUSY, Model, undisturbed
 from harness.watch.clock import StepClock
 from harness.watch.console import say

@@ -14,7 +14,7 @@ from typing import Literal
 
 from harness.feed.arrays import in_form
 from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
-from harness.tuning.figures import Rate, Trial
+from harness.tuning.measures import Rate, Trial
 from harness.tuning.model import BUSY, Model, undisturbed
 from harness.tuning.search import DEEP, Ask, Choice, Problem, Search, cost_of, with_workers
 

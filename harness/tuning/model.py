@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from harness.tuning.figures import SampleCost
+from harness.tuning.measures import SampleCost
 
 # share of the processors above which workers and step are in each other's way
 BUSY = 0.8

@@ -24,7 +24,7 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample, LoaderError, printable
 from harness.runtime.limits import Limits
 from harness.tuning import capacity
-from harness.tuning.figures import Probes, Rate, SampleCost, Trainee, Trial
+from harness.tuning.measures import Probes, Rate, SampleCost, Trainee, Trial
 from harness.tuning.search import Ask, in_flight, with_workers
 
 POLL_S = 0.05

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.feed.interface import ARRAYS, PROCESSES, THREADS, FeedSettings
-from harness.tuning.figures import Rate, Trial
+from harness.tuning.measures import Rate, Trial
 
 
 @dataclass(frozen=True, slots=True)

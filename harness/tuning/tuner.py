@@ -13,10 +13,10 @@ from harness.runtime import accelerator
 from harness.runtime.distributed import World
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning.figures import Probes, Trainee, Trial
+from harness.tuning.answer import Side, TuningReport
 from harness.tuning.look import FED, Look
+from harness.tuning.measures import Probes, Trainee, Trial
 from harness.tuning.probe import Lab
-from harness.tuning.report import Side, TuningReport
 from harness.tuning.search import Ask, Choice, Problem, Search, follow, grid, with_workers
 from harness.watch.console import LiveTable, live_table
 from harness.watch.neighbours import Neighbours

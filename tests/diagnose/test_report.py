@@ -11,11 +11,11 @@ import pytest
 import samples
 
 from harness.config import Config
+from harness.diagnose.diagnosis import Diagnosis, command
 from harness.diagnose.fetch import Fetch
-from harness.diagnose.runs import Runs
-from harness.diagnose.stage import Diagnosis, command
+from harness.diagnose.phases import Runs
 from harness.diagnose.whatif import WhatIf
-from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.watch.bottleneck import Bottleneck
 from harness.watch.stages import StageCost, StageTotals
 from harness.watch.verdict import Verdict

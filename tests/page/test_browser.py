@@ -28,8 +28,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+from harness.page.document import write_report, write_sweep
 from harness.page.link import PINNED, pinned_link
-from harness.page.report import write_report, write_sweep
 from harness.watch.board import Board
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -183,7 +183,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_broken_room_is_told_in_the_tab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the page's modules cannot be imported TensorBoard starts, and the tab says why."""
-    for name in ("runs", "report"):
+    for name in ("runs", "document"):
         monkeypatch.setitem(sys.modules, f"harness.page.{name}", None)
         monkeypatch.delattr(f"harness.page.{name}", raising=False)
     here = plugin(tmp_path)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import samples
 
 from harness.feed.interface import FeedSettings
-from harness.tuning.figures import Rate, SampleCost, Trial
 from harness.tuning.look import Look
+from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.search import Ask, Choice, Problem, follow, with_workers
 
 

@@ -9,8 +9,8 @@ import samples
 
 from harness.feed.interface import FeedSettings
 from harness.runtime.limits import Limits
-from harness.tuning.figures import Rate, SampleCost, Trial
-from harness.tuning.report import Side, TuningReport
+from harness.tuning.answer import Side, TuningReport
+from harness.tuning.measures import Rate, SampleCost, Trial
 
 # of a single block
 OPEN = Rate(55.0, 0.0, math.inf)

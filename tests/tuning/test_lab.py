@@ -20,7 +20,7 @@ from harness.feed.interface import Feed, FeedSettings, HostBatch
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.limits import Limits
 from harness.tuning import capacity, probe
-from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask
 from harness.watch.figures import StepRun

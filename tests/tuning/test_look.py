@@ -13,8 +13,8 @@ from machines import Machine, own, problem, search
 
 from harness.feed.arrays import in_form
 from harness.feed.interface import FeedSettings
-from harness.tuning.figures import Rate, Trial
 from harness.tuning.look import Look
+from harness.tuning.measures import Rate, Trial
 from harness.tuning.search import Ask, follow, with_workers
 
 SLEEPS = {"cores": 8.0, "cpu_s": 0.0001}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from harness.tuning.figures import SampleCost
+from harness.tuning.measures import SampleCost
 from harness.tuning.model import Model, undisturbed
 
 

@@ -17,7 +17,7 @@ from harness.feed.interface import HostBatch
 from harness.runtime import signals
 from harness.runtime.errors import BadSample, Interrupted, LoaderError
 from harness.runtime.limits import Limits
-from harness.tuning.figures import Rate
+from harness.tuning.measures import Rate
 from harness.tuning.probe import STUCK_S, Lab, Supply, measure_supply
 from harness.tuning.search import Ask
 

@@ -10,7 +10,7 @@ import samples
 
 from harness.feed.arrays import in_form
 from harness.feed.interface import FeedSettings
-from harness.tuning.figures import Rate, Trial
+from harness.tuning.measures import Rate, Trial
 from harness.tuning.search import Ask, Choice, cost_of, follow, grid, in_flight, with_workers
 
 Curve = Callable[[int], float]

@@ -28,9 +28,9 @@ from harness.runtime.distributed import World
 from harness.runtime.errors import BadSample
 from harness.runtime.limits import Limits
 from harness.tuning import probe
-from harness.tuning.figures import Rate
+from harness.tuning.answer import TuningReport
+from harness.tuning.measures import Rate
 from harness.tuning.probe import Lab
-from harness.tuning.report import TuningReport
 from harness.tuning.search import Choice
 from harness.tuning.tuner import sentence, tune
 from harness.watch.figures import StepRun

@@ -13,7 +13,7 @@ from model_time import Gpu, Hand, one_step, settled, step
 
 from harness.config import Config
 from harness.feed.interface import FeedSettings
-from harness.training.report import Page, Reporter
+from harness.training.reporter import Page, Reporter
 from harness.watch.board import Board
 from harness.watch.clock import StepClock
 from harness.watch.figures import FIGURES, by_tag

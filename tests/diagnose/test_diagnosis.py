@@ -14,8 +14,7 @@ from PIL import Image
 
 from harness.config import Config
 from harness.data import datasets
-from harness.diagnose import runs
-from harness.diagnose.stage import Diagnosis, diagnose, fitting_batch
+from harness.diagnose.diagnosis import Diagnosis, diagnose, fitting_batch
 from harness.feed.forms import Feeds
 from harness.feed.interface import HostBatch
 from harness.runtime import seeding
@@ -37,9 +36,9 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     busy machine too.
     """
     for name in ("_DEMAND_S", "_STEPS_S", "_FETCH_S"):
-        monkeypatch.setattr(runs, name, 0.2)
-    monkeypatch.setattr(runs, "_LOADING_S", 1.0)
-    monkeypatch.setattr(runs, "_ROUNDS", 1)
+        monkeypatch.setattr(phases, name, 0.2)
+    monkeypatch.setattr(phases, "_LOADING_S", 1.0)
+    monkeypatch.setattr(phases, "_ROUNDS", 1)
 
 
 @pytest.fixture

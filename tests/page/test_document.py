@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from harness.page.__main__ import main
-from harness.page.report import ASSETS, SCRIPTS, bundle, run_name, write_report, write_sweep
+from harness.page.document import ASSETS, SCRIPTS, bundle, run_name, write_report, write_sweep
 from harness.page.runs import read_run
 
 

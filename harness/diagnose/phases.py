@@ -21,7 +21,7 @@ from harness.feed.interface import Feed, FeedSettings
 from harness.runtime import accelerator
 from harness.runtime.errors import LoaderError
 from harness.tuning import probe
-from harness.tuning.figures import Rate, Trial
+from harness.tuning.measures import Rate, Trial
 from harness.tuning.probe import Lab
 from harness.tuning.search import Ask, with_workers
 from harness.watch.console import LiveTable

@@ -17,7 +17,7 @@ from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
 from harness.tuning.capacity import shown
-from harness.tuning.figures import Rate, Trial
+from harness.tuning.measures import Rate, Trial
 from harness.watch.board import Board, plain
 from harness.watch.console import aligned, say
 

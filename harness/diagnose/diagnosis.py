@@ -14,7 +14,7 @@ from typing import Any
 from harness.config import Config, ConfigError, DistName
 from harness.data.images import ImageDataset
 from harness.diagnose.fetch import short_sides
-from harness.diagnose.runs import FirstReads, Runs, Session
+from harness.diagnose.phases import FirstReads, Runs, Session
 from harness.diagnose.whatif import NO_CEILING, Facts, WhatIf, judged, what_ifs
 from harness.feed.forms import Feeds
 from harness.feed.interface import FeedSettings
@@ -22,7 +22,7 @@ from harness.runtime import accelerator, launch
 from harness.runtime.files import write_whole
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning.figures import Rate, Trainee
+from harness.tuning.measures import Rate, Trainee
 from harness.tuning.model import Model, undisturbed
 from harness.tuning.probe import Lab
 from harness.watch.board import Board, plain

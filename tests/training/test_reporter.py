@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.config import Config
-from harness.training.report import Page, Reporter
+from harness.training.reporter import Page, Reporter
 
 
 class Board:

@@ -20,12 +20,12 @@ import torch
 from harness.config import Config
 from harness.data import datasets
 from harness.diagnose.fetch import Fetch, UnmeasuredError
-from harness.diagnose.runs import FirstReads, Runs, Session
+from harness.diagnose.phases import FirstReads, Runs, Session
 from harness.feed.forms import Feeds
 from harness.feed.interface import HostBatch
 from harness.runtime.distributed import World
 from harness.runtime.errors import LoaderError
-from harness.tuning.figures import Rate, SampleCost, Trial
+from harness.tuning.measures import Rate, SampleCost, Trial
 from harness.tuning.search import Ask
 from harness.watch.stages import StageMeter
 

@@ -24,10 +24,10 @@ from harness.training.state import TrainState, make_state
 from harness.training.step import Step
 from harness.training.trial import StepTrials
 from harness.tuning import memory, stage
-from harness.tuning.figures import Trainee
+from harness.tuning.answer import TuningReport
 from harness.tuning.live import Change
-from harness.tuning.report import TuningReport
-from harness.tuning.stage import Tuned, tuned
+from harness.tuning.measures import Trainee
+from harness.tuning.session import Tuned, tuned
 from harness.watch.clock import StepClock
 from harness.watch.ledger import Ledger
 from harness.watch.station import Watch

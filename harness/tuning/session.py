@@ -18,11 +18,11 @@ from harness.runtime.distributed import World
 from harness.runtime.files import typed
 from harness.runtime.folder import LOGGER
 from harness.runtime.limits import Limits
-from harness.tuning.figures import Trainee
+from harness.tuning.answer import TuningReport
 from harness.tuning.live import Live
+from harness.tuning.measures import Trainee
 from harness.tuning.memory import Memory, fingerprint
 from harness.tuning.probe import Lab
-from harness.tuning.report import TuningReport
 from harness.tuning.tuner import most_workers, tune
 from harness.watch.clock import StepClock
 from harness.watch.console import say

@@ -30,7 +30,7 @@ from harness.feed.order import Order
 from harness.feed.threads import ThreadFeed
 from harness.runtime.files import typed
 from harness.runtime.limits import Limits
-from harness.tuning.report import Side, TuningReport
+from harness.tuning.answer import Side, TuningReport
 from harness.watch.board import Board
 
 LIMITS = Limits(8.0, 2**30, None, 1024)
