@@ -14,6 +14,7 @@ from PIL import Image
 
 from harness.config import Config
 from harness.data import datasets
+from harness.diagnose import phases
 from harness.diagnose.diagnosis import Diagnosis, diagnose, fitting_batch
 from harness.feed.forms import Feeds
 from harness.feed.interface import HostBatch

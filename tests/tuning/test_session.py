@@ -23,7 +23,7 @@ from harness.runtime.limits import Limits
 from harness.training.state import TrainState, make_state
 from harness.training.step import Step
 from harness.training.trial import StepTrials
-from harness.tuning import memory, stage
+from harness.tuning import memory, session
 from harness.tuning.answer import TuningReport
 from harness.tuning.live import Change
 from harness.tuning.measures import Trainee
@@ -53,7 +53,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ran.append(len(ran))
         return reports.report(3, seconds=9.0)
 
-    monkeypatch.setattr(stage, "tune", search)
+    monkeypatch.setattr(session, "tune", search)
     return ran
 
 
@@ -106,7 +106,7 @@ def test_what_other_programs_spoilt_is_not_remembered(
 ) -> None:
     """The next run tunes again; the same search on a quiet machine is remembered."""
     found = [reports.report(3, others_cores=1.5), reports.report(3), reports.report(3)]
-    monkeypatch.setattr(stage, "tune", lambda *_: found.pop(0))
+    monkeypatch.setattr(session, "tune", lambda *_: found.pop(0))
     assert [run(composed).report.reused for _ in range(3)] == [False, False, True]
 
 
@@ -274,7 +274,7 @@ def test_threads_follow_the_run(
     """Those of the training feed, and of the validation feed unless the user gave it a number;
     never processes.
     """
-    monkeypatch.setattr(stage, "tune", chosen_as_it_was)
+    monkeypatch.setattr(session, "tune", chosen_as_it_was)
     found, feeds = run(composed, *overrides), made(composed, *overrides)
     watch = Watch(StepClock("cpu"))
     found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), watch, 5)
@@ -304,7 +304,7 @@ def test_the_report_tells_what_was_saved_and_how_to_begin_with_the_last_number(
     composed: Composed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A try that is not judged yet does not count."""
-    monkeypatch.setattr(stage, "tune", chosen_as_it_was)
+    monkeypatch.setattr(session, "tune", chosen_as_it_was)
     found, feeds = run(composed, *THREADED), made(composed, *THREADED)
     found.follow(
         feeds.train(found.report.settings), feeds.val(found.report.val), Watch(StepClock("cpu")), 5
@@ -368,7 +368,7 @@ def test_an_incomplete_answer_is_not_remembered(
     composed: Composed, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     """The next run may have more time."""
-    monkeypatch.setattr(stage, "tune", lambda *_: reports.report(3, complete=False))
+    monkeypatch.setattr(session, "tune", lambda *_: reports.report(3, complete=False))
     run(composed)
     assert not list(cache.glob("*.json"))
 
