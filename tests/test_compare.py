@@ -154,15 +154,19 @@ def test_what_the_loader_used_is_told_once(
 def test_a_diagnosis_among_runs_is_passed_over(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What mode=diagnose left in a folder of runs; named itself, it is an error."""
+    """What mode=diagnose left is a note, first or not; alone it is an error."""
     runs = [make_run(name) for name in "bc"]
     diagnosis = runs[0].parent / "a"
     (diagnosis / ".hydra").mkdir(parents=True)
     (diagnosis / "diagnosis.json").write_text("{}")
-    code, said, errors = compare(capsys, runs[0].parent, "--fail-beyond", "speed=0.9")
-    assert (code, errors, [row["run"] for row in cells(said)]) == (0, [], ["b", "c"])
+    for folders in ([runs[0].parent], [diagnosis, *runs]):
+        code, said, errors = compare(capsys, *folders, "--fail-beyond", "speed=0.9")
+        assert (code, errors, [row["run"] for row in cells(said)]) == (0, [], ["b", "c"])
+        assert f"- {os.path.relpath(diagnosis)}: passed over: a diagnosis trains nothing" in said
+    assert "passed over" in json.loads(compare(capsys, runs[0].parent, "--json")[1])["notes"][-1]
     code, _, errors = compare(capsys, diagnosis)
-    assert code == 2 and errors[0].startswith(f"error: {diagnosis}: holds no run")
+    assert code == 2
+    assert errors[0].endswith("a diagnosis trains nothing; name a run's folder, or a sweep's")
 
 
 def test_a_sweep_stands_for_its_jobs_in_order(

@@ -120,8 +120,8 @@ def table(listed: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
-def show(runs: Sequence[Run]) -> str:
-    """Returns the comparison as text."""
+def show(runs: Sequence[Run], told: Sequence[str]) -> str:
+    """Returns the comparison as text, with the notes ``told``."""
     settings = settings_that_differ(runs)
     # more than four are a table of their own
     if len(settings) <= 4:
@@ -129,12 +129,14 @@ def show(runs: Sequence[Run]) -> str:
     else:
         own = [{"setting": key, **values} for key, values in settings.items()]
         parts = [table(rows(runs, {})), table(own)]
-    if told := notes(runs):
+    if told:
         parts.append("\n".join(f"- {printable(note)}" for note in told))
     return "\n\n".join(parts)
 
 
-def as_json(runs: Sequence[Run], beyond: Sequence[str], untold: Sequence[str]) -> str:
+def as_json(
+    runs: Sequence[Run], told: Sequence[str], beyond: Sequence[str], untold: Sequence[str]
+) -> str:
     """Returns the comparison for programs."""
     settings = settings_that_differ(runs)
     # a figure that a run lacks is no key
@@ -154,7 +156,7 @@ def as_json(runs: Sequence[Run], beyond: Sequence[str], untold: Sequence[str]) -
         )
     found = {
         "runs": listed,
-        "notes": notes(runs),
+        "notes": told,
         "beyond_limits": beyond,
         "not_judged": untold,
     }
@@ -190,12 +192,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        runs = find(options.folders)
+        runs, passed = find(options.folders)
     except OSError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     beyond, untold = judge(runs, options.fail_beyond)
-    print(as_json(runs, beyond, untold) if options.json else show(runs))
+    told = [*notes(runs), *passed]
+    print(as_json(runs, told, beyond, untold) if options.json else show(runs, told))
     errors = [str(run.error) for run in runs if run.status == "unreadable"] + untold
     for line in [
         *(f"error: {line}" for line in errors),

@@ -97,8 +97,10 @@ class Run:
         return changes
 
 
-def find(folders: Sequence[Path]) -> list[Run]:
-    """Returns the runs in ``folders``, in the order given, those of one folder by name.
+def find(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Returns the runs in ``folders``, in the order given, and a note for each diagnosis.
+
+    Those of one folder are in the order of their names.
 
     Raises:
         FileNotFoundError: a folder is not there or holds no run; says the way out.
@@ -123,15 +125,24 @@ def find(folders: Sequence[Path]) -> list[Run]:
                 "report.json, or one above it"
             )
         found += [Path(os.path.abspath(place)) for place in places]
-    base = os.path.commonpath([place.parent for place in found])
-    return [_read(place, os.path.relpath(place, base)) for place in found]
+    runs = [place for place in found if not _is_diagnosis(place)]
+    passed = [
+        f"{os.path.relpath(place)}: passed over: a diagnosis trains nothing"
+        for place in found
+        if place not in runs
+    ]
+    if not runs:
+        raise FileNotFoundError(f"{passed[0]}; name a run's folder, or a sweep's")
+    base = os.path.commonpath([place.parent for place in runs])
+    return [_read(place, os.path.relpath(place, base)) for place in runs], passed
 
 
 def _is_run(folder: Path) -> bool:
-    # a diagnosis trains nothing
-    is_diagnosis = (folder / "diagnosis.json").is_file()
-    has_begun = (folder / ".hydra").is_dir() and not is_diagnosis
-    return has_begun or (folder / "report.json").is_file()
+    return (folder / "report.json").is_file() or (folder / ".hydra").is_dir()
+
+
+def _is_diagnosis(folder: Path) -> bool:
+    return (folder / "diagnosis.json").is_file() and not (folder / "report.json").is_file()
 
 
 def _read(folder: Path, name: str) -> Run:
