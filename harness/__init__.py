@@ -1,12 +1,11 @@
-"""A training harness for image classifiers in which the device never waits for data, and the user
-can see it.
+"""Trains image classifiers so that the device never waits for data, and shows where it does.
 
 The rooms, in the order in which the data walks through them::
 
     storage - decode - augment | order - load - pin - copy - normalise | step - evaluate - save
     '--------- data/ ---------'  '------------- feed/ -------------'    '----- training/ -----'
-                             ^ settings                   | is told about waits
-                          tuning/                       watch/  ->  TensorBoard, report.json, the console
+                             ^ settings              | is told about waits
+                          tuning/                  watch/ -> TensorBoard, report.json, console
 
 Who may import whom, kept by import-linter (a lower line never imports a higher one, neighbours
 never each other)::
@@ -15,13 +14,13 @@ never each other)::
     app                 composes the settings, starts the jobs, tells every error
     job                 wires the rooms: main_worker is one rank of a run
     diagnose            runs that tell what bounds training
-    page | compare      the page that shows a run, as a file and in TensorBoard | runs side by side, as a table
+    page | compare      the page of a run, as a file and in TensorBoard | runs side by side
     tuning | training   measure and choose loader settings | step, epoch, evaluation, checkpoint
     feed                which sample comes next, samples to batches, batches to the device
     data                where samples lie, bytes to pixels, pixels to a training image
     watch               where the time went, the GPU and the host, what is written about it
-    runtime             ranks, randomness, signals, limits, files, the run's folder, a user's own functions,
-                        the ways to end
+    runtime             ranks, randomness, signals, limits, files, the run's folder, users' own
+                        functions, the ways to end
     config              every setting; with answers and app the only module that knows Hydra
     answers             what the command line answers to what was mistyped
 

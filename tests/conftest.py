@@ -95,12 +95,10 @@ def composed() -> Iterator[Callable[..., Config]]:
 @pytest.fixture
 def kept_globals() -> Iterator[None]:
     """Puts torch's thread count and all random states back after a run in this process."""
-    threads, python, numpy, generator = (
-        torch.get_num_threads(),
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-    )
+    threads = torch.get_num_threads()
+    python = random.getstate()
+    numpy = np.random.get_state()
+    generator = torch.get_rng_state()
     yield
     torch.set_num_threads(threads)
     random.setstate(python)

@@ -300,7 +300,8 @@ def test_version_is_the_projects_own(tmp_path: Path) -> None:
 
 def test_help_shows_what_a_run_would_use(tmp_path: Path) -> None:
     """--help has the composed values, those of a named data set, and the choices."""
-    plain, cifar = ran(tmp_path, "--help"), ran(tmp_path, "data=cifar10", "--help")
+    plain = ran(tmp_path, "--help")
+    cifar = ran(tmp_path, "data=cifar10", "--help")
     assert (plain.returncode, plain.stderr) == (cifar.returncode, cifar.stderr) == (0, "")
     for text in (
         "  trainer.epochs=5\n",

@@ -151,7 +151,8 @@ class TestInstalled:
 
     def test_the_wheel_is_all_that_a_user_needs(self, wheel: Path, tmp_path: Path) -> None:
         """All commands, with nothing of the checkout."""
-        command, here = wheel / "bin" / "wellfed", {"PYTHONPATH": str(wheel)}
+        command = wheel / "bin" / "wellfed"
+        here = {"PYTHONPATH": str(wheel)}
         assert done(tmp_path, command, "--version", **here).stdout.startswith(
             f"wellfed {__version__}, torch "
         )

@@ -25,7 +25,9 @@ def test_samples_that_are_missing_or_doubled_are_found() -> None:
     does not.
     """
     assert wrong_samples(made(20, 4), 20, 4) == []
-    twice, short, gap = made(20, 4), made(20, 4), made(20, 4)
+    twice = made(20, 4)
+    short = made(20, 4)
+    gap = made(20, 4)
     twice[2][1][0][0] = twice[1][1][0][0]
     del short[5], gap[3]
     assert wrong_samples(twice, 20, 4) == ["epoch 1: 20 samples, 19 different, of 20"]

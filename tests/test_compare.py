@@ -214,10 +214,8 @@ def test_a_run_that_did_not_complete_is_not_compared(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], status: str
 ) -> None:
     """It is listed without any ratio; a limit cannot be judged."""
-    whole, broken = (
-        make_run("whole"),
-        make_run("broken", status=status, error="the disk is full", images_per_s=20.0),
-    )
+    whole = make_run("whole")
+    broken = make_run("broken", status=status, error="the disk is full", images_per_s=20.0)
     code, said, _ = compare(capsys, whole, broken)
     row = cells(said)[1]
     assert code == 0
@@ -232,7 +230,8 @@ def test_a_run_that_did_not_complete_is_not_compared(
 
 def test_an_absent_figure_is_absent(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     """It is a dash and no ratio, in JSON no key; a limit on it is an error."""
-    full, bare = make_run("full"), make_run("bare", goodput=None, top1=None)
+    full = make_run("full")
+    bare = make_run("bare", goodput=None, top1=None)
     rows = cells(compare(capsys, bare, full)[1])
     assert (rows[0]["goodput"], rows[1]["goodput"]) == ("-", "80.0%")
     found = json.loads(compare(capsys, full, bare, "--json")[1])["runs"][1]
@@ -324,7 +323,8 @@ def test_a_regression_fails(
     text: str,
 ) -> None:
     """Exit code 1, and a line with run, figure, both values and the limit."""
-    main, change = make_run("main"), make_run("change", **report)
+    main = make_run("main")
+    change = make_run("change", **report)
     code, said, errors = compare(capsys, main, change, "--fail-beyond", limit)
     assert code == 1 and "change" in said
     assert len(errors) == 1 and errors[0].startswith("regression: change: ") and text in errors[0]
@@ -437,7 +437,8 @@ def test_a_damaged_run_is_an_error_beside_the_others(
     text: str,
 ) -> None:
     """Exit code 2 with the file and the reason, while the other runs are shown all the same."""
-    good, bad = make_run("good"), make_run("bad")
+    good = make_run("good")
+    bad = make_run("bad")
     if content is None:
         (bad / file).unlink()
     else:
@@ -586,7 +587,8 @@ def test_an_odd_file_is_an_error_beside_the_others(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], file: str, plant: Plant
 ) -> None:
     """Nothing is waited for, no link is followed, and the other run is shown."""
-    good, bad = make_run("good"), make_run("bad")
+    good = make_run("good")
+    bad = make_run("bad")
     oddities.put(plant, bad / file)
     code, said, errors = compare(capsys, good, bad)
     assert code in (0, 2) and len(errors) == (code == 2)

@@ -269,7 +269,8 @@ def test_what_was_typed_holds_other_places_of_settings(tmp_path: Path) -> None:
             SimpleNamespace(provider=provider, path=path)
             for provider, path in {"main": main, **more}.items()
         ]
-        runtime, job = SimpleNamespace(config_sources=sources), SimpleNamespace(config_name=name)
+        runtime = SimpleNamespace(config_sources=sources)
+        job = SimpleNamespace(config_name=name)
         return SimpleNamespace(
             runtime=runtime, job=job, overrides=SimpleNamespace(task=["data=digits"])
         )

@@ -28,7 +28,11 @@ from harness.watch.figures import Tag
 from harness.watch.host import HostSource
 
 Composed = Callable[..., Config]
-BATCH, SIDE, STEP_S, LAUNCH_S, KERNELS = 64, 16, 50e-3, 5e-3, 4
+BATCH = 64
+SIDE = 16
+STEP_S = 50e-3
+LAUNCH_S = 5e-3
+KERNELS = 4
 TAKES = BATCH / STEP_S  # images/s of the device
 SMALL = (
     f"data.image_size={SIDE}",

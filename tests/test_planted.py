@@ -42,7 +42,8 @@ def test_the_report_names_what_was_planted(
     """
     size = plant.draw(random.Random(f"{SEED} {plant.name}"))
     report = plant.run(size, tmp_path)
-    verdict, drawn = report["verdict"], f"seed {SEED}: {size:.4g} {plant.unit}: {report['verdict']}"
+    verdict = report["verdict"]
+    drawn = f"seed {SEED}: {size:.4g} {plant.unit}: {report['verdict']}"
     assert verdict["bottleneck"] == plant.bottleneck, drawn
     assert plant.said in verdict["sentence"], drawn
     assert verdict["ceiling"] >= 1 and verdict["evidence"], drawn

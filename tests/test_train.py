@@ -216,7 +216,8 @@ def test_images_take_of_a_gpu_what_a_step_leaves(
 ) -> None:
     """Before the images of both sets are put there, a step takes what the network needs."""
     made: list[str] = []
-    demand, pixels = StepTrials.demand, forms.InMemoryImages
+    demand = StepTrials.demand
+    pixels = forms.InMemoryImages
     monkeypatch.setattr(
         StepTrials, "demand", lambda *args: (made.append("steps"), demand(*args))[1]
     )
@@ -328,7 +329,9 @@ def test_only_whole_batches_of_training_are_compiled(
     """Over two epochs with short batches and evaluations there is one graph, made by the first step
     and kept to the end.
     """
-    graphs, ran, compile_ = [], [], nn.Module.compile
+    graphs = []
+    ran = []
+    compile_ = nn.Module.compile
 
     def counted(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)

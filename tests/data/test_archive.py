@@ -34,7 +34,9 @@ def link_chain() -> list[tarfile.TarInfo]:
     ``os.path.realpath`` stops resolving at that length, so that tarfile's data filter takes the
     link for one that stays.
     """
-    members, path, long = [], "", "d" * 247
+    members = []
+    path = ""
+    long = "d" * 247
     for letter in "abcdefghijklmnop":
         members.append(member(os.path.join(path, long), tarfile.DIRTYPE, mode=0o755))
         members.append(member(os.path.join(path, letter), tarfile.SYMTYPE, long))

@@ -47,7 +47,8 @@ def test_jittered_pixels_are_torchvisions(strengths: tuple[float, float, float, 
 
     A turned hue may be off by one grey level, of which a later operation may make a few.
     """
-    images, jitter = pictures(24, 20, 24), ColorJitter(*strengths)
+    images = pictures(24, 20, 24)
+    jitter = ColorJitter(*strengths)
     draws = np.random.default_rng(0).random((24, jitter.draws))
     kinds, amounts = jitter.choose(draws)
     theirs = v2.ColorJitter(*strengths)
@@ -83,7 +84,8 @@ def test_nothing_wanted_is_nothing_done() -> None:
 
 def test_randaugment_comes_before_jitter() -> None:
     """RandAugment comes first, with the first of an image's draws, then jitter."""
-    images, batch = pictures(12, 16, 16), numbered(torch.arange(12))
+    images = pictures(12, 16, 16)
+    batch = numbered(torch.arange(12))
     first, second = made(EVERYTHING)._parts
     draws = uniforms(0, 0, np.arange(12), first.draws + second.draws, BATCH)
     expected = second(first(images, draws[:, : first.draws]), draws[:, first.draws :])
@@ -96,7 +98,8 @@ def test_an_image_depends_on_nothing_but_its_place(
     layout: torch.memory_format, cached_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the batch nor the CPU's chunk changes an image or its layout."""
-    images, indices = pictures(20, 24, 16, layout), torch.arange(100, 120)
+    images = pictures(20, 24, 16, layout)
+    indices = torch.arange(100, 120)
     whole = made(EVERYTHING)(images, numbered(indices))
     monkeypatch.setattr(augment, "_CACHED_BYTES", cached_bytes)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
@@ -117,7 +120,8 @@ def test_what_is_given_stays_as_it_is() -> None:
 @pytest.mark.parametrize("change", ["seed", "epoch", "index"])
 def test_seed_epoch_and_index_all_count(change: str) -> None:
     """Another seed, epoch or index changes most images; equal ones change none."""
-    images, indices = pictures(20, 16, 16), torch.arange(20)
+    images = pictures(20, 16, 16)
+    indices = torch.arange(20)
     first = made(EVERYTHING)(images, numbered(indices))
     again = made(EVERYTHING)(images, numbered(indices))
     other = made(EVERYTHING, seed=int(change == "seed"))(

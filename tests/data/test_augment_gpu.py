@@ -36,11 +36,9 @@ def unsynchronised() -> Iterator[None]:
 @pytest.mark.parametrize("config", COLOURS.values(), ids=COLOURS)
 def test_pixels_are_the_cpus(config: AugmentConfig) -> None:
     """All but one value of two hundred are within a grey level of the CPU's."""
-    augment, images, batch = (
-        BatchAugment.from_config(config, 0),
-        pictures(64, 48, 40),
-        numbered(torch.arange(64)),
-    )
+    augment = BatchAugment.from_config(config, 0)
+    images = pictures(64, 48, 40)
+    batch = numbered(torch.arange(64))
     assert augment is not None
     made = augment(images.cuda(), batch)
     off = (made.cpu().int() - augment(images, batch).int()).abs()
@@ -51,11 +49,9 @@ def test_pixels_are_the_cpus(config: AugmentConfig) -> None:
 @pytest.mark.parametrize("config", MIXED.values(), ids=MIXED)
 def test_mixed_values_are_the_cpus(config: AugmentConfig) -> None:
     """Erased and mixed images and labels are the CPU's but for rounding."""
-    mix, images, labels = (
-        Mix.from_config(config, 5, 0),
-        torch.rand(16, 3, 24, 20),
-        torch.arange(16) % 5,
-    )
+    mix = Mix.from_config(config, 5, 0)
+    images = torch.rand(16, 3, 24, 20)
+    labels = torch.arange(16) % 5
     assert mix is not None
     batch = numbered(torch.arange(16))
     for ours, expected in zip(
@@ -67,7 +63,8 @@ def test_mixed_values_are_the_cpus(config: AugmentConfig) -> None:
 @pytest.mark.parametrize("config", (COLOURS | MIXED).values(), ids=COLOURS | MIXED)
 def test_the_host_never_waits(config: AugmentConfig, unsynchronised: None) -> None:
     """Augmenting and mixing a batch has no synchronising call in it."""
-    augment, mix = BatchAugment.from_config(config, 0), Mix.from_config(config, 5, 0)
+    augment = BatchAugment.from_config(config, 0)
+    mix = Mix.from_config(config, 5, 0)
     device = accelerator.of("cuda").device
     images = torch.zeros(64, 3, 32, 32, dtype=torch.uint8, device=device)
     labels = torch.zeros(64, dtype=torch.int64, device=device)

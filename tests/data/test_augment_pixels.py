@@ -57,7 +57,8 @@ def test_blends_are_torchvisions(
 
 def test_each_image_has_a_kind_of_its_own() -> None:
     """Three kinds of blend in one call give what three calls give."""
-    images, kinds = pictures(6, 16, 16), np.array([2, 0, 1, 1, 0, 2])
+    images = pictures(6, 16, 16)
+    kinds = np.array([2, 0, 1, 1, 0, 2])
     expected = [
         BLENDS[kind](image, value)
         for image, kind, value in zip(images, kinds, FACTORS, strict=True)

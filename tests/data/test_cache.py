@@ -40,7 +40,8 @@ def test_pixels_come_back_as_a_view(source: FolderSource) -> None:
     assert kept.get(3) is None
     pixels = pixels_of(3)
     assert kept.put(3, pixels) is pixels
-    first, second = kept.get(3), kept.get(3)
+    first = kept.get(3)
+    second = kept.get(3)
     assert first is not None and second is not None
     assert np.array_equal(first, pixels)
     assert np.shares_memory(first, second) and not np.shares_memory(first, pixels)
@@ -125,7 +126,8 @@ def test_a_place_of_an_earlier_run_is_not_taken_for_checked(source: FolderSource
     first = cache_of(source)
     first.put(0, pixels_of(0))
     touch(Path(source.where(0)))
-    kept, other = next_run(first, source), next_run(first, source)
+    kept = next_run(first, source)
+    other = next_run(first, source)
     other._checked = kept._checked
     places = kept._places
 
@@ -216,7 +218,8 @@ def test_a_full_cache_keeps_what_fits(source: FolderSource) -> None:
     """Room is bounded; what does not fit is left out without an error, and the line says so."""
     kept = cache_of(source, budget_bytes=100_000)
     put_all(kept, range(COUNT))
-    found, stats = right(kept, COUNT), kept.stats()
+    found = right(kept, COUNT)
+    stats = kept.stats()
     assert 0 < len(found) == stats["images"] < COUNT == stats["samples"]
     assert stats["bytes"] <= stats["limit"] == 100_000
     assert kept.summary().startswith(

@@ -32,7 +32,8 @@ from harness.feed.threads import ThreadFeed
 from harness.runtime import limits, signals
 from harness.runtime.errors import Interrupted
 
-RAM, DISK = DataCache.ram, DataCache.disk
+RAM = DataCache.ram
+DISK = DataCache.disk
 
 
 @pytest.fixture
@@ -108,10 +109,12 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
 @pytest.mark.parametrize("kind", [RAM, DISK], ids=["ram", "disk"])
 def test_a_cache_changes_no_pixel(root: Path, kind: DataCache, decoded: list[bytes]) -> None:
     """Every epoch has the pixels of one that decodes everything; only the first of them decodes."""
-    plain, kept = loaded(root, DataCache.none), loaded(root, kind)
+    plain = loaded(root, DataCache.none)
+    kept = loaded(root, kind)
     for epoch in range(3):
         for name in ("train", "val"):
-            expected, before = batch(getattr(plain, name), epoch), len(decoded)
+            expected = batch(getattr(plain, name), epoch)
+            before = len(decoded)
             assert np.array_equal(batch(getattr(kept, name), epoch), expected)
             assert len(decoded) - before == (len(expected) if epoch == 0 else 0)
     assert images(kept) == 8
@@ -122,7 +125,8 @@ def test_a_feed_fills_and_reads_the_cache(
     root: Path, form: type[ProcessFeed] | type[ThreadFeed]
 ) -> None:
     """Batches of two workers are those of an uncached feed, in both epochs."""
-    plain, kept = loaded(root, DataCache.none), loaded(root, RAM)
+    plain = loaded(root, DataCache.none)
+    kept = loaded(root, RAM)
     assert isinstance(kept.train, ImageDataset)
     feed = form(
         kept.train, Order(6, 2, seed=3), samples.settings(2, batch_size=2, start_method="fork")
@@ -130,7 +134,8 @@ def test_a_feed_fills_and_reads_the_cache(
     try:
         for epoch in range(2):
             feed.set_epoch(epoch)
-            expected, seen = batch(plain.train, epoch), []
+            expected = batch(plain.train, epoch)
+            seen = []
             for found in feed:
                 assert np.array_equal(found.images.numpy(), expected[found.indices.numpy()])
                 seen += found.indices.tolist()
@@ -231,7 +236,10 @@ def test_a_second_run_waits_until_the_file_is_there(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who comes while the first run makes the file has it as well."""
-    came, seconds, set_budget, flock = threading.Event(), [], cache.set_budget, fcntl.flock
+    came = threading.Event()
+    seconds = []
+    set_budget = cache.set_budget
+    flock = fcntl.flock
     late = threading.Thread(target=lambda: seconds.append(loaded(root, DISK)))
 
     def slow_set_budget(*args: Any) -> None:
@@ -404,7 +412,8 @@ def test_ranks_of_a_machine_share_a_cache(root: Path, kind: DataCache) -> None:
 def test_ranks_of_two_machines_have_a_cache_each(root: Path) -> None:
     """What another machine holds cannot be mapped, nor is it tried."""
     ranks = Ranks("another machine")
-    first, second = loaded(root, RAM, ranks.first), loaded(root, RAM, ranks.second)
+    first = loaded(root, RAM, ranks.first)
+    second = loaded(root, RAM, ranks.second)
     batch(first.train, 0)
     assert (images(first), images(second)) == (6, 0)
 

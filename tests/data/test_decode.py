@@ -20,7 +20,9 @@ from harness.data import decode as decode_room
 from harness.data.decode import DecodeOptions, Undecodable, decode
 from harness.runtime.errors import BadSample
 
-RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+RED = (255, 0, 0)
+GREEN = (0, 255, 0)
+BLUE = (0, 0, 255)
 OPTIONS = DecodeOptions(background=(10, 20, 30))
 GREY = np.array([[0, 32768, 65535]], np.uint16)
 
@@ -463,7 +465,8 @@ def tile(side: int) -> bytes:
 
 
 SIDE = 13_001
-SHORT, LONG = SIDE.to_bytes(2, "little"), SIDE.to_bytes(4, "little")
+SHORT = SIDE.to_bytes(2, "little")
+LONG = SIDE.to_bytes(4, "little")
 ANIMATION = encoded(
     Image.new("RGB", (9, 9)), "WEBP", save_all=True, append_images=[Image.new("RGB", (9, 9), RED)]
 )
@@ -624,7 +627,8 @@ def test_mutated_files_give_pixels_or_are_undecodable(
     kind: str, mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:
     """A damaged file never raises anything else."""
-    data, rng = encoded(photo(24, 16), kind), random.Random(f"{kind} {mutate.__name__}")
+    data = encoded(photo(24, 16), kind)
+    rng = random.Random(f"{kind} {mutate.__name__}")
     options = DecodeOptions(exif_orientation=True, max_pixels=1_000_000)
     for _ in range(120):
         try:

@@ -139,10 +139,8 @@ def test_cached_pixels_give_the_same_samples(folder: FolderSource, transform: Tr
 
 def test_a_cached_sample_is_read_and_not_decoded(folder: FolderSource) -> None:
     """The time of a look into the cache is part of reading; nothing is decoded."""
-    images, out = (
-        ImageDataset(folder, TrainTransform(32), OPTIONS, 32, 0, Kept()),
-        np.empty((3, 32, 32), np.uint8),
-    )
+    images = ImageDataset(folder, TrainTransform(32), OPTIONS, 32, 0, Kept())
+    out = np.empty((3, 32, 32), np.uint8)
     told: list[list[str]] = [[], []]
     for laps in told:
         images.fill(0, 1, out, laps.append)
@@ -170,10 +168,8 @@ def test_what_a_cache_makes_of_an_image_holds_from_the_first_epoch_on(folder: Fo
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_many_threads_fill_one_batch(folder: FolderSource, transform: Transform, kind: str) -> None:
     """Any number of threads at once give what one gives."""
-    source, samples = (
-        numbers(5) if kind == "arrays" else folder,
-        [(epoch, index) for epoch in range(12) for index in range(5)],
-    )
+    source = numbers(5) if kind == "arrays" else folder
+    samples = [(epoch, index) for epoch in range(12) for index in range(5)]
     alone = ImageDataset(source, transform, OPTIONS, 32, 1)
     images = ImageDataset(
         source, transform, OPTIONS, 32, 1, Kept() if kind == "cached files" else None
@@ -193,16 +189,16 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
     """A thread that has decoded a large image gives its memory back, and what it does to small or
     damaged ones adds nothing.
     """
-    image, large = photograph("china"), 3600
+    image = photograph("china")
+    large = 3600
     (tmp_path / "a").mkdir()
     image.save(tmp_path / "a" / "0.jpg")
     image.resize((large, large)).save(tmp_path / "a" / "1.jpg")
     (tmp_path / "a" / "2.jpg").write_bytes((tmp_path / "a" / "0.jpg").read_bytes()[:-2000])
-    images, out = (
-        ImageDataset(FolderSource(tmp_path), TrainTransform(32), OPTIONS, 32, 0),
-        np.empty((3, 32, 32), np.uint8),
-    )
-    process, held = psutil.Process(), []
+    images = ImageDataset(FolderSource(tmp_path), TrainTransform(32), OPTIONS, 32, 0)
+    out = np.empty((3, 32, 32), np.uint8)
+    process = psutil.Process()
+    held = []
 
     def fill_all() -> None:
         for epoch in range(60):

@@ -62,7 +62,8 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 @pytest.mark.usefixtures("settled")
 def test_an_index_is_remembered(root: Path, scans: list[bytes]) -> None:
     """The second run finds what the first one saw, down to what was left out, without a scan."""
-    first, second = opened(root), opened(root)
+    first = opened(root)
+    second = opened(root)
     assert paths(first) == paths(second) == ["a/1.jpg", "a/x/2.jpg", "b/3.jpg", "b/4.jpg"]
     assert first.labels.tolist() == second.labels.tolist() == [0, 0, 1, 1]
     assert first.folders == second.folders == (b"a", b"b")
@@ -151,7 +152,9 @@ def test_a_tree_with_a_broken_link_is_not_trusted(root: Path) -> None:
 @pytest.mark.usefixtures("settled")
 def test_two_machines_write_an_index_at_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers with equal process numbers do not write into one file."""
-    real, parts, twins = os.replace, [], []
+    real = os.replace
+    parts = []
+    twins = []
 
     def replace(part: str, place: Path) -> None:
         parts.append(str(part))
@@ -359,7 +362,8 @@ def read_all(index: Index, sender: Connection) -> None:
 @pytest.mark.usefixtures("settled")
 def test_a_worker_that_reads_the_index_does_not_grow(tmp_path: Path) -> None:
     """Of 100,000 names that a worker reads, none is copied into its own memory."""
-    count, classes = 100_000, 100
+    count = 100_000
+    classes = 100
     for label in range(classes):
         (tmp_path / f"set/{label:04d}").mkdir(parents=True)
         for i in range(count // classes):

@@ -236,7 +236,8 @@ def test_damage_gives_pillows_pixels_or_none(
     kind: str, mutate: Callable[[bytes, random.Random], bytes]
 ) -> None:
     """A damaged file gives Pillow's pixels, or none if some are missing."""
-    rng, decoded = random.Random(f"{kind} {mutate.__name__}"), 0
+    rng = random.Random(f"{kind} {mutate.__name__}")
+    decoded = 0
     for _ in range(100):
         data = mutate(KINDS[kind], rng)
         try:

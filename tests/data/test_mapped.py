@@ -33,7 +33,8 @@ def test_a_file_needs_no_name(tmp_path: Path) -> None:
 def test_a_closed_file_is_no_other() -> None:
     """A descriptor that was closed and given to another file is refused."""
     file = in_memory("first", b"first")
-    sent, number = pickle.dumps(file), file.fd
+    sent = pickle.dumps(file)
+    number = file.fd
     del file
     other = in_memory("other", b"other")
     assert other.fd == number
@@ -161,7 +162,8 @@ def test_a_checksum_shows_flips_all_over(size: int, like: str) -> None:
 
 def test_a_checksum_shows_two_flips_of_the_same_bit() -> None:
     """Two flips of the same bit in words apart do not cancel, in either direction."""
-    rng, before = np.random.default_rng(1), checksum(CONTENT)
+    rng = np.random.default_rng(1)
+    before = checksum(CONTENT)
     for _ in range(5_000):
         changed = CONTENT.copy()
         changed[rng.choice(CONTENT.size // 8, 2, replace=False) * 8 + 7] ^= 0x80

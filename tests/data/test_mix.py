@@ -61,8 +61,10 @@ def test_erased_is_zero_where_torchvision_erases() -> None:
     zero = torch.zeros(3, 1, 1)
     for image, result in zip(images, erased, strict=True):
         rows, columns = ((result == 0).all(dim=0).any(dim=k).nonzero() for k in (1, 0))
-        i, j = int(rows.min()), int(columns.min())
-        h, w = int(rows.max()) + 1 - i, int(columns.max()) + 1 - j
+        i = int(rows.min())
+        j = int(columns.min())
+        h = int(rows.max()) + 1 - i
+        w = int(columns.max()) + 1 - j
         assert torch.equal(result, functional.erase(image, i, j, h, w, zero))
     assert same is labels
 
@@ -71,7 +73,8 @@ def test_erased_is_zero_where_torchvision_erases() -> None:
 def test_rectangles_have_torchvisions_distribution(height: int, width: int) -> None:
     """Height, width, top and left of the rectangles cannot be told from v2.RandomErasing's."""
     ours = erased_boxes(np.random.default_rng(0).random((2500, 40)), height, width)
-    theirs, image = v2.RandomErasing(), torch.empty(3, height, width)
+    theirs = v2.RandomErasing()
+    image = torch.empty(3, height, width)
     params = [theirs.make_params([image]) for _ in range(2500)]
     measured = {
         "h": ours[:, 2] - ours[:, 0],
@@ -138,9 +141,11 @@ def test_cutmix_is_torchvisions(first: int) -> None:
 
 def test_cut_rectangles_have_torchvisions_distribution() -> None:
     """The share left to each image by CutMix cannot be told from v2.CutMix's."""
-    theirs, image = v2.CutMix(num_classes=CLASSES), torch.ones(2, 3, 32, 48)
+    theirs = v2.CutMix(num_classes=CLASSES)
+    image = torch.ones(2, 3, 32, 48)
     shares = [theirs.make_params([image])["lam_adjusted"] for _ in range(800)]
-    mixing, labels = made(AugmentConfig(cutmix=1.0)), torch.tensor([0, 1])
+    mixing = made(AugmentConfig(cutmix=1.0))
+    labels = torch.tensor([0, 1])
     ours = [
         float(mixing(image, labels, numbered(torch.tensor([k, 9000])))[1][0, 0]) for k in range(800)
     ]
@@ -163,7 +168,8 @@ def test_with_both_each_batch_gets_one() -> None:
 def test_mixing_depends_on_nothing_but_the_batch() -> None:
     """A batch is always mixed alike; another seed, epoch or first sample differs."""
     images, labels = normalised(6)
-    given, batch = (images.clone(), labels.clone()), numbered(torch.arange(6))
+    given = (images.clone(), labels.clone())
+    batch = numbered(torch.arange(6))
     config = AugmentConfig(mixup=0.4, random_erasing=0.5)
     first, soft = made(config)(images, labels, batch)
     assert torch.equal(made(config)(images, labels, batch)[0], first)

@@ -23,7 +23,8 @@ def torchvisions(images: Tensor, draws: np.ndarray, magnitude: int) -> Tensor:
     """What torchvision's RandAugment makes of each image when it draws as ``draws`` say."""
     # the place of an operation; for a signed one then below a half for the negative direction
     told: list[float] = []
-    theirs, done = v2.RandAugment(draws.shape[1] // 2, magnitude), []
+    theirs = v2.RandAugment(draws.shape[1] // 2, magnitude)
+    done = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("randint", "rand"):
             patch.setattr(torch, name, lambda *_, **__: torch.tensor(told.pop(0)))
@@ -59,7 +60,8 @@ def test_every_operation_is_torchvisions(magnitude: int) -> None:
 
 def test_three_operations_follow_each_other() -> None:
     """Several operations are done in the order drawn, each on what the one before it made."""
-    images, draws = pictures(40, 24, 24), np.random.default_rng(0).random((40, 6))
+    images = pictures(40, 24, 24)
+    draws = np.random.default_rng(0).random((40, 6))
     assert torch.equal(RandAugment(3, 9)(images, draws), torchvisions(images, draws, 9))
 
 
@@ -90,8 +92,10 @@ def test_the_choices_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_an_image_does_not_depend_on_its_batch(layout: torch.memory_format) -> None:
     """An image becomes the same alone and among others; given images stay."""
-    images, draws = pictures(30, 20, 16, layout), np.random.default_rng(1).random((30, 4))
-    before, augment = images.clone(), RandAugment(2, 15)
+    images = pictures(30, 20, 16, layout)
+    draws = np.random.default_rng(1).random((30, 4))
+    before = images.clone()
+    augment = RandAugment(2, 15)
     done = augment(images, draws)
     assert torch.equal(
         torch.cat([augment(images[k : k + 1], draws[k : k + 1]) for k in range(30)]), done

@@ -68,7 +68,8 @@ def test_the_box_is_resized_and_mirrored(box: Box, flip: bool) -> None:
 )
 def test_any_strides_do(make: Callable[[], np.ndarray], flip: bool) -> None:
     """Whatever the layout of the batch, the same pixels come there, and nothing else is touched."""
-    out, pixels = make(), noise(90, 70)
+    out = make()
+    pixels = noise(90, 70)
     assert out.base is not None
     others = int((out.base == 77).sum()) - out.size
     for box, size in ((BOXES[1], None), (BOXES[0], (SIDE, 60)), (BOXES[-1], None)):
@@ -119,7 +120,8 @@ def test_the_centre_of_a_larger_size(width: int, height: int, short: int) -> Non
 
 def test_the_filter_stays_in_the_box() -> None:
     """Pixels outside of the box have no part in the result."""
-    box, pixels = (10, 20, 60, 40), noise(90, 70)
+    box = (10, 20, 60, 40)
+    pixels = noise(90, 70)
     other = 255 - pixels
     other[20:60, 10:70] = pixels[20:60, 10:70]
     assert np.array_equal(written(pixels, box), written(other, box))
@@ -185,7 +187,8 @@ def threads_begun(act: Callable[[], object]) -> set[str]:
 
 def test_no_team_of_threads_begins() -> None:
     """Resizing, cropping and mirroring keep to the calling thread."""
-    large, out = noise(1000, 800), row(512)
+    large = noise(1000, 800)
+    out = row(512)
     if not threads_begun(lambda: torch.flip(torch.from_numpy(large), (1,))):
         pytest.skip("torch has one thread here, or keeps to one")
 

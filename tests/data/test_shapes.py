@@ -113,7 +113,8 @@ def spectral_slope(luma: NDArray[np.float64]) -> float:
 @pytest.mark.parametrize(("width", "height"), [(80, 80), (500, 375)], ids=["toy", "imagenet"])
 def test_pictures_have_the_statistics_of_photographs(width: int, height: int) -> None:
     """Spectrum, channel correlation and bytes per pixel are those of photographs."""
-    ours, real = statistics(pictures(24, width, height)), statistics(photographs(width, height))
+    ours = statistics(pictures(24, width, height))
+    real = statistics(photographs(width, height))
     assert -3 < ours.slope < -1.5
     assert abs(ours.slope - real.slope) < 0.6
     assert ours.correlation == pytest.approx(real.correlation, abs=0.12)
@@ -203,7 +204,8 @@ def test_an_image_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     more = GenerateConfig(classes=3, train_images=9, val_images=5, width=40, height=32)
     shapes.open_shapes(config(tmp_path / "few"))
     shapes.open_shapes(config(tmp_path / "more", more))
-    few, many = contents(tmp_path / "few"), contents(tmp_path / "more")
+    few = contents(tmp_path / "few")
+    many = contents(tmp_path / "more")
     assert {name: many[name] for name in few if name.endswith(".jpg")} == {
         name: data for name, data in few.items() if name.endswith(".jpg")
     }

@@ -71,7 +71,9 @@ def test_a_file_is_read_to_its_end(
     tree: Path, monkeypatch: pytest.MonkeyPatch, most: int, claimed: int
 ) -> None:
     """However few bytes a call gives, and whatever size the file had a moment ago."""
-    source, read, state = FolderSource(tree), os.read, os.fstat
+    source = FolderSource(tree)
+    read = os.read
+    state = os.fstat
     expected = Path(source.where(0)).read_bytes()
 
     def fstat(file: int) -> SimpleNamespace:

@@ -22,7 +22,8 @@ from harness.config import AugmentConfig, Crop
 from harness.data.transforms import EvalTransform, TrainTransform, random_crop_box
 from harness.runtime.seeding import SampleRng, uniforms
 
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+SCALE = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
 SIZES = [(96, 64), (64, 96), (500, 375), (33, 257), (32, 32), (7, 5), (1, 1)]
 
 
@@ -139,7 +140,8 @@ def test_random_resized_pixels_are_torchvisions(width: int, height: int, hflip: 
 @pytest.mark.parametrize("name", NAMES)
 def test_photographs_are_cropped_as_pillow_does(name: str) -> None:
     """Crops are torchvision's on PIL images but for rounding: 0.05 levels, 1 at most."""
-    image, errors = photograph(name), []
+    image = photograph(name)
+    errors = []
     for seed in range(40):
         left, top, w, h = random_crop_box(SampleRng(seed, 0, 0), *image.size, SCALE, RATIO)
         expected = tvf.resized_crop(
@@ -216,7 +218,8 @@ def test_pad_crops_are_windows_of_the_padded_image(pad: int, width: int, height:
 
 def test_pad_crops_draw_top_left_and_flip() -> None:
     """The first three numbers of a sample are top, left and mirror."""
-    image, pad = noise(16, 16), 3
+    image = noise(16, 16)
+    pad = 3
     padded = np.pad(image, ((pad, pad), (pad, pad), (0, 0))).transpose(2, 0, 1)
     draws = uniforms(5, 6, np.arange(50), 3)
     for index, (top, left) in enumerate((draws[:, :2] * (2 * pad + 1)).astype(int).tolist()):
@@ -234,7 +237,8 @@ def test_flips_have_torchvisions_rate() -> None:
     mirrored = [bool(applied(transform, image, seed)[0, 0, 0] == 0) for seed in range(4000)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        flip, picture = tv.RandomHorizontalFlip(0.3), Image.fromarray(image)
+        flip = tv.RandomHorizontalFlip(0.3)
+        picture = Image.fromarray(image)
         theirs = sum(flip(picture).getpixel((0, 0)) == (0, 0, 0) for _ in range(4000))
     assert binomtest(sum(mirrored), 4000, 0.3).pvalue > 0.001
     assert binomtest(theirs, 4000, 0.3).pvalue > 0.001
@@ -264,7 +268,8 @@ def test_settings_reach_the_transform(crop: Crop) -> None:
 def test_equal_seeds_give_equal_pixels(crop: Crop) -> None:
     """The generator alone decides; Python's and torch's own are neither read nor moved."""
     transform = TrainTransform(24, crop=crop.name)
-    image, before = noise(60, 40), (random.getstate(), torch.get_rng_state())
+    image = noise(60, 40)
+    before = (random.getstate(), torch.get_rng_state())
     first = applied(transform, image, 5)
     random.random()
     assert np.array_equal(first, applied(transform, image, 5))
@@ -277,7 +282,8 @@ def test_equal_seeds_give_equal_pixels(crop: Crop) -> None:
 def test_laps_are_told_in_order_and_change_nothing(crop: Crop | str, size: tuple[int, int]) -> None:
     """Each transform tells the end of the stages that it names, in order."""
     transform = EvalTransform(24) if crop == "eval" else TrainTransform(24, crop=Crop(crop).name)
-    image, told = noise(*size), list[str]()
+    image = noise(*size)
+    told = list[str]()
     out = np.empty((3, 24, 24), np.uint8)
     transform(image, SampleRng(5, 0, 0), out, told.append)
     assert np.array_equal(out, applied(transform, image, 5))

@@ -239,10 +239,8 @@ class Meeting:
 )
 def test_ranks_stay_together(other: dict[str, Any], did: list[str]) -> None:
     """What one rank alone knows, its own clock and what it has seen, parts no ranks."""
-    meeting, rigs = (
-        Meeting(),
-        (Rig(steps=other.get("steps", [100.0])), Rig(**{"steps": [100.0], **other})),
-    )
+    meeting = Meeting()
+    rigs = (Rig(steps=other.get("steps", [100.0])), Rig(**{"steps": [100.0], **other}))
     for rank, rig in enumerate(rigs):
         gathered = functools.partial(meeting.all, rank)
         rig.ranks = SimpleNamespace(smallest=meeting.smallest_of(rank), gathered=gathered)

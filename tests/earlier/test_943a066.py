@@ -1,8 +1,8 @@
 """What an earlier version showed still works: its run folder, settings, commands and imports.
 
 ``943a066.tar.xz`` holds images that the commit drew, and the run folder that it wrote after one
-epoch on them; weights are rounded so that the archive is small. ``943a066.json`` holds what README and ``--help`` showed,
-and what that commit printed when it evaluated and resumed the checkpoint.
+epoch on them; weights are rounded so that the archive is small. ``943a066.json`` holds what README
+and ``--help`` showed, and what the commit printed when it evaluated and resumed the checkpoint.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ from harness.runtime import accelerator
 from harness.runtime.errors import BadSample, LoaderError
 from harness.runtime.seeding import SampleRng
 
-LENGTH, SIDE = 19, 8
+LENGTH = 19
+SIDE = 8
 ORDER = Order(LENGTH, 4, seed=3)
 
 
@@ -136,15 +137,14 @@ def test_pixels_are_those_of_pillow() -> None:
     """Pad with zeros, cut out and mirror as PIL does, with the sample's own numbers: top, left,
     mirrored.
     """
-    images, pad = dataset(arrays()), 2
+    images = dataset(arrays())
+    pad = 2
     for batch in epochs(feed(images), 4):
         for image, index in zip(batch.images, batch.indices.tolist(), strict=True):
             rng = SampleRng(5, 4, index)
-            top, left, mirrored = (
-                rng.randrange(2 * pad + 1),
-                rng.randrange(2 * pad + 1),
-                rng.random() < 0.5,
-            )
+            top = rng.randrange(2 * pad + 1)
+            left = rng.randrange(2 * pad + 1)
+            mirrored = rng.random() < 0.5
             whole = ImageOps.expand(Image.fromarray(images.source.read(index)[0]), pad)
             cut = whole.crop((left, top, left + SIDE, top + SIDE))
             expected = np.asarray(ImageOps.mirror(cut) if mirrored else cut)
@@ -194,10 +194,8 @@ def test_making_batches_starts_no_threads() -> None:
     """Torch's own would wait for processors that the step has: a thread that makes batches is alone
     with it.
     """
-    images, started = (
-        ImageDataset(arrays(64, 256), EvalTransform(64), DecodeOptions(), 64, seed=5),
-        [],
-    )
+    images = ImageDataset(arrays(64, 256), EvalTransform(64), DecodeOptions(), 64, seed=5)
+    started = []
 
     def make() -> None:
         before = len(os.listdir("/proc/self/task"))
@@ -276,7 +274,8 @@ def test_readers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_read_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a way to find the sample that arrays allow."""
-    gate, source = threading.Event(), Files()
+    gate = threading.Event()
+    source = Files()
     monkeypatch.setattr("harness.feed.threads._JOIN_S", 0.05)
     monkeypatch.setattr(source, "read", lambda _: gate.wait(10.0))
     made = ArrayFeed(dataset(source), ORDER, samples.settings(timeout_s=0.05))
@@ -347,7 +346,8 @@ def test_nothing_but_files_is_waited_for() -> None:
 def test_a_probes_order_goes_on_without_an_end() -> None:
     """Samples come in the order of the cursor, from files as from arrays."""
     for source in (arrays(), Files()):
-        images, cursor = dataset(source), Cursor()
+        images = dataset(source)
+        cursor = Cursor()
         made = ArrayFeed(images, ProbeOrder(ORDER, cursor), samples.settings())
         batches = iter(made)
         given = [batch.indices.numpy() for batch in islice(batches, 12)]
@@ -367,7 +367,8 @@ def test_the_gauge_and_the_meter_count_samples() -> None:
     made = feed(dataset(arrays()))
     made.gauge = gauge
     epochs(made, 0, 1)
-    work, totals = gauge.read(), made.meter and made.meter.read()
+    work = gauge.read()
+    totals = made.meter and made.meter.read()
     assert totals is not None
     assert (work.samples, work.moved, totals.samples, totals.batches) == (
         2 * LENGTH,
@@ -490,10 +491,8 @@ class TestOnAGpu:
     @pytest.mark.parametrize("crop", ["pad", "center"])
     def test_batches_are_bitwise_the_hosts(self, source: Callable[[], Source], crop: str) -> None:
         """They lie on the device, labels too, and hold the same pixels."""
-        images, device = (
-            dataset(source(), TrainTransform(SIDE, crop=crop, pad=2)),
-            torch.device("cuda", 0),
-        )
+        images = dataset(source(), TrainTransform(SIDE, crop=crop, pad=2))
+        device = torch.device("cuda", 0)
         made = feed(images, pixels=InMemoryImages(images, device))
         found = epochs(made, 0, 3)
         assert made.on_device and all(

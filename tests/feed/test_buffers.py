@@ -31,7 +31,8 @@ def test_a_loan_has_the_bytes_that_were_asked_for() -> None:
 
 def test_the_same_memory_is_lent_again() -> None:
     """However often batches come and go, they lie in as many places as there are slots."""
-    pool, seen = BufferPool(3, 150), set()
+    pool = BufferPool(3, 150)
+    seen = set()
     for _ in range(20):
         seen |= places(tensors(pool, 3))
     assert len(seen) == 3

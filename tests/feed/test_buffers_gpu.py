@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
-LENGTH, BATCH = 4000, 64
+LENGTH = 4000
+BATCH = 64
 SLEEP_CYCLES = 5_000_000  # a few milliseconds of any GPU
 
 

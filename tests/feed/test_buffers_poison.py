@@ -24,7 +24,9 @@ from harness.feed.prefetcher import DataPrefetcher
 from harness.feed.processes import ProcessFeed
 from harness.feed.threads import ThreadFeed
 
-LENGTH, EPOCHS, POISON = 90, 3, 0xAB
+LENGTH = 90
+EPOCHS = 3
+POISON = 0xAB
 ORDER = Order(LENGTH, 4, seed=3)
 
 
@@ -41,7 +43,8 @@ class Device:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         copied = torch.empty_like(tensor)
-        source, size = tensor.data_ptr(), tensor.nbytes
+        source = tensor.data_ptr()
+        size = tensor.nbytes
         self.orders.append(lambda: ctypes.memmove(copied.data_ptr(), source, size))
         return copied
 
@@ -101,7 +104,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills whatever comes back to the pool with poison; the places of what did."""
-    taken_back, take_back = [], buffers._take_back
+    taken_back = []
+    take_back = buffers._take_back
 
     def poison(owner: Any, slot: np.ndarray) -> None:
         slot.fill(POISON)
@@ -121,7 +125,8 @@ def feed() -> Iterator[ThreadFeed]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[HostBatch]:
-    feed, batches = ProcessFeed(samples.Noise(LENGTH), ORDER, samples.settings(0)), []
+    feed = ProcessFeed(samples.Noise(LENGTH), ORDER, samples.settings(0))
+    batches = []
     for epoch in range(EPOCHS):
         feed.set_epoch(epoch)
         batches += list(feed)

@@ -69,7 +69,8 @@ def test_a_batch_is_what_the_data_set_fills(make_feed: MakeFeed, num_workers: in
     """Images are uint8 [N, 3, S, S] in channels_last memory, labels and indices int64 [N], in the
     order of the epoch.
     """
-    feed, dataset = make_feed(num_workers), samples.Noise(LENGTH)
+    feed = make_feed(num_workers)
+    dataset = samples.Noise(LENGTH)
     batches = list(feed)
     assert [len(batch.labels) for batch in batches] == [4, 4, 4, 4, 3]
     assert np.array_equal(torch.cat([batch.indices for batch in batches]).numpy(), ORDER.indices(0))
@@ -128,7 +129,8 @@ def test_a_probe_s_order_goes_on_where_the_last_one_ended(
     """An order without an end is asked for no more than what is given out and ahead; a pass may be
     left at any batch.
     """
-    feed, cursor = make_feed(num_workers), Cursor()
+    feed = make_feed(num_workers)
+    cursor = Cursor()
     feed = type(feed)(samples.Noise(LENGTH), ProbeOrder(ORDER, cursor), feed.settings)
     batches = iter(feed)
     given = [next(batches) for _ in range(7)]
@@ -239,7 +241,8 @@ def test_after_an_early_break_the_next_epoch_is_whole(
 def test_a_new_pass_ends_the_one_before_it(make_feed: MakeFeed) -> None:
     """The earlier one ends with an error and takes no batch of the new one, which is whole."""
     feed = make_feed(2, persistent_workers=True)
-    first, second = iter(feed), iter(feed)
+    first = iter(feed)
+    second = iter(feed)
     next(first)
     given = [next(second)]
     with pytest.raises(LoaderError):
@@ -268,10 +271,8 @@ def test_polled_batches_are_those_of_a_plain_pass(make_feed: MakeFeed, num_worke
 def test_polled_comes_back_without_a_batch(make_feed: MakeFeed, tmp_path: Path) -> None:
     """While a sample takes its time, polled() gives None, again and again, and then the batch."""
     gate = tmp_path / "open"
-    feed, expected = (
-        make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, gate))),
-        reference(),
-    )
+    feed = make_feed(1, samples.Troubled(LENGTH, 5, partial(samples.wait_for, gate)))
+    expected = reference()
     late = next(place for place, batch in enumerate(expected) if 5 in batch.indices)
     batches = feed.polled(0.02)
     given = [next(batch for batch in batches if batch is not None) for _ in range(late)]
@@ -298,7 +299,8 @@ def test_the_gauge_times_the_sample_alone(
     """Wall time is perf_counter's and processor time thread_time's, around fill; a bad sample is
     not counted.
     """
-    ticks, cpu_ticks = itertools.count(0, 2), itertools.count(0, 0.5)
+    ticks = itertools.count(0, 2)
+    cpu_ticks = itertools.count(0, 0.5)
     monkeypatch.setattr("harness.feed.fill.time.perf_counter", lambda: float(next(ticks)))
     monkeypatch.setattr("harness.feed.fill.time.thread_time", lambda: float(next(cpu_ticks)))
     gauge = Gauge(0)
@@ -387,7 +389,8 @@ def test_a_feed_does_without_shared_memory_for_its_meter(
 def test_stamps_follow_a_batch_from_its_worker(make_feed: MakeFeed, num_workers: int) -> None:
     """A batch is begun, made, received and given out in this order, on one clock."""
     for batch in make_feed(num_workers):
-        now_s, stamps = time.perf_counter(), batch.stamps
+        now_s = time.perf_counter()
+        stamps = batch.stamps
         assert stamps is not None
         assert stamps.begun_s < stamps.made_s <= stamps.received_s == stamps.pinned_s < now_s
 
@@ -399,7 +402,8 @@ def test_a_primed_pass_gives_the_same_batches(
     """Workers begin before iter(), which goes on with what they have
     made: no sample is made twice.
     """
-    gauge, given = Gauge(2), []
+    gauge = Gauge(2)
+    given = []
     feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
     for epoch in (0, 1):
         primed(feed, epoch, gauge).prime(epoch)  # a second time changes nothing

@@ -46,7 +46,8 @@ def feeds() -> Feeds:
     """Feeds over 20 training and 6 validation samples."""
     config = Config()
     config.loader.batch_size = 4
-    train, val = samples.Noise(20), samples.Noise(6)
+    train = samples.Noise(20)
+    val = samples.Noise(6)
     return Feeds(Splits(train, val, ("a",), "noise", ""), config, CPU)  # type: ignore[arg-type]
 
 
@@ -110,7 +111,8 @@ def test_a_probe_fills_its_gauge(feeds: Feeds) -> None:
 
 def test_feeds_measure_what_their_workers_do(feeds: Feeds) -> None:
     """The training and the validation feed have meters of their own."""
-    train, val = feeds.train(SETTINGS), feeds.val(SETTINGS)
+    train = feeds.train(SETTINGS)
+    val = feeds.val(SETTINGS)
     indices(train)
     assert train.meter is not None and val.meter is not None
     assert (train.meter.read().samples, val.meter.read().samples) == (20, 0)
@@ -311,8 +313,11 @@ def test_what_a_form_holds() -> None:
 
 def test_probes_and_training_share_the_images_in_memory() -> None:
     """They are made once for all feeds of a set, and dropped when another form is chosen."""
-    feeds, arrays = small(None), replace(SETTINGS, backend="arrays")
-    probe, train, val = feeds.probe(arrays), feeds.train(arrays), feeds.val(arrays)
+    feeds = small(None)
+    arrays = replace(SETTINGS, backend="arrays")
+    probe = feeds.probe(arrays)
+    train = feeds.train(arrays)
+    val = feeds.val(arrays)
     assert (
         isinstance(probe, ArrayFeed) and isinstance(train, ArrayFeed) and isinstance(val, ArrayFeed)
     )

@@ -18,7 +18,8 @@ from harness.feed.prefetcher import DataPrefetcher
 from harness.runtime import accelerator
 
 CPU = torch.device("cpu")
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 SHAPES = [
     (4, 3, 8, 8),
     (5, 3, 7, 11),
@@ -82,7 +83,8 @@ def test_the_result_is_bitwise_the_plain_expression(
         LAYOUTS[layout](uint8(*shape)),
         LAYOUTS[layout](uint8(*shape)[: max(1, shape[0] // 2)]),
     ):
-        before, result = images.clone(), one(images)
+        before = images.clone()
+        result = one(images)
         expected = plain(images, mean, std, dtype, channels_last)
         assert (result.dtype, result.shape, result.stride()) == (
             dtype,
@@ -117,8 +119,11 @@ def test_a_mean_of_no_channel_fits_no_images() -> None:
 def test_a_larger_batch_gets_larger_memory() -> None:
     """Batches may grow; what was lent before stays as it is."""
     one = Normalise(CPU, MEAN, STD, torch.float32, False, reuse=True)
-    small, large = uint8(2, 3, 4, 4), uint8(7, 3, 9, 9)
-    first, second, third = one(small), one(large), one(small)
+    small = uint8(2, 3, 4, 4)
+    large = uint8(7, 3, 9, 9)
+    first = one(small)
+    second = one(large)
+    third = one(small)
     for result, images in ((first, small), (second, large), (third, small)):
         assert torch.equal(result, plain(images, MEAN, STD, torch.float32, False))
 
@@ -165,7 +170,8 @@ Batches = Callable[[bool], DataPrefetcher]
 @pytest.fixture(params=[False, True], ids=["plain", "ahead"])
 def batches(request: pytest.FixtureRequest) -> Iterator[Batches]:
     """Makes a prefetcher over nine different batches, with or without reuse."""
-    host, made = [(uint8(4, 3, 8, 8, seed=k), torch.arange(4) % 2) for k in range(9)], []
+    host = [(uint8(4, 3, 8, 8, seed=k), torch.arange(4) % 2) for k in range(9)]
+    made = []
 
     def make(reuse: bool) -> DataPrefetcher:
         made.append(
@@ -201,7 +207,8 @@ def as_arrays(batches: DataPrefetcher) -> list[Tensor]:
 
 
 def hooked(batches: DataPrefetcher) -> list[Tensor]:
-    network, kept = Net(), list[Tensor]()
+    network = Net()
+    kept = list[Tensor]()
     network.conv.register_forward_hook(lambda module, inputs, output: kept.append(inputs[0]))
     for images, _ in batches:
         network(images).sum().backward()
@@ -229,7 +236,8 @@ def accumulated(batches: DataPrefetcher) -> list[Tensor]:
 
 
 def twice_backward(batches: DataPrefetcher) -> list[Tensor]:
-    network, found = Net(), list[Tensor]()
+    network = Net()
+    found = list[Tensor]()
     losses = [network(images).sum() for images, _ in batches]
     for _ in range(2):
         for loss in losses:
@@ -249,7 +257,8 @@ def test_what_is_held_stays_as_it_is(
     """Who keeps a batch in any way, the autograd graph among them, finds in it what would be there
     without reuse.
     """
-    held, expected = holding(batches(True)), holding(batches(False))
+    held = holding(batches(True))
+    expected = holding(batches(False))
     assert len(held) == len(expected) >= 4
     for one, other in zip(held, expected, strict=True):
         assert torch.equal(one, other)
@@ -259,7 +268,9 @@ def test_a_training_loop_uses_the_same_memory_again(batches: Batches) -> None:
     """A loop that drops its batches finds nine of them in
     three places, whatever else it allocates.
     """
-    network, places, others = Net(), set(), []
+    network = Net()
+    places = set()
+    others = []
     for images, _ in batches(True):
         network(images).sum().backward()
         places.add(images.data_ptr())

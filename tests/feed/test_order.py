@@ -31,7 +31,8 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
     """Two orders of one seed agree in any epoch, asked in any sequence; another seed or epoch gives
     another order.
     """
-    one, other = Order(50, 8, seed=1), Order(50, 8, seed=1)
+    one = Order(50, 8, seed=1)
+    other = Order(50, 8, seed=1)
     later = batches(one, 3)
     assert batches(other, 0) == batches(one, 0)
     assert batches(other, 3) == later
@@ -99,7 +100,8 @@ def test_of_a_whole_epoch_batches_take_one_global_batch_after_the_other() -> Non
     """taken() counts over all ranks; the last, short global batch ends where the set does, or is
     left out.
     """
-    order, dropped = ranks(29, 6, 2)[1], ranks(29, 6, 2, drop_last=True)[1]
+    order = ranks(29, 6, 2)[1]
+    dropped = ranks(29, 6, 2, drop_last=True)[1]
     assert [order.taken(3, batches) for batches in range(6)] == [0, 6, 12, 18, 24, 29]
     assert (order.stop(3), dropped.stop(3), dropped.taken(3, dropped.count(3))) == (29, 24, 24)
 
@@ -138,8 +140,11 @@ def test_a_rest_is_shared_out_evenly(seed: int) -> None:
     batch evenly.
     """
     draw = random.Random(seed)
-    size, world_size = draw.randint(2, 5), draw.randint(1, 6)
-    start, left, beyond = draw.randint(0, 40), draw.randint(world_size, 70), draw.randint(0, 9)
+    size = draw.randint(2, 5)
+    world_size = draw.randint(1, 6)
+    start = draw.randint(0, 40)
+    left = draw.randint(world_size, 70)
+    beyond = draw.randint(0, 9)
     orders = [
         resting(
             Order(start + left + beyond, size, seed, rank=rank, world_size=world_size),
@@ -199,7 +204,8 @@ def test_the_number_of_ranks_may_change_twice_within_an_epoch() -> None:
     """2, then 3, then 1 rank: what each of them gives before it is left is together every sample
     once.
     """
-    given, start = [], 0
+    given = []
+    start = 0
     for world_size, count in ((2, 3), (3, 2), (1, None)):
         orders = [
             resting(Order(50, 4, seed=5, rank=rank, world_size=world_size), start, 50)
@@ -245,7 +251,8 @@ def asked(order: ProbeOrder, count: int) -> list[list[int]]:
 
 def test_probes_share_out_the_set() -> None:
     """Probes of one cursor, also by turns, ask for every sample once before any a second time."""
-    order, cursor = Order(20, 4, seed=1), Cursor()
+    order = Order(20, 4, seed=1)
+    cursor = Cursor()
     first = asked(ProbeOrder(order, cursor), 2)
     turns = ProbeOrder(order, cursor).batches(0), ProbeOrder(order, cursor).batches(0)
     rest = [next(turns[0]).tolist(), next(turns[1]).tolist(), next(turns[0]).tolist()]
@@ -265,7 +272,8 @@ def test_a_batch_counts_when_it_is_asked_for() -> None:
 
 def test_again_goes_round_what_was_seen() -> None:
     """again=True stays among the batches that have been given, and moves nothing."""
-    order, cursor = Order(20, 4, seed=1), Cursor()
+    order = Order(20, 4, seed=1)
+    cursor = Cursor()
     first = asked(ProbeOrder(order, cursor), 3)
     cursor.seen = range(1, 3)
     assert asked(ProbeOrder(order, cursor, again=True), 5) == [

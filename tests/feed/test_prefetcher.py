@@ -24,7 +24,8 @@ from harness.feed.prefetcher import DataPrefetcher
 from harness.watch.clock import StepClock
 from harness.watch.stages import Stamps
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 WAIT_S = 10.0  # for an event that comes at once unless the test fails
 
 
@@ -240,7 +241,8 @@ class Named(NamedTuple):
     path: list[str]
 
 
-IMAGES, LABELS = torch.rand(2, 3, 4, 4), torch.arange(2)
+IMAGES = torch.rand(2, 3, 4, 4)
+LABELS = torch.arange(2)
 
 
 @pytest.mark.parametrize(
@@ -391,7 +393,8 @@ def test_garbage_takes_the_thread_along() -> None:
 
 def test_a_ready_batch_is_handed_out_while_the_loader_blocks() -> None:
     """The consumer gets batch k while the loader has not come back with batch k + 1."""
-    second_asked, second_may_come = threading.Event(), threading.Event()
+    second_asked = threading.Event()
+    second_may_come = threading.Event()
 
     def before(k: int) -> None:
         if k == 1:
@@ -409,7 +412,8 @@ def test_a_ready_batch_is_handed_out_while_the_loader_blocks() -> None:
 
 def test_never_more_than_one_batch_ahead() -> None:
     """When the consumer has taken k batches, the loader was asked for k + 1 at most."""
-    taken, too_far = 0, threading.Event()
+    taken = 0
+    too_far = threading.Event()
 
     def before(k: int) -> None:
         # the k-th is asked for when the one before it is being taken, the first with nothing taken
@@ -455,7 +459,8 @@ def test_mix_has_the_last_word(make: Make) -> None:
     """Mix is given what would have been handed out, with the loader's batch; what it gives is
     handed out in its place.
     """
-    loader, seen = Loader(host_batches()), []
+    loader = Loader(host_batches())
+    seen = []
 
     def mix(images: Tensor, labels: Tensor, batch: HostBatch) -> tuple[Tensor, Tensor]:
         seen.append((images.clone(), labels, batch))
@@ -481,7 +486,8 @@ def test_without_being_ahead_nothing_is_asked_early() -> None:
 
 def test_the_clock_hears_when_a_batch_was_made(make: Make) -> None:
     """A wait for a batch with stamps is divided by them; one for a batch without says nothing."""
-    loader, seen = Loader(host_batches()), time.perf_counter()
+    loader = Loader(host_batches())
+    seen = time.perf_counter()
     loader.batches[1] = loader.batches[1]._replace(
         stamps=Stamps(seen, seen, math.inf, math.inf)
     )  # never received

@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 SLEEP_S = 3e-3
 
 
@@ -69,8 +70,10 @@ def test_values_are_the_cpus(dtype: torch.dtype, channels_last: bool) -> None:
 
 def test_one_side_stream_for_life() -> None:
     """Twenty epochs use the same stream and reserve no more memory after the fifth."""
-    own, batches = accelerator.of("cuda"), DataPrefetcher(Loader(6, 64), "cuda", mean=MEAN, std=STD)
-    stream, reserved = batches._mover.stream, []
+    own = accelerator.of("cuda")
+    batches = DataPrefetcher(Loader(6, 64), "cuda", mean=MEAN, std=STD)
+    stream = batches._mover.stream
+    reserved = []
     for _ in range(20):
         for images, _ in batches:
             images.mean()
@@ -95,7 +98,9 @@ def test_a_batch_in_use_is_not_written_over() -> None:
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
 def test_compute_waits_for_the_copy(pinned: bool) -> None:
     """A kernel launched at once on a batch of 38 MB sees all of it, 200 times."""
-    count, means, edges = 200, [], []
+    count = 200
+    means = []
+    edges = []
     for images, labels in DataPrefetcher(
         Loader(count, 256, side=224, pinned=pinned), "cuda", dtype=torch.float16
     ):

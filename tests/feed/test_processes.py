@@ -229,7 +229,8 @@ def ends_in_time(
     """``batches`` end with ``error`` soon after a limit of one second, and leave no worker and no
     shared memory.
     """
-    begin, pids = time.monotonic(), [worker.pid for worker in workers()]
+    begin = time.monotonic()
+    pids = [worker.pid for worker in workers()]
     with pytest.raises(error, match=match):
         list(batches)
     assert time.monotonic() - begin < 15
@@ -253,7 +254,8 @@ def test_a_worker_that_stops_behind_its_batches_is_a_loader_error(
     )
     if persistent_workers:
         list(feed)
-    batches, before = iter(feed), gauge.read().samples // 4
+    batches = iter(feed)
+    before = gauge.read().samples // 4
     next(batches)
     queued(feed, gauge, before + 1 + num_workers)
     stop(stopped)
@@ -442,7 +444,8 @@ def test_the_gauge_counts_each_worker_s_samples(
 def test_stamps_follow_a_batch_from_its_worker(make_feed: MakeFeed) -> None:
     """A batch is begun, made, received and given out in this order, on one clock."""
     for batch in make_feed(2):
-        now_s, stamps = time.perf_counter(), batch.stamps
+        now_s = time.perf_counter()
+        stamps = batch.stamps
         assert stamps is not None
         assert stamps.begun_s < stamps.made_s < stamps.received_s == stamps.pinned_s < now_s
 
@@ -461,7 +464,8 @@ def test_a_primed_pass_gives_the_same_batches(
     """Workers begin before iter(), which takes their batches over: bitwise those of an epoch that
     was not primed.
     """
-    gauge, given = Gauge(2), []
+    gauge = Gauge(2)
+    given = []
     feed = make_feed(2, gauge=gauge, persistent_workers=persistent_workers)
     for epoch in (0, 1):
         primed(feed, epoch, gauge).prime(epoch)  # a second time changes nothing
@@ -483,7 +487,8 @@ def test_priming_starts_nothing_where_it_must_not(
     """Without workers there is nothing to begin, and none is forked in the middle of a step; the
     pass comes all the same.
     """
-    feed, threads = make_feed(num_workers, start_method=start_method), threading.active_count()
+    feed = make_feed(num_workers, start_method=start_method)
+    threads = threading.active_count()
     feed.prime(0)
     assert (threading.active_count(), workers()) == (threads, [])
     assert_same(list(feed), list(make_feed(0)))
@@ -494,7 +499,8 @@ def test_a_primed_pass_that_nobody_takes_leaves_nothing(
     make_feed: MakeFeed, end: Callable[..., None] | None
 ) -> None:
     """close() ends primed workers, as does dropping the feed."""
-    gauge, order = Gauge(1), Order(LENGTH, 4)
+    gauge = Gauge(1)
+    order = Order(LENGTH, 4)
     feed = ProcessFeed(samples.Noise(LENGTH), order, samples.settings(1))
     feed.gauge = gauge
     primed(feed, 0, gauge)
@@ -513,7 +519,9 @@ def test_closing_waits_for_a_start_under_way(
     """prime() comes back before the workers are started, and a close() at that moment ends them all
     the same.
     """
-    begun, go, start = threading.Event(), threading.Event(), ProcessFeed._start
+    begun = threading.Event()
+    go = threading.Event()
+    start = ProcessFeed._start
 
     def late(*given: Any) -> Iterator[HostBatch]:
         begun.set()

@@ -23,7 +23,8 @@ from harness.feed.processes import ProcessFeed
 from harness.feed.synthetic import SyntheticFeed
 from harness.feed.threads import ThreadFeed
 
-LENGTH, EPOCH = 19, 1
+LENGTH = 19
+EPOCH = 1
 ORDER = Order(LENGTH, 4, seed=3)
 MakeFeed = Callable[[Order], Feed]
 
@@ -92,7 +93,8 @@ def test_a_rest_gives_what_an_uninterrupted_pass_gives_from_there(
 ) -> None:
     """Images, labels and indices are bitwise the same, also of the next epoch, which is whole."""
     rest = Rest(EPOCH, ORDER.taken(EPOCH, position), ORDER.stop(EPOCH))
-    whole, feed = make_feed(ORDER), make_feed(replace(ORDER, rest=rest))
+    whole = make_feed(ORDER)
+    feed = make_feed(replace(ORDER, rest=rest))
     samples.assert_same(passed(feed, EPOCH, primed), passed(whole, EPOCH)[position:])
     samples.assert_same(passed(feed, EPOCH + 1, primed), passed(whole, EPOCH + 1))
     samples.assert_same(passed(feed, EPOCH, primed), passed(whole, EPOCH)[position:])
@@ -109,7 +111,8 @@ def test_a_rest_of_a_rest_in_each_feed_gives_every_sample_once(make_feed: MakeFe
     """A pass that is left twice goes on each time in a feed of
     its own, as it would have without.
     """
-    order, given = ORDER, []
+    order = ORDER
+    given = []
     for _ in range(2):
         feed = make_feed(order)
         feed.set_epoch(EPOCH)
@@ -132,7 +135,8 @@ def test_the_length_is_that_of_the_chosen_epoch(make_feed: MakeFeed) -> None:
 
 def test_an_epoch_that_is_chosen_during_a_pass_is_the_next_one(make_feed: MakeFeed) -> None:
     """The pass ends where it would have, whatever the length of the epoch that comes after it."""
-    feed, whole = make_feed(replace(ORDER, rest=Rest(EPOCH, 12, LENGTH))), make_feed(ORDER)
+    feed = make_feed(replace(ORDER, rest=Rest(EPOCH, 12, LENGTH)))
+    whole = make_feed(ORDER)
     feed.set_epoch(EPOCH)
     batches = iter(feed)
     given = [next(batches)]

@@ -133,7 +133,8 @@ def test_the_feed_holds_nothing_of_its_own_while_it_waits(
     """A consumer that drops a batch and waits for the next one has the memory of all but those
     ahead free.
     """
-    slow, gauge = int(Order(60, 4, seed=3).indices(0)[20]), Gauge(3)
+    slow = int(Order(60, 4, seed=3).indices(0)[20])
+    gauge = Gauge(3)
     feed = make_feed(
         3, samples.Troubled(60, slow, lambda: gate.wait(WAIT_S)), gauge, prefetch_factor=2
     )
@@ -181,7 +182,8 @@ class TestEnds:
         """A thread that hangs is left behind; what it writes when it comes back is in no batch of a
         later pass.
         """
-        stuck, late = threading.Event(), threading.Event()
+        stuck = threading.Event()
+        late = threading.Event()
 
         class Late(samples.Noise):
             def fill(self, epoch: int, index: int, out: np.ndarray) -> int:
@@ -238,7 +240,8 @@ class TestEnds:
         disturb.
         """
         feed = make_feed(2, samples.Noise(40), persistent_workers=True)
-        first, second = iter(feed), iter(feed)
+        first = iter(feed)
+        second = iter(feed)
         next(first)
         given = [next(second)]
         with pytest.raises(LoaderError, match="ended after 1 of 10 batches"):
@@ -251,7 +254,8 @@ class TestEnds:
         """The pass that was just begun ends with an error, and keeps
         no later one from its threads.
         """
-        feed, begin = make_feed(2, samples.Noise(19)), BatchThreads.begin
+        feed = make_feed(2, samples.Noise(19))
+        begin = BatchThreads.begin
 
         def begin_and_close(threads: BatchThreads, *given: Any) -> None:
             monkeypatch.setattr(BatchThreads, "begin", begin)
@@ -272,7 +276,8 @@ class TestEnds:
         when another one closes the feed.
         """
         feed = make_feed(1, samples.Troubled(4, 0, lambda: gate.wait(WAIT_S)))
-        batches, raised = DataPrefetcher(feed, "cpu", ahead=True), []
+        batches = DataPrefetcher(feed, "cpu", ahead=True)
+        raised = []
 
         def take() -> None:
             try:
@@ -448,7 +453,8 @@ class TestResize:
         self, make_feed: MakeFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """There are as many as the system has started, a warning says so, and the pass is whole."""
-        feed, start = make_feed(2, samples.Noise(200), Gauge(6)), threading.Thread.start
+        feed = make_feed(2, samples.Noise(200), Gauge(6))
+        start = threading.Thread.start
 
         def refuse(thread: threading.Thread) -> None:
             if thread.name == "feed-3":
@@ -505,10 +511,8 @@ class TestResize:
         """Neither no threads, nor more than there are rows to count in, nor any where the trainer
         fills.
         """
-        with pytest.raises(
-            ValueError,
-            match=rf"resize\({threads}\) of a feed with num_workers={num_workers}: choose 1 to \d+ ",
-        ):
+        asked = rf"resize\({threads}\) of a feed with num_workers={num_workers}"
+        with pytest.raises(ValueError, match=rf"{asked}: choose 1 to \d+ "):
             make_feed(num_workers, samples.Noise(8)).resize(threads)
 
 
@@ -529,10 +533,8 @@ def test_torch_s_threads_are_left_alone(make_feed: MakeFeed) -> None:
             )
             return 0
 
-    feed, before = (
-        make_feed(3, Resized(40), persistent_workers=True),
-        (torch.get_num_threads(), native_threads()),
-    )
+    feed = make_feed(3, Resized(40), persistent_workers=True)
+    before = (torch.get_num_threads(), native_threads())
     list(feed)
     assert (torch.get_num_threads(), native_threads()) == (before[0], before[1] + 3)
 

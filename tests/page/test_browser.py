@@ -32,7 +32,8 @@ from harness.page.document import write_report, write_sweep
 from harness.page.link import PINNED, pinned_link
 from harness.watch.board import Board
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking",
@@ -359,10 +360,8 @@ def test_the_machines_processors_lie_beside_the_runs_own(
             len(lines),
             chart.find_element(By.CSS_SELECTOR, ".keys").text,
         )
-    machine, own = (
-        "the whole machine from 31.5 cores to 31.5 cores",
-        "this run from 1.90 cores to 1.90 cores",
-    )
+    machine = "the whole machine from 31.5 cores to 31.5 cores"
+    own = "this run from 1.90 cores to 1.90 cores"
     assert charts["cpu_run"] == ([machine, own], 2, "the whole machine\nthis run")
     assert charts["long_run"][1:] == (1, "this run")
 

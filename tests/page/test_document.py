@@ -133,7 +133,8 @@ def test_a_run_that_cannot_be_told_ends_no_other(
 
     monkeypatch.setattr("harness.page.runs.read_run", refuse)
     assert main([str(tmp_path)]) == 0
-    said, note = capsys.readouterr(), "run 3 cannot be shown: RuntimeError: never thought of"
+    said = capsys.readouterr()
+    note = "run 3 cannot be shown: RuntimeError: never thought of"
     assert (said.out, said.err) == (f"{tmp_path / 'report.html'}: 5 runs\n", f"note: {note}\n")
     assert embedded((tmp_path / "report.html").read_text())["notes"] == [note]
 

@@ -78,7 +78,8 @@ def test_a_stream_does_not_wait_for_another(own: Accelerator, which: str) -> Non
     cudaStreamNonBlocking).
     """
     own.delay(BUSY_S)
-    end, other = marked(own), marked(own, getattr(own, which)())
+    end = marked(own)
+    other = marked(own, getattr(own, which)())
     other.synchronize()
     assert other.query() and not end.query()
 
@@ -97,7 +98,8 @@ def test_a_stream_waits_for_another_without_the_host(own: Accelerator, by: str) 
     """Work behind ``wait_event`` and ``wait_stream`` begins after it (cudaStreamWaitEvent;
     torch/cuda/streams.py).
     """
-    main, side = own.stream(), own.side_stream()
+    main = own.stream()
+    side = own.side_stream()
     own.delay(BUSY_S)
     end = marked(own)
     side.wait_event(end) if by == "event" else side.wait_stream(main)
@@ -134,7 +136,8 @@ def test_a_thread_has_a_current_stream_of_its_own(own: Accelerator) -> None:
     """A new thread begins on the default one (c10/cuda/CUDAStream.cpp, current_streams is
     thread_local).
     """
-    default, seen = own.stream(), []
+    default = own.stream()
+    seen = []
     with own.on(own.side_stream()):
         own.start(lambda: seen.append(own.stream()), "other").join()
         assert own.stream() == own.side_stream()
@@ -255,7 +258,8 @@ def test_the_host_waits_until_pageable_memory_may_be_changed(own: Accelerator) -
     """It is staged first, which takes as long as to read it (CUDA runtime, "API synchronization
     behavior").
     """
-    pageable, copies = torch.full((SIZE,), 5, dtype=torch.uint8), list[torch.Tensor]()
+    pageable = torch.full((SIZE,), 5, dtype=torch.uint8)
+    copies = list[torch.Tensor]()
     assert took_s(own, lambda: copies.append(own.copy(pageable))) > SIZE / FASTEST
     pageable.fill_(6)
     own.synchronize()

@@ -67,7 +67,8 @@ def test_memory_in_use_by_another_stream_is_kept(own: Accelerator, work: str) ->
     """Until that is through what it had when the memory was freed
     (c10/cuda/CUDACachingAllocator.cpp, insert_events).
     """
-    pinned, side = source(own), own.side_stream()
+    pinned = source(own)
+    side = own.side_stream()
     first = own.copy(pinned)
     own.synchronize()
     before = reserved(own)
@@ -104,8 +105,10 @@ def test_memory_is_not_kept_for_its_own_stream(own: Accelerator) -> None:
 
 def test_free_memory_goes_back_by_release_alone(own: Accelerator) -> None:
     """What is in use stays (torch/cuda/memory.py, empty_cache)."""
-    pinned, before = source(own), reserved(own)
-    first, second = own.copy(pinned), own.copy(pinned)
+    pinned = source(own)
+    before = reserved(own)
+    first = own.copy(pinned)
+    second = own.copy(pinned)
     own.synchronize()
     del first
     assert reserved(own) == before + 2 * SIZE
@@ -118,7 +121,9 @@ def test_free_memory_goes_back_by_release_alone(own: Accelerator) -> None:
 
 def test_release_waits_for_memory_that_another_stream_uses(own: Accelerator) -> None:
     """And gives it back too (c10/cuda/CUDACachingAllocator.cpp, release_cached_blocks)."""
-    pinned, before, side = source(own), reserved(own), own.side_stream()
+    pinned = source(own)
+    before = reserved(own)
+    side = own.side_stream()
     first = own.copy(pinned)
     own.synchronize()
     with own.on(side):
@@ -133,7 +138,8 @@ def test_release_waits_for_memory_that_another_stream_uses(own: Accelerator) -> 
 def test_peaks_begin_at_what_there_is(own: Accelerator) -> None:
     """``reset_peaks`` forgets what was more (torch/cuda/memory.py, reset_peak_memory_stats)."""
     pinned = source(own)
-    kept, dropped = own.copy(pinned), own.copy(pinned)
+    kept = own.copy(pinned)
+    dropped = own.copy(pinned)
     own.synchronize()
     del dropped
     before = own.memory()
@@ -150,7 +156,8 @@ def test_peaks_begin_at_what_there_is(own: Accelerator) -> None:
 
 def test_what_is_reserved_is_not_free(own: Accelerator) -> None:
     """The driver's figures hold what the allocator keeps (cudaMemGetInfo)."""
-    pinned, before = source(own), own.memory()
+    pinned = source(own)
+    before = own.memory()
     copied = own.copy(pinned)
     after = own.memory()
     assert before is not None and after is not None
@@ -201,7 +208,9 @@ def test_page_locked_memory_is_not_used_again_while_it_is_copied(own: Accelerato
 def test_release_gives_back_page_locked_memory_that_is_free(own: Accelerator) -> None:
     """What is in use or under way stays, and is not waited for (the same file, empty_cache)."""
     before = page_locked(own)
-    free, used, copied = source(own, MIB), source(own, 2 * MIB), source(own, 4 * MIB)
+    free = source(own, MIB)
+    used = source(own, 2 * MIB)
+    copied = source(own, 4 * MIB)
     own.delay(BUSY_S)
     there = own.copy(copied)
     end = marked(own)

@@ -42,7 +42,8 @@ def config(name: DistName = DistName.single, nprocs: int | None = None, **more: 
 
 def test_one_rank_agrees_with_itself() -> None:
     """Without other ranks every collective is the value itself, and no process group is needed."""
-    world, values = World(0, 1, 0, 1, CPU), torch.ones(2)
+    world = World(0, 1, 0, 1, CPU)
+    values = torch.ones(2)
     assert world.total(values) is values
     assert (world.agreed("x"), world.largest(3, 1), world.smallest(0.5), world.is_main) == (
         "x",
@@ -96,7 +97,8 @@ def test_more_ranks_than_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatc
 
 def told_by(uuids: Sequence[str | None]) -> list[str]:
     """What each rank is refused with, or nothing, where the ranks have the GPUs of ``uuids``."""
-    store, told = torch.distributed.HashStore(), [""] * len(uuids)
+    store = torch.distributed.HashStore()
+    told = [""] * len(uuids)
 
     def join(rank: int) -> None:
         try:

@@ -10,7 +10,8 @@ from emulator import EmulatedDevice, VirtualClock, WallClock
 
 def test_threads_wake_in_the_order_of_their_times() -> None:
     """Each at its own, however long the others sleep; nobody waits for real."""
-    clock, seen = VirtualClock(), []
+    clock = VirtualClock()
+    seen = []
 
     def sleeper(name: str, naps: tuple[float, ...]) -> None:
         for nap in naps:
@@ -47,7 +48,8 @@ def test_a_moment_that_has_passed_is_not_slept_for(clock: VirtualClock | WallClo
 def test_a_blocked_thread_is_woken_by_what_it_waits_for() -> None:
     """At the time at which it came, and later by what waking takes."""
     clock = VirtualClock(wake_s=0.5)
-    queue, began_s = clock.queue(), clock.now()
+    queue = clock.queue()
+    began_s = clock.now()
 
     def put() -> None:
         clock.sleep(2.0)

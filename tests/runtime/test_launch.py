@@ -170,7 +170,8 @@ def test_a_process_knows_when_it_began() -> None:
 @pytest.mark.parametrize("text", ["", "1 (a) b) S 1", None], ids=["empty", "short", "hidden"])
 def test_where_the_system_does_not_say_it_began_now(tmp_path: Path, text: str | None) -> None:
     """A hidden or unknown /proc costs what went before, never the run."""
-    stat, now_s = tmp_path / "stat", time.perf_counter()
+    stat = tmp_path / "stat"
+    now_s = time.perf_counter()
     if text is not None:
         stat.write_text(text)
     assert now_s <= launch.began_s(stat) <= time.perf_counter()

@@ -193,7 +193,8 @@ def test_local_ranks_share_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         shutil, "disk_usage", {tmp_path / "dev/shm": SimpleNamespace(free=6 * GIB)}.__getitem__
     )
     (tmp_path / "dev/shm").mkdir(parents=True)
-    alone, shared = limits.measure(1, tmp_path), limits.measure(4, tmp_path)
+    alone = limits.measure(1, tmp_path)
+    shared = limits.measure(4, tmp_path)
     assert (shared.cores, shared.memory_bytes) == (4.0, 16 * GIB)
     assert (alone.shm_bytes, shared.shm_bytes) == (6 * GIB, 1.5 * GIB)
     assert shared.open_files == alone.open_files > 0

@@ -194,7 +194,8 @@ def test_a_new_block_begins_without_a_signal() -> None:
 
 def test_another_thread_changes_no_handler() -> None:
     """Python lets the main thread alone set handlers; elsewhere the block does nothing."""
-    former, seen = signal.getsignal(signal.SIGINT), []
+    former = signal.getsignal(signal.SIGINT)
+    seen = []
 
     def inside() -> None:
         with signals.caught():

@@ -283,7 +283,8 @@ def test_a_full_disk_costs_the_file_alone(
 
 def test_publishing_goes_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The console, tuning.json, and TensorBoard's text."""
-    pages, own = Pages(), report()
+    pages = Pages()
+    own = report()
     own.publish(tmp_path, pages)  # type: ignore[arg-type]
     assert capsys.readouterr().out.splitlines() == own.lines()
     assert [path.name for path in tmp_path.iterdir()] == ["tuning.json"]

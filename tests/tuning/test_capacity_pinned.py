@@ -24,7 +24,9 @@ from harness.feed.order import Order
 from harness.feed.prefetcher import DataPrefetcher
 from harness.tuning import capacity
 
-SETTLED_S, LIMIT_S, HOUR_S = 0.3, 30.0, 3600.0
+SETTLED_S = 0.3
+LIMIT_S = 30.0
+HOUR_S = 3600.0
 
 in_settings = pytest.mark.parametrize(
     ("what", "side"),
@@ -128,11 +130,13 @@ def prefetched(feed: Feed, device: EmulatedDevice) -> Iterator[DataPrefetcher]:
 def settled(figure: Callable[[], int]) -> int:
     """``figure`` once it has not changed for a while."""
     end_s = time.monotonic() + LIMIT_S
-    value, since_s = figure(), time.monotonic()
+    value = figure()
+    since_s = time.monotonic()
     while time.monotonic() - since_s < SETTLED_S and time.monotonic() < end_s:
         time.sleep(0.01)
         if figure() != value:
-            value, since_s = figure(), time.monotonic()
+            value = figure()
+            since_s = time.monotonic()
     return value
 
 

@@ -122,7 +122,8 @@ def test_the_fewest_workers_that_leave_no_gap(
         report, machine = tuned(device, worker, cap, host, plain=plain)
     assert report.complete
     takes = SIZE / (STEP_S + 0.7e-3) if plain else TAKES  # whose copy is part of the step
-    goal, workers = min(1.0, cap) * takes, report.settings.num_workers
+    goal = min(1.0, cap) * takes
+    workers = report.settings.num_workers
     alone = 1 / (1 / machine.rate(1) + (HOSTS[host][0] / SIZE if plain else 0.0))
     assert (machine.rate(workers) if workers else alone) >= 0.98 * goal
     assert workers <= next(
@@ -157,10 +158,12 @@ def demanded(
     of ``step_s``.
     """
     with gpu() as device:
-        machine, network = Machine(device, 1e-5), Coarse(device, step_s, step_s / 5)
+        machine = Machine(device, 1e-5)
+        network = Coarse(device, step_s, step_s / 5)
         batch = next(iter(machine.probe(own())))
         if plain:
-            step, state = own_step(device, network), [network, SGD(network.parameters(), 0.1)]
+            step = own_step(device, network)
+            state = [network, SGD(network.parameters(), 0.1)]
             trainee: Any = library._Trainee(machine, step, state, device.device)  # type: ignore
         else:
             _, trainee = trials(device, network, parts=parts, ahead=ahead)
@@ -246,7 +249,8 @@ def test_the_check_warns_where_the_devices_stall_has_grown(
         report = tune(
             machine, trainee, own(), TunerConfig(), LIMITS, World(0, 1, 0, 1, device.device)
         )
-        clock, follow = StepClock(device.device), Follow(report)
+        clock = StepClock(device.device)
+        follow = Follow(report)
         machine.cap = (1 - slower) * TAKES if slower else math.inf
         train(device, step, machine, report.settings, clock, follow)
     assert ("waited for data" in caplog.text) == warns
@@ -280,7 +284,8 @@ def test_ten_trials_leave_no_more_memory_than_one() -> None:
     with gpu() as device:
         tuned(device, 0.3, math.inf, "eager")
         _, trainee = trials(device, Launching(device, STEP_S, *HOSTS["eager"]))
-        machine, reserved = Machine(device, 1 / (0.3 * TAKES)), []
+        machine = Machine(device, 1 / (0.3 * TAKES))
+        reserved = []
         with trainee.kept():
             for _ in range(10):
                 trainee.deliver(machine.probe(own(4)), 4, 0.5)

@@ -208,7 +208,8 @@ def test_arrays_are_probed_on_what_was_seen() -> None:
     """So that nothing is decoded in this process while it is measured; the first probe of a run has
     seen nothing yet.
     """
-    own, arrays = lab(), in_form(OWN, "arrays")
+    own = lab()
+    arrays = in_form(OWN, "arrays")
     for settings in (arrays, OWN, arrays):
         own.attempt(Ask(settings, "supply"))
     assert [again for _, again in asked(own)] == [False, False, True]

@@ -55,10 +55,8 @@ def test_any_loop_can_tune_its_loader() -> None:
         optimizer.step()
         schedule.step()
 
-    before, random = (
-        copy.deepcopy((model.state_dict(), schedule.state_dict())),
-        torch.get_rng_state(),
-    )
+    before = copy.deepcopy((model.state_dict(), schedule.state_dict()))
+    random = torch.get_rng_state()
     report = tune(
         PairsAtOnce(),
         step,

@@ -175,7 +175,8 @@ def test_varying_storage_makes_few_changes(seed: int) -> None:
     """Ten minutes in which a sample's wait varies by a third, and all threads share what the
     storage gives.
     """
-    policy, luck = Policy(2, CORES, 32), random.Random(seed)
+    policy = Policy(2, CORES, 32)
+    luck = random.Random(seed)
     machine = Machine(
         wait_s=luck.uniform(2e-3, 20e-3), storage=luck.uniform(200, 1500), demand=2000
     )
@@ -197,7 +198,8 @@ def test_one_odd_period_is_luck() -> None:
 )
 def test_uneven_samples_change_nothing(machine: Machine) -> None:
     """Ten minutes of periods in which waiting takes 0.7 to 1.3 times as long."""
-    policy, luck = Policy(2, CORES, MOST), random.Random(1)
+    policy = Policy(2, CORES, MOST)
+    luck = random.Random(1)
     assert {
         policy.after(machine.period(policy.threads, luck.uniform(0.7, 1.3))) for _ in range(600)
     } == {2}
@@ -248,7 +250,8 @@ class Run:
 
 @pytest.fixture
 def run() -> Run:
-    feeds, cpu_s = (Feed(2), Feed(2)), [0.0]
+    feeds = (Feed(2), Feed(2))
+    cpu_s = [0.0]
     live = Live(
         cast("list[ThreadFeed]", feeds),
         CORES,

@@ -88,10 +88,8 @@ class TimedFeed:
         return self.clock
 
     def cpu_now(self) -> float:
-        work, here = (
-            self.gauge.read(),
-            self.settings.backend != "processes" or not self.settings.num_workers,
-        )
+        work = self.gauge.read()
+        here = self.settings.backend != "processes" or not self.settings.num_workers
         return work.samples * self.receive_s + (work.cpu_s if here else 0.0)
 
     def set_epoch(self, epoch: int) -> None: ...
@@ -105,7 +103,8 @@ class TimedFeed:
         return (batch for batch in self.polled(1.0) if batch is not None)
 
     def polled(self, poll_s: float) -> Iterator[HostBatch | None]:
-        done, given = 0, 0
+        done = 0
+        given = 0
         while True:
             self.polls.append(poll_s)
             self.clock += poll_s / 5

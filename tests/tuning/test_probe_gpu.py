@@ -30,7 +30,8 @@ def test_waiting_for_the_device_costs_no_processor_time() -> None:
     """The host sleeps while the device works."""
     device = torch.device("cuda", torch.cuda.current_device())
     accelerator.of(device).synchronize()
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    wall_s = time.perf_counter()
+    cpu_s = time.process_time()
     torch.cuda._sleep(500_000_000)
     accelerator.of(device).synchronize()
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
@@ -45,7 +46,8 @@ def test_a_snapshot_is_the_hosts_and_goes_back_in_place() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     network = torch.nn.Linear(1000, 1000).to(device)
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
-    before, address = network.weight.detach().clone(), network.weight.data_ptr()
+    before = network.weight.detach().clone()
+    address = network.weight.data_ptr()
     state = random_state(device)["cuda"]
     used = torch.cuda.memory_allocated(device)
     snapshot = Snapshot((network, optimizer), device)

@@ -111,7 +111,8 @@ def test_settings_with_and_without_workers() -> None:
 
 def test_costs_are_told_by_workers_then_batches_in_flight_then_pinned_memory() -> None:
     """In this order."""
-    cheap, deep = samples.settings(2), samples.settings(2, prefetch_factor=8)
+    cheap = samples.settings(2)
+    deep = samples.settings(2, prefetch_factor=8)
     pinned = dataclasses.replace(cheap, pin_memory=True)
     assert sorted([samples.settings(3), deep, pinned, cheap], key=cost_of) == [
         cheap,
@@ -123,10 +124,8 @@ def test_costs_are_told_by_workers_then_batches_in_flight_then_pinned_memory() -
 
 def test_of_forms_with_as_many_workers_the_one_that_takes_least_is_cheaper() -> None:
     """Arrays before threads, these before processes; fewer workers come before any of that."""
-    arrays, threads = (
-        in_form(samples.settings(0), "arrays"),
-        in_form(samples.settings(2), "threads"),
-    )
+    arrays = in_form(samples.settings(0), "arrays")
+    threads = in_form(samples.settings(2), "threads")
     order = [
         arrays,
         samples.settings(0),

@@ -275,7 +275,8 @@ def test_threads_follow_the_run(
     never processes.
     """
     monkeypatch.setattr(session, "tune", chosen_as_it_was)
-    found, feeds = run(composed, *overrides), made(composed, *overrides)
+    found = run(composed, *overrides)
+    feeds = made(composed, *overrides)
     watch = Watch(StepClock("cpu"))
     found.follow(feeds.train(found.report.settings), feeds.val(found.report.val), watch, 5)
     assert (
@@ -292,10 +293,8 @@ def test_on_several_ranks_threads_stay(composed: Composed, searches: list[int]) 
             return value
 
     pair = Ranks(0, 2, 0, 2, torch.device("cpu"))
-    config, feeds = (
-        composed("data=digits", "loader.autotune=true", *THREADED),
-        made(composed, *THREADED),
-    )
+    config = composed("data=digits", "loader.autotune=true", *THREADED)
+    feeds = made(composed, *THREADED)
     assert tuned(feeds, None, config, LIMITS, pair).most is None  # type: ignore[arg-type]
     assert tuned(feeds, None, config, LIMITS, ALONE).most == 8  # type: ignore[arg-type]
 
@@ -305,7 +304,8 @@ def test_the_report_tells_what_was_saved_and_how_to_begin_with_the_last_number(
 ) -> None:
     """A try that is not judged yet does not count."""
     monkeypatch.setattr(session, "tune", chosen_as_it_was)
-    found, feeds = run(composed, *THREADED), made(composed, *THREADED)
+    found = run(composed, *THREADED)
+    feeds = made(composed, *THREADED)
     found.follow(
         feeds.train(found.report.settings), feeds.val(found.report.val), Watch(StepClock("cpu")), 5
     )
@@ -413,7 +413,8 @@ def test_tuning_leaves_the_state_as_it_was(composed: Composed, kept_globals: Non
     seeding.seed_everything(3)
     splits = datasets.load(config.data, config.augment, config.seed)
     state = make_state(config, len(splits.classes), ALONE, 10)
-    step, before = Step(state, config, ALONE), digest(state)
+    step = Step(state, config, ALONE)
+    before = digest(state)
     report = tuned(
         Feeds(splits, config, ALONE), StepTrials(step, config, ALONE), config, LIMITS, ALONE
     ).report

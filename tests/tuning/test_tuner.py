@@ -108,7 +108,8 @@ class Step:
 
     def deliver(self, feed: Feed, skip: int, limit_s: float) -> StepRun:
         assert self.open == 1
-        done, end = [], time.perf_counter()
+        done = []
+        end = time.perf_counter()
         for batch in feed:
             wait_s = time.perf_counter() - end
             time.sleep(self.seconds)
@@ -346,7 +347,8 @@ def test_the_validation_feed_fits_beside_the_training_feed(
 @pytest.mark.parametrize("fails", [False, True], ids=["ends well", "ends with an error"])
 def test_the_steps_state_is_kept(on: On, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All is measured inside one block of it, which is left whatever happens."""
-    step, machine = Step(), Machine(0.002, 0.0019, demand=700)
+    step = Step()
+    machine = Machine(0.002, 0.0019, demand=700)
     if fails:
         monkeypatch.setattr(machine, "answer", lambda ask: samples.refuse())
     with pytest.raises(BadSample) if fails else contextlib.nullcontext():

@@ -94,10 +94,8 @@ def test_full_processors_hide_all_but_long_waits() -> None:
     """Where processors are full, only a stage that hardly ever has one is said to wait, whatever
     the others look like.
     """
-    crowded, waiting = (
-        {"decode": (8.0, 1.0), "crop": (1.0, 1.0)},
-        {"read": (8.0, 0.5), "crop": (1.0, 1.0)},
-    )
+    crowded = {"decode": (8.0, 1.0), "crop": (1.0, 1.0)}
+    waiting = {"read": (8.0, 0.5), "crop": (1.0, 1.0)}
     assert (
         supply(crowded, 1.0).waits,
         supply(crowded, math.inf).waits,
