@@ -117,7 +117,9 @@ class Look:
 
     def _try(self, settings: FeedSettings, *, beside: bool) -> Asking:
         """Asks what ``settings`` give alone, and if that may be best, ``beside`` real steps."""
-        if not self._has_time(_TAKES_S["supply"] + beside * _TAKES_S["steps"]):
+        # another backend counts only where steps were seen beside it
+        steps_s = _TAKES_S["steps"] * (beside and settings.backend != self.have.backend)
+        if not self._has_time(_TAKES_S["supply"] + steps_s):
             return
         yield from self._measure("supply", settings)
         if beside and settings == self._best(unseen=True):

@@ -136,10 +136,14 @@ class Trial:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """The cells of a table, from the setting to why it was refused."""
+        """The cells of a table, from the backend to why it was refused."""
         waiting = "" if self.wait_fraction is None else f"{self.wait_fraction:.0%}"
+        settings = self.settings
         return (
-            str(self.settings),
+            settings.backend,
+            str(settings.num_workers),
+            str(settings.prefetch_factor or ""),
+            "yes" if settings.pin_memory else "no",
             {"supply": "loader alone", "steps": "real steps"}[self.kind],
             str(self.rate or "refused"),
             waiting,

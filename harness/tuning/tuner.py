@@ -58,7 +58,8 @@ def tune(
     limits = replace(limits, cores=ranks.smallest(limits.cores))
     lab = Lab(probes, trainee, limits, ranks)
     title = f"tuning the loader (tuner={config.name.name})"
-    columns = ("setting", "measured", "images/s", "waiting", "seconds", "")
+    settings = ("backend", "num_workers", "prefetch", "pinned")
+    columns = (*settings, "measured", "images/s", "waiting", "seconds", "")
     trials: list[Trial] = []
     with trainee.kept(), live_table(title, columns) as rows:
 
@@ -116,7 +117,7 @@ def automatic(
         return Choice(with_workers(own, 0), None, None, reason="Not even one worker fits")
 
     demand, step_cpu_s = lab.demand(0.5)
-    rows.add(("", "demand", str(demand), "", "", "steps on one batch that is at hand"))
+    rows.add((*[""] * 4, "demand", str(demand), "", "", "steps on one batch that is at hand"))
     takes = demand.images_per_s
     budget_s = config.budget_s
     if budget_s is None:
