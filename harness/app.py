@@ -38,8 +38,11 @@ def command() -> NoReturn:
         # takes 30 ms
         from importlib import metadata
 
-        versions = f"wellfed {__version__}, torch {metadata.version('torch')}"
-        print(f"{versions}, Python {platform.python_version()}")
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = "is not installed"
+        print(f"wellfed {__version__}, torch {torch}, Python {platform.python_version()}")
         sys.exit()
     for name in ("page", "compare"):
         if arguments[:1] == [name]:

@@ -546,10 +546,12 @@ def load(composed: DictConfig) -> Config:
                     raise ConfigError(f"{given}: must be {sign} {meta[name]}")
         if meta.get("increasing") and list(numbers) != sorted(numbers):
             raise ConfigError(f"{given}: the first number may not be larger than the second")
-        # a setting without effect is refused, never passed over
+        # a setting without effect is refused, unless it asks for nothing
+        asks = value not in (None, meta["default"]) and value is not False
+        asks = asks and not (path.endswith("num_workers") and value == 0)
         for others in meta.get("no_effect_with", ()):
-            if value and value != meta["default"] and holds(others):
-                way_out = f"set it to {shown(meta['default'])}"
+            if asks and holds(others):
+                way_out = f"change that, or set it to {shown(meta['default'])}"
                 raise ConfigError(f"{given}: has no effect with {others}; {way_out}")
     # settings together
     for typed, reason in _CONTRADICTIONS.items():
@@ -562,7 +564,7 @@ def load(composed: DictConfig) -> Config:
 def _check_values(c: Config) -> None:
     """Refuses what neither a range nor a list of contradictions can say."""
     jitter = c.augment.color_jitter
-    steps = re.fullmatch(r"(\d+)-(\d+)", c.profile.steps or "1-1")
+    steps = re.fullmatch(r"(\d+)-(\d+)", str(c.profile.steps))
     # torchrun starts a run again in its folder
     is_new = c.run.name is None and "TORCHELASTIC_RUN_ID" not in os.environ
     for wrong, text in (
@@ -593,7 +595,8 @@ def _check_values(c: Config) -> None:
             f"run.name={c.run.name!r}: use up to 200 letters, digits and, after one, ._+=@-",
         ),
         (
-            steps is None or not 0 < int(steps[1]) <= int(steps[2]),
+            c.profile.steps is not None
+            and (steps is None or not 0 < int(steps[1]) <= int(steps[2])),
             f"profile.steps={c.profile.steps}: write the first and the last step, such as 10-20",
         ),
     ):
@@ -710,7 +713,8 @@ def names() -> list[str]:
 def prepared(arguments: list[str]) -> list[str]:
     """Returns the command line's ``arguments`` as Hydra takes them.
 
-    A ``--config-path`` is relative to the current folder; Hydra would look beside its caller.
+    A ``--config-path`` is in the current folder, or beside ``conf/``; Hydra would look beside its
+    caller.
     ``model=`` takes torchvision's names too.
 
     Raises:
@@ -723,7 +727,11 @@ def prepared(arguments: list[str]) -> list[str]:
     known, rest = parser.parse_known_args(arguments)
     # pkg://... is Hydra's
     if known.config_path is not None and "://" not in known.config_path:
-        arguments = [f"--config-path={Path.cwd() / known.config_path}", *rest]
+        place = Path.cwd() / known.config_path
+        beside = CONF.parent / known.config_path
+        if beside.is_dir() and not place.is_dir():
+            place = beside
+        arguments = [f"--config-path={place}", *rest]
     # Hydra copies what is stored for each group that it lists: 0.4 s of --help
     if any(text.startswith("model=") for text in arguments):
         for name in set(classifiers()).difference(choices("model")):

@@ -71,7 +71,7 @@ BAD = [
     ),
     (
         "loader.val.num_workers=0 loader.val.prefetch_factor=2",
-        "loader.val.prefetch_factor=2: has no effect with loader.val.num_workers=0; set it to null",
+        "loader.val.prefetch_factor=2: has no effect with loader.val.num_workers=0; change that, or set it to null",
     ),
     (
         "loader.num_workers=0 loader.val.prefetch_factor=2",
@@ -156,7 +156,10 @@ BAD = [
         "loader.autotune=true: has no effect with mode=diagnose",
     ),
     ("mode=diagnose profile.steps=1-2", "profile.steps=1-2: has no effect with mode=diagnose"),
-    ("mode=diagnose resume=x", "resume=x: has no effect with mode=diagnose; set it to null"),
+    (
+        "mode=diagnose resume=x",
+        "resume=x: has no effect with mode=diagnose; change that, or set it to null",
+    ),
     ("mode=diagnose data=fake", "mode=diagnose: data=fake loads nothing"),
     (
         "augment.scale=[0.5,0.1]",
@@ -166,6 +169,9 @@ BAD = [
     ("augment.scale=[0.1,2]", "augment.scale=[0.1,2.0]: must be <= 1.0"),
     ("augment.hflip=1.5", "augment.hflip=1.5: must be <= 1.0"),
     ("augment.pad=2", "augment.pad=2: has no effect with augment.crop="),
+    ("augment.pad=0", "augment.pad=0: has no effect with augment.crop="),
+    ("augment.rand_augment_magnitude=0", "augment.rand_augment_magnitude=0: has no effect with"),
+    ("profile.steps=", "profile.steps=: write the first and the last step"),
     (
         "data=cifar11",
         (

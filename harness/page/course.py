@@ -81,7 +81,8 @@ def read_windows(path: Path) -> Windows:
 def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     """Returns the windows in at most ``buckets`` groups of neighbours, for JSON; None without any.
 
-    - ``columns``: for every tag the ``mean``, ``low`` and ``high`` of each group.
+    - ``columns``: for every tag the ``mean`` of each group; its ``low`` and ``high`` where a group
+      is more than one window.
     - ``spikes``: single steps that stand out, the longest of each group, the longest first, each
       with the group it is ``at`` and with its ``cause``, the part that made up most of it.
     - ``spike_count``: the number of windows that hold a spike.
@@ -91,9 +92,11 @@ def course(windows: Windows, buckets: int) -> dict[str, Any] | None:
     steps = windows.columns["step"]
     groups = min(len(steps), buckets)
     edges = [group * len(steps) // groups for group in range(groups + 1)]
-    # a group's lowest and highest keep every spike
     columns = {}
-    kinds: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "low": min, "high": max}
+    kinds: dict[str, Callable[[list[float]], float]] = {"mean": fmean}
+    if groups < len(steps):
+        # a group's lowest and highest keep every spike
+        kinds |= {"low": min, "high": max}
     for tag in sorted(TAGS):
         figures = windows.columns[tag]
         known = [[ms for ms in figures[a:b] if ms is not None] for a, b in pairwise(edges)]

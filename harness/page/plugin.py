@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,8 @@ from tensorboard.plugins import base_plugin  # type: ignore[import-untyped]
 
 # folders, to see whether there is a run at all
 _GLANCED_AT = 2000
+# that there is no run is remembered for so long
+_RECALL_S = 60.0
 
 
 class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
@@ -34,6 +37,7 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         self._logdir = context.logdir
         self._spec = getattr(context.flags, "logdir_spec", None)
         self._has_run = False
+        self._looked_s = -_RECALL_S
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """Returns the tab's name and its script."""
@@ -41,19 +45,21 @@ class StallsPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def is_active(self) -> bool:
         """Says whether there is, or may be, a run to show, or an error."""
-        unseen: list[str] = []
         try:
             from harness.page.runs import each_run
 
-            # TensorBoard asks again and again: a run that was seen is not looked for
-            self._has_run = self._has_run or any(
-                any(each_run(Path(path), unseen, _GLANCED_AT))
-                for path in logdirs(self._logdir, self._spec).values()
-            )
+            # TensorBoard asks again and again, and waits for the answer
+            if not self._has_run and time.monotonic() - self._looked_s >= _RECALL_S:
+                self._looked_s = time.monotonic()
+                unseen: list[str] = []
+                self._has_run = any(
+                    # more folders than a glance can tell of
+                    any(each_run(Path(path), unseen, _GLANCED_AT)) or unseen
+                    for path in logdirs(self._logdir, self._spec).values()
+                )
+            return self._has_run
         except Exception:
             return True
-        # more folders than a glance can tell of
-        return self._has_run or bool(unseen)
 
     def get_plugin_apps(self) -> dict[str, Any]:
         """Returns what is served below ``data/plugin/data_stalls``, by path.

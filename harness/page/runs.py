@@ -38,7 +38,7 @@ def find_runs(root: Path, notes: list[str]) -> dict[str, Path]:
         notes.append(
             f"{root}: {len(found):,} runs; shown are the {_MOST_RUNS:,} that were written to last"
         )
-        found.sort(key=lambda run: max(stamps(run[1]))[0])
+        found.sort(key=lambda run: max(stamps(run[1]), default=(0, 0))[0])
     return dict(sorted(found[-_MOST_RUNS:], key=lambda run: _natural(run[0])))
 
 

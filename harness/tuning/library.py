@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from multiprocessing import get_all_start_methods, get_start_method
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from harness.config import TunerConfig
@@ -63,7 +63,7 @@ def tune(
         step: takes one batch as the loader gives it, and trains on it.
         batch_size: samples in a batch.
         state: networks, optimizers, and other objects with ``state_dict`` and ``load_state_dict``.
-        device: where the step computes; None: where the first network of ``state`` is.
+        device: where the step computes; None: where the first network or optimizer of ``state`` is.
         collate_fn: as the loader's.
         worker_init_fn: as the loader's.
         num_workers: what the loop uses now: the choice is not slower than that.
@@ -84,8 +84,9 @@ def tune(
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError("tune() works in one process; give the answer of one to all ranks")
     if device is None:
-        weights = (w for part in state if isinstance(part, nn.Module) for w in part.parameters())
-        device = next((weight.device for weight in weights), "cpu")
+        networks = (part.parameters() for part in state if isinstance(part, nn.Module))
+        groups = (group["params"] for part in state for group in getattr(part, "param_groups", ()))
+        device = next((weight.device for weight in chain(*networks, *groups)), "cpu")
     method = start_method or get_start_method(allow_none=True) or get_all_start_methods()[0]
     own = with_workers(FeedSettings(batch_size, 0, False, None, False, 300.0, method), num_workers)
     probes = _Probes(dataset, collate_fn, worker_init_fn)
@@ -230,7 +231,7 @@ class _Trainee:
         """
         own = self._own
         copies = [
-            tree_map_only(Tensor, lambda tensor: own.pin(tensor.clone()), self._probes.last)
+            _changed(self._probes.last, lambda tensor: own.pin(tensor.clone()))
             for _ in range(steps)
         ]
         launch_s = 0.0
@@ -287,5 +288,24 @@ def _enter(then: Callable[[int], None] | None, worker: int) -> None:
         then(worker)
 
 
+def _changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns a copy of nested containers with each tensor changed, everything else as it is."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return type(batch)({key: _changed(part, change) for key, part in batch.items()})
+    if isinstance(batch, tuple | list):
+        parts = [_changed(part, change) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
 def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if isinstance(batch, Tensor):
+        return [batch]
+    parts: Any = ()
+    if isinstance(batch, dict):
+        parts = batch.values()
+    elif isinstance(batch, tuple | list):
+        parts = batch
+    return [tensor for part in parts for tensor in _tensors(part)]

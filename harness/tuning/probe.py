@@ -204,7 +204,7 @@ class Lab:
     """Measures settings for one data set and one step.
 
     Attributes:
-        worker_bytes: private memory of one worker, as seen last.
+        worker_bytes: private memory of the largest worker that was seen.
         batch: a batch of the data set, in memory of its own, once one has been seen.
         first_s: what first steps took longer than others, which training has to pay anyway.
         launch_s: of the step, as ``StepRun`` has it.
@@ -220,6 +220,7 @@ class Lab:
     launch_s: float = 0.0
     # batches of the last probe on samples of its own
     _seen: int = 0
+    _largest_bytes: int = 0
 
     def attempt(self, ask: Ask) -> Trial:
         """Returns what came of one measurement: the slowest rank's figures.
@@ -232,6 +233,9 @@ class Lab:
             return replace(trial, refused=refused)
         begin = self.now()
         bad = None
+        # a worker that hangs is refused within a minute, however long the user's runs wait
+        patience_s = min(ask.settings.timeout_s or 60.0, 60.0)
+        ask = replace(ask, settings=replace(ask.settings, timeout_s=patience_s))
         try:
             if ask.kind == "steps":
                 trial = self._steps(ask)
@@ -350,8 +354,9 @@ class Lab:
             raise LoaderError(f"no shared memory for counting: {error}") from error
         feed = self.probes.probe(settings, gauge, again=again)
         found = measure_supply(feed, gauge, self.ranks, ask, self.now)
-        # what the probe teaches those that follow
-        self.worker_bytes = found.worker_bytes or self.worker_bytes
+        # the largest worker of any rank and probe; before the first has been seen it is assumed
+        self._largest_bytes = max(self._largest_bytes, *self.ranks.gathered(found.worker_bytes))
+        self.worker_bytes = self._largest_bytes or self.worker_bytes
         self.batch = self.batch or found.batch
         if found.batches and not again:
             self._seen = found.batches

@@ -110,13 +110,14 @@ _CHEAPEST = (ARRAYS, THREADS, PROCESSES)
 
 def follow(search: Search, attempt: Callable[[Ask], Trial]) -> Choice:
     """Runs a search to its choice; ``attempt`` measures what is asked."""
-    try:
-        ask = next(search)
-        while True:
-            ask = search.send(attempt(ask))
-    except StopIteration as end:
-        choice: Choice = end.value
-        return choice
+    trial = None
+    while True:
+        try:
+            ask = next(search) if trial is None else search.send(trial)
+        except StopIteration as end:
+            choice: Choice = end.value
+            return choice
+        trial = attempt(ask)
 
 
 def with_workers(

@@ -210,9 +210,15 @@ def tuned(
         follows = not device.has_streams
     # ranks that wait for each other cannot judge their own tries
     follows = follows and config.tuner.name is TunerName.auto and world.size == 1
+
+    def forget() -> None:
+        # one rank for all
+        if world.is_main:
+            memory.forget()
+
     return Tuned(
         report,
-        memory.forget,
+        forget,
         most_workers(config.tuner, limits) if follows else None,
         val_follows=config.loader.val.num_workers is None
         and report.val.num_workers == report.settings.num_workers,

@@ -32,7 +32,8 @@ def test_a_long_run_keeps_every_spike(tmp_path: Path) -> None:
         ((step, ms, "starved") for step, ms in SPIKES.items()), key=lambda spike: -spike[1]
     )
     assert (found["windows"], len(found["steps"]), found["spike_count"]) == (2000, 400, 4)
-    highest = found["columns"]["time/step_ms/max"]["high"]
+    column = found["columns"]["time/step_ms/max"]
+    highest = column.get("high", column["mean"])
     assert [highest[spike["at"]] for spike in found["spikes"]] == [
         spike["ms"] for spike in found["spikes"]
     ]
@@ -57,7 +58,9 @@ def test_groups_keep_lowest_and_highest(buckets: int) -> None:
     found = course(windows, buckets)
     assert found is not None and len(found["steps"]) == buckets and found["steps"][-1] == 400
     column = found["columns"]["time/step_ms/max"]
-    assert (max(column["high"]), min(column["low"])) == (22, 10)
+    highest = column.get("high", column["mean"])
+    lowest = column.get("low", column["mean"])
+    assert (max(highest), min(lowest)) == (22, 10)
 
 
 def test_every_line_of_a_chart_is_read() -> None:
@@ -74,7 +77,7 @@ def test_few_windows_are_told_one_by_one() -> None:
     found = course(windows_of([12.0, 13.0]), 400)
     assert found is not None
     column = found["columns"]["time/step_ms/max"]
-    assert column["mean"] == column["low"] == column["high"] == [12.0, 13.0]
+    assert column == {"mean": [12.0, 13.0]}
 
 
 def test_a_figure_that_no_window_has_is_no_column() -> None:

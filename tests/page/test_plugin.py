@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import runs
+from model_time import Hand
 from tensorboard.plugins.base_plugin import TBContext
 
 from harness.page import runs as page_runs
@@ -96,13 +97,21 @@ def test_the_page_is_served(file: str, tmp_path: Path) -> None:
     assert status == "200 OK" and body and headers["Content-Type"].startswith("text/")
 
 
-def test_the_tab_sleeps_where_there_is_no_run(tmp_path: Path) -> None:
-    """Once it has seen a run it looks no more."""
+def test_the_tab_sleeps_where_there_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks again after a minute, and once it has seen a run it looks no more."""
+    clock = Hand()
+    monkeypatch.setattr("harness.page.plugin.time", SimpleNamespace(monotonic=clock))
     here = plugin(tmp_path)
     assert not here.is_active()
     runs.write(tmp_path / "deep/down", report={})
+    clock.pass_(59.0)
+    assert not here.is_active()
+    clock.pass_(1.0)
     assert here.is_active()
     shutil.rmtree(tmp_path / "deep")
+    clock.pass_(1000.0)
     assert here.is_active()
 
 
